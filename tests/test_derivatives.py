@@ -19,7 +19,7 @@ from tests.support.derivatives import WEIGHTS, check_batched, check_derivatives,
 B, L, S, E, H, D = 2, 5, 7, 12, 3, 4
 LENGTHS = masks.lengths(torch.tensor([4, 0]))
 
-#: Modules and the arguments of a call of theirs.
+#: A module, and the arguments of its call.
 MODULES: dict[str, tuple[Callable[[], MultiHeadAttention], dict[str, Any]]] = {
     "unmasked": (lambda: MultiHeadAttention(E, H), {}),
     "causal": (lambda: MultiHeadAttention(E, H, bias=False), {"mask": masks.causal()}),
@@ -46,11 +46,11 @@ every_module = in_turn({"name": MODULES}, {"weights": WEIGHTS})
 
 
 def function_of(module: nn.Module, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Of inputs, and of parameters, which `gradcheck` changes where they are."""
+    """The module as a function of inputs and parameters. `gradcheck` changes the parameters in place."""
 
-    def function(*given: Tensor) -> Any:
+    def function(*leaves: Tensor) -> Any:
         torch.manual_seed(3)
-        inputs = given[: len(given) - len([*module.parameters()])]
+        inputs = leaves[: len(leaves) - len([*module.parameters()])]
         return finite(module(*inputs, **arguments))
 
     return function
@@ -85,18 +85,17 @@ def test_without_a_batch() -> None:
     check_derivatives(function_of(module, {}), random(L, E), *module.parameters(), fast=True)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: KVCache(B, H, S, D, dtype=torch.float64),
-        lambda: SlidingKVCache(B, H, 3, D, dtype=torch.float64),
-        lambda: EvictingKVCache(B, H, S, D, policy=SinksAndRecent(1), dtype=torch.float64),
-        CrossKVCache,
-    ],
-    ids=["KVCache", "SlidingKVCache", "EvictingKVCache", "CrossKVCache"],
-)
-def test_queries_that_learn_with_a_cache(make: Callable[[], Cache]) -> None:
-    """Keys and values in a cache have no gradient; queries and what follows attention have."""
+CACHES: dict[str, Callable[[], Cache]] = {
+    "KVCache": lambda: KVCache(B, H, S, D, dtype=torch.float64),
+    "SlidingKVCache": lambda: SlidingKVCache(B, H, 3, D, dtype=torch.float64),
+    "EvictingKVCache": lambda: EvictingKVCache(B, H, S, D, policy=SinksAndRecent(1), dtype=torch.float64),
+    "CrossKVCache": CrossKVCache,
+}
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_queries_have_gradients_with_a_cache(make: Callable[[], Cache]) -> None:
+    """Keys and values in a cache have no gradient. Queries and the output projection have one."""
     module = MultiHeadAttention(E, H).double()
     for projection in (module.k_proj, module.v_proj):
         projection.requires_grad_(False)
@@ -106,7 +105,7 @@ def test_queries_that_learn_with_a_cache(make: Callable[[], Cache]) -> None:
         cache = make()
         if isinstance(cache, CrossKVCache):
             return torch.cat([module(x[:, :L], memory, cache=cache), module(x[:, L:], cache=cache)], 1)
-        with torch.no_grad():  # a later step writes into the cache what an earlier one would need again
+        with torch.no_grad():  # a later step overwrites keys that the backward pass of an earlier one would need
             for place in range(S - 1):
                 module(x[:, [place]], mask=masks.causal(), cache=cache)
         return module(x[:, S - 1 :], mask=masks.causal(), cache=cache)

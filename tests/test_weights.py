@@ -18,7 +18,7 @@ from tests.support.oracle import Answer, solve, weights_gradients
 
 BATCH, HEADS, KV_HEADS, LENGTH, COUNT, HEAD_DIM = 2, 6, 3, 7, 11, 5
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-EXACT = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+averages = pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
 
 QUERIES: dict[str, tuple[Any, list[int]]] = {
     "all": (None, [0, 1, 2, 3, 4, 5, 6]),
@@ -68,14 +68,13 @@ def compare_with_oracle(call: Call, rows: list[int] | None, average: bool) -> No
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
     assert torch.equal(found == 0, expected == 0), "hidden keys weigh exactly nothing"
     upstream = torch.randint(-8, 9, found.shape).to(found.dtype) / 4
-    wanted = differentiable(call)
-    gradients = torch.autograd.grad(found, list(wanted.values()), upstream, allow_unused=True)
+    leaves = differentiable(call)
+    gradients = torch.autograd.grad(found, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True)
     expected_gradients = oracle_gradients(call, answer, chosen, upstream, average)
-    largest = max([1.0, *(float(one.abs().max()) for one in expected_gradients.values() if one.numel())])
-    for (name, tensor), gradient in zip(wanted.items(), gradients, strict=True):
-        one = torch.zeros_like(tensor) if gradient is None else gradient
-        atol = largest * TOLERANCES[one.dtype]
-        torch.testing.assert_close(one.double(), expected_gradients[name], rtol=0, atol=atol, msg=f"gradient of {name}")
+    largest = max([1.0, *(float(exact.abs().max()) for exact in expected_gradients.values() if exact.numel())])
+    for name, gradient in zip(leaves, gradients, strict=True):
+        atol = largest * TOLERANCES[gradient.dtype]
+        torch.testing.assert_close(gradient.double(), expected_gradients[name], rtol=0, atol=atol, msg=name)
 
 
 def oracle_gradients(
@@ -89,34 +88,24 @@ def oracle_gradients(
     return dict(zip(names, weights_gradients(answer, for_all), strict=True))
 
 
-def rows_of(call: Call, data: st.DataObject) -> list[int] | None:
-    length = call.query.shape[2]
-    if length == 0 or data.draw(st.booleans()):
-        return None
-    return data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4))
+@pytest.mark.parametrize(("dtype", "blocks"), [(torch.float64, "few"), (torch.float32, "few"), (torch.float64, "many")])
+def test_equals_oracle(dtype: torch.dtype, blocks: str, request: pytest.FixtureRequest) -> None:
+    if blocks == "many":
+        request.getfixturevalue("small_blocks")
 
-
-@EXACT
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
-def test_equals_oracle(dtype: torch.dtype, average: bool) -> None:
     @given(calls(dtype), st.data())
     def compare(call: Call, data: st.DataObject) -> None:
-        compare_with_oracle(call, rows_of(call, data), average)
-
-    compare()
-
-
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
-def test_equals_oracle_in_many_blocks(average: bool, small_blocks: None) -> None:
-    @given(calls(torch.float64), st.data())
-    def compare(call: Call, data: st.DataObject) -> None:
-        compare_with_oracle(call, rows_of(call, data), average)
+        length = call.query.shape[2]
+        rows = None
+        if length and data.draw(st.booleans()):
+            rows = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4))
+        compare_with_oracle(call, rows, average=data.draw(st.booleans()))
 
     compare()
 
 
 @pytest.mark.parametrize("form", QUERIES)
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
+@averages
 def test_forms_of_queries(form: str, average: bool) -> None:
     queries, rows = QUERIES[form]
     query, key = query_and_key()
@@ -129,28 +118,23 @@ def test_forms_of_queries(form: str, average: bool) -> None:
 
 
 @pytest.mark.parametrize("queries", [1.5, [0.0, 1.0], [[0, 1]], True, "first", [None]], ids=str)
-def test_queries_that_are_no_row_numbers(queries: object) -> None:
+def test_queries_that_are_not_row_numbers(queries: object) -> None:
     query, key = query_and_key()
     with pytest.raises(DTypeError, match="queries: expected an int, a slice or a list"):
         clearhead.attention_weights(query, key, queries=queries)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_rows_sum_to_one_and_half_inputs_give_float32(dtype: torch.dtype) -> None:
-    weights = clearhead.attention_weights(*query_and_key(dtype))
+def test_half_inputs_have_float32_weights(dtype: torch.dtype) -> None:
+    query, key = query_and_key(dtype)
+    weights = clearhead.attention_weights(query, key)
     assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert (weights > 0).all()
+    exact = clearhead.attention_weights(query.double(), key.double())
+    torch.testing.assert_close(weights.double(), exact, rtol=0, atol=1e-5)
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_inputs_are_weighed_in_float32(dtype: torch.dtype) -> None:
-    query, key = query_and_key(dtype)
-    exact = clearhead.attention_weights(query.double(), key.double())
-    torch.testing.assert_close(clearhead.attention_weights(query, key).double(), exact, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
+@averages
 def test_without_a_batch(average: bool) -> None:
     query, key = query_and_key()
     found = clearhead.attention_weights(query[1], key[1], masks.causal(), queries=[5], average_attn_weights=average)
@@ -158,7 +142,7 @@ def test_without_a_batch(average: bool) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_no_gradient_is_recorded_where_none_is_wanted() -> None:
+def test_no_gradient_is_recorded_without_a_leaf() -> None:
     query, key = query_and_key()
     assert not clearhead.attention_weights(query, key).requires_grad
     with torch.no_grad():
@@ -166,8 +150,8 @@ def test_no_gradient_is_recorded_where_none_is_wanted() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 7, 11), (2, 3, 0, 11), (2, 3, 7, 0)], ids=str)
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
-def test_nothing_to_weigh(shape: tuple[int, int, int, int], average: bool) -> None:
+@averages
+def test_empty_dimensions(shape: tuple[int, int, int, int], average: bool) -> None:
     batch, heads, length, count = shape
     query, key = torch.zeros(batch, heads, length, 5, requires_grad=True), torch.zeros(batch, heads, count, 5)
     weights = clearhead.attention_weights(query, key, masks.causal(), average_attn_weights=average)

@@ -1,4 +1,4 @@
-"""Models whose attention runs through Clearhead, each in its own way, as functions of (B, L, E)."""
+"""Models whose attention runs through Clearhead, as functions of (B, L, E)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import clearhead
 import clearhead.integrations.transformers
@@ -29,6 +30,15 @@ class Ours(nn.Module):
         return self.attend(x, mask=masks.causal())
 
 
+class Checkpointed(Ours):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+
+
 def upgraded() -> nn.Module:
     model = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
@@ -45,7 +55,7 @@ def llama() -> Any:
 
 
 class Logits(nn.Module):
-    """A transformers model as a function of embeddings, so that all three kinds take the same input."""
+    """A transformers model as a function of embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

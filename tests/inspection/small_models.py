@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tests.support.models import TOKENS, encoder_decoder
 
-__all__ = ["VOCABULARY", "enlivened", "padding", "small", "small_bart", "token_ids"]
-
 VOCABULARY = 97
 
 

@@ -1,17 +1,17 @@
-"""A small model of Clearhead's own modules that most tests of `record` look into."""
+"""A small model of Clearhead's modules, and checks of records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import clearhead
+from clearhead._environment import state
 from tests.support.statistics_oracle import EVERY
-
-__all__ = ["BATCH", "CAUSAL", "HEADS", "LENGTH", "NAMES", "WIDTH", "Block", "Stack", "hooks", "require_same_training"]
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 12, 4
 CAUSAL = clearhead.masks.causal()
@@ -50,9 +50,22 @@ def hooks(model: nn.Module) -> list[str]:
     ]
 
 
+def recorded(model: nn.Module, *calls: Any, **options: Any) -> clearhead.record:
+    """The record of calls with these inputs; a dictionary holds keyword arguments."""
+    with clearhead.record(model, **options) as rec:
+        for inputs in calls:
+            model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    return rec
+
+
+def nothing_left(model: nn.Module) -> bool:
+    """Whether a model has no hooks, and this thread no observers and no function modes."""
+    return not (hooks(model) or state.observers or torch.overrides._get_current_function_mode_stack())
+
+
 def require_same_training(model: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """A step inside a record has the gradients of one outside, to the bit and with the same dropout."""
-    found: list[list[Tensor | None]] = []
+    """A step inside a record has the same gradients as outside, bit for bit and with the same dropout."""
+    gradients: list[list[Tensor | None]] = []
     for around in (nullcontext(), clearhead.record(model, EVERY)):
         model.zero_grad()
         torch.manual_seed(5)
@@ -60,5 +73,5 @@ def require_same_training(model: nn.Module, loss: Callable[[], Tensor]) -> None:
             loss().backward()
         if rec is not None:
             assert all(len(calls) == 1 and not calls.entropy.requires_grad for calls in rec.values())
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))

@@ -1,30 +1,62 @@
-"""`intervene`: heads changed beside the same change made by hand."""
+"""`intervene`, compared with the same change made by hand, and `head_importance`, with finite differences."""
 
 from __future__ import annotations
 
 import copy
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError
 
 import clearhead
-from clearhead._environment import state
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 
-from .attending import BATCH, HEAD_DIM, HEADS, LENGTH, MODELS, WIDTH, Ours, kinds, made, upgraded
+from .attending import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    LENGTH,
+    MODELS,
+    VOCABULARY,
+    WIDTH,
+    Checkpointed,
+    Ours,
+    kinds,
+    llama,
+    made,
+    upgraded,
+)
+from .stacks import nothing_left
+
+OURS = "Clearhead's"
 
 
-def scaled(model: nn.Module, projection: str, factors: dict[int, float]) -> nn.Module:
-    """A copy whose output projection has the heads' columns multiplied: the same as scaling what the heads write."""
+def changed(model: nn.Module, changes: Any, *inputs: Tensor, **options: Any) -> Tensor:
+    with clearhead.intervene(model, changes):
+        return model(*inputs, **options)
+
+
+def scaled(kind: str, model: nn.Module, factors: dict[int, float]) -> nn.Module:
+    """A copy whose output projection has the heads' columns multiplied, which equals scaling the heads' outputs."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
-        weight = twin.get_submodule(projection).weight
+        weight = twin.get_submodule(MODELS[kind][2]).weight
         for head, factor in factors.items():
             weight[:, head * HEAD_DIM : (head + 1) * HEAD_DIM] *= factor
     return twin
+
+
+def head_output(model: nn.Module, name: str, head: int, *inputs: Tensor, **options: Any) -> Tensor:
+    outputs: list[Tensor] = []
+    with torch.no_grad():
+        changed(model, {(name, head): lambda output: outputs.append(output) or output}, *inputs, **options)
+    return outputs[0]
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -33,179 +65,85 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 @kinds
 @pytest.mark.parametrize("factors", [{1: 0.0}, {0: 0.5, 2: -3.0}, {0: 0.0, 1: 0.0, 2: 0.0}, {2: 1}], ids=str)
-def test_scaling_is_scaling_the_projections_columns(kind: str, factors: dict[int, float]) -> None:
+def test_scaling_equals_scaling_the_projections_columns(kind: str, factors: dict[int, float]) -> None:
     model, name, _, x = made(kind)
-    with clearhead.intervene(model, {(name, head): factor for head, factor in factors.items()}):
-        found = model(x)
-    close(found, scaled(model, MODELS[kind][2], factors)(x))
-    if set(factors.values()) != {1}:
-        assert not torch.allclose(found, model(x))
-
-
-def head_output(model: nn.Module, name: str, head: int, x: Tensor) -> Tensor:
-    """What a head writes, taken on its way."""
-    seen: list[Tensor] = []
-
-    def look(output: Tensor) -> Tensor:
-        seen.append(output)
-        return output
-
-    with torch.no_grad(), clearhead.intervene(model, {(name, head): look}):
-        model(x)
-    return seen[0]
+    expected = scaled(kind, model, factors)
+    for change in (lambda factor: factor, lambda factor: lambda output: factor * output):
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        result = changed(model, {(name, head): change(factor) for head, factor in factors.items()}, ours)
+        close(result, expected(theirs))
+        (gradient,) = torch.autograd.grad(result.square().sum(), ours)
+        close(gradient, *torch.autograd.grad(expected(theirs).square().sum(), theirs))
+    assert torch.allclose(result, model(x)) == (set(factors.values()) == {1})
 
 
 @kinds
-def test_a_function_sees_the_heads_output(kind: str) -> None:
+def test_patches(kind: str) -> None:
     """The projection's input holds the heads side by side."""
     model, name, projection, x = made(kind)
     inputs: list[Tensor] = []
-    handle = projection.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    projection.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     expected = model(x)
-    handle.remove()
-    close(head_output(model, name, 2, x), inputs[0][..., 2 * HEAD_DIM :])
-    with clearhead.intervene(model, {(name, 2): lambda output: output}):
-        close(model(x), expected)
-
-
-@kinds
-def test_a_function_may_do_anything(kind: str) -> None:
-    model, name, _, x = made(kind)
-    with clearhead.intervene(model, {(name, 1): lambda output: -2 * output}):
-        found = model(x)
-    close(found, scaled(model, MODELS[kind][2], {1: -2.0})(x))
-
-
-@kinds
-def test_patching_a_heads_own_output_back_changes_nothing(kind: str) -> None:
-    model, name, _, x = made(kind)
-    with clearhead.intervene(model, {(name, 0): head_output(model, name, 0, x)}):
-        close(model(x), model(x))
-
-
-@kinds
-def test_patching_in_another_inputs_output(kind: str) -> None:
-    model, name, projection, x = made(kind)
-    other = torch.randn_like(x)
-    patch = head_output(model, name, 1, other)
-    inputs: list[Tensor] = []
-    with clearhead.intervene(model, {(name, 1): patch}):
-        handle = projection.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-        model(x)
-        handle.remove()
-    close(inputs[0][..., HEAD_DIM : 2 * HEAD_DIM], patch)
-    close(inputs[0][..., :HEAD_DIM], head_output(model, name, 0, x))
+    own, other = head_output(model, name, 2, x), head_output(model, name, 2, torch.randn_like(x))
+    close(own, inputs[0][..., 2 * HEAD_DIM :])
+    close(changed(model, {(name, 2): own}, x), expected)
+    patched = changed(model, {(name, 2): other}, x)
+    close(inputs[-1][..., 2 * HEAD_DIM :], other)
+    close(inputs[-1][..., : 2 * HEAD_DIM], inputs[0][..., : 2 * HEAD_DIM])
+    assert not torch.allclose(patched, expected)
+    mean = own.mean((0, 1))
+    close(changed(model, {(name, 2): "mean"}, x), changed(model, {(name, 2): mean}, x))
 
 
 @pytest.mark.parametrize("shape", [(HEAD_DIM,), (LENGTH, HEAD_DIM), (BATCH, 1, HEAD_DIM), ()], ids=str)
-def test_patches_broadcast(shape: tuple[int, ...]) -> None:
-    model, name, _, x = made("Clearhead's")
-    patch = torch.randn(shape).double()
-    with clearhead.intervene(model, {(name, 0): patch}):
-        found = model(x)
-    with clearhead.intervene(model, {(name, 0): patch.expand(BATCH, LENGTH, HEAD_DIM)}):
-        close(found, model(x))
+def test_patches_broadcast_and_have_gradients(shape: tuple[int, ...]) -> None:
+    model, name, _, x = made(OURS)
+    patch = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    output = changed(model, {(name, 0): patch}, x)
+    close(output, changed(model, {(name, 0): patch.expand(BATCH, LENGTH, HEAD_DIM)}, x))
+    output.square().sum().backward()
+    assert patch.grad is not None
+    assert patch.grad.abs().min() > 0
 
 
-@kinds
-def test_mean_ablation(kind: str) -> None:
-    model, name, _, x = made(kind)
-    mean = head_output(model, name, 2, x).mean((0, 1))
-    with clearhead.intervene(model, {(name, 2): "mean"}):
-        found = model(x)
-    with clearhead.intervene(model, {(name, 2): mean}):
-        close(found, model(x))
-
-
-def test_the_mean_leaves_out_queries_that_see_nothing() -> None:
+def test_the_mean_excludes_fully_masked_queries() -> None:
     module, x = clearhead.MultiHeadAttention(WIDTH, HEADS).double(), torch.randn(BATCH, LENGTH, WIDTH).double()
     visible = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
     visible[1, :, :4] = False
-    outputs: list[Tensor] = []
-
-    def look(output: Tensor) -> Tensor:
-        outputs.append(output)
-        return output
-
-    with torch.no_grad(), clearhead.intervene(module, {("", 0): look}):
-        module(x, mask=visible)
-    seeing = outputs[0][visible.any(-1).squeeze(1)]
-    assert len(seeing) == BATCH * LENGTH - 4
-    with clearhead.intervene(module, {("", 0): "mean"}):
-        found = module(x, mask=visible)
-    with clearhead.intervene(module, {("", 0): seeing.mean(0)}):
-        close(found, module(x, mask=visible))
-
-
-@kinds
-def test_gradients_flow(kind: str) -> None:
-    model, name, _, x = made(kind)
-    twin = scaled(model, MODELS[kind][2], {1: 0.5})
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    with clearhead.intervene(model, {(name, 1): 0.5}):
-        model(ours).square().sum().backward()
-    twin(theirs).square().sum().backward()
-    close(ours.grad, theirs.grad)
+    mean = head_output(module, "", 0, x, mask=visible)[visible.any(-1).squeeze(1)].mean(0)
+    close(changed(module, {("", 0): "mean"}, x, mask=visible), changed(module, {("", 0): mean}, x, mask=visible))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
 def test_gradients_under_activation_checkpointing(use_reentrant: bool) -> None:
-    """What is recomputed in the backward pass has to be changed in the same way."""
-
-    class Checkpointed(Ours):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=use_reentrant)
-
-    model, plain = Checkpointed().double(), Ours().double()
+    """Recomputation in the backward pass applies the same changes."""
+    model, plain = Checkpointed(use_reentrant).double(), Ours().double()
     model.load_state_dict(plain.state_dict())
     gradients: list[Tensor] = []
     for each in (model, plain):
         x = torch.ones(BATCH, LENGTH, WIDTH).double().cumsum(1).div(7).sin().requires_grad_()
         with clearhead.intervene(each, {("attend", 1): 0.5}):
             each(x).square().sum().backward()
-        found = [x.grad, *(parameter.grad for parameter in each.parameters())]
-        gradients.append(torch.cat([gradient.flatten() for gradient in found if gradient is not None]))
+        leaves = [x, *each.parameters()]
+        gradients.append(torch.cat([leaf.grad.flatten() for leaf in leaves if leaf.grad is not None]))
     close(*gradients)
 
 
-def test_gradients_flow_into_a_patch() -> None:
-    model, name, _, x = made("Clearhead's")
-    patch = torch.zeros(HEAD_DIM, dtype=torch.float64, requires_grad=True)
-    with clearhead.intervene(model, {(name, 1): patch}):
-        model(x).square().sum().backward()
-    assert patch.grad is not None
-    assert patch.grad.abs().min() > 0
-
-
-def test_only_the_named_module_changes() -> None:
-    model = upgraded().double()
-    x = torch.randn(BATCH, LENGTH, WIDTH).double()
-    first = model.layers[0](x)
-    with clearhead.intervene(model, {("layers.1.self_attn", 0): 0.0}):
-        close(model.layers[0](x), first)
-        model(x)
-
-
-def test_every_call_of_the_block_is_changed() -> None:
-    model, name, _, x = made("Clearhead's")
-    with clearhead.intervene(model, {(name, 1): 0.0}):
-        once, twice = model(x), model(x)
-    close(once, twice)
-
-
-def test_dropout_and_padding_go_on() -> None:
+def test_only_the_named_module_changes_and_padding_stays_out() -> None:
     model = upgraded().double().train()
     x = torch.randn(BATCH, LENGTH, WIDTH).double()
     hidden = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [3]])
-    with clearhead.intervene(model, {("layers.0.self_attn", 0): 0.0}):
-        found = model(x, src_key_padding_mask=hidden)
-    poisoned = x.masked_fill(hidden[..., None], 1e6)
-    with clearhead.intervene(model, {("layers.0.self_attn", 0): 0.0}):
-        close(model(poisoned, src_key_padding_mask=hidden)[~hidden], found[~hidden])
+    first = model.layers[0](x)
+    with clearhead.intervene(model, {("layers.1.self_attn", 0): 0.0}):
+        close(model.layers[0](x), first)
+        clean = model(x, src_key_padding_mask=hidden)
+        close(model(x, src_key_padding_mask=hidden), clean)
+        poisoned = x.masked_fill(hidden[..., None], 1e6)
+        close(model(poisoned, src_key_padding_mask=hidden)[~hidden], clean[~hidden])
 
 
-def test_a_record_inside_sees_the_attention_and_changes_nothing() -> None:
-    model, name, _, x = made("Clearhead's")
+def test_a_record_inside_covers_the_attention_and_changes_nothing() -> None:
+    model, name, _, x = made(OURS)
     with clearhead.intervene(model, {(name, 1): 0.0}):
         alone = model(x)
         with clearhead.record(model) as rec:
@@ -214,81 +152,148 @@ def test_a_record_inside_sees_the_attention_and_changes_nothing() -> None:
 
 
 def test_a_function_may_itself_attend() -> None:
-    model, name, _, x = made("Clearhead's")
+    model, name, _, x = made(OURS)
 
     def attend(output: Tensor) -> Tensor:
         heads = output[:, None]
         return clearhead.attention(heads, heads, heads)[:, 0]
 
-    with clearhead.intervene(model, {(name, 1): attend}):
-        found = model(x)
-    with clearhead.intervene(model, {(name, 1): attend(head_output(model, name, 1, x))}):
-        close(found, model(x))
+    patch = attend(head_output(model, name, 1, x))
+    close(changed(model, {(name, 1): attend}, x), changed(model, {(name, 1): patch}, x))
 
 
 def test_a_compiled_model_is_changed_too() -> None:
-    model, name, _, x = made("Clearhead's")
-    expected = scaled(model, MODELS["Clearhead's"][2], {1: 0.0})(x)
+    model, name, _, x = made(OURS)
+    expected = scaled(OURS, model, {1: 0.0})(x)
     model.compile(backend="eager")
     model(x)
-    with clearhead.intervene(model, {(name, 1): 0.0}):
-        close(model(x), expected)
+    close(changed(model, {(name, 1): 0.0}, x), expected)
 
 
-def test_nothing_is_left_behind() -> None:
-    model, name, _, x = made("Clearhead's")
+def test_nothing_remains_after_an_error() -> None:
+    model, name, _, x = made(OURS)
     expected = model(x)
-    with pytest.raises(ZeroDivisionError), clearhead.intervene(model, {(name, 1): lambda output: output / (1 // 0)}):
-        model(x)
-    assert not state.observers
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(ZeroDivisionError):
+        changed(model, {(name, 1): lambda output: output / (1 // 0)}, x)
+    assert nothing_left(model)
     close(model(x), expected)
 
 
-REFUSED: dict[str, tuple[type[Exception], str, Any]] = {
-    "name": (
-        ArgumentError,
-        "changes: expected names of the model's modules, got 'atend'.*Near: attend",
-        {("atend", 0): 0.0},
-    ),
-    "negative head": (ArgumentError, "changes: expected head numbers ≥ 0, got -1", {("attend", -1): 0.0}),
-    "head as text": (ArgumentError, "changes: expected head numbers ≥ 0, got '1'", {("attend", "1"): 0.0}),
-    "head not there": (ArgumentError, "changes: expected a head of 'attend', 0 … 2, got 3", {("attend", 3): 0.0}),
-    "change": (
-        DTypeError,
-        "changes: expected a number, 'mean', a tensor or a function, got list",
-        {("attend", 0): [1]},
-    ),
-    "word": (
-        DTypeError,
-        "changes: expected a number, 'mean', a tensor or a function, got str",
-        {("attend", 0): "zero"},
-    ),
-    "patch": (
-        ShapeError,
-        r"changes: expected a patch that broadcasts.*\(2, 7, 4\), got \(5, 4\)",
-        {("attend", 0): torch.ones(5, 4)},
-    ),
-    "function's shape": (
-        ShapeError,
-        r"changes: expected a tensor \(2, 7, 4\), got",
-        {("attend", 0): lambda x: x[:, :3]},
-    ),
-    "function's type": (ShapeError, "changes: expected a tensor .*got NoneType", {("attend", 0): lambda x: None}),
-}
+CHANGE = "changes: expected a number, 'mean', a tensor or a function, got "
+Refusal = tuple[type[Exception], str, tuple[Any, Any], Any]
+REFUSED: list[Refusal] = [
+    (ArgumentError, "changes: expected names of the model's modules, got 'atend'.*Near: attend", ("atend", 0), 0.0),
+    (ArgumentError, "changes: expected head numbers ≥ 0, got -1", ("attend", -1), 0.0),
+    (ArgumentError, "changes: expected head numbers ≥ 0, got '1'", ("attend", "1"), 0.0),
+    (ArgumentError, "changes: expected a head of 'attend', 0 … 2, got 3", ("attend", 3), 0.0),
+    (DTypeError, CHANGE + "list", ("attend", 0), [1]),
+    (DTypeError, CHANGE + "str", ("attend", 0), "zero"),
+    (ShapeError, r"expected a patch that broadcasts.*\(2, 7, 4\), got \(5, 4\)", ("attend", 0), torch.ones(5, 4)),
+    (ShapeError, r"changes: expected a tensor \(2, 7, 4\), got", ("attend", 0), lambda x: x[:, :3]),
+    (ShapeError, "changes: expected a tensor .*got NoneType", ("attend", 0), lambda x: None),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str) -> None:
-    kind, text, changes = REFUSED[case]
-    model, _, _, x = made("Clearhead's")
-    with pytest.raises(kind, match=text), clearhead.intervene(model, changes):
-        model(x)
+@pytest.mark.parametrize(("kind", "text", "head", "change"), REFUSED)
+def test_refused(kind: type[Exception], text: str, head: tuple[Any, Any], change: float | Tensor | Callable) -> None:
+    model, _, _, x = made(OURS)
+    with pytest.raises(kind, match=text):
+        changed(model, {head: change}, x)
 
 
 def test_attention_that_does_not_run_through_clearhead() -> None:
     model = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True)
-    x = torch.randn(BATCH, LENGTH, WIDTH)
     text = r"expected modules whose attention runs through Clearhead, got 'self_attn'.*clearhead\.upgrade\(model\)"
-    with pytest.raises(ArgumentError, match=text), clearhead.intervene(model, {("self_attn", 0): 0.0}):
-        model(x)
+    with pytest.raises(ArgumentError, match=text):
+        changed(model, {("self_attn", 0): 0.0}, torch.randn(BATCH, LENGTH, WIDTH))
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def importance(model: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
+    return clearhead.head_importance(model, batches, squares, progress=False)
+
+
+@kinds
+def test_importance_is_the_derivative_in_the_heads_gate(kind: str) -> None:
+    """Michel et al.: per example the absolute derivative at gate 1, here by central differences, then the mean."""
+    model, name, _, _ = made(kind)
+    batches = [torch.randn(size, LENGTH, WIDTH).double() for size in (3, 2)]
+    values = importance(model, *batches)
+    # The RMSNorm of transformers' Llama computes in float32, whatever comes in.
+    step, rtol = (3e-3, 1e-3) if kind == "transformers" else (1e-5, 1e-6)
+    expected = torch.zeros(HEADS, dtype=torch.float64)
+    for head in range(HEADS):
+        for x in [item[None] for batch in batches for item in batch]:
+            losses: list[float] = []
+            for gate in (1 + step, 1 - step):
+                with torch.no_grad(), clearhead.intervene(model, {(name, head): gate}):
+                    losses.append(float(squares(model, x)))
+            expected[head] += abs(losses[0] - losses[1]) / (2 * step)
+    torch.testing.assert_close(values[name], expected / 5, rtol=rtol, atol=1e-9)
+
+
+def test_importance_of_every_layer_in_running_order() -> None:
+    values = importance(upgraded(), torch.randn(BATCH, LENGTH, WIDTH))
+    assert list(values) == ["layers.0.self_attn", "layers.1.self_attn"]
+    assert all(value.shape == (HEADS,) and bool((value > 0).all()) for value in values.values())
+
+
+def test_importance_leaves_the_model_unchanged() -> None:
+    """Also with frozen parameters. A head with an output projection of zero has no importance."""
+    model, name, projection, x = made("Clearhead's")
+    with torch.no_grad():
+        projection.weight[:, HEAD_DIM : 2 * HEAD_DIM] = 0
+    model.train()
+    projection.weight.grad = torch.ones_like(projection.weight)
+    with torch.no_grad():
+        values = importance(model, x)[name]
+    assert (values > 0).tolist() == [True, False, True]
+    assert model.training
+    assert bool((projection.weight.grad == 1).all())
+    assert model.attend.q_proj.weight.grad is None
+    assert nothing_left(model)
+    torch.testing.assert_close(importance(model.requires_grad_(False), x)[name], values)
+
+
+def test_importance_takes_any_batches() -> None:
+    model = llama()
+    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH))
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["ids"]).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    values = clearhead.head_importance(model, ({"ids": ids} for _ in range(2)), loss, progress=False)
+    assert list(values) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+def test_importance_under_activation_checkpointing_is_right_or_refused(use_reentrant: bool) -> None:
+    plain, model = Ours().double(), Checkpointed(use_reentrant).double()
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(BATCH, LENGTH, WIDTH).double().requires_grad_()
+    expected = importance(plain, x)
+    with suppress(ArgumentError, CheckpointError):
+        torch.testing.assert_close(importance(model, x), expected)
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress(progress: bool) -> None:
+    model, _, _, x = made("Clearhead's")
+    with redirect_stdout(io.StringIO()) as terminal:
+        clearhead.head_importance(model, [x, x], squares, progress=progress)
+    assert ("head importance" in terminal.getvalue()) == progress
+    assert progress or not terminal.getvalue()
+
+
+def test_importance_refuses() -> None:
+    model, _, _, x = made("Clearhead's")
+    with pytest.raises(ArgumentError, match="model, batches: expected batches on which attention runs through Clear"):
+        importance(model)
+    with pytest.raises(ArgumentError, match=r"model, batches: .*clearhead\.upgrade\(model\)"):
+        importance(nn.Linear(WIDTH, 1).double(), x)
+    with pytest.raises(ShapeError, match=r"loss: expected a scalar, got \(2, 7, 12\)"):
+        clearhead.head_importance(model, [x], lambda model, batch: model(batch), progress=False)

@@ -1,11 +1,10 @@
-"""`monitor`: which steps it measures, what it hands over, and that nothing else changes."""
+"""`monitor`: the measured steps, their scalars, and that nothing else changes."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +13,16 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import clearhead
+import clearhead.integrations.transformers
 from clearhead import masks
-from clearhead._environment import state
 from clearhead.errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, ShapeError
 
 from .small_models import padding, small, token_ids
-from .stacks import CAUSAL, HEADS, NAMES, WIDTH, Stack, hooks
+from .stacks import CAUSAL, HEADS, NAMES, WIDTH, Stack, hooks, nothing_left
 
 
-class Kept:
-    """Takes the scalars and keeps them, step by step."""
+class Scalars:
+    """Receives scalars, step by step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, float]] = {}
@@ -32,16 +31,19 @@ class Kept:
         self.steps[step] = values
 
 
-@pytest.fixture(name="kept")
-def _kept() -> Kept:
-    return Kept()
+@pytest.fixture(name="scalars")
+def _scalars() -> Scalars:
+    return Scalars()
 
 
-def test_the_scalars_are_means_and_worst_heads(model: Stack, x: Tensor, kept: Kept) -> None:
+def ignore(step: int, values: dict[str, float]) -> None: ...
+
+
+def test_the_scalars_are_means_and_worst_heads(model: Stack, x: Tensor, scalars: Scalars) -> None:
     """Against weights and scores in float64."""
     model, x = model.double().requires_grad_(False), x.double()
     statistics = ("entropy", "max_logit", "raw_max_logit", "sink", "confidence")
-    with clearhead.monitor(model, statistics=statistics, to=kept):
+    with clearhead.monitor(model, statistics=statistics, to=scalars):
         model(x)
     for name in NAMES:
         attend = model.get_submodule(name)
@@ -58,43 +60,47 @@ def test_the_scalars_are_means_and_worst_heads(model: Stack, x: Tensor, kept: Ke
         }
         for statistic, heads in expected.items():
             worst = int(heads.argmin() if statistic == "entropy" else heads.argmax())
-            assert kept.steps[0][f"attention/{name}/{statistic}"] == pytest.approx(float(heads.mean()), abs=1e-10)
-            found = {
-                key: value for key, value in kept.steps[0].items() if key.startswith(f"attention/{name}/{statistic}/")
-            }
-            assert list(found) == [f"attention/{name}/{statistic}/head_{worst}"]
-            assert list(found.values()) == pytest.approx([float(heads[worst])], abs=1e-10)
+            tag = f"attention/{name}/{statistic}"
+            values = {key: value for key, value in scalars.steps[0].items() if key == tag or key.startswith(f"{tag}/")}
+            expected_values = {tag: float(heads.mean()), f"{tag}/head_{worst}": float(heads[worst])}
+            assert values == pytest.approx(expected_values, abs=1e-10)
         x = x + attend(x, mask=CAUSAL)
-    assert len(kept.steps[0]) == len(NAMES) * len(statistics) * 2
+    assert len(scalars.steps[0]) == len(NAMES) * len(statistics) * 2
 
 
-def test_a_model_that_is_the_attention_itself(kept: Kept) -> None:
-    with clearhead.monitor(clearhead.MultiHeadAttention(WIDTH, HEADS), to=kept) as watching:
-        watching._model(torch.randn(2, 5, WIDTH))
-    assert {"attention/entropy", "attention/max_logit", "attention/sink"} <= set(kept.steps[0])
+@pytest.mark.parametrize("length", [5, 1])
+def test_a_model_that_is_the_attention_itself(length: int, scalars: Scalars) -> None:
+    """A query that sees one key has an entropy of 0, without a warning."""
+    model = clearhead.MultiHeadAttention(WIDTH, HEADS)
+    with clearhead.monitor(model, to=scalars):
+        model(torch.randn(2, length, WIDTH))
+    assert {"attention/entropy", "attention/max_logit", "attention/sink"} <= set(scalars.steps[0])
+    assert (scalars.steps[0]["attention/entropy"] == 0) == (length == 1)
 
 
-def test_steps_are_calls_in_training_mode_and_the_first_is_measured(model: Stack, x: Tensor, kept: Kept) -> None:
-    with clearhead.monitor(model, 3, to=kept):
+def test_steps_are_calls_in_training_mode_and_the_first_is_measured(model: Stack, x: Tensor, scalars: Scalars) -> None:
+    with clearhead.monitor(model, 3, to=scalars):
         for step in range(8):
             model.train()
             model(x)
             model.eval()
             model(x)
-            assert list(kept.steps) == list(range(0, step + 1, 3))
+            assert list(scalars.steps) == list(range(0, step + 1, 3))
     model.train()(x)
-    assert list(kept.steps) == [0, 3, 6]
+    assert list(scalars.steps) == [0, 3, 6]
 
 
-def test_what_checkpointing_repeats_is_no_step(model: Stack, x: Tensor, kept: Kept) -> None:
+def test_what_checkpointing_repeats_is_no_step(model: Stack, x: Tensor, scalars: Scalars) -> None:
     x.requires_grad_()
-    with clearhead.monitor(model, 2, to=kept):
+    with clearhead.monitor(model, 2, to=scalars):
         for _ in range(4):
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert list(kept.steps) == [0, 2]
+    assert list(scalars.steps) == [0, 2]
 
 
-def test_results_and_gradients_are_the_same_to_the_bit(model: Stack, x: Tensor, kept: Kept) -> None:
+def test_results_and_gradients_are_the_same_to_the_bit(model: Stack, x: Tensor, scalars: Scalars) -> None:
+    """Between measured steps the model has one hook, and afterwards none."""
+
     def step() -> list[Tensor]:
         model.zero_grad()
         output = model(x)
@@ -102,21 +108,14 @@ def test_results_and_gradients_are_the_same_to_the_bit(model: Stack, x: Tensor, 
         return [output, *(parameter.grad for parameter in model.parameters())]
 
     expected = step()
-    with clearhead.monitor(model, 2, to=kept):
-        for _ in range(3):
-            for found, other in zip(step(), expected, strict=True):
-                assert torch.equal(found, other)
-    assert list(kept.steps) == [0, 2]
-
-
-def test_between_measured_steps_one_hook_is_on_the_model_and_none_afterwards(model: Stack, x: Tensor) -> None:
-    watching = clearhead.monitor(model, 2, to=lambda step, values: None)
+    monitor = clearhead.monitor(model, 2, to=scalars)
     for _ in range(3):
         assert hooks(model) == ["._forward_pre_hooks", "._forward_pre_hooks_with_kwargs"]
-        model(x)
-    watching.remove()
-    watching.remove()
-    assert hooks(model) == []
+        assert all(torch.equal(*pair) for pair in zip(step(), expected, strict=True))
+    assert list(scalars.steps) == [0, 2]
+    monitor.remove()
+    monitor.remove()
+    assert nothing_left(model)
 
 
 class Failing(Stack):
@@ -130,9 +129,9 @@ class Failing(Stack):
 
 
 @pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_after_a_step_that_failed_it_goes_on(error: BaseException, x: Tensor, kept: Kept) -> None:
+def test_monitoring_goes_on_after_a_step_that_failed(error: BaseException, x: Tensor, scalars: Scalars) -> None:
     model = Failing()
-    with clearhead.monitor(model, to=kept, every=2):
+    with clearhead.monitor(model, to=scalars, every=2):
         model.error = error
         with pytest.raises(type(error)):
             model(x)
@@ -140,67 +139,52 @@ def test_after_a_step_that_failed_it_goes_on(error: BaseException, x: Tensor, ke
         model(x)
         assert len(hooks(model)) == 2
         model(x)
-    assert list(kept.steps) == [2]
+    assert list(scalars.steps) == [2]
     assert hooks(model) == []
 
 
-def test_an_error_of_the_receiver_leaves_nothing_half_open(model: Stack, x: Tensor, kept: Kept) -> None:
+def test_an_error_of_the_receiver_ends_the_recording(model: Stack, x: Tensor, scalars: Scalars) -> None:
     def fail(step: int, values: dict[str, float]) -> None:
         raise OSError("disk full")
 
-    with clearhead.monitor(model, to=fail):
-        with pytest.raises(OSError, match="disk full"):
-            model(x)
-        assert len(hooks(model)) == 2
-    with clearhead.monitor(model, to=kept):
+    with clearhead.monitor(model, to=fail), pytest.raises(OSError, match="disk full"):
         model(x)
-    assert list(kept.steps) == [0]
+    with clearhead.monitor(model, to=scalars):
+        model(x)
+    assert list(scalars.steps) == [0]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_a_model_are_not_watched(copied: Any, model: Stack, x: Tensor, kept: Kept) -> None:
-    with clearhead.monitor(model, to=kept):
+def test_copies_of_a_model_are_not_watched(copied: Any, model: Stack, x: Tensor, scalars: Scalars) -> None:
+    with clearhead.monitor(model, to=scalars):
         copied(model)(x)
-    assert kept.steps == {}
+    assert scalars.steps == {}
 
 
-# What it sees
-
-
-def test_an_upgraded_model_with_padding(kept: Kept) -> None:
+def test_an_upgraded_model_with_padding(scalars: Scalars) -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).requires_grad_(False)
     clearhead.upgrade(model)
     before = hooks(model)
     x, hidden = torch.randn(2, 5, WIDTH), torch.tensor([[False] * 5, [False, False, True, True, True]])
-    with clearhead.monitor(model, statistics=("entropy",), to=kept):
+    with clearhead.monitor(model, statistics=("entropy",), to=scalars):
         model(x, src_key_padding_mask=hidden)
     attend = model.get_submodule("layers.0.self_attn")
     p = attend(x, x, x, key_padding_mask=hidden, average_attn_weights=False)[1]
     entropy = -torch.xlogy(p, p).sum(-1).transpose(1, 2)[~hidden].mean(0)  # (H,) over real queries
-    assert kept.steps[0]["attention/layers.0.self_attn/entropy"] == pytest.approx(float(entropy.mean()), abs=1e-5)
+    assert scalars.steps[0]["attention/layers.0.self_attn/entropy"] == pytest.approx(float(entropy.mean()), abs=1e-5)
     assert hooks(model) == before
 
 
-@pytest.mark.parametrize("implementation", ["clearhead", "sdpa"])
-def test_a_model_of_transformers(implementation: str, kept: Kept) -> None:
-    import clearhead.integrations.transformers
-
+@pytest.fixture(name="llama")
+def _llama() -> tuple[Any, dict[str, Any]]:
     model = small("llama").train()
-    model.set_attn_implementation(implementation)
-    inputs = {"input_ids": token_ids(7), "attention_mask": padding("right", 7)}
-    with clearhead.monitor(model, to=kept):
-        model(**inputs, labels=inputs["input_ids"]).loss.backward()
-    with clearhead.record(model, ("entropy", "sink")) as rec:
-        model(**inputs)
-    for name in ("model.layers.0.self_attn", "model.layers.1.self_attn"):
-        for statistic in ("entropy", "sink"):
-            expected = float(rec.summary()[statistic][name].mean())
-            assert kept.steps[0][f"attention/{name}/{statistic}"] == pytest.approx(expected, abs=1e-6)
+    model.set_attn_implementation("sdpa")
+    return model, {"input_ids": token_ids(7), "attention_mask": padding("right", 7)}
 
 
-class OfFeatures(nn.Module):
-    """Takes a batch as one dictionary, as sentence-transformers does, or as what wraps a model (DDP) hands it on."""
+class Wrapper(nn.Module):
+    """A model with another signature of its root call."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -210,34 +194,45 @@ class OfFeatures(nn.Module):
         return self.model(**features[0])
 
 
-def test_padding_is_found_in_a_batch_of_features(kept: Kept) -> None:
-    model = small("llama").train()
-    model.set_attn_implementation("sdpa")
-    inputs, ways = {"input_ids": token_ids(7), "attention_mask": padding("right", 7)}, (Kept(), Kept())
-    taking = OfFeatures(model)
-    with clearhead.monitor(model, to=kept), clearhead.monitor(taking, to=ways[0]):
-        taking(inputs)
-    taking.forward = lambda features: model(**features)
-    with clearhead.monitor(taking, to=ways[1]):
-        taking(inputs)
-    for way in ways:
-        assert {name.replace("/model.", "/", 1): value for name, value in way.steps[0].items()} == kept.steps[0]
+@pytest.mark.parametrize("implementation", ["clearhead", "sdpa"])
+def test_a_model_of_transformers(implementation: str, llama: tuple[Any, dict[str, Any]], scalars: Scalars) -> None:
+    model, inputs = llama
+    model.set_attn_implementation(implementation)
+    with clearhead.monitor(model, to=scalars):
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    with clearhead.record(model, ("entropy", "sink")) as rec:
+        model(**inputs)
+    for statistic, modules in rec.summary().values.items():
+        if statistic != "normalized_entropy":
+            for name, heads in modules.items():
+                assert scalars.steps[0][f"attention/{name}/{statistic}"] == pytest.approx(float(heads.mean()), abs=1e-6)
 
 
-def test_padding_of_two_batches_is_not_mixed_up() -> None:
-    model = small("llama")
-    model.set_attn_implementation("sdpa")
-    both = OfFeatures(model)
+def test_padding_is_found_in_a_batch_of_features(llama: tuple[Any, dict[str, Any]], scalars: Scalars) -> None:
+    """A batch is one dictionary in sentence-transformers, and under wrappers such as DDP."""
+    model, inputs = llama
+    wrapper, wrapped = Wrapper(model), (Scalars(), Scalars())
+    with clearhead.monitor(model, to=scalars), clearhead.monitor(wrapper, to=wrapped[0]):
+        wrapper(inputs)
+    wrapper.forward = lambda features: model(**features)
+    with clearhead.monitor(wrapper, to=wrapped[1]):
+        wrapper(inputs)
+    for each in wrapped:
+        assert {name.replace("/model.", "/", 1): value for name, value in each.steps[0].items()} == scalars.steps[0]
+
+
+def test_padding_of_two_batches_is_not_mixed_up(llama: tuple[Any, dict[str, Any]]) -> None:
+    model, inputs = llama
+    both = Wrapper(model)
     both.forward = lambda first, second: (model(**first), model(**second))
-    inputs = [{"input_ids": token_ids(7), "attention_mask": padding(side, 7)} for side in ("right", "left")]
-    with clearhead.record(both, ("entropy",)) as recorded:
-        both(*inputs)
-    for calls in recorded.values():
+    with clearhead.record(both, ("entropy",)) as rec:
+        both(inputs, {**inputs, "attention_mask": padding("left", 7)})
+    for calls in rec.values():
         assert len(calls) == 2
         assert all(bool(call.counted.all()) for call in calls)
 
 
-def test_a_model_that_is_not_reached_by_any_query_is_left_out(kept: Kept) -> None:
+def test_a_module_without_visible_keys_has_no_scalars(scalars: Scalars) -> None:
     class Hidden(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -247,44 +242,32 @@ def test_a_model_that_is_not_reached_by_any_query_is_left_out(kept: Kept) -> Non
             return self.open(x) + self.shut(x, mask=masks.keep(torch.zeros(x.shape[1], x.shape[1]).bool()))
 
     model = Hidden()
-    with clearhead.monitor(model, statistics=("max_logit",), to=kept):
+    with clearhead.monitor(model, statistics=("max_logit",), to=scalars):
         model(torch.randn(2, 5, WIDTH))
-    assert {name.split("/")[1] for name in kept.steps[0]} == {"open"}
+    assert {name.split("/")[1] for name in scalars.steps[0]} == {"open"}
 
 
-def test_what_torch_compile_returned(model: Stack, x: Tensor, kept: Kept) -> None:
-    """Measured steps run uncompiled, the others in the graph; names are those of the model."""
+def test_the_result_of_torch_compile(model: Stack, x: Tensor, scalars: Scalars) -> None:
+    """Measured steps run uncompiled. The scalars have the names of the model."""
     compiled = torch.compile(model, backend="eager")
-    with clearhead.monitor(compiled, 2, to=kept):
+    with clearhead.monitor(compiled, 2, to=scalars):
         for _ in range(3):
             torch.testing.assert_close(compiled(x), model(x))
-    assert list(kept.steps) == [0, 2]
-    assert f"attention/{NAMES[0]}/entropy" in kept.steps[0]
+    assert list(scalars.steps) == [0, 2]
+    assert f"attention/{NAMES[0]}/entropy" in scalars.steps[0]
 
 
 def test_a_model_without_attention_is_refused_at_its_first_step() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
-    clearhead.monitor(model, to=print)
+    clearhead.monitor(model, to=ignore)
     with pytest.raises(RecordError, match=r"^monitor: no attention was seen\..*monitor what torch\.compile"):
         model(torch.randn(2, 3))
-    assert hooks(model) == []
+    assert nothing_left(model)
     model(torch.randn(2, 3))
 
 
-def test_a_model_that_is_compiled_in_place_is_refused(model: Stack) -> None:
-    model.compile(backend="eager")
-    with pytest.raises(
-        ArgumentError, match=r"^model: expected .* not compiled in place.*what torch\.compile\(model\) returns"
-    ):
-        clearhead.monitor(model, to=print)
-    assert hooks(model) == []
-
-
-# Where it goes
-
-
 def test_two_monitors_of_one_model(model: Stack, x: Tensor) -> None:
-    first, second = Kept(), Kept()
+    first, second = Scalars(), Scalars()
     with clearhead.monitor(model, 2, to=first), clearhead.monitor(model, 3, to=second):
         for _ in range(6):
             model(x)
@@ -294,29 +277,26 @@ def test_two_monitors_of_one_model(model: Stack, x: Tensor) -> None:
             model(x)
     assert (list(first.steps), list(second.steps)) == ([0, 2, 4, 8], [0, 3, 9])
     assert first.steps[0] == second.steps[0]
-    assert not state.observers
-    assert not hooks(model)
+    assert nothing_left(model)
 
 
-def test_tensorboards_event_file_holds_the_scalars(model: Stack, x: Tensor, kept: Kept, tmp_path: Path) -> None:
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class Writer:
+    """Has the method of TensorBoard's `SummaryWriter`."""
 
-    with (
-        tensorboard.SummaryWriter(str(tmp_path)) as writer,
-        clearhead.monitor(model, 2, to=writer),
-        clearhead.monitor(model, 2, to=kept),
-    ):
-        for _ in range(5):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.events.append((tag, scalar_value, global_step))
+
+
+def test_a_writer_of_scalars(model: Stack, x: Tensor, scalars: Scalars) -> None:
+    writer = Writer()
+    with clearhead.monitor(model, 2, to=writer), clearhead.monitor(model, 2, to=scalars):
+        for _ in range(3):
             model(x)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["scalars"]) == {name for values in kept.steps.values() for name in values}
-    for name in events.Tags()["scalars"]:
-        read = {event.step: event.value for event in events.Scalars(name)}
-        assert read == pytest.approx({step: found[name] for step, found in kept.steps.items() if name in found})
-
-
-# Warnings
+    events = [(name, value, step) for step, values in scalars.steps.items() for name, value in values.items()]
+    assert writer.events == events
 
 
 def scaled(model: Stack, factor: float) -> Stack:
@@ -326,50 +306,36 @@ def scaled(model: Stack, factor: float) -> Stack:
     return model
 
 
-def test_it_warns_once_of_collapsed_entropy_and_names_heads(model: Stack, x: Tensor, kept: Kept) -> None:
-    with clearhead.monitor(scaled(model, 1e6), 1, ("entropy",), to=kept):
+def test_it_warns_once_of_collapsed_entropy_and_names_heads(model: Stack, x: Tensor, scalars: Scalars) -> None:
+    with clearhead.monitor(scaled(model, 1e6), 1, ("entropy",), to=scalars):
         with pytest.warns(AttentionHealthWarning, match=r"step 0: attention entropy has collapsed.*Zhai") as caught:
             model(x)
         model(x)
     assert len(caught) == 1
     assert f"{NAMES[0]} head 0 (entropy" in str(caught[0].message)
     assert "more." in str(caught[0].message)
-    assert list(kept.steps) == [0, 1]
+    assert list(scalars.steps) == [0, 1]
 
 
 @pytest.mark.parametrize("statistic", ["max_logit", "raw_max_logit"])
 def test_it_warns_once_of_logits_that_grow(statistic: str, model: Stack, x: Tensor) -> None:
-    with clearhead.monitor(model, 1, (statistic,), to=lambda step, values: None):
+    grown = r"step 1: attention logits have grown, beyond 100.*when it was first measured.*Dehghani"
+    with clearhead.monitor(model, 1, (statistic,), to=ignore):
         model(x)
         scaled(model, 1e4)
-        with pytest.warns(
-            AttentionHealthWarning, match=r"step 1: attention logits have grown, beyond 100.*Dehghani"
-        ) as caught:
+        with pytest.warns(AttentionHealthWarning, match=grown) as caught:
             model(x)
         scaled(model, 10)
         model(x)
     assert len(caught) == 1
-    assert "when it was first measured" in str(caught[0].message)
 
 
 def test_thresholds_are_arguments(model: Stack, x: Tensor) -> None:
-    collapsed = pytest.warns(AttentionHealthWarning, match="below 9 nats")
-    with clearhead.monitor(model, to=lambda step, values: None, entropy_threshold=9.0), collapsed:
+    for threshold, text in (({"entropy_threshold": 9.0}, "below 9 nats"), ({"logit_threshold": 1e-3}, "beyond 0.001")):
+        with clearhead.monitor(model, to=ignore, **threshold), pytest.warns(AttentionHealthWarning, match=text):
+            model(x)
+    with clearhead.monitor(scaled(model, 1e6), to=ignore, entropy_threshold=0, logit_threshold=math.inf):
         model(x)
-    grown = pytest.warns(AttentionHealthWarning, match=r"beyond 0\.001")
-    with clearhead.monitor(model, to=lambda step, values: None, logit_threshold=1e-3), grown:
-        model(x)
-    with clearhead.monitor(scaled(model, 1e6), to=lambda s, v: None, entropy_threshold=0, logit_threshold=math.inf):
-        model(x)
-
-
-def test_attention_to_a_single_key_has_not_collapsed(kept: Kept) -> None:
-    with clearhead.monitor(clearhead.MultiHeadAttention(WIDTH, HEADS), to=kept) as watching:
-        watching._model(torch.randn(2, 1, WIDTH))
-    assert kept.steps[0]["attention/entropy"] == 0
-
-
-# Bad input
 
 
 @pytest.mark.parametrize(
@@ -386,7 +352,7 @@ def test_attention_to_a_single_key_has_not_collapsed(kept: Kept) -> None:
         ),
         ({"statistics": ()}, ArgumentError, "statistics: expected .*, got none"),
         ({"to": None}, DTypeError, r"to: expected a function \(step, \{name: value\}\), or something with add_scalar"),
-        ({"to": Kept}, DTypeError, "to: expected a function"),
+        ({"to": Scalars}, DTypeError, "to: expected a function"),
         ({"entropy_threshold": -1}, ArgumentError, "entropy_threshold: expected nats ≥ 0"),
         ({"logit_threshold": 0}, ArgumentError, "logit_threshold: expected a logit > 0"),
         ({"logit_threshold": torch.nan}, ArgumentError, "logit_threshold: expected a logit > 0"),
@@ -394,5 +360,13 @@ def test_attention_to_a_single_key_has_not_collapsed(kept: Kept) -> None:
 )
 def test_malformed_arguments(given: dict[str, Any], kind: type[Exception], message: str, model: Stack) -> None:
     with pytest.raises(kind, match=message):
-        clearhead.monitor(**({"model": model, "to": print} | given))
-    assert hooks(model) == []
+        clearhead.monitor(**({"model": model, "to": ignore} | given))
+    assert nothing_left(model)
+
+
+def test_a_model_that_is_compiled_in_place_is_refused(model: Stack) -> None:
+    model.compile(backend="eager")
+    text = r"^model: expected .* not compiled in place.*what torch\.compile\(model\) returns"
+    with pytest.raises(ArgumentError, match=text):
+        clearhead.monitor(model, to=ignore)
+    assert nothing_left(model)

@@ -1,4 +1,4 @@
-"""`qk_clip_`: scores of clipped heads become threshold / largest times what they were, and nothing else changes."""
+"""`qk_clip_`: the scores of clipped heads shrink by threshold / largest, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ def inputs(features: int = E) -> Tensor:
     return torch.randn(B, L, features, dtype=torch.float64) * 4
 
 
-def raw_logits(module: nn.Module, run: Callable[[], object]) -> Tensor:
+Made = tuple[nn.Module, Callable[[nn.Module], object]]
+
+
+def raw_logits(made: Made) -> Tensor:
+    module, run = made
     with torch.no_grad(), clearhead.record(module, ("raw_max_logit",)) as rec:
-        run()
+        run(module)
     (calls,) = rec.values()
     return calls.raw_max_logit
 
 
-def multi_head(**options: Any) -> tuple[nn.Module, Callable[[nn.Module], object]]:
+def multi_head(**options: Any) -> Made:
     x = inputs()
     return clearhead.MultiHeadAttention(E, H, dtype=torch.float64, **options), lambda module: module(x)
 
 
-def pytorchs(kind: type[nn.MultiheadAttention], **options: Any) -> tuple[nn.Module, Callable[[nn.Module], object]]:
+def pytorchs(kind: type[nn.MultiheadAttention], **options: Any) -> Made:
     x, memory = inputs(), inputs(options.get("kdim", E))
     module = kind(E, H, batch_first=True, dtype=torch.float64, **options)
     for bias in (module.in_proj_bias, module.bias_k):
@@ -46,7 +50,7 @@ def pytorchs(kind: type[nn.MultiheadAttention], **options: Any) -> tuple[nn.Modu
     return module, lambda module: module(x, memory, memory)
 
 
-MODULES: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], object]]]] = {
+MODULES: dict[str, Callable[[], Made]] = {
     "multi-head": multi_head,
     "no bias": lambda: multi_head(bias=False),
     "grouped, rotary": lambda: multi_head(num_kv_heads=1, position=Rotary(D)),
@@ -63,7 +67,7 @@ MODULES: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], object]]]
 
 
 @pytest.fixture(name="made", params=MODULES)
-def _made(request: pytest.FixtureRequest) -> tuple[nn.Module, Callable[[nn.Module], object]]:
+def _made(request: pytest.FixtureRequest) -> Made:
     module, run = MODULES[request.param]()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -71,18 +75,17 @@ def _made(request: pytest.FixtureRequest) -> tuple[nn.Module, Callable[[nn.Modul
     return module, run
 
 
-def test_logits_fall_to_the_threshold_and_others_stay(made: tuple[nn.Module, Callable[[nn.Module], object]]) -> None:
-    module, run = made
-    before = raw_logits(module, lambda: run(module))
+def test_logits_fall_to_the_threshold_and_others_stay(made: Made) -> None:
+    before = raw_logits(made)
     threshold = float(before.amax(0).sort().values[-2:].mean())  # one head is above it
-    factors = clearhead.qk_clip_(module, before, threshold)
-    after = raw_logits(module, lambda: run(module))
+    factors = clearhead.qk_clip_(made[0], before, threshold)
+    after = raw_logits(made)
     torch.testing.assert_close(after, before * factors, rtol=1e-10, atol=1e-10)
     assert float(after.max()) == pytest.approx(threshold, rel=1e-10)
     assert int((factors < 1).sum()) == 1
 
 
-def test_only_rows_of_clipped_heads_change(made: tuple[nn.Module, Callable[[nn.Module], object]]) -> None:
+def test_only_rows_of_clipped_heads_change(made: Made) -> None:
     module, _ = made
     old = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     clearhead.qk_clip_(module, torch.tensor([1.0, 12.0, -torch.inf]), THRESHOLD)
@@ -143,7 +146,7 @@ def quantised() -> nn.Module:
     return module
 
 
-def parametrized(kind: type[nn.Module], name: str, parameter: str = "weight") -> nn.Module:
+def parametrized(kind: type[nn.Module], name: str, parameter: str) -> nn.Module:
     module = kind(E, H)
     parametrize.register_parametrization(module.get_submodule(name), parameter, nn.Identity())
     return module
@@ -155,69 +158,66 @@ def pruned() -> nn.Module:
     return module
 
 
-CHANGED = {
-    "LoRA": with_lora,
-    "quantised": quantised,
-    "parametrized": lambda: parametrized(clearhead.MultiHeadAttention, "q_proj"),
-    "parametrized bias": lambda: parametrized(clearhead.MultiHeadAttention, "q_proj", "bias"),
-    "parametrized, PyTorch's": lambda: parametrized(clearhead.nn.MultiheadAttention, "", "in_proj_weight"),
-    "pruned": pruned,
-}
+CHANGED: list[Callable[[], nn.Module]] = [
+    with_lora,
+    quantised,
+    pruned,
+    lambda: parametrized(clearhead.MultiHeadAttention, "q_proj", "bias"),
+    lambda: parametrized(clearhead.nn.MultiheadAttention, "", "in_proj_weight"),
+]
 
 
-@pytest.mark.parametrize("name", CHANGED)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-def test_projections_of_another_kind_are_refused_by_name(name: str) -> None:
-    module = CHANGED[name]()
-    with pytest.raises(DTypeError, match=r"^module\.(q_proj|in_proj_weight).*Merge or remove LoRA, quantisation"):
-        clearhead.qk_clip_(module, torch.full((H,), 200.0))
-
-
-def test_norms_after_projections_are_refused() -> None:
-    for norms in ({"q_norm": nn.RMSNorm(D), "k_norm": nn.RMSNorm(D)}, {"k_norm": nn.RMSNorm(D)}):
-        module = clearhead.MultiHeadAttention(E, H, **norms)
-        with pytest.raises(ArgumentError, match=r"module: expected projections without norms after them.*k_norm"):
-            clearhead.qk_clip_(module, torch.full((H,), 200.0))
-
-
-@pytest.mark.parametrize("shared", ["k_proj", "k_proj.weight"])
-def test_projections_that_queries_and_keys_share_are_refused(shared: str) -> None:
+def shared(module_too: bool) -> nn.Module:
     module, _ = multi_head()
-    if shared == "k_proj":
+    if module_too:
         module.k_proj = module.q_proj
     else:
         module.k_proj.weight = module.q_proj.weight
-    old = copy.deepcopy(module.state_dict())
-    with pytest.raises(
-        ArgumentError, match=r"^module\.q_proj\.weight: expected .* one projection.* k_proj\.weight as well"
-    ):
-        clearhead.qk_clip_(module, torch.full((H,), 200.0))
-    assert all(torch.equal(old[name], value) for name, value in module.state_dict().items())
+    return module
 
 
-@pytest.mark.parametrize(
-    ("logits", "threshold", "kind", "message"),
-    [
-        (torch.ones(H + 1), 1.0, ShapeError, r"max_logits: expected \(H,\) or \(B, H\) with H = 3, got \(4,\)"),
-        (torch.ones(2, 2, H), 1.0, ShapeError, "max_logits: expected"),
-        (torch.ones(H, dtype=torch.int64), 1.0, DTypeError, "max_logits: expected a float tensor"),
-        ([1.0] * H, 1.0, DTypeError, "max_logits: expected a float tensor"),
-        (torch.tensor([1.0, torch.nan, 1.0]), 1.0, ArgumentError, "max_logits: expected finite logits.*diverged"),
-        (torch.tensor([1.0, torch.inf, 1.0]), 1.0, ArgumentError, "max_logits: expected finite logits.*diverged"),
-        (torch.ones(H), 0.0, ArgumentError, "threshold: expected a finite logit > 0, got 0"),
-        (torch.ones(H), torch.inf, ArgumentError, "threshold: expected"),
-        (torch.ones(H), "1", DTypeError, "threshold: expected"),
-    ],
-)
-def test_malformed_arguments_change_nothing(logits: Any, threshold: Any, kind: type[Exception], message: str) -> None:
-    module, _ = multi_head()
-    old = copy.deepcopy(module.state_dict())
-    with pytest.raises(kind, match=message):
+def with_norms(*names: str) -> nn.Module:
+    return clearhead.MultiHeadAttention(E, H, **{name: nn.RMSNorm(D) for name in names})
+
+
+def plain() -> nn.Module:
+    return multi_head()[0]
+
+
+LARGE = torch.full((H,), 200.0)
+OTHER = r"module: expected a MultiHeadAttention, .*Give the attention module itself"
+CHANGED_TEXT = r"^module\.(q_proj|in_proj_weight).*Merge or remove LoRA, quantisation"
+NORMS = r"module: expected projections without norms after them.*k_norm"
+SHARED = r"^module\.q_proj\.weight: expected .* one projection.* k_proj\.weight as well"
+FLOATS = "max_logits: expected a float tensor"
+DIVERGED = "max_logits: expected finite logits.*diverged"
+REFUSED: list[tuple[Callable[[], Any], Any, Any, type[Exception], str]] = [
+    *((make, LARGE, 100.0, DTypeError, CHANGED_TEXT) for make in CHANGED),
+    (lambda: with_norms("q_norm", "k_norm"), LARGE, 100.0, ArgumentError, NORMS),
+    (lambda: with_norms("k_norm"), LARGE, 100.0, ArgumentError, NORMS),
+    (lambda: shared(True), LARGE, 100.0, ArgumentError, SHARED),
+    (lambda: shared(False), LARGE, 100.0, ArgumentError, SHARED),
+    (lambda: nn.Linear(3, 3), LARGE, 1.0, DTypeError, OTHER),
+    (lambda: "attend", LARGE, 1.0, DTypeError, OTHER),
+    (plain, torch.ones(H + 1), 1.0, ShapeError, r"max_logits: expected \(H,\) or \(B, H\) with H = 3, got \(4,\)"),
+    (plain, torch.ones(2, 2, H), 1.0, ShapeError, "max_logits: expected"),
+    (plain, torch.ones(H, dtype=torch.int64), 1.0, DTypeError, FLOATS),
+    (plain, [1.0] * H, 1.0, DTypeError, FLOATS),
+    (plain, torch.tensor([1.0, torch.nan, 1.0]), 1.0, ArgumentError, DIVERGED),
+    (plain, torch.tensor([1.0, torch.inf, 1.0]), 1.0, ArgumentError, DIVERGED),
+    (plain, torch.ones(H), 0.0, ArgumentError, "threshold: expected a finite logit > 0, got 0"),
+    (plain, torch.ones(H), torch.inf, ArgumentError, "threshold: expected"),
+    (plain, torch.ones(H), "1", DTypeError, "threshold: expected"),
+]
+
+
+@pytest.mark.parametrize(("make", "logits", "threshold", "kind", "text"), REFUSED)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_refused(make: Callable[[], Any], logits: Any, threshold: Any, kind: type[Exception], text: str) -> None:
+    module = make()
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    parameters = [parameter for parameter in parameters if type(parameter.data) is Tensor]
+    old = [parameter.clone() for parameter in parameters]
+    with pytest.raises(kind, match=text):
         clearhead.qk_clip_(module, logits, threshold)
-    assert all(torch.equal(old[name], value) for name, value in module.state_dict().items())
-
-
-@pytest.mark.parametrize("module", [nn.Linear(3, 3), None, "attend"])
-def test_other_modules_are_refused(module: Any) -> None:
-    with pytest.raises(DTypeError, match=r"module: expected a MultiHeadAttention, .*Give the attention module itself"):
-        clearhead.qk_clip_(module, torch.ones(3))
+    assert all(torch.equal(*pair) for pair in zip(old, parameters, strict=True))

@@ -1,4 +1,4 @@
-"""`record` leaves nothing behind, whatever happens inside, and threads do not see each other."""
+"""`record` leaves nothing behind, whatever happens inside, and threads are independent."""
 
 from __future__ import annotations
 
@@ -14,37 +14,29 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
-from clearhead._environment import state
 from clearhead.errors import ArgumentError, ShapeError
 from tests.support.threads import in_threads
 
-from .stacks import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, hooks
+from .stacks import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, hooks, nothing_left
 
 
-def test_no_hooks_are_left(model: Stack, x: Tensor) -> None:
+def test_hooks_exist_only_inside_the_block(model: Stack, x: Tensor) -> None:
     with clearhead.record(model):
         assert hooks(model)
-        assert state.observers
         model(x)
-    assert not hooks(model)
-    assert not state.observers
-
-
-def test_the_users_own_hooks_stay(model: Stack, x: Tensor) -> None:
-    seen: list[str] = []
-    model.blocks[0].register_forward_hook(lambda *_: seen.append("after"))
-    before = hooks(model)
-    with clearhead.record(model):
+    assert nothing_left(model)
+    with pytest.raises(ArgumentError, match="heads"), clearhead.record(model, heads=[7]):
         model(x)
-    assert hooks(model) == before
-    assert seen == ["after"]
+    assert nothing_left(model)
 
 
 @pytest.mark.parametrize("where", ["in the block", "in the model", "in a hook"])
-def test_exceptions_pass_and_restore_everything(where: str, model: Stack, x: Tensor) -> None:
+def test_exceptions_pass_and_only_the_users_hooks_stay(where: str, model: Stack, x: Tensor) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
+    calls: list[str] = []
+    handle = model.blocks[0].register_forward_hook(lambda *_: calls.append("after"))
     if where == "in a hook":
         model.blocks[1].register_forward_pre_hook(fail)
     if where == "in the model":
@@ -54,9 +46,11 @@ def test_exceptions_pass_and_restore_everything(where: str, model: Stack, x: Ten
         model(x)
         fail()
     assert hooks(model) == before
-    assert not state.observers
-    assert not torch.overrides._get_current_function_mode_stack()
+    assert calls == ["after"]
     assert list(rec) == {"in the block": NAMES, "in the model": NAMES[:2], "in a hook": NAMES[:1]}[where]
+    handle.remove()
+    model.blocks[1]._forward_pre_hooks.clear()
+    assert nothing_left(model)
 
 
 def test_names_are_right_again_after_a_caught_exception(model: Stack, x: Tensor) -> None:
@@ -68,22 +62,16 @@ def test_names_are_right_again_after_a_caught_exception(model: Stack, x: Tensor)
     assert rec[NAMES[0]].counted.sum() == 3 * BATCH, "it was a root call again"
 
 
-def test_an_error_while_recording_is_the_blocks_error_and_restores_everything(model: Stack, x: Tensor) -> None:
-    with pytest.raises(ArgumentError, match="heads"), clearhead.record(model, heads=[7]):
-        model(x)
-    assert not hooks(model)
-    assert not state.observers
+class Theirs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = clearhead.split_heads(x, HEADS)
+        return scaled_dot_product_attention(heads, heads, heads)
 
 
-def test_two_threads_do_not_see_each_other() -> None:
-    """Both are inside their blocks when both models run, one through PyTorch's function and one through Clearhead's."""
-
-    class Theirs(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            heads = clearhead.split_heads(x, HEADS)
-            return scaled_dot_product_attention(heads, heads, heads)
-
-    models = (Stack(2), Theirs())
+@pytest.mark.parametrize("models", [lambda: (Stack(2), Theirs()), lambda: (Stack(2),) * 2], ids=["two", "one"])
+def test_threads_record_independently(models: Any) -> None:
+    """Both threads are inside their blocks while both models run."""
+    models = models()
     together = threading.Barrier(2, timeout=60)
     records: dict[int, Any] = {}
 
@@ -91,40 +79,22 @@ def test_two_threads_do_not_see_each_other() -> None:
         x = torch.randn(number + 1, LENGTH, WIDTH)
         with clearhead.record(models[number]) as rec:
             together.wait()
-            for _ in range(5):
-                models[number](x)
-                models[1 - number](x)  # another thread's model, in this thread: not in this record
+            for model in {models[number], models[1 - number]}:  # the other thread's model is not in this record
+                model(x)
             together.wait()
         records[number] = rec
 
     in_threads(work, 2)
-    assert list(records[0]) == NAMES[:2]
-    assert list(records[1]) == [""]
     for number, rec in records.items():
-        assert all(len(calls) == 5 for calls in rec.values())
-        assert all(found.batch_size == number + 1 for calls in rec.values() for found in calls)
-
-
-def test_one_model_in_two_threads(model: Stack) -> None:
-    together = threading.Barrier(2, timeout=60)
-    records: dict[int, Any] = {}
-
-    def work(number: int) -> None:
-        with clearhead.record(model) as rec:
-            together.wait()
-            model(torch.randn(number + 1, LENGTH, WIDTH))
-            together.wait()
-        records[number] = rec
-
-    in_threads(work, 2)
-    assert [rec[NAMES[0]].batch_size for _, rec in sorted(records.items())] == [1, 2]
-    assert not hooks(model)
+        assert list(rec) == ([""] if isinstance(models[number], Theirs) else NAMES[:2])
+        assert [call.batch_size for calls in rec.values() for call in calls] == [number + 1] * len(rec)
+    assert all(map(nothing_left, models))
 
 
 def test_overlapping_threads_leave_the_compiler_on(model: Stack, x: Tensor) -> None:
-    """The first to enter leaves first: what it restores must not be restored over by the second."""
+    """The first thread to enter leaves first, and the second must not restore an older state."""
     entered, left, second = threading.Event(), threading.Event(), Stack(1)
-    torch.compile(lambda y: y * 2, backend="eager")(x)  # the compiler is loaded
+    torch.compile(lambda y: y * 2, backend="eager")(x)  # loads the compiler
 
     def first() -> None:
         with clearhead.record(model):
@@ -154,9 +124,7 @@ def test_records_nest(model: Stack, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
-def test_recomputation_is_not_a_second_call(use_reentrant: bool, model: Stack, x: Tensor) -> None:
-    """Activation checkpointing runs modules again while gradients are computed."""
-
+def test_recomputation_is_not_a_second_call(use_reentrant: bool, x: Tensor) -> None:
     class Checkpointed(Stack):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:

@@ -19,9 +19,16 @@ from .torch_calls import BATCH, EVEN_HEADS, EXACT, HEADS, KEYS, LENGTH, WIDTH, k
 nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 
 
-def encoder(**options: Any) -> nn.TransformerEncoder:
+def encoder(upgraded: bool = False, **options: Any) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(WIDTH, EVEN_HEADS, 16, batch_first=True, **options)
-    return nn.TransformerEncoder(layer, 2).double()
+    model = nn.TransformerEncoder(layer, 2).double()
+    if upgraded:
+        clearhead.upgrade(model)
+    return model
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randn(BATCH, length, WIDTH).double()
 
 
 @modes
@@ -29,16 +36,19 @@ def encoder(**options: Any) -> nn.TransformerEncoder:
 @nested
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_transformer_encoder(padded: bool, upgraded: bool, training: bool) -> None:
-    model = encoder(dropout=0.0).train(training)
-    if upgraded:
-        clearhead.upgrade(model)
-    x, hidden = torch.randn(BATCH, LENGTH, WIDTH).double(), padding(LENGTH) if padded else None
+    """PyTorch's nested path zeroes padding, and the recorded path does not. Other positions agree."""
+    model = encoder(upgraded, dropout=0.0).train(training)
+    x, hidden = tokens(LENGTH), padding(LENGTH) if padded else None
     with torch.no_grad():
         outside = model(x, src_key_padding_mask=hidden)
         with record(model) as rec:
             inside = model(x, src_key_padding_mask=hidden)
+        assert torch.equal(model(x, src_key_padding_mask=hidden), outside)
     valid = torch.ones(BATCH, LENGTH, dtype=torch.bool) if hidden is None else ~hidden
     torch.testing.assert_close(inside[valid], outside[valid], rtol=0, atol=EXACT)
+    if padded and not upgraded and not training:
+        assert inside[~valid].any()
+        assert not outside[~valid].any()
     assert list(rec) == ["layers.0.self_attn", "layers.1.self_attn"]
     bias = explicit_bias((BATCH, EVEN_HEADS, LENGTH, LENGTH), None, hidden, False)
     compare(rec["layers.0.self_attn"][0], oracle(model.layers[0].self_attn, (x, x, x), bias, valid), exact=EXACT)
@@ -47,10 +57,10 @@ def test_transformer_encoder(padded: bool, upgraded: bool, training: bool) -> No
 @modes
 @kinds
 def test_transformer(upgraded: bool, training: bool) -> None:
-    model = nn.Transformer(WIDTH, EVEN_HEADS, 1, 1, 16, dropout=0.0, batch_first=True).double().train(training)
+    model = nn.Transformer(WIDTH, EVEN_HEADS, 1, 2, 16, dropout=0.0, batch_first=True).double().train(training)
     if upgraded:
         clearhead.upgrade(model)
-    source, target = torch.randn(BATCH, KEYS, WIDTH).double(), torch.randn(BATCH, LENGTH, WIDTH).double()
+    source, target = tokens(KEYS), tokens(LENGTH)
     masks = {
         "src_key_padding_mask": padding(KEYS),
         "memory_key_padding_mask": padding(KEYS),
@@ -62,43 +72,35 @@ def test_transformer(upgraded: bool, training: bool) -> None:
         with record(model) as rec:
             inside = model(source, target, **masks)
     torch.testing.assert_close(inside, outside, rtol=0, atol=EXACT)
-    assert list(rec) == ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
-    real = (~padding(KEYS), ~padding(LENGTH).flip(0), ~padding(LENGTH).flip(0))
-    for found, counted in zip(rec.values(), real, strict=True):
-        assert found.counted.tolist() == counted.tolist()
+    decoder = [f"decoder.layers.{number}.{kind}" for number in (0, 1) for kind in ("self_attn", "multihead_attn")]
+    assert list(rec) == ["encoder.layers.0.self_attn", *decoder]
+    assert [calls.key_length for calls in rec.values()] == [KEYS, LENGTH, KEYS, LENGTH, KEYS]
+    real = ~padding(LENGTH).flip(0)
+    for calls, counted in zip(rec.values(), (~padding(KEYS), *[real] * 4), strict=True):
+        assert calls.counted.tolist() == counted.tolist()
     bias = explicit_bias((BATCH, EVEN_HEADS, LENGTH, LENGTH), masks["tgt_mask"], masks["tgt_key_padding_mask"], False)
     attend = model.decoder.layers[0].self_attn
-    compare(rec["decoder.layers.0.self_attn"][0], oracle(attend, (target,) * 3, bias, real[1]), exact=EXACT)
-
-
-@modes
-def test_transformer_decoder(training: bool) -> None:
-    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True)
-    model = nn.TransformerDecoder(layer, 2).double().train(training)
-    with torch.no_grad(), record(model) as rec:
-        model(torch.randn(BATCH, LENGTH, WIDTH).double(), torch.randn(BATCH, KEYS, WIDTH).double())
-    assert list(rec) == [f"layers.{n}.{kind}" for n in (0, 1) for kind in ("self_attn", "multihead_attn")]
-    assert [found.key_length for found in rec.values()] == [LENGTH, KEYS, LENGTH, KEYS]
+    compare(rec[decoder[0]][0], oracle(attend, (target,) * 3, bias, real), exact=EXACT)
 
 
 @pytest.fixture(name="fast_calls")
 def _fast_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of PyTorch's fused inference functions, one for each time they ran."""
-    seen: list[str] = []
+    """Names of PyTorch's fused inference functions, one for each call."""
+    calls: list[str] = []
     for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
         original = getattr(torch, name)
 
         def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
-            seen.append(name)
+            calls.append(name)
             return original(*args, **kwargs)
 
         monkeypatch.setattr(torch, name, counted)
-    return seen
+    return calls
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
 def test_the_fast_path_is_off_inside_and_back_after(fails: bool, fast_calls: list[str]) -> None:
-    model, x = encoder().eval(), torch.randn(BATCH, LENGTH, WIDTH).double()
+    model, x = encoder().eval(), tokens(LENGTH)
     with torch.no_grad():
         model(x)
         assert fast_calls == ["_transformer_encoder_layer_fwd"] * 2
@@ -111,31 +113,14 @@ def test_the_fast_path_is_off_inside_and_back_after(fails: bool, fast_calls: lis
     assert len(fast_calls) == 4, "back after"
 
 
-@nested
-def test_the_nested_path_zeroes_padding_and_the_recorded_one_does_not() -> None:
-    """What the docstring of `record` says; positions that are not padding agree."""
-    model, x, hidden = encoder().eval(), torch.randn(BATCH, LENGTH, WIDTH).double(), padding(LENGTH)
-    with torch.no_grad():
-        outside = model(x, src_key_padding_mask=hidden)
-        with record(model):
-            inside = model(x, src_key_padding_mask=hidden)
-        after = model(x, src_key_padding_mask=hidden)
-    assert not outside[hidden].any()
-    assert inside[hidden].any()
-    torch.testing.assert_close(inside[~hidden], outside[~hidden], rtol=0, atol=EXACT)
-    assert torch.equal(after, outside)
-
-
 @kinds
 def test_training_inside_has_the_gradients_of_training_outside(upgraded: bool) -> None:
-    model, x = encoder(dropout=0.3).train(), torch.randn(BATCH, LENGTH, WIDTH).double()
-    if upgraded:
-        clearhead.upgrade(model)
+    model, x = encoder(upgraded, dropout=0.3).train(), tokens(LENGTH)
     require_same_training(model, lambda: model(x).square().mean())
 
 
 def test_training_under_autocast_keeps_its_gradients() -> None:
-    """Casts of the weights that the record makes without gradients must not be cached for the model."""
+    """Casts of the parameters that the record makes without gradients must not be cached for the model."""
     module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     x = torch.randn(BATCH, LENGTH, WIDTH)
 

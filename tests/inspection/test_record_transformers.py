@@ -1,4 +1,4 @@
-"""Recording transformers models: every head equals a float64 oracle on the query and key the layer handed over."""
+"""Recording transformers models: every head equals a float64 oracle on the layer's query and key."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import clearhead
 import clearhead.integrations.transformers
 from clearhead.cli._demo import default_model_path
 from clearhead.errors import RecordError
-from tests.support.models import encoder_decoder
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
-from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids
+from .small_models import padding, small, small_bart, token_ids
 from .stacks import require_same_training
 
 OPTIONS: dict[str, Any] = {"statistics": EVERY, "top_k": 8, "map_size": 5, "sink_keys": 2, "offsets": (-1, 0, 2)}
@@ -33,8 +32,8 @@ both = pytest.mark.parametrize("implementation", ["sdpa", "clearhead"])
 
 
 @dataclass(frozen=True)
-class Handed:
-    """What one attention layer handed to its attention function, before anything is repeated or packed."""
+class Attended:
+    """The operands that a layer passes to its attention function, before heads are repeated or moved."""
 
     module: nn.Module
     query: Tensor
@@ -43,21 +42,21 @@ class Handed:
     scale: float | None
 
 
-@pytest.fixture(name="handed")
-def _handed(monkeypatch: pytest.MonkeyPatch) -> list[Handed]:
-    calls: list[Handed] = []
+@pytest.fixture(name="attended")
+def _attended(monkeypatch: pytest.MonkeyPatch) -> list[Attended]:
+    calls: list[Attended] = []
     registry: dict[str, Callable[..., Any]] = AttentionInterface._global_mapping
 
-    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
+    def listening(original: Callable[..., Any]) -> Callable[..., Any]:
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             copies = (tensor.detach().clone() for tensor in (query, key, value))
-            calls.append(Handed(module, *copies, kwargs.get("scaling")))
+            calls.append(Attended(module, *copies, kwargs.get("scaling")))
             return original(module, query, key, value, *args, **kwargs)
 
         return attend
 
     for name in ("sdpa", "clearhead"):
-        monkeypatch.setitem(registry, name, watching(registry[name]))
+        monkeypatch.setitem(registry, name, listening(registry[name]))
     return calls
 
 
@@ -68,83 +67,86 @@ def _minilm() -> tuple[Any, Any]:
     return model, transformers.AutoTokenizer.from_pretrained(path)
 
 
-def compare_all(rec: Any, model: nn.Module, handed: list[Handed], visible: Any, counted: Any) -> None:
-    """Every call of every module; `visible` and `counted` answer for a handed call."""
+def compare_all(rec: Any, model: nn.Module, attended: list[Attended], visible: Any, counted: Any) -> None:
+    """Compare every call of every module. `visible` and `counted` are functions of a call."""
     names = {module: name for name, module in model.named_modules()}
-    by_name: dict[str, list[Handed]] = {}
-    for call in handed:
+    by_name: dict[str, list[Attended]] = {}
+    for call in attended:
         by_name.setdefault(names[call.module], []).append(call)
     assert list(rec) == list(by_name), "modules in the order in which they run"
     for name, calls in by_name.items():
-        assert len(rec[name]) == len(calls)
         for found, call in zip(rec[name], calls, strict=True):
             batch, heads, length, _ = call.query.shape
             seen = visible(call).expand(batch, heads, length, call.key.shape[2])
             compare(found, Oracle(call.query, call.key, seen, call.value, scale=call.scale, counted=counted(call)))
 
 
-@both
-def test_all_72_heads_of_minilm_on_a_padded_batch(implementation: str, minilm: Any, handed: list[Handed]) -> None:
-    model, tokenizer = minilm
+def recorded(model: Any, implementation: str, run: Callable[..., Any] | None = None, **inputs: Any) -> Any:
+    """The record of `run(**inputs)`, or of a call of the model, which does not change its output."""
     model.set_attn_implementation(implementation)
-    inputs = tokenizer(SENTENCES, return_tensors="pt", padding=True)
     with torch.no_grad(), clearhead.record(model, **OPTIONS) as rec:
+        inside = (run or model)(**inputs)
+    if run is None:
+        with torch.no_grad():
+            assert torch.equal(inside[0], model(**inputs)[0])
+    return rec
+
+
+def lower(queries: int, keys: int) -> Tensor:
+    """The causal mask whose last query sees all keys."""
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+
+
+@both
+@pytest.mark.parametrize("texts", [SENTENCES, [" ".join(SENTENCES * 4)]], ids=["padded", "long"])
+def test_all_72_heads_of_minilm(texts: list[str], implementation: str, minilm: Any, attended: list[Attended]) -> None:
+    model, tokenizer = minilm
+    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    mask = inputs["attention_mask"].bool()
+    assert (mask.shape[1] > 250) == bool(mask.all()) == (len(texts) == 1)
+    model.set_attn_implementation(implementation)
+    options = OPTIONS if len(texts) > 1 else {"top_k": 8}
+    with torch.no_grad(), clearhead.record(model, **options) as rec:
         model(**inputs)
     assert sum(found.num_heads for found in rec.values()) == 72
-    mask = inputs["attention_mask"].bool()
-    assert not mask.all()
-    compare_all(rec, model, handed, lambda call: mask[:, None, None, :], lambda call: mask)
-
-
-@both
-def test_minilm_on_a_long_text(implementation: str, minilm: Any, handed: list[Handed]) -> None:
-    model, tokenizer = minilm
-    model.set_attn_implementation(implementation)
-    inputs = tokenizer(" ".join(SENTENCES * 4), return_tensors="pt")
-    assert inputs["input_ids"].shape[1] > 250
-    with torch.no_grad(), clearhead.record(model, top_k=8) as rec:
-        model(**inputs)
-    everything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    compare_all(rec, model, handed, lambda call: everything, lambda call: None)
+    compare_all(rec, model, attended, lambda call: mask[:, None, None, :], lambda call: mask)
 
 
 @both
 @pytest.mark.parametrize("side", ["none", "right", "left"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_decoders(kind: str, side: str, implementation: str, handed: list[Handed]) -> None:
+def test_decoders(kind: str, side: str, implementation: str, attended: list[Attended]) -> None:
     length = 13
     model, mask = small(kind), padding(side, length)
-    model.set_attn_implementation(implementation)
-    with torch.no_grad(), clearhead.record(model, **OPTIONS) as rec:
-        model(input_ids=token_ids(length), attention_mask=mask)
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
-    visible = causal[None, None] if mask is None else causal & mask.bool()[:, None, None, :]
-    compare_all(rec, model, handed, lambda call: visible, lambda call: None if mask is None else mask.bool())
+    rec = recorded(model, implementation, input_ids=token_ids(length), attention_mask=mask)
+    real = EVERYTHING if mask is None else mask.bool()[:, None, None, :]
+    counted = None if mask is None else mask.bool()
+    calls = attended[: len(attended) // 2]  # the second half is outside of the record
+    compare_all(rec, model, calls, lambda call: real & lower(length, length), lambda call: counted)
 
 
 @both
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_cached_decoding_appends_a_call_per_step(
-    kind: str, side: str, implementation: str, handed: list[Handed]
+    kind: str, side: str, implementation: str, attended: list[Attended]
 ) -> None:
     length, new = 7, 4
-    model, mask = small(kind), padding(side, length)
-    model.set_attn_implementation(implementation)
-    ids = token_ids(length)
-    given = torch.ones_like(ids) if mask is None else mask
-    with torch.no_grad(), clearhead.record(model, **OPTIONS) as rec:
-        model.generate(ids, attention_mask=given, min_new_tokens=new, max_new_tokens=new, do_sample=False)
+    model, ids = small(kind), token_ids(length)
+    mask = torch.ones_like(ids) if side == "none" else padding(side, length)
+    steps = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
+    rec = recorded(model, implementation, model.generate, input_ids=ids, attention_mask=mask, **steps)
 
-    def whole(call: Handed) -> Tensor:
-        return torch.cat([given, given.new_ones(3, call.key.shape[2] - length)], 1).bool()
+    def real(call: Attended) -> Tensor:
+        return torch.cat([mask, mask.new_ones(3, call.key.shape[2] - length)], 1).bool()
 
-    def visible(call: Handed) -> Tensor:
-        queries, keys = call.query.shape[2], call.key.shape[2]
-        causal = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-        return causal & whole(call)[:, None, None, :]
+    def visible(call: Attended) -> Tensor:
+        return lower(call.query.shape[2], call.key.shape[2]) & real(call)[:, None, None, :]
 
-    compare_all(rec, model, handed, visible, lambda call: whole(call)[:, -call.query.shape[2] :])
+    compare_all(rec, model, attended, visible, lambda call: real(call)[:, -call.query.shape[2] :])
     assert [found.query_length for found in next(iter(rec.values()))] == [length, 1, 1, 1]
 
 
@@ -152,67 +154,20 @@ def test_cached_decoding_appends_a_call_per_step(
 @pytest.mark.parametrize("arguments", ["decoder_input_ids", "labels"])
 @pytest.mark.parametrize("target_length", [7, 5], ids=["as long", "shorter"])
 def test_encoder_and_decoder_count_their_own_queries(
-    arguments: str, target_length: int, implementation: str, handed: list[Handed]
+    arguments: str, target_length: int, implementation: str, attended: list[Attended]
 ) -> None:
-    model = small_bart()
-    model.set_attn_implementation(implementation)
-    mask = padding("right", 7)
-    assert mask is not None
-    with torch.no_grad(), clearhead.record(model, **OPTIONS) as rec:
-        model(input_ids=token_ids(7), attention_mask=mask, **{arguments: token_ids(target_length)})
+    model, mask = small_bart(), padding("right", 7).bool()
+    inputs = {"input_ids": token_ids(7), "attention_mask": mask.long(), arguments: token_ids(target_length)}
+    rec = recorded(model, implementation, lambda **inputs: model(**inputs), **inputs)
     assert len(rec) == 6
+    encoder = set(model.get_encoder().modules())
 
-    def is_encoder(call: Handed) -> bool:
-        return any(call.module is module for module in model.get_encoder().modules())
+    def visible(call: Attended) -> Tensor:
+        if call.module in encoder or not call.module.is_causal:
+            return mask[:, None, None, :]
+        return lower(target_length, target_length)
 
-    def visible(call: Handed) -> Tensor:
-        if is_encoder(call) or not call.module.is_causal:
-            return mask.bool()[:, None, None, :]
-        return torch.ones(target_length, target_length, dtype=torch.bool).tril()[None, None]
-
-    compare_all(rec, model, handed, visible, lambda call: mask.bool() if is_encoder(call) else None)
-
-
-@both
-def test_whisper(implementation: str, handed: list[Handed]) -> None:
-    lengths = {"num_mel_bins": 8, "max_source_positions": 19, "max_target_positions": 12}
-    config = transformers.WhisperConfig(**encoder_decoder(24, 3, 1), **lengths, vocab_size=VOCABULARY)
-    model = enlivened(transformers.WhisperForConditionalGeneration(config))
-    model.set_attn_implementation(implementation)
-    with torch.no_grad(), clearhead.record(model, **OPTIONS) as rec:
-        model(torch.randn(3, 8, 38), decoder_input_ids=token_ids(5))
-    causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
-    everything = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    compare_all(rec, model, handed, lambda call: causal if call.module.is_causal else everything, lambda call: None)
-    assert [(found.query_length, found.key_length) for found in rec.values()] == [(19, 19), (5, 5), (5, 19)]
-
-
-@both
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_models_output_stays_its_own(kind: str, implementation: str) -> None:
-    model, ids, mask = small(kind), token_ids(11), padding("left", 11)
-    model.set_attn_implementation(implementation)
-    with torch.no_grad():
-        before = model(input_ids=ids, attention_mask=mask).logits
-        with clearhead.record(model):
-            inside = model(input_ids=ids, attention_mask=mask).logits
-        after = model(input_ids=ids, attention_mask=mask).logits
-    assert torch.equal(inside, before)
-    assert torch.equal(after, before)
-
-
-@both
-def test_grouped_heads_can_be_reduced(implementation: str) -> None:
-    model = small("llama")
-    model.set_attn_implementation(implementation)
-    ids, mask = token_ids(9), padding("right", 9)
-    found: dict[str, Any] = {}
-    for per in ("query_head", "kv_head"):
-        with torch.no_grad(), clearhead.record(model, ("entropy",), per=per) as rec:
-            model(input_ids=ids, attention_mask=mask)
-        found[per] = rec["model.layers.1.self_attn"].entropy
-    assert found["kv_head"].shape == (3, 2, 9)
-    torch.testing.assert_close(found["kv_head"], found["query_head"].unflatten(1, (2, 3)).mean(2))
+    compare_all(rec, model, attended, visible, lambda call: mask if call.module in encoder else None)
 
 
 def test_eager_attention_is_an_error_by_name() -> None:

@@ -115,42 +115,28 @@ def close(found: AttentionStatistics, exact: AttentionStatistics) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "mask", [None, masks.causal("bottom_right"), masks.sliding_window(97, 3)], ids=["full", "causal", "window"]
-)
-def test_long_calls_run_natively(mask: masks.Mask | None, instructions: str, ran: list[frozenset[str]]) -> None:
-    query, key, value = torch.randn(2, 4, 53, 16), torch.randn(2, 2, 1031, 16), torch.randn(2, 2, 1031, 5)
-    found = clearhead.attention_statistics(query, key, mask, value=value, statistics=NATIVE, top_k=11)
-    visible = torch.ones(53, 1031, dtype=torch.bool)
-    if mask is not None:
-        visible = mask.dense(53, 1031)[0, 0]
-    compare(found, Oracle(query, key, visible.expand(2, 4, 53, 1031), value))
-    assert len(ran) == 1
+LONG_MASKS = {"full": None, "causal": masks.causal("bottom_right"), "window": masks.sliding_window(97, 3)}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_inputs_are_scored_in_float32(dtype: torch.dtype, instructions: str, ran: list[frozenset[str]]) -> None:
-    query, key, value = torch.randn(1, 4, 71, 16), torch.randn(1, 2, 1153, 16), torch.randn(1, 2, 1153, 16)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    found = clearhead.attention_statistics(query, key, value=value, statistics=EVERY)
-    compare(found, Oracle(query, key, torch.ones(1, 4, 71, 1153, dtype=torch.bool), value))
-    output = clearhead.attention_statistics(query, key, value=value, statistics=("output",)).output
-    torch.testing.assert_close(output, clearhead.attention(query, key, value))
+@on_every_set({"mask": LONG_MASKS}, {"dtype": [torch.float32, torch.bfloat16, torch.float16]})
+def test_long_calls_run_natively(mask: str, dtype: torch.dtype, instructions: str, ran: list[frozenset[str]]) -> None:
+    """Their output is that of `attention`, in its dtype and layout. Half precision is scored in float32."""
+    length, count, rule = 53, 1031, LONG_MASKS[mask]
+    query = torch.randn(2, length, 4, 16).to(dtype).transpose(1, 2)
+    key, value, sinks = torch.randn(2, 2, count, 16).to(dtype), torch.randn(2, 2, count, 5).to(dtype), torch.randn(4)
+    arguments: dict[str, Any] = {"mask": rule, "value": value, "sinks": sinks}
+    found = clearhead.attention_statistics(query, key, **arguments, statistics=EVERY, top_k=11)
+    visible = torch.ones(length, count, dtype=torch.bool) if rule is None else rule.dense(length, count)[0, 0]
+    compare(found, Oracle(query, key, visible.expand(2, 4, length, count), value, sinks=sinks))
+    output = clearhead.attention_statistics(query, key, **arguments, statistics=("output",)).output
+    expected = clearhead.attention(query, key, value, rule, sinks=sinks)
     assert output.dtype == dtype
+    assert output.stride() == expected.stride()
+    if dtype == torch.float32:
+        torch.testing.assert_close(output, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    else:
+        torch.testing.assert_close(output, expected)
     assert len(ran) == 2
-
-
-def test_the_output_is_that_of_attention(instructions: str, ran: list[frozenset[str]]) -> None:
-    query = torch.randn(2, 211, 4, 16).transpose(1, 2)
-    key, value = torch.randn(2, 2, 1031, 16), torch.randn(2, 2, 1031, 7)
-    sinks = torch.randn(4)
-    found = clearhead.attention_statistics(
-        query, key, masks.causal(), value=value, sinks=sinks, statistics=("output", "entropy")
-    )
-    expected = clearhead.attention(query, key, value, masks.causal(), sinks=sinks)
-    torch.testing.assert_close(found.output, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-    assert found.output.stride() == expected.stride()
-    assert len(ran) == 1
 
 
 def test_a_row_that_is_not_a_number_stays_alone(instructions: str) -> None:
@@ -169,24 +155,18 @@ def test_a_row_that_is_not_a_number_stays_alone(instructions: str) -> None:
     assert torch.equal(found.top_k.indices[:, :, rows], clean.top_k.indices[:, :, rows])
 
 
-@pytest.mark.parametrize("top_k", [1, 8, 64])
-def test_equal_scores_name_different_keys(top_k: int, instructions: str) -> None:
-    query, key = torch.zeros(1, 2, 3, 8), torch.randn(1, 2, 1031, 8)
-    found = clearhead.attention_statistics(query, key, statistics=("top_k",), top_k=top_k)
-    compare(found, Oracle(query, key, torch.ones(1, 2, 3, 1031, dtype=torch.bool)))
-
-
-@pytest.mark.parametrize("order", ["rising", "falling"])
-def test_top_k_of_sorted_scores(order: str, instructions: str) -> None:
-    """The largest scores all lie in one piece, and they come in the order that fills the lists most often."""
+@pytest.mark.parametrize("top_k", [1, 13, 64])
+@pytest.mark.parametrize("order", ["equal", "rising", "falling"])
+def test_top_k_of_ordered_scores(order: str, top_k: int, instructions: str) -> None:
+    """Rising scores fill the list of top keys most often. Equal scores have different keys."""
     query, key = torch.ones(1, 1, 5, 1), torch.linspace(-3, 3, 2053)[None, None, :, None]
-    key = key if order == "rising" else key.flip(2)
-    found = clearhead.attention_statistics(query, key, statistics=("top_k",), top_k=13)
+    key = {"equal": torch.zeros_like(key), "rising": key, "falling": key.flip(2)}[order]
+    found = clearhead.attention_statistics(query, key, statistics=("top_k",), top_k=top_k)
     compare(found, Oracle(query, key, torch.ones(1, 1, 5, 2053, dtype=torch.bool)))
     assert bool((found.top_k.weights.diff(dim=-1) <= 0).all())
 
 
-def test_sharp_rows_name_keys_whose_weight_is_zero(instructions: str) -> None:
+def test_sharp_rows_have_keys_whose_weight_rounds_to_zero(instructions: str) -> None:
     query, key = torch.randn(1, 2, 17, 8), torch.randn(1, 2, 1031, 8)
     found = clearhead.attention_statistics(query, key, scale=1e4, value=key, statistics=NATIVE)
     assert found.top_k.indices.ge(0).all()
@@ -195,7 +175,7 @@ def test_sharp_rows_name_keys_whose_weight_is_zero(instructions: str) -> None:
     assert found.normalized_entropy.le(1).all()
 
 
-def test_what_is_left_stays_with_python(ran: list[frozenset[str]]) -> None:
+def test_blocks_compute_the_statistics_without_a_native_form(ran: list[frozenset[str]]) -> None:
     query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 1031, 4)
     both = clearhead.attention_statistics(query, key, statistics=("sink", "entropy", "top_k"), top_k=65, sink_keys=65)
     alone = clearhead.attention_statistics(query, key, statistics=("sink",), sink_keys=65)
@@ -214,17 +194,17 @@ def test_what_is_left_stays_with_python(ran: list[frozenset[str]]) -> None:
 
 
 class _Squares(Statistic):
-    """A statistic that nobody wrote a native form for."""
+    """A statistic without a native form."""
 
     name = "squares"
     meaning = "Σ_j p_ij²"
 
     def add(self, rows: BlockRows) -> None:
-        self.put(self.found, rows, rows.weights.square().sum(-1, keepdim=True))
+        self.put(self.accumulator, rows, rows.weights.square().sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("keys", [131, 1031], ids=["exact", "long"])
-def test_one_without_a_native_form_is_computed_by_blocks_beside_the_others(
+def test_a_new_statistic_is_computed_by_blocks_beside_the_others(
     keys: int, ran: list[frozenset[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATISTICS, "squares", _Squares)
@@ -237,12 +217,10 @@ def test_one_without_a_native_form_is_computed_by_blocks_beside_the_others(
     alone = clearhead.attention_statistics(query, key, mask, statistics=("entropy", "received", "rows"))
     for name in alone.names:
         assert torch.equal(getattr(found, name), getattr(alone, name)), name
-    shared = clearhead.attention_statistics(query, key, mask, statistics=names[:2], per="kv_head").squares
-    torch.testing.assert_close(shared.double(), squares.unflatten(1, (2, 2)).mean(2), rtol=0, atol=1e-6)
 
 
 def test_short_calls_are_as_exact_as_from_float64(instructions: str, ran: list[frozenset[str]]) -> None:
-    """Scores up to 90, whose rounding in float32 alone would be 4e-6 of a weight."""
+    """Scores reach 90. Rounding them to float32 would change weights by 4e-6."""
     query, key = 3 * torch.randn(2, 4, 201, 64), torch.randn(2, 2, 1024, 64)
     for softcap, bias in ((None, None), (30.0, None), (None, 30 * torch.randn(1, 4, 201, 1024))):
         mask = None if bias is None else masks.bias(bias)
@@ -266,8 +244,8 @@ def test_places_count_from_the_first_query(shift: int, instructions: str, scores
     distance = (weights * (rows - columns).abs()).sum(-1)
     torch.testing.assert_close(found.distance.double(), distance, rtol=1e-5, atol=1e-5)
     for place, offset in enumerate((-1, -200, 69, 130)):
-        there = columns == rows + offset
-        mean = (weights * there).sum((-2, -1)) / max(int(there.sum()), 1)
+        diagonal = columns == rows + offset
+        mean = (weights * diagonal).sum((-2, -1)) / max(int(diagonal.sum()), 1)
         torch.testing.assert_close(found.offset[..., place].double(), mean, rtol=0, atol=1e-6)
 
 
@@ -277,7 +255,7 @@ def test_a_hidden_key_at_an_offset_is_not_counted_and_a_weight_of_zero_is(instru
     found = clearhead.attention_statistics(
         query, key, visible, scale=1.0, statistics=("offset", "sink"), offsets=(0, -1)
     )
-    assert found.offset[0, 0].tolist() == [0.5, 1.0]  # (0, 1) and (2 → 1 alone: 1 does not see 0)
+    assert found.offset[0, 0].tolist() == [0.5, 1.0]  # query 1 does not see key 0, so the second mean has query 2 only
     assert found.sink.tolist() == [[[0.0, 0.0, 0.0]]]
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 import clearhead
 from clearhead import masks
-from clearhead._statistics.rollout import rollout
 from clearhead.integrations.transformers import AttentionMonitorCallback
 from tests.malformed.calls import Call, case, valid
 from tests.malformed.values import OwnError, users_own
@@ -90,7 +89,6 @@ case("record.weights", weight=6)(lambda: valid(recorded().weights, layer=0, head
 case("record.rollout", weight=6, layers="layer")(
     lambda: valid(recorded().rollout, targets=[0, 2], layers=["self_attn"], residual=0.5)
 )
-case("rollout", calls="layers")(lambda: valid(rollout, calls=[recorded().kept_call(0)], targets=[0, 2], residual=0.5))
 case("summary[...]")(lambda: valid(lambda statistic: recorded().summary()[statistic], statistic="entropy"))
 case("AttentionStatistics.with_heads")(lambda: valid(recorded()["self_attn"][0].with_heads, heads=[0, 1]))
 case("AttentionStatistics.head_sums")(lambda: valid(recorded()["self_attn"][0].head_sums, name="entropy"))

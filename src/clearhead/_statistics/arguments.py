@@ -1,4 +1,4 @@
-"""The arguments of statistics: their names, options and the queries they count."""
+"""Checks of the arguments of statistics: names, options and counted queries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
     """Check the names of statistics.
 
     Raises:
-        ArgumentError: for an unknown one, or one that needs values where there are none.
+        ArgumentError: for an unknown name, or for a statistic of values without values.
     """
     expected = f"names among {', '.join(STATISTICS)}"
     names = (statistics,) if isinstance(statistics, str) else tuple(items("statistics", statistics, expected))
@@ -33,7 +33,7 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
     for name, kind in STATISTICS.items():
         if name in names and kind.of == "values" and not has_value:
             raise ArgumentError("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
-    # A statistic that is named twice is computed once.
+    # Duplicates are computed once.
     return tuple(dict.fromkeys(names))
 
 
@@ -43,7 +43,7 @@ def make_options(
     """Check the options.
 
     Raises:
-        ArgumentError: for a number that is not positive or an unknown pooling.
+        ArgumentError: for a number below 1 or an unknown pooling.
     """
     for name, number in (("top_k", top_k), ("map_size", map_size), ("sink_keys", sink_keys)):
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LARGEST:
@@ -53,27 +53,27 @@ def make_options(
 
 
 def whole_numbers(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
-    """Check a list of numbers.
+    """Check a list of integers.
 
     Raises:
-        ArgumentError: if it is something else.
+        ArgumentError: for anything else.
     """
     expected = "a list of whole numbers"
     try:
-        # Numbers of NumPy and tensors of one number count; floats do not, even whole ones.
-        whole = tuple(index(number) for number in items(name, numbers, expected))
+        # NumPy integers and one-element tensors are accepted. Floats such as 2.0 are not.
+        integers = tuple(index(number) for number in items(name, numbers, expected))
     except (TypeError, RuntimeError):  # tensors on meta have no numbers
         raise ArgumentError(name, expected=expected, got=shown(numbers)) from None
-    if not all(-LARGEST <= number <= LARGEST for number in whole):
+    if not all(-LARGEST <= number <= LARGEST for number in integers):
         raise ArgumentError(name, expected=f"{expected} of at most {LARGEST}", got=shown(numbers))
-    return whole
+    return integers
 
 
 def require_per(per: Per, names: Sequence[str]) -> None:
-    """Raise unless every statistic has the average over heads that `per` asks for.
+    """Check `per`: ``"kv_head"`` needs statistics that have an average over heads.
 
     Raises:
-        ArgumentError: for another word, or statistics that have no average.
+        ArgumentError: for another word, or statistics without an average.
     """
     choice("per", per, ("query_head", "kv_head"))
     unaveraged = [name for name in names if not STATISTICS[name].averaged]
@@ -88,10 +88,10 @@ def require_per(per: Per, names: Sequence[str]) -> None:
 
 
 def counted_queries(query_mask: Tensor | None, call: AttentionCall) -> Tensor | None:
-    """Check a `query_mask` against a call: bool (B, L), or ``None``.
+    """Check a `query_mask` against a call. Returns bool (B, L), or ``None``.
 
     Raises:
-        DTypeError, ShapeError: if it does not fit.
+        DTypeError, ShapeError: if dtype or shape does not fit the call.
     """
     if query_mask is None:
         return None
@@ -103,7 +103,7 @@ def counted_queries(query_mask: Tensor | None, call: AttentionCall) -> Tensor | 
 
 
 def query_marks(query_mask: object) -> Tensor:
-    """A bool or 0/1 tensor, of any shape.
+    """Check that `query_mask` is a bool or 0/1 tensor, of any shape.
 
     Raises:
         DTypeError: for anything else.

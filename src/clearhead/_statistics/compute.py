@@ -1,8 +1,8 @@
-"""`attention_statistics`: what one attention call attends to, without its (B, H, L, S) tensor."""
+"""`attention_statistics`: statistics of the weights of one call, without its (B, H, L, S) tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
 from .definitions import LIST, STATISTICS, need_values, shape_of
-from .result import AttentionStatistics, Sizes
+from .result import AttentionStatistics
 from .statistic import Options, Statistic
 
 
@@ -45,11 +45,10 @@ def attention_statistics(
     offsets: Sequence[int] = (-1,),
     per: Per = "query_head",
 ) -> AttentionStatistics:
-    """Fold the weights of one call, block by block, into the statistics asked for. Gradients are not recorded.
+    """Compute statistics of the weights of one call, block by block. Gradients are not recorded.
 
-    The weights p are those of `attention` before dropout, from scores in float32, or in double precision up to 1024
-    keys, whose weights are then exact to 1e-6, and for float64 inputs. Peak memory is that of a block and of the
-    results.
+    The weights p are those of `attention` before dropout. Scores are float32. Up to 1024 keys, and for float64 inputs,
+    they have double precision, and the weights are exact to 1e-6. Peak memory is one block and the results.
 
     Args:
         query: (B, H, L, D), or (H, L, D) without a batch.
@@ -60,32 +59,32 @@ def attention_statistics(
 
             {statistics}
 
-            Q are the queries that count, and i and j positions of queries and keys. ``output`` and ``output_norm``
-            need `value`. On the CPU ``output`` comes from the pass of the others, which costs less than two.
-        query_mask: bool or 0/1 (B, L); queries marked 0 (padding) are left out of ``received``, ``max_logit``,
-            ``raw_max_logit``, ``offset`` and ``map``. Default: all count.
-        queries: which queries ``rows`` means; default all.
-        top_k, map_size, map_pooling, sink_keys, offsets: see above; `map_pooling` is ``"mass"`` or ``"max"``.
-        per: ``"kv_head"`` averages over the query heads of each key/value head; name the statistics then, because the
-            default ones include ``top_k``, which has no average. Default ``"query_head"``.
+            Q are the counted queries, and i and j positions of queries and keys. ``output`` and ``output_norm`` need
+            `value`. On the CPU ``output`` comes from the same pass as the others.
+        query_mask: bool or 0/1 (B, L). Queries marked 0 (padding) do not count in ``received``, ``max_logit``,
+            ``raw_max_logit``, ``offset`` and ``map``. By default all queries count.
+        queries: the queries that ``rows`` covers. By default ``rows`` covers all.
+        top_k, map_size, map_pooling, sink_keys, offsets: see above. `map_pooling` is ``"mass"`` or ``"max"``.
+        per: ``"kv_head"`` averages over the query heads of each key/value head. Pass `statistics` with it, because
+            ``top_k`` is a default statistic and has no average. Default ``"query_head"``.
 
     Returns:
         An `AttentionStatistics`.
 
     Raises:
-        ArgumentError: for an unknown statistic or option; ``output`` or ``output_norm`` without `value`.
+        ArgumentError: for an unknown statistic or option, and for ``output`` or ``output_norm`` without `value`.
         ShapeError, DTypeError: as `attention`.
 
     Example:
         >>> import torch, clearhead
         >>> x = torch.zeros(1, 1, 4, 8)
-        >>> found = clearhead.attention_statistics(x, x, clearhead.masks.causal(), statistics=("entropy",))
-        >>> found.entropy.exp().round().tolist()  # a uniform query sees e^entropy keys
+        >>> stats = clearhead.attention_statistics(x, x, clearhead.masks.causal(), statistics=("entropy",))
+        >>> stats.entropy.exp().round().tolist()  # a uniform query sees e^entropy keys
         [[[1.0, 2.0, 3.0, 4.0]]]
     """
     names = require_names(statistics, value is not None)
     options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
-    # As `attention` under autocast, so that these are the weights of the call that the model makes.
+    # `attention` casts in the same way under autocast, so these are the weights of the model's call.
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
     with torch.no_grad(), autocast_off(query):
         request = Request(mask, scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions)
@@ -109,99 +108,89 @@ def compute_statistics(
     """Statistics of a validated call.
 
     Args:
-        call: all of it, or a part: then the results are those of the queries, or keys, that this process holds.
-        names, options, queries, per: see `attention_statistics`; of the whole call.
-        counted: (B, L) bool of the whole call, or ``None`` for all.
-        heads: the call has some of a module's heads; the results are of all of them.
+        call: the call. If it has a `part`, the results are those of the queries, or keys, that this process holds.
+        names, options, queries, per: see `attention_statistics`. They describe the full call.
+        counted: (B, L) bool over all queries, or ``None`` if all count.
+        heads: set if the call has some of a module's heads. The results then cover all of them.
     """
     require_per(per, names)
-    part = call.part
+    part, kv_heads = call.part, call.key.shape[1]
     with torch.no_grad(), autocast_off(call.query):
-        # A part exchanges what its process lacks; what comes back is of the same form.
         results = (results_of if part is None else part.results)(call, names, options, counted, queries)
-        kv_heads = call.key.shape[1]
         if heads is not None:
             results, kv_heads = heads.all_heads(results), heads.all_num_kv_heads
-        sees: Tensor = results.pop("sees")
-        sizes = Sizes(sees.shape[1], kv_heads, call.grid.key_length)
-        # A key/value head sees a key where any of its query heads does.
+        sees: Tensor = results.pop("sees")  # (B, H, L)
+        num_heads = sees.shape[1]
         if per == "kv_head":
-            group = sees.shape[1] // kv_heads
-            _reduce_heads(results, names, kv_heads, group)
-            sees = sees.unflatten(1, (kv_heads, group)).any(2)  # (B, Hkv, L)
-        counted = _counted_here(call, counted)
-        results["hidden_queries"] = (~sees).sum(-1)  # (B, H)
-        results["sees"] = sees
-        found = AttentionStatistics.computed(sizes, counted, results, options, per)
-        return found if part is None else found.with_totals(part.totals)
+            # A key/value head sees a key if any of its query heads does.
+            group = (kv_heads, num_heads // kv_heads)
+            sees = sees.unflatten(1, group).any(2)  # (B, Hkv, L)
+            for name, tensor in results.items():
+                if "H" in shape_of(name):
+                    results[name] = tensor.unflatten(1, group).mean(2)  # (B, Hkv, …)
+        results |= {"hidden_queries": (~sees).sum(-1), "sees": sees}
+        if counted is None:
+            counted = call.query.new_ones(call.query.shape[0], call.query.shape[2], dtype=torch.bool)
+        elif part is not None:
+            counted = counted[:, part.totals.rows(counted.shape[1], counted.device)]
+        statistics = AttentionStatistics.computed(
+            (num_heads, kv_heads, call.grid.key_length), counted, results, options
+        )
+        return statistics if part is None else statistics.with_totals(part.totals)
 
 
 def results_of(
     call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None, queries: Queries | None
 ) -> dict[str, Any]:
-    """Tensors of the statistics by name, of each query head, and ``sees`` (B, H, L)."""
+    """Tensors of the statistics by name, for each query head, and ``sees`` (B, H, L)."""
     column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
     statistics = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
-    # The native kernel gives what it can in one pass; a second one computes the rest.
+    # The native kernel computes as many as it can in one pass. Blocks compute the others.
     results = _results_natively(call, statistics, counted)
-    left = [statistic for statistic in statistics if statistic.name not in results]
-    # Which queries see a key is needed in any case, if only to count the others.
-    if left or "sees" not in results:
-        results |= fold_blocks(_blocks(call, column), left, call)
+    missing = [statistic for statistic in statistics if statistic.name not in results]
+    # `sees` is always needed, to count the queries that see no key.
+    if missing or "sees" not in results:
+        blocks = (
+            BlockRows(call, block, place, query, key, None if column is None else column[block.batch, :, place])
+            for block, place, query, key in score_blocks(call, dtype=exact_dtype(call))
+        )
+        results |= fold_blocks(blocks, missing, call)
     if "rows" in names:
         results["rows"] = exact_weights(call, row_numbers(queries, call.grid.query_length, "queries"))
     return results
 
 
 def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
-    """Results of those that the native kernel computes of this call, and ``sees``; empty if it computes none.
+    """Results of the statistics that the native kernel computes, and ``sees``. Empty if it computes none.
 
-    Float64 inputs are not for it. Calls of few keys are scored in double precision all the same; see `exact_dtype`.
+    It refuses float64 inputs. It scores calls of few keys in double precision nevertheless; see `exact_dtype`.
     """
     if call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
         return {}
-    forms = [(statistic, form) for statistic in statistics if (form := statistic.native()) is not None]
-    if not forms:
+    buffers = {statistic: form for statistic in statistics if (form := statistic.native()) is not None}
+    if not buffers:
         return {}
     written = gather(
         call,
-        {name: each for _, form in forms for name, each in form.items()},
+        {name: buffer for form in buffers.values() for name, buffer in form.items()},
         counted,
-        with_output=need_values([statistic.name for statistic, _ in forms]),
+        with_output=need_values([statistic.name for statistic in buffers]),
         exact=exact_dtype(call) == torch.float64,
     )
     results: dict[str, Any] = {"sees": written["largest"] > float("-inf")}
-    for statistic, _ in forms:
+    for statistic in buffers:
         results |= statistic.read(written)
     return results
 
 
-def _counted_here(call: AttentionCall, counted: Tensor | None) -> Tensor:
-    """The counted queries among those that are here, bool (B, l)."""
-    if counted is None:
-        return torch.ones(call.query.shape[0], call.query.shape[2], dtype=torch.bool, device=call.query.device)
-    return counted if call.part is None else counted[:, call.part.totals.rows(counted.shape[1], counted.device)]
-
-
-def _blocks(call: AttentionCall, column: Tensor | None) -> Iterator[BlockRows]:
-    for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
-        yield BlockRows(call, block, place, query, key, None if column is None else column[block.batch, :, place])
-
-
 def fold_blocks(blocks: Iterable[BlockRows], statistics: Sequence[Statistic], call: AttentionCall) -> dict[str, Any]:
-    """Results of statistics of the queries that are here, and ``sees`` (B, H, l)."""
+    """Results of statistics for the queries of this process, and ``sees`` (B, H, l)."""
     for statistic in statistics:
         statistic.begin()
-    # Blocks may hold some of a row's columns each: a query sees a key if it does in any of them.
+    # A block may hold only some columns of its rows. A query sees a key if it does in any block.
     sees = torch.zeros(call.query.shape[:3], dtype=torch.bool, device=call.query.device)
     for rows in blocks:
         sees[rows.block.batch, rows.block.heads, rows.place] |= (rows.largest > float("-inf")).squeeze(-1)
         for statistic in statistics:
             statistic.add(rows)
-    return {"sees": sees} | {name: found for each in statistics for name, found in each.result().items()}
-
-
-def _reduce_heads(results: dict[str, Any], names: Sequence[str], kv_heads: int, group: int) -> None:
-    for name in (result for statistic in names for result in STATISTICS[statistic].results()):
-        if "H" in shape_of(name):
-            results[name] = results[name].unflatten(1, (kv_heads, group)).mean(2)  # (B, Hkv, …)
+    return {"sees": sees} | {name: tensor for each in statistics for name, tensor in each.result().items()}

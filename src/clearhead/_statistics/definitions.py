@@ -1,4 +1,4 @@
-"""The statistics there are, and what follows from what each of them declares."""
+"""The list of all statistics, and tables derived from their declarations."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ STATISTICS: dict[str, type[Statistic]] = {
 
 #: Results with one number per query, (B, H, L).
 PER_QUERY = tuple(result for kind in STATISTICS.values() if kind.shape == Statistic.shape for result in kind.results())
-#: Statistics whose number of several batch items or calls is the largest of theirs.
+#: Statistics that combine batch items and calls by their maximum.
 LARGEST = frozenset(name for name, kind in STATISTICS.items() if kind.largest)
-#: Statistics that the weights alone determine, but for those that hold weights of single queries and keys.
+#: Statistics that are computed from the weights only, except those that hold weights of single queries and keys.
 OF_WEIGHTS = tuple(
     name
     for name, kind in STATISTICS.items()
     if kind.of == "weights" and kind.shape[-2:] not in (("L", "S"), ("n", "S"))
 )
 _SHAPES = {result: kind.shape for kind in STATISTICS.values() for result in kind.results()}
-#: All of them, as a docstring lists them.
+#: The list of statistics in a docstring.
 LIST = f"\n{' ' * 12}".join(
     f"* ``{kind.name}`` ({', '.join(kind.shape)}): {kind.meaning}"
     + "".join(f"; with ``{name}``: {meaning}" for name, meaning in kind.beside.items())
@@ -49,10 +49,10 @@ LIST = f"\n{' ' * 12}".join(
 
 
 def shape_of(result: str) -> tuple[str, ...]:
-    """The dimensions of a result, as `Statistic.shape` names them; ``sees`` has one number per query."""
+    """The dimensions of a result, as in `Statistic.shape`. ``sees`` has one number per query."""
     return _SHAPES.get(result, Statistic.shape)
 
 
 def need_values(names: Sequence[str]) -> bool:
-    """Whether any of these statistics is computed of values."""
+    """Whether any of these statistics is computed from values."""
     return any(STATISTICS[name].of == "values" for name in names)

@@ -1,10 +1,11 @@
-"""Statistics that fold the queries that are counted: one result for each key, or for each head."""
+"""Statistics over the counted queries: one result per key, or per head."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels._block_rows import BlockRows
@@ -14,7 +15,7 @@ from .statistic import Options, Statistic
 
 @final
 class Received(Statistic):
-    """Σ_i p_ij is also the gradient of Σ_i o_i in v_j. The mean is 0 where no counted query sees the key."""
+    """Σ_i p_ij is also the gradient of Σ_i o_i with respect to v_j. The mean is 0 if no counted query sees the key."""
 
     name = "received"
     meaning = "Σ_{i ∈ Q} p_ij"
@@ -25,19 +26,14 @@ class Received(Statistic):
         self._received, self._viewers = LongSum(self.zeros(*self.column_shape)), self.zeros(*self.column_shape)
 
     def add(self, rows: BlockRows) -> None:
-        # As (B, H, 1, S), so that blocks of several heads are added without a loop.
+        # Indexed as (B, H, 1, S), so that blocks of several heads are added without a loop.
         where = (rows.block.batch, rows.block.heads, slice(None), rows.columns)
         self._received.run.unsqueeze(2)[where] += long_product(rows.share, rows.terms)  # (b, h, 1, s)
         self._received.end_block()
         # Counted from the mask, because a visible key may have a weight that rounds to 0.
+        counted = torch.ones_like(rows.total[:1, :1], dtype=torch.bool) if rows.counted is None else rows.counted
         mask = None if self.call.mask is None else self.call.mask.visible(rows.block)
-        count = rows.place.stop - rows.place.start
-        if mask is None:
-            viewers = count if rows.counted is None else rows.counted.sum(-2, keepdim=True)
-        else:
-            mask = mask.expand(*mask.shape[:2], count, mask.shape[3])
-            viewers = (mask if rows.counted is None else mask & rows.counted).sum(-2, keepdim=True)
-        self._viewers.unsqueeze(2)[where] += viewers
+        self._viewers.unsqueeze(2)[where] += (counted if mask is None else counted & mask).sum(-2, keepdim=True)
 
     def result(self) -> dict[str, Any]:
         received, viewers = self.totals.of_keys(torch.stack((self._received.result(), self._viewers)))
@@ -49,27 +45,29 @@ class Received(Statistic):
 
 
 class _Largest(Statistic):
-    """The largest of one number per query, signed; −∞ if nothing is visible."""
+    """The largest, with its sign, of one number per query. −∞ if no key is visible."""
 
     shape = ("B", "H")
     of = "scores"
     largest = True
-    #: What blocks and the native kernel call the number of a query.
+    #: The name of the number of a query, in `BlockRows` and in the native kernel.
     number: ClassVar[str]
 
     def begin(self) -> None:
-        self.found = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
+        self.accumulator = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
 
     def add(self, rows: BlockRows) -> None:
-        # Before the maximum over rows: a padded query may have the largest score.
+        # Masked before the maximum over rows, because a padded query may have the largest score.
         largest: Tensor = getattr(rows, self.number)  # (b, h, l, 1)
         if rows.counted is not None:
             largest = largest.masked_fill(~rows.counted, float("-inf"))
         where = (rows.block.batch, rows.block.heads)
-        self.found[where] = torch.maximum(self.found[where], largest.amax((-2, -1)).to(self.found.dtype))
+        self.accumulator[where] = torch.maximum(
+            self.accumulator[where], largest.amax((-2, -1)).to(self.accumulator.dtype)
+        )
 
     def result(self) -> dict[str, Any]:
-        return {self.name: self.totals.largest(self.found)}
+        return {self.name: self.totals.largest(self.accumulator)}
 
     def native(self) -> dict[str, Any]:
         return {self.number: self.zeros(*self.row_shape)}
@@ -78,15 +76,13 @@ class _Largest(Statistic):
         largest = written[self.number]  # (B, H, L)
         if self.counted is not None:
             largest = largest.masked_fill(~self.counted[..., 0], float("-inf"))
-        # `amax` refuses to reduce nothing.
-        if largest.shape[-1] == 0:
-            return {self.name: largest.new_full(largest.shape[:2], float("-inf"))}
-        return {self.name: largest.amax(-1)}
+        # `amax` refuses an empty dimension.
+        return {self.name: F.pad(largest, (0, 1), value=float("-inf")).amax(-1)}
 
 
 @final
 class MaxLogit(_Largest):
-    """After soft-cap and bias."""
+    """The largest score, after soft-cap and bias."""
 
     name = "max_logit"
     meaning = "max s_ij over i ∈ Q and visible j"
@@ -95,10 +91,10 @@ class MaxLogit(_Largest):
 
 @final
 class RawMaxLogit(_Largest):
-    """Before soft-cap and bias.
+    """The largest score before soft-cap and bias.
 
-    That is what scaling the query projection scales too, which is what `qk_clip_` needs (Kimi Team,
-    "Kimi K2: Open agentic intelligence", 2025, section 2.1). A key under a bias of −∞ is masked and left out.
+    It is proportional to the query projection, as `qk_clip_` needs (Kimi Team, "Kimi K2: Open agentic intelligence",
+    2025, section 2.1). A key under a bias of −∞ is masked and does not count.
     """
 
     name = "raw_max_logit"
@@ -108,9 +104,9 @@ class RawMaxLogit(_Largest):
 
 @final
 class Offset(Statistic):
-    """Over the counted queries i for which the key at position i + o is visible; 0 where no query sees such a key.
+    """The mean over the counted queries i for which the key at position i + o is visible. 0 if there is no such query.
 
-    o = −1 is the previous token; a repeated text of period n shows an induction head at o = 1 − n.
+    o = −1 is the previous token. If a text repeats with period n, an induction head attends to o = 1 − n.
     """
 
     name = "offset"
@@ -127,31 +123,29 @@ class Offset(Statistic):
 
     def add(self, rows: BlockRows) -> None:
         for place, offset in enumerate(self.options.offsets):
-            values, there = self._stripe(rows, offset)  # (b, h, l, 1 or s)
-            # Queries that do not count are left out of the mean's denominator too.
+            scores, sees_key = self._diagonal(rows, offset)  # (b, h, l, 1 or s)
+            # The mean's denominator has the counted queries only.
             if rows.counted is not None:
-                there = there & rows.counted
+                sees_key = sees_key & rows.counted
             where = (rows.block.batch, rows.block.heads, place)
-            weights = (values.exp() / rows.total).masked_fill(~there, 0)
+            weights = (scores.exp() / rows.total).masked_fill(~sees_key, 0)
             self._sums.run[where] += weights.sum((-2, -1))
-            self._counts[where] += there.sum((-2, -1))
+            self._counts[where] += sees_key.sum((-2, -1))
         self._sums.end_block()
 
-    def _stripe(self, rows: BlockRows, offset: int) -> tuple[Tensor, Tensor]:
-        """Shifted scores on one diagonal and whether the key is there and visible."""
+    def _diagonal(self, rows: BlockRows, offset: int) -> tuple[Tensor, Tensor]:
+        """Shifted scores on one diagonal, and whether the key exists and is visible."""
         shift = self.call.grid.shift
         if shift is None:
-            there = (rows.block.k == rows.block.q + offset) & (rows.shifted > float("-inf"))
-            return rows.shifted, there
-        # Where positions count up each query has one such key, and one gather finds them all.
+            return rows.shifted, (rows.block.k == rows.block.q + offset) & (rows.shifted > float("-inf"))
+        # With consecutive positions each query has one such key, and one gather reads all of them.
         column = rows.block.i + shift + offset - rows.columns.start  # (1, 1, l, 1)
         inside = (column >= 0) & (column < rows.width)
-        # Nothing can be gathered from no columns; no key is there.
-        if rows.width == 0:
+        if rows.width == 0:  # `gather` refuses an empty dimension
             return rows.total, torch.zeros_like(rows.total, dtype=torch.bool)
         index = column.clamp(0, rows.width - 1).expand(*rows.shifted.shape[:3], 1)
-        values = rows.shifted.gather(-1, index)
-        return values, inside & (values > float("-inf"))
+        scores = rows.shifted.gather(-1, index)
+        return scores, inside & (scores > float("-inf"))
 
     def result(self) -> dict[str, Any]:
         sums, counts = self.totals.summed(torch.stack((self._sums.result(), self._counts)))
@@ -165,21 +159,21 @@ class Offset(Statistic):
         return {"offsets": offsets, "offset_count": len(offsets), "stripes": stripes}
 
     def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        stripes = written["stripes"]  # (B, H, L, offsets), −1 where the query sees no such key
-        there = stripes >= 0
+        weights = written["stripes"]  # (B, H, L, offsets), −1 if the query sees no such key
+        sees_key = weights >= 0
         if self.counted is not None:
-            there &= self.counted
-        # One running sum over a long sequence would lose digits in float32.
-        sums = (stripes * there).sum(2, dtype=torch.float64)
-        return {"offset": (sums / there.sum(2).clamp(min=1)).float()}
+            sees_key &= self.counted
+        # A float32 sum over a long sequence would lose digits.
+        sums = (weights * sees_key).sum(2, dtype=torch.float64)
+        return {"offset": (sums / sees_key.sum(2).clamp(min=1)).float()}
 
 
 @final
 class Map(Statistic):
-    """R = `map_size`, or less where there are fewer queries or keys.
+    """The weights in R × R tiles. R is `map_size`, or the number of queries or keys if that is less.
 
-    Mass-pooled: the mean over a tile's counted queries of their mass on the tile's keys, so rows sum to at most 1.
-    Max-pooled: the largest p_ij of the tile. Queries i and keys j belong to tiles ⌊i·R/L⌋ and ⌊j·R/S⌋.
+    Mass pooling takes the mean over a tile's counted queries of their mass on the tile's keys, so rows sum to at most
+    1. Max pooling takes the largest p_ij of the tile. Query i belongs to tile ⌊i·R/L⌋, and key j to tile ⌊j·R/S⌋.
     """
 
     name = "map"
@@ -197,10 +191,9 @@ class Map(Statistic):
     def add(self, rows: BlockRows) -> None:
         row_tiles = rows.block.i.flatten() * self._tiles[0] // max(1, self.call.grid.query_length)  # (l,)
         pooled = self._pool_columns(rows)  # (b, h, l, R)
-        weight = rows.counted if rows.counted is not None else torch.ones_like(rows.total[:, :1], dtype=torch.bool)
-        pooled = pooled * weight
+        pooled = pooled if rows.counted is None else pooled * rows.counted
         target = self._map.run[rows.block.batch, rows.block.heads]
-        # The largest of several blocks is a largest; only sums lose digits over many of them.
+        # A maximum over many blocks loses no digits, so it needs no `end_block`.
         if self.options.map_pooling == "max":
             target.scatter_reduce_(2, row_tiles[:, None].expand_as(pooled), pooled, "amax")
             return
@@ -211,7 +204,7 @@ class Map(Statistic):
         columns = self._tiles[1]
         tiles = rows.block.j.flatten() * columns // max(1, self.call.grid.key_length)  # (s,)
         if self.options.map_pooling == "mass":
-            # A product with who belongs where: rounding is that of a GEMM, and no scatter is needed.
+            # One GEMM with the 0/1 membership matrix replaces a scatter.
             member = tiles[:, None] == torch.arange(columns, device=tiles.device)  # (s, R)
             return rows.terms @ member.to(rows.terms.dtype) / rows.total
         pooled = rows.terms.new_zeros(*rows.terms.shape[:3], columns)
@@ -220,7 +213,7 @@ class Map(Statistic):
     def result(self) -> dict[str, Any]:
         if self.options.map_pooling == "max":
             return {"map": self.totals.largest(self._map.result())}
-        # A mean over the counted queries of each row of tiles; 0 where there are none.
+        # The mean over the counted queries of each row of tiles. 0 if there are none.
         sums, (rows, _), length = self.totals.summed(self._map.result()), self._tiles, self.call.grid.query_length
         tiles = self.totals.rows(length, sums.device) * rows // max(1, length)  # (l,)
         counted = sums.new_ones(1, len(tiles)) if self.counted is None else self.counted[:, 0, :, 0].to(sums.dtype)

@@ -1,4 +1,4 @@
-"""Where the tokens of a vision transformer lie on its input."""
+"""The positions of a vision transformer's tokens on its input."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PatchLayout:
-    """The tokens of one attention module: some that are no patches, then the patches, row by row.
+    """The tokens of one attention module: prefix tokens, then the patches, row by row.
 
     Args:
-        prefix: names of the tokens before the patches: the class token, registers.
+        prefix: names of the tokens before the patches, such as the class token and registers.
         grid: rows and columns of patches.
-        patch: height and width of one, in pixels of the input.
+        patch: height and width of one patch, in pixels of the input.
         size: height and width of the input.
-        queries: names of the queries where they are no tokens of the input, such as a pooling's; else ``None``.
+        queries: names of the queries if they are no tokens of the input, such as those of a pooling layer.
     """
 
     prefix: tuple[str, ...]
@@ -25,10 +25,10 @@ class PatchLayout:
 
     @property
     def length(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self.prefix) + self.grid[0] * self.grid[1]
 
     def names(self) -> list[str]:
-        """Every token's name: ``class``, ``register 1``, ``patch 3, 5`` (row and column, from 0)."""
+        """The names of all tokens: ``class``, ``register 1``, ``patch 3, 5`` (row and column, from 0)."""
         rows, columns = self.grid
         return [*self.prefix, *(f"patch {row}, {column}" for row in range(rows) for column in range(columns))]

@@ -13,7 +13,7 @@ from .statistic import MOST_NATIVE_KEYS, Statistic
 
 @final
 class Entropy(Statistic):
-    """Over keys: a sink is not a key. The normalized one is 0 where at most one key is visible."""
+    """The entropy over keys. A sink is not a key. The normalized entropy is 0 if at most one key is visible."""
 
     name = "entropy"
     meaning = "−Σ_j p_ij ln p_ij, in nats"
@@ -54,30 +54,30 @@ class Confidence(Statistic):
     def add(self, rows: BlockRows) -> None:
         where = (rows.block.batch, rows.block.heads, rows.place)
         largest = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
-        self.found[where] = torch.maximum(self.found[where], largest.squeeze(-1))
+        self.accumulator[where] = torch.maximum(self.accumulator[where], largest.squeeze(-1))
 
     def native(self) -> dict[str, Any]:
         self.begin()
-        return {"confidence": self.found}
+        return {"confidence": self.accumulator}
 
 
 @final
 class Sink(Statistic):
-    """The mass on the first keys that any query of the item sees."""
+    """The mass on the first keys of the batch item that any query sees."""
 
     name = "sink"
     meaning = "Σ p_ij over the first t = `sink_keys` visible keys of the item"
 
     def begin(self) -> None:
         super().begin()
-        seen = self.call.coverage.keys  # (1 or B, 1 or H, S, 1)
-        if seen is None:
-            seen = torch.ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool, device=self.call.query.device)
-        self._first = (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.spec.compute_dtype)
+        visible = self.call.coverage.keys  # (1 or B, 1 or H, S, 1)
+        if visible is None:
+            visible = self.call.query.new_ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool)
+        self._first = (visible & (visible.cumsum(2) <= self.options.sink_keys)).to(self.call.spec.compute_dtype)
 
     def add(self, rows: BlockRows) -> None:
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
-        self.put(self.found, rows, rows.terms @ first / rows.total)
+        self.put(self.accumulator, rows, rows.terms @ first / rows.total)
 
     def native(self) -> dict[str, Any] | None:
         if self.options.sink_keys > MOST_NATIVE_KEYS:
@@ -85,11 +85,11 @@ class Sink(Statistic):
         self.begin()
         marks = self._first.squeeze(-1)  # (1 or B, 1 or H, S)
         count = min(self.options.sink_keys, self.call.grid.key_length)
-        # A stable sort of the marks puts the numbers of the marked keys first, in order, without reading any.
-        there, places = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-        first = places.masked_fill(there == 0, -1)[..., :count]  # (1 or B, 1 or H, t)
+        # A stable sort moves the numbers of the marked keys to the front, in order, without reading values.
+        marks, keys = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+        first = keys.masked_fill(marks == 0, -1)[..., :count]  # (1 or B, 1 or H, t)
         first = first.expand(*self.row_shape[:2], count).int().contiguous()  # (B, H, t)
-        return {"first_keys": first, "sink_keys": count, "sink": self.found}
+        return {"first_keys": first, "sink_keys": count, "sink": self.accumulator}
 
 
 @final
@@ -100,9 +100,9 @@ class Distance(Statistic):
     meaning = "Σ_j p_ij · |i − j|, in positions"
 
     def add(self, rows: BlockRows) -> None:
-        away = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
-        self.put(self.found, rows, torch.linalg.vecdot(rows.terms, away)[..., None] / rows.total)
+        distances = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
+        self.put(self.accumulator, rows, torch.linalg.vecdot(rows.terms, distances)[..., None] / rows.total)
 
     def native(self) -> dict[str, Any] | None:
         self.begin()
-        return None if self.call.grid.shift is None else {"distance": self.found}
+        return None if self.call.grid.shift is None else {"distance": self.accumulator}

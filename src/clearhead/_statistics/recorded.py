@@ -1,89 +1,145 @@
-"""What was recorded of a model, or given of it: statistics by module, and what can be read from its calls later."""
+"""The base of records: statistics by module, and weights computed from saved calls."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from .._checks import index, items
+from .._checks import index, is_probability, items, number
 from .._weights import Queries, row_numbers
+from ..errors import ArgumentError, DTypeError, ShapeError
+from ..kernels._block_rows import BlockRows
+from ..kernels._blocks import score_blocks
 from ..kernels._weights import exact_weights
 from .patch_layout import PatchLayout
 from .result import AttentionStatistics
-from .rollout import rollout
 from .summary import Summary, summarize
 
 
 class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
-    """From the names of modules, in the order in which they ran, to the statistics of their calls."""
+    """A mapping from module names, in running order, to the statistics of the modules' calls."""
 
     __slots__ = ()
 
     @abstractmethod
     def name_of(self, layer: int | str) -> str:
-        """The module name of a layer given by its number in running order, or by name."""
+        """The module name of a layer. `layer` is its number in running order, or its name."""
 
     @abstractmethod
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
-        """The query and key of one call with its mask; the key stands in for the values.
+        """The query, key and mask of one call. Its value is the key.
 
         Raises:
-            RecordError: if they were not kept.
+            RecordError: if queries and keys were not saved.
         """
 
     @abstractmethod
     def patches(self, layer: int | str) -> PatchLayout:
-        """Where the tokens of a vision model's layer lie on its input, from the model's own configuration.
+        """The positions of a vision model's tokens on its input, from the model's configuration.
 
         Raises:
-            ArgumentError: if that is not known of the model.
+            ArgumentError: if the model is not a supported vision model.
         """
 
     def weights(
         self, layer: int | str, head: int | None = None, queries: Queries | None = None, call: int = 0
     ) -> Tensor:
-        """Exact weights of one call, computed now; of a record made with ``keep="queries_keys"``.
+        """Compute exact weights of one call. The record needs ``keep="queries_keys"``.
 
         Args:
-            layer: number in the order in which modules first ran, or name.
+            layer: its number in running order, or its name.
             head: one head, or ``None`` for all.
-            queries: which queries; default all.
-            call: which call of the module. Default the first.
+            queries: the chosen queries. Default all.
+            call: the number of the call of this module. Default the first.
 
         Returns:
             (B, n, S) for one head, else (B, H, n, S).
 
         Raises:
-            RecordError: if queries and keys were not kept.
-            ArgumentError: for a layer, head or row that is not there.
+            RecordError: if queries and keys were not saved.
+            ArgumentError: for a layer, head or row that does not exist.
         """
-        kept = self.kept_call(layer, call)
-        head = None if head is None else index("head", head, kept.grid.num_heads) % kept.grid.num_heads
-        return exact_weights(kept, row_numbers(queries, kept.grid.query_length, "queries"), head)
+        saved = self.kept_call(layer, call)
+        head = None if head is None else index("head", head, saved.grid.num_heads) % saved.grid.num_heads
+        return exact_weights(saved, row_numbers(queries, saved.grid.query_length, "queries"), head)
 
     def rollout(
         self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
     ) -> Tensor:
-        """Attention rollout from target tokens of the last layer to the input; needs ``keep="queries_keys"``.
+        """Attention rollout from target tokens of the last layer to the input. It needs ``keep="queries_keys"``.
+
+        ::
+
+            r ← residual · r + (1 − residual) · r A_l    for l = last … first
+
+        A_l is the mean of layer l's weights over heads. r starts with one-hot rows at the targets (Abnar and Zuidema,
+        "Quantifying attention flow in Transformers", 2020). Each product r A_l is computed block by block.
 
         Args:
             targets: token numbers, (t,).
-            layers: which layers, first to last. Default all.
+            layers: the layers, first to last. Default all.
             residual: share of the residual connection. Default 0.5.
 
         Returns:
-            (B, t, L): r ← residual · r + (1 − residual) · r A_l from the last layer to the first, A_l the mean of
-            layer l's weights over heads.
+            (B, t, L). Rows sum to 1 if every token sees a key.
 
         Raises:
-            RecordError: if queries and keys were not kept. And what `rollout` raises.
+            RecordError: if queries and keys were not saved.
+            ShapeError: if the layers are not self-attention over the same number of tokens and the same batch size.
+            ArgumentError: for a target that does not exist, or a residual outside [0, 1].
         """
         chosen = list(self) if layers is None else items("layers", layers, "a list of names or numbers")
-        return rollout([self.kept_call(layer) for layer in chosen], targets, residual)
+        calls = [self.kept_call(layer) for layer in chosen]
+        residual = number("residual", residual, "a share in [0, 1]", is_probability)
+        batch_size, length = _common_sizes(calls)
+        index = row_numbers(targets, length, "targets", "token numbers below")
+        if index is None:
+            raise DTypeError("targets", expected="token numbers", got="None")
+        rows = calls[0].query.new_zeros(batch_size, len(index), length, dtype=calls[0].spec.compute_dtype)
+        rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
+        with torch.no_grad():
+            # From the last layer to the first, so that the products have t rows and not L.
+            for call in reversed(calls):
+                rows = residual * rows + (1 - residual) * _through(call, rows)
+        return rows
 
     def summary(self) -> Summary:
-        """One number per head for every statistic that has one; print it for a layers × heads table."""
+        """One number per head for each statistic that has one. Print it for a layers × heads table."""
         return summarize(self)
+
+
+def _common_sizes(calls: Sequence[AttentionCall]) -> tuple[int, int]:
+    """B and L of self-attention calls over the same tokens."""
+    if not calls:
+        raise ArgumentError("layers", expected="at least one layer", got="none")
+    batch_size, length = calls[0].grid.batch_size, calls[0].grid.query_length
+    for place, call in enumerate(calls):
+        if (call.grid.query_length, call.grid.key_length) != (length, length):
+            raise ShapeError(
+                "layers",
+                expected=f"self-attention over the same L = {length} tokens in every layer",
+                got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {place}",
+                fix="Record or choose the self-attention layers of one stack only.",
+            )
+        if call.grid.batch_size != batch_size:
+            raise ShapeError(
+                "layers",
+                expected=f"the same batch size B = {batch_size} in every layer",
+                got=f"B = {call.grid.batch_size} in layer {place}",
+                fix="A rollout needs the whole batch in every layer, not windows of an image.",
+            )
+    return batch_size, length
+
+
+def _through(call: AttentionCall, rows: Tensor) -> Tensor:
+    """The product r A, (B, t, L), with A the mean of the weights over heads."""
+    result = torch.zeros_like(rows)
+    for block, place, query, key in score_blocks(call):
+        block_rows = BlockRows(call, block, place, query, key)
+        product = rows[block.batch, None, :, place] @ block_rows.weights  # (b, h, t, s)
+        result[block.batch, :, block_rows.columns] += product.sum(1) / call.grid.num_heads  # (b, t, s)
+    return result

@@ -1,7 +1,7 @@
-"""What a statistic declares: its meaning and shape, how blocks are folded into it, and what the native kernel writes.
+"""The base of statistics: meaning, shape, block form and native buffers.
 
-Notation: p_ij the weights, s_ij the scores as `attention` defines them, Q the queries that are counted (all, or those
-of `query_mask`). A masked weight is exactly 0. A query that sees no key has p = 0.
+Notation: p_ij are the weights and s_ij the scores of `attention`. Q are the counted queries: all, or those of
+`query_mask`. A masked weight is exactly 0. A query that sees no key has p = 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .._weights import Queries
 from ..kernels._block_rows import BlockRows
 from .totals import ONE_PROCESS, Totals
 
-#: Keys that the native kernel lists of one query: longer lists are no longer short beside the scores.
+#: The native kernel lists at most this many keys per query. Longer lists take memory comparable to the scores.
 MOST_NATIVE_KEYS = 64
 
 
@@ -35,30 +35,30 @@ class Options:
 
 @dataclass(eq=False)
 class Statistic(ABC):
-    """One quantity, gathered block by block, or read from what the native kernel writes.
+    """One quantity, accumulated over blocks, or read from buffers that the native kernel writes.
 
-    A row may come in several blocks, of some of its columns each, whose weights are those of the whole row.
+    Several blocks may hold the same row, with some of its columns each. Their weights are normalised over all columns.
 
     Args:
-        call: all of it, or a part.
+        call: the call. It may hold some of the queries and keys only, the other processes holding the others.
         options: see `attention_statistics`.
         counted: bool (B, 1, L, 1), the queries in Q; ``None`` for all.
-        queries: those that are chosen, of the whole call.
-        totals: finishes what is added up over the queries of one process.
+        queries: the chosen queries of the full call.
+        totals: merges sums over the queries of this process with those of other processes.
     """
 
     name: ClassVar[str]
-    #: In one line, for every list of statistics.
+    #: The formula in one line, for lists of statistics.
     meaning: ClassVar[str]
-    #: Results of the same shape that come with it, and their meanings.
+    #: Additional results of the same shape, and their meanings.
     beside: ClassVar[dict[str, str]] = {}
-    #: Of the results: L queries and S keys that are here, n chosen queries; other sizes are the statistic's own.
+    #: The dimensions of the results. L and S count the queries and keys of this process, n the chosen queries.
     shape: ClassVar[tuple[str, ...]] = ("B", "H", "L")
-    #: What it is computed of.
+    #: The tensors from which it is computed.
     of: ClassVar[Literal["weights", "scores", "values"]] = "weights"
-    #: Whether `per="kv_head"` may average it over query heads.
+    #: Whether ``per="kv_head"`` may average it over query heads.
     averaged: ClassVar[bool] = True
-    #: Whether the number of several batch items is the largest of theirs; else it is their mean.
+    #: Whether batch items are combined by their maximum, not by their mean.
     largest: ClassVar[bool] = False
 
     call: AttentionCall
@@ -69,45 +69,46 @@ class Statistic(ABC):
 
     def __post_init__(self) -> None:
         grid = self.call.grid
-        # Of L queries, those that are here.
+        # The query of the call has the l queries of this process, its grid all L.
         self.row_shape = (grid.batch_size, grid.num_heads, self.call.query.shape[2])
         self.column_shape = (grid.batch_size, grid.num_heads, grid.key_length)
 
     @classmethod
     def results(cls) -> tuple[str, ...]:
-        """Names of what it gives."""
+        """Names of its results."""
         return cls.name, *cls.beside
 
     @classmethod
     def labels(cls, options: Options) -> tuple[str, ...]:
-        """What summaries and pictures call the numbers that it has for each head."""
+        """Labels, in summaries and pictures, of its numbers per head."""
         return cls.results() if cls.shape in (Statistic.shape, ("B", "H")) else ()
 
     def begin(self) -> None:
-        """Make the tensors that blocks are added to. Default: `found`, one number per query that is here."""
-        self.found = self.zeros(*self.row_shape)
+        """Make the tensors to which blocks are added. Default: `accumulator`, one number per query."""
+        self.accumulator = self.zeros(*self.row_shape)
 
     @abstractmethod
     def add(self, rows: BlockRows) -> None:
         """Add a block."""
 
     def result(self) -> dict[str, Any]:
-        """The finished tensors by name, `found` by default, with `totals` over queries."""
-        return {self.name: self.found}
+        """The final tensors by name. Sums over queries go through `totals`. Default: `accumulator`."""
+        return {self.name: self.accumulator}
 
     def native(self) -> dict[str, Any] | None:
-        """Tensors that the native kernel writes in place of blocks, and sizes, as ``_native/problem.h`` names them.
+        """Buffers and sizes for the native kernel, under the names of ``_native/problem.h``.
 
-        ``None``, the default: it is computed by blocks, beside those that are written.
+        With ``None``, the default, blocks compute the statistic.
         """
         return None
 
     def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        """The finished tensors by name, after the native kernel wrote. Default: `result`, from the tensors of `begin`.
+        """The final tensors by name, after the native kernel ran. Default: `result`, from the tensors of `begin`.
 
         Args:
-            written: what all statistics of the call named; and in any case ``largest`` and ``visible`` (B, H, L), the
-                largest score (−∞ where nothing is visible) and how many keys are visible; ``output`` with values.
+            written: the buffers of all statistics of the call, and ``output`` with values. Always present are
+                ``largest`` (B, H, L), the largest score (−∞ if no key is visible), and ``visible`` (B, H, L), the
+                number of visible keys.
         """
         return self.result()
 

@@ -1,8 +1,9 @@
-"""Tables over layers and heads, and calls folded into one."""
+"""Tables over layers and heads, and concatenation of calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ class Summary:
 
     Args:
         values: statistic → module name → (H,) tensor.
-        heads: numbers of these heads in the model, for the table. Default: 0, 1, …
+        heads: the numbers of these heads in the model. Default 0, 1, …
 
     Example:
         >>> import torch, clearhead
@@ -47,18 +48,19 @@ class Summary:
 
 
 def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
-    """Per module and head, the mean over counted queries or batch items, or the largest of the items."""
+    """One number per module and head: the mean over counted queries or batch items, or the maximum over items."""
     values: dict[str, dict[str, Tensor]] = {}
     for module, calls in recorded.items():
         for statistic in PER_QUERY:
-            # By queries, and not by calls: a short text counts less than a long one.
             if statistic in calls[0].names:
-                values.setdefault(statistic, {})[module] = _weighted_mean(calls, statistic)
+                # The mean weights all queries equally, so a short text counts less than a long one.
+                sums = torch.stack([torch.stack(call.head_sums(statistic)) for call in calls]).sum(0)  # (2, H)
+                values.setdefault(statistic, {})[module] = sums[0] / sums[1].clamp(min=1)
         numbers = [call.head_numbers() for call in calls]
         for label in numbers[0]:
-            items = torch.cat([each[label] for each in numbers])  # (items, H)
+            items = torch.cat([by_label[label] for by_label in numbers])  # (items, H)
             values.setdefault(label, {})[module] = items.amax(0) if label in LARGEST else items.mean(0)
-    # Layers can differ in their number of heads, but not in which of them are recorded.
+    # Layers may differ in their number of heads, but all record the same ones.
     return Summary(values, max((calls[0].heads for calls in recorded.values()), key=len, default=()))
 
 
@@ -66,38 +68,28 @@ def fold(calls: Sequence[AttentionStatistics]) -> AttentionStatistics:
     """Concatenate calls along the batch, padding shorter ones."""
     results: dict[str, Any] = {}
     for name in calls[0].names:
-        parts = [call.results[name] for call in calls]
-        if isinstance(parts[0], TopK):
-            results[name] = TopK(
-                _concatenate([part.indices for part in parts], -1), _concatenate([part.weights for part in parts], 0)
-            )
+        tensors = [call.results[name] for call in calls]
+        if isinstance(tensors[0], TopK):
+            indices, weights = zip(*tensors, strict=True)
+            results[name] = TopK(_concatenate(indices, -1), _concatenate(weights, 0))
         else:
-            results[name] = _concatenate(parts, 0)
-    counted = _concatenate([call.counted for call in calls], 0)
-    longest = max(calls, key=lambda call: call.query_length)
-    folded = longest.like(results, counted, max(call.key_length for call in calls))
+            results[name] = _concatenate(tensors, 0)
+    folded = copy(max(calls, key=lambda call: call.query_length))
+    folded.results, folded.counted = results, _concatenate([call.counted for call in calls], 0)
+    folded.batch_size, folded.query_length = folded.counted.shape
+    folded.key_length = max(call.key_length for call in calls)
     totals = [call.totals for call in calls if call.totals is not None]
-    folded.totals = (
-        {name: torch.stack([each[name] for each in totals]).sum(0) for name in totals[0]} if totals else None
-    )
+    if totals:
+        folded.totals = {name: torch.stack([sums[name] for sums in totals]).sum(0) for name in totals[0]}
     return folded
 
 
 def _concatenate(tensors: Sequence[Tensor], fill: int) -> Tensor:
     shape = [max(tensor.shape[dim] for tensor in tensors) for dim in range(1, tensors[0].dim())]
-    padded: list[Tensor] = []
-    for tensor in tensors:
-        whole = tensor.new_full((tensor.shape[0], *shape), fill)
-        whole[tuple(slice(size) for size in tensor.shape)] = tensor
-        padded.append(whole)
+    padded = [tensor.new_full((tensor.shape[0], *shape), fill) for tensor in tensors]
+    for target, tensor in zip(padded, tensors, strict=True):
+        target[tuple(slice(size) for size in tensor.shape)] = tensor
     return torch.cat(padded)
-
-
-def _weighted_mean(calls: Sequence[AttentionStatistics], statistic: str) -> Tensor:
-    """Mean over every counted query of every call and batch item, (H,)."""
-    sums = torch.stack([call.head_sums(statistic)[0] for call in calls]).sum(0)
-    counts = torch.stack([call.head_sums(statistic)[1] for call in calls]).sum(0)
-    return sums / counts.clamp(min=1)
 
 
 def _table(statistic: str, layers: Mapping[str, Tensor], numbers: Sequence[int]) -> str:

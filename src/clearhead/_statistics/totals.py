@@ -1,4 +1,4 @@
-"""Totals over queries: finished where one process holds all of them, merged where each holds some."""
+"""Totals over queries: final where one process holds all queries, merged where each process holds some."""
 
 from __future__ import annotations
 
@@ -9,40 +9,31 @@ from torch import Tensor
 
 
 class Totals(Protocol):
-    """How totals over the queries of one process become those of all queries."""
+    """Turns totals over the queries of one process into totals over all queries.
+
+    The methods here are those of a process that holds all queries and keys.
+    """
 
     def rows(self, length: int, device: torch.device) -> Tensor:
-        """Which of the L queries the process holds, (l,)."""
-        ...
-
-    def summed(self, total: Tensor) -> Tensor:
-        """The sum over all processes, in every one of them."""
-        ...
-
-    def largest(self, total: Tensor) -> Tensor:
-        """The largest over all processes, number by number, in every one of them."""
-        ...
-
-    def of_keys(self, total: Tensor) -> Tensor:
-        """Of sums for each key (…, B, H, S), the sum over all processes for the keys (…, B, H, s) that are here."""
-        ...
-
-
-@final
-class _OneProcess:
-    def rows(self, length: int, device: torch.device) -> Tensor:
+        """The numbers of the queries that the process holds, (l,), out of L."""
         return torch.arange(length, device=device)
 
     def summed(self, total: Tensor) -> Tensor:
+        """The sum over all processes, on every process."""
         return total
 
     def largest(self, total: Tensor) -> Tensor:
+        """The elementwise maximum over all processes, on every process."""
         return total
 
     def of_keys(self, total: Tensor) -> Tensor:
+        """Sums per key (…, B, H, S), added over all processes and cut to the keys of this one, (…, B, H, s)."""
         return total
 
 
-# Nothing to exchange, so every total is what it is.
-#: All queries and keys are here.
+@final
+class _OneProcess(Totals):
+    """The process holds all queries and keys."""
+
+
 ONE_PROCESS: Totals = _OneProcess()

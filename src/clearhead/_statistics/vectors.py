@@ -1,4 +1,4 @@
-"""Statistics with a vector for each query: its keys, its weights or its output; and the output's length."""
+"""Statistics with a vector per query: its top keys, its weights or its output; and the norm of the output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .statistic import MOST_NATIVE_KEYS, Statistic
 
 
 class TopK(NamedTuple):
-    """The keys each query attends to most, in falling order; index −1 and weight 0 where it sees fewer.
+    """The top keys of each query, in descending order. Without enough visible keys, index −1 and weight 0 follow.
 
     Args:
         indices: int64 (B, H, L, k).
@@ -24,8 +24,8 @@ class TopK(NamedTuple):
     Example:
         >>> import torch, clearhead
         >>> x = torch.eye(2)[None, None]
-        >>> found = clearhead.attention_statistics(x, x, clearhead.masks.causal(), statistics=("top_k",), top_k=2)
-        >>> found.top_k.indices.tolist()  # the first query sees one key
+        >>> stats = clearhead.attention_statistics(x, x, clearhead.masks.causal(), statistics=("top_k",), top_k=2)
+        >>> stats.top_k.indices.tolist()  # the first query sees one key
         [[[[0, -1], [1, 0]]]]
     """
 
@@ -35,7 +35,7 @@ class TopK(NamedTuple):
 
 @final
 class TopKeys(Statistic):
-    """The k largest weights of every query and their keys, k = `top_k` or S if that is less."""
+    """The k largest weights of each query and their keys, k = min(`top_k`, S)."""
 
     name = "top_k"
     meaning = "the `top_k` keys with the largest p_ij, in falling order: `.indices` and `.weights`"
@@ -48,26 +48,27 @@ class TopKeys(Statistic):
 
     def begin(self) -> None:
         self._weights = self.zeros(*self.row_shape, self._count)
-        self._shifted = torch.full_like(self._weights, float("-inf"))  # their scores, which order weights of zero too
+        self._shifted = torch.full_like(self._weights, float("-inf"))  # scores rank even weights that round to 0
         self._indices = torch.full(self._weights.shape, -1, device=self._weights.device)
 
     def add(self, rows: BlockRows) -> None:
-        # A block may hold fewer columns than k, and the row more of them in other blocks.
+        # One block may hold fewer columns than k, and other blocks the others.
         count = min(self._count, rows.width)
         if count == 0:
             return
-        values, columns = _largest_columns(rows, count)
+        scores, columns = _largest_columns(rows, count)
         where = (rows.block.batch, rows.block.heads, rows.place)
-        found = {
-            "_shifted": values,
-            "_weights": values.exp() / rows.total,
-            "_indices": (columns + rows.columns.start).masked_fill(values == float("-inf"), -1),
-        }
-        # With those of other columns of the same rows.
-        both = {name: torch.cat((getattr(self, name)[where], new), -1) for name, new in found.items()}
-        best = both["_shifted"].topk(self._count, -1).indices
-        for name, tensor in both.items():
-            getattr(self, name)[where] = tensor.gather(-1, best)
+        new = (
+            scores,
+            scores.exp() / rows.total,
+            (columns + rows.columns.start).masked_fill(scores == float("-inf"), -1),
+        )
+        # Merged with the top keys of other blocks of these rows.
+        targets = (self._shifted, self._weights, self._indices)
+        candidates = [torch.cat((target[where], tensor), -1) for target, tensor in zip(targets, new, strict=True)]
+        best = candidates[0].topk(self._count, -1).indices
+        for target, tensor in zip(targets, candidates, strict=True):
+            target[where] = tensor.gather(-1, best)
 
     def result(self) -> dict[str, Any]:
         return {"top_k": TopK(self._indices, self._weights)}
@@ -75,65 +76,62 @@ class TopKeys(Statistic):
     def native(self) -> dict[str, Any] | None:
         if self._count > MOST_NATIVE_KEYS:
             return None
-        weights = self.zeros(*self.row_shape, self._count)
-        return {"top": self._count, "top_weights": weights, "top_keys": torch.zeros_like(weights, dtype=torch.int64)}
-
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        return {"top_k": TopK(written["top_keys"], written["top_weights"])}
+        self.begin()
+        return {"top": self._count, "top_weights": self._weights, "top_keys": self._indices}
 
 
 def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest shifted scores of every row and their columns, (b, h, l, count).
+    """The `count` largest shifted scores of each row and their columns, (b, h, l, count).
 
-    Groups of 64 keys are ranked by their largest score first; the largest keys lie in the `count` best groups.
+    Groups of 64 keys are ranked by their largest score. The top keys lie in the `count` best groups.
     """
     groups = rows.group_maxima.shape[-1]
     if groups <= count:
         return rows.shifted.topk(count, -1)
     best = rows.group_maxima.topk(count, -1, sorted=False).indices  # (b, h, l, count)
     columns = (best[..., None] * GROUP + torch.arange(GROUP, device=best.device)).flatten(-2)  # (b, h, l, count · 64)
-    # The last group may be short: places beyond it are read from the last column, and left out below.
+    # The last group may be short. Columns beyond it are clamped here, and excluded below.
     candidates = rows.shifted.gather(-1, columns.clamp(max=rows.width - 1))
     candidates.masked_fill_(columns >= rows.width, float("-inf"))
-    values, places = candidates.topk(count, -1)
-    return values, columns.gather(-1, places)
+    scores, places = candidates.topk(count, -1)
+    return scores, columns.gather(-1, places)
 
 
 @final
 class HeadAverage(Statistic):
-    """The one statistic as large as L × S, beside all rows."""
+    """The mean over heads. Only this statistic and ``rows`` can have the size L × S."""
 
     name = "head_average"
     meaning = "the mean over heads of p_ij"
     shape = ("B", "L", "S")
 
     def begin(self) -> None:
-        self.found = self.zeros(self.row_shape[0], self.row_shape[2], self.column_shape[2])
+        self.accumulator = self.zeros(self.row_shape[0], self.row_shape[2], self.column_shape[2])
 
     def add(self, rows: BlockRows) -> None:
-        self.found[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
+        self.accumulator[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
 
     def native(self) -> dict[str, Any]:
         self.begin()
-        return {"weights": self.found, "weights_strides": weights_strides(self.found)}
+        return {"weights": self.accumulator, "weights_strides": weights_strides(self.accumulator)}
 
 
 class _MixedValues(Statistic):
-    """Σ_j p_ij v_j (B, H, L, Dv), or what is computed of it."""
+    """Σ_j p_ij v_j (B, H, L, Dv), or a function of it."""
 
     of = "values"
 
     def begin(self) -> None:
-        self.found = self.zeros(*self.row_shape, self.call.value.shape[-1])
+        self.accumulator = self.zeros(*self.row_shape, self.call.value.shape[-1])
 
     def add(self, rows: BlockRows) -> None:
         mixed = grouped(rows.terms, rows.value.to(rows.terms.dtype)) / rows.total  # (b, h, l, Dv)
-        self.found[rows.block.batch, rows.block.heads, rows.place] += mixed
+        self.accumulator[rows.block.batch, rows.block.heads, rows.place] += mixed
 
 
 @final
 class Output(_MixedValues):
-    """What `attention` gives without dropout."""
+    """The output of `attention` without dropout."""
 
     name = "output"
     meaning = "Σ_j p_ij v_j, the output of `attention` without dropout, in the inputs' dtype"
@@ -141,7 +139,7 @@ class Output(_MixedValues):
     averaged = False
 
     def result(self) -> dict[str, Any]:
-        return {"output": self.found.to(self.call.query.dtype)}
+        return {"output": self.accumulator.to(self.call.query.dtype)}
 
     def native(self) -> dict[str, Any]:
         return {}
@@ -152,13 +150,13 @@ class Output(_MixedValues):
 
 @final
 class OutputNorm(_MixedValues):
-    """The length of what a head writes (Kobayashi et al., 2020)."""
+    """The norm of a head's output (Kobayashi et al., 2020)."""
 
     name = "output_norm"
     meaning = "‖Σ_j p_ij v_j‖"
 
     def result(self) -> dict[str, Any]:
-        return {"output_norm": torch.linalg.vector_norm(self.found, dim=-1)}
+        return {"output_norm": torch.linalg.vector_norm(self.accumulator, dim=-1)}
 
     def native(self) -> dict[str, Any]:
         return {"norm": self.zeros(*self.row_shape)}
@@ -169,7 +167,7 @@ class OutputNorm(_MixedValues):
 
 @final
 class Rows(Statistic):
-    """The weights themselves. Where one process holds the call, a pass over these rows alone computes them."""
+    """The weights of chosen queries. If one process holds the call, `exact_weights` computes them instead."""
 
     name = "rows"
     meaning = "p_i of the n queries in `queries`"
@@ -178,14 +176,14 @@ class Rows(Statistic):
 
     def begin(self) -> None:
         length = self.call.grid.query_length
-        here, chosen = self.totals.rows(length, torch.device("cpu")), row_numbers(self.queries, length, "queries")
-        slots = torch.full((length,), -1).index_copy_(0, here, torch.arange(len(here)))
-        places = slots if chosen is None else slots[chosen.cpu()]
-        self._places = places[places >= 0]  # (n,), among the rows that are here
-        self.found = self.zeros(*self.row_shape[:2], len(self._places), self.column_shape[2])
+        local, chosen = self.totals.rows(length, torch.device("cpu")), row_numbers(self.queries, length, "queries")
+        places = torch.full((length,), -1).index_copy_(0, local, torch.arange(len(local)))
+        places = places if chosen is None else places[chosen.cpu()]
+        self._places = places[places >= 0]  # (n,), places among the rows of this process
+        self.accumulator = self.zeros(*self.row_shape[:2], len(self._places), self.column_shape[2])
 
     def add(self, rows: BlockRows) -> None:
-        there = ((self._places >= rows.place.start) & (self._places < rows.place.stop)).nonzero()[:, 0]
-        if len(there):
-            target = self.found[rows.block.batch, rows.block.heads, :, rows.columns]
-            target[:, :, there] = rows.weights[:, :, self._places[there] - rows.place.start]
+        in_block = ((self._places >= rows.place.start) & (self._places < rows.place.stop)).nonzero()[:, 0]
+        if len(in_block):
+            target = self.accumulator[rows.block.batch, rows.block.heads, :, rows.columns]
+            target[:, :, in_block] = rows.weights[:, :, self._places[in_block] - rows.place.start]

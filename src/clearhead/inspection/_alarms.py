@@ -1,4 +1,4 @@
-"""The warnings of `monitor` about heads whose numbers are beyond a threshold."""
+"""The warnings of `monitor` about heads beyond a threshold."""
 
 from __future__ import annotations
 
@@ -13,46 +13,45 @@ from ..errors import AttentionHealthWarning
 #: (module name, statistic) → one number per head, (H,).
 PerHead = Mapping[tuple[str, str], Tensor]
 
-_MOST_NAMED = 3  # heads in a warning
+_MOST_NAMED = 3  # heads that a warning lists
 
 
 @dataclass
 class Alarm:
-    """Warns once of heads whose number is beyond a threshold.
+    """Warns once of heads beyond a threshold.
 
     Args:
-        statistics: those that are looked at.
-        is_beyond: whether a head's number is worth a warning.
-        warning: its text, with a place for the heads.
+        statistics: the statistics that it checks.
+        is_beyond: whether the number of a head is beyond the threshold.
+        warning: the text, a format string with ``{heads}``.
     """
 
     statistics: tuple[str, ...]
     is_beyond: Callable[[float], bool]
     warning: str
     first: dict[tuple[str, str, int], float] = field(default_factory=dict[tuple[str, str, int], float])
-    given: bool = False
+    has_warned: bool = False
 
-    def look(self, step: int, heads: PerHead) -> None:
-        """Look at one measured step."""
-        warned: list[str] = []
+    def check(self, step: int, heads: PerHead) -> None:
+        """Check one measured step."""
+        beyond: list[str] = []
         for (name, statistic), numbers in heads.items():
-            if self.given or statistic not in self.statistics:
+            if self.has_warned or statistic not in self.statistics:
                 continue
             for head, value in enumerate(numbers.tolist()):
                 first = self.first.setdefault((name, statistic, head), value)
                 if self.is_beyond(value):
                     before = f", {first:.3g} when it was first measured" if step else ""
-                    warned.append(f"{name or 'the model itself'} head {head} ({statistic} {value:.3g}{before})")
-        if warned:
-            self.given = True
-            more = f" and {len(warned) - _MOST_NAMED} more" if len(warned) > _MOST_NAMED else ""
-            named = ", ".join(warned[:_MOST_NAMED]) + more
-            text = f"monitor, step {step}: {self.warning.format(heads=named)}"
-            warnings.warn(text, AttentionHealthWarning, stacklevel=4)
+                    beyond.append(f"{name or 'the model itself'} head {head} ({statistic} {value:.3g}{before})")
+        if beyond:
+            self.has_warned = True
+            more = f" and {len(beyond) - _MOST_NAMED} more" if len(beyond) > _MOST_NAMED else ""
+            text = self.warning.format(heads=", ".join(beyond[:_MOST_NAMED]) + more)
+            warnings.warn(f"monitor, step {step}: {text}", AttentionHealthWarning, stacklevel=4)
 
 
 def entropy_collapse(threshold: float) -> Alarm:
-    """Warns of heads whose entropy is below so many nats."""
+    """An alarm for heads with an entropy below the threshold, in nats."""
     return Alarm(
         ("entropy",),
         lambda value: value < threshold,
@@ -63,7 +62,7 @@ def entropy_collapse(threshold: float) -> Alarm:
 
 
 def logit_growth(threshold: float) -> Alarm:
-    """Warns of heads with a logit above the threshold."""
+    """An alarm for heads with a logit above the threshold."""
     return Alarm(
         ("max_logit", "raw_max_logit"),
         lambda value: value > threshold,

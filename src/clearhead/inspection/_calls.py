@@ -1,4 +1,4 @@
-"""`Calls`: what a record holds of one module."""
+"""`Calls`: the calls of one module in a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .._statistics.result import AttentionStatistics
 
 
 class Calls(Sequence[AttentionStatistics]):
-    """The calls of one module, in order; with a single call its statistics are attributes here too."""
+    """The calls of one module, in order. The statistics of a single call are also attributes of this object."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,9 +45,9 @@ class Calls(Sequence[AttentionStatistics]):
         )
 
     def keep(self, call: AttentionCall) -> None:
-        """Keep query and key of a call, as copies: of views a whole projection or cache would stay in memory.
+        """Save copies of the query and key of a call. The key replaces the value.
 
-        A cache may also be written over in place. The key stands in for the value, as where there never was one.
+        Views would keep a full projection or cache in memory, and caches are overwritten in place.
         """
         query, key = call.query.detach().clone(), call.key.detach().clone()
         self.kept.append(replace(call, query=query, key=key, value=key, grid_=None, coverage_=None))

@@ -1,12 +1,11 @@
-"""Capturing attention that other libraries compute with PyTorch's functions."""
+"""Captures attention that other libraries compute with PyTorch's functions."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,48 +17,37 @@ from .._call.observers import is_computing
 from .._call.request import Request
 from .._environment import autocast_off, cast_for_autocast
 from .._torch_private import graph_break, is_vmapped
-from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..nn._convention import hidden_mask
 from ..nn._projection import append_keys, project
 from ..nn.functional import translate
-from ._grouping import regroup
 from ._unseen import SOFTMAX
 
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
-#: Names of others' kernels, such as ``flash_attn._flash_attn_forward`` or ``aten._scaled_dot_product_cudnn_attention``.
+#: Names of other kernels, such as ``flash_attn._flash_attn_forward`` or ``aten._scaled_dot_product_cudnn_attention``.
 _KERNELS = re.compile("attention|attn|flash|fmha")
 _MHA = inspect.signature(F.multi_head_attention_forward)
 
 
-class Sink(Protocol):
-    """Where captured calls go."""
-
-    def captured(self, inputs: Iterable[object], read: Callable[[], AttentionCall]) -> None:
-        """Record the call that `read` returns, if the running module is recorded and its inputs can be."""
-        ...
-
-    @property
-    def running_module(self) -> nn.Module:
-        """The module that computes the call."""
-        ...
-
-    def missed(self, what: str) -> None:
-        """Note something that may be attention and cannot be recorded."""
-        ...
-
-
 class CaptureMode(TorchFunctionMode):
-    """Hands every attention that goes through PyTorch's functions to a sink; the model's results stay its own.
+    """Reports every attention call that goes through PyTorch's functions. The model's results do not change.
 
-    `nn.MultiheadAttention` and the Transformer layers leave their inference fast path under any such mode and arrive
-    as one call of `F.multi_head_attention_forward`. Inside a handled call the mode is off, so nothing is seen twice.
+    `nn.MultiheadAttention` and the Transformer layers leave their inference fast path under any such mode, and become
+    one call of `F.multi_head_attention_forward`. The mode is off inside a reported call, so nothing is reported twice.
+
+    Args:
+        captured: receives the inputs of a call, and a function that reads the `AttentionCall` of the running module.
+        missed: receives the description of a computation that may be attention and that cannot be read.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(
+        self,
+        captured: Callable[[Iterable[object], Callable[[nn.Module], AttentionCall]], None],
+        missed: Callable[[str], None],
+    ) -> None:
         super().__init__()
-        self._sink = sink
+        self._captured, self._missed = captured, missed
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,29 +55,22 @@ class CaptureMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_computing():
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            read = partial(_read_sdpa, self._sink)
-        elif func is F.multi_head_attention_forward:
-            read = _read_mha
-        else:
-            what = _unreadable(func, args, kwargs)
-            if what is not None:
-                _step_out_of_graph()
-                self._sink.missed(what)
+        read = _READERS.get(func)
+        what = _unreadable(func, args, kwargs) if read is None else None
+        if read is None and what is None:
             return func(*args, **kwargs)
-        _step_out_of_graph()
-        self._sink.captured((*args, *kwargs.values()), partial(read, *args, **kwargs))
+        # Calls inside a compiled graph cannot be observed.
+        if torch.compiler.is_dynamo_compiling():
+            graph_break()
+        if what is not None:
+            self._missed(what)
+        elif read is not None:
+            self._captured((*args, *kwargs.values()), lambda module: read(module, *args, **kwargs))
         return func(*args, **kwargs)
 
 
-def _step_out_of_graph() -> None:
-    """Break the compiler's graph: calls inside one cannot be observed."""
-    if torch.compiler.is_dynamo_compiling():
-        graph_break()
-
-
 def obstacle(inputs: Iterable[object]) -> str | None:
-    """What attention over such inputs is called, if it cannot be folded into statistics."""
+    """A description of attention over such inputs, if it has no statistics."""
     tensors = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
     if any(tensor.is_nested for tensor in tensors):
         return "attention over nested tensors"
@@ -97,7 +78,7 @@ def obstacle(inputs: Iterable[object]) -> str | None:
 
 
 def _unreadable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What a function computes, if that may be attention in a form that cannot be read."""
+    """A description of the function, if it may be attention whose operands are unknown."""
     if func in _SOFTMAX:
         scores = args[0] if args else kwargs.get("input")
         return SOFTMAX if isinstance(scores, Tensor) and scores.dim() == 4 else None
@@ -107,7 +88,7 @@ def _unreadable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _read_sdpa(
-    sink: Sink,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -119,36 +100,71 @@ def _read_sdpa(
     enable_gqa: bool = False,
 ) -> AttentionCall:
     query, key, value = cast_for_autocast(query, key, value)
-    query, key, value, attn_mask, grouped = regroup(sink.running_module, query, key, value, attn_mask)
+    query, key, value, attn_mask, grouped = _regroup(module, query, key, value, attn_mask)
     _, (q, k, v), mask = translate(query, key, value, attn_mask, is_causal, grouped or enable_gqa)
-    return _call(q, k, v, mask, scale)
-
-
-def _read_mha(*args: Any, **kwargs: Any) -> AttentionCall:
-    bound = _MHA.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    query, key, value = given["query"], given["key"], given["value"]
-    separate = (given["q_proj_weight"], given["k_proj_weight"], given["v_proj_weight"])
-    packed = None if given["use_separate_proj_weight"] else given["in_proj_weight"]
-    projected = project(query, key, value, packed, given["in_proj_bias"], separate)
-    unbatched = query.dim() == 2
-    q, k, v = (x.unsqueeze(0) if unbatched else x.transpose(0, 1) for x in projected)  # (N, L or S, E)
-    keys = k.shape[1]
-    k, v = append_keys(k, v, given["bias_k"], given["bias_v"], given["add_zero_attn"])
-    heads = given["num_heads"]
-    grid = Grid(q.shape[0], heads, q.shape[1], keys, q.device)
-    padding = given["key_padding_mask"]
-    if padding is not None and padding.dim() == 1:
-        padding = padding.unsqueeze(0)
-    attn_mask, causal = given["attn_mask"], False
-    if given["is_causal"] and padding is None and not given["need_weights"]:
-        attn_mask, causal = None, True  # PyTorch takes the hint and drops the mask here
-    mask = hidden_mask(attn_mask, padding, causal, grid, k.shape[1] - keys)
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (N, H, L or S, D)
-    return _call(*cast_for_autocast(q, k, v), mask=mask, scale=None)
-
-
-def _call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> AttentionCall:
     with autocast_off(q):
         return build_call(q, k, v, Request(mask, scale))
+
+
+def _regroup(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """Restore H query heads and Hkv key/value heads in a call of a transformers attention module.
+
+    With grouped heads, transformers usually repeats keys and values for every query head. For a single query it moves
+    the heads of a group into the query axis: (B, H, 1, D) → (B, Hkv, G, D).
+
+    Args:
+        module: the calling module. Modules of transformers have ``num_key_value_groups`` and a config.
+        query, key, value, attn_mask: the arguments of PyTorch's attention.
+
+    Returns:
+        Query (B, H, L, D), key and value (B, Hkv, S, D), mask, and whether heads are grouped.
+    """
+    group = getattr(module, "num_key_value_groups", 1)
+    heads = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if not isinstance(group, int) or group < 2 or heads is None or query.dim() != 4:
+        return query, key, value, attn_mask, False
+    batch, query_heads, rows, dim = query.shape
+    if query_heads * group == heads and rows == group and key.shape[1] == query_heads:
+        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[2] == group:
+            kv_heads = attn_mask.shape[1]
+            attn_mask = attn_mask.reshape(attn_mask.shape[0], kv_heads * group, 1, -1)
+            attn_mask = attn_mask[:, :1] if kv_heads == 1 else attn_mask
+        return query.reshape(batch, heads, 1, dim), key, value, attn_mask, True
+    if query_heads == heads and key.shape[1] == heads:
+        return query, key[:, ::group], value[:, ::group], attn_mask, True
+    return query, key, value, attn_mask, False
+
+
+def _read_mha(_: nn.Module, *args: Any, **kwargs: Any) -> AttentionCall:
+    bound = _MHA.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    query, key, value = arguments["query"], arguments["key"], arguments["value"]
+    separate = (arguments["q_proj_weight"], arguments["k_proj_weight"], arguments["v_proj_weight"])
+    packed = None if arguments["use_separate_proj_weight"] else arguments["in_proj_weight"]
+    projected = project(query, key, value, packed, arguments["in_proj_bias"], separate)
+    unbatched = query.dim() == 2
+    q, k, v = (x.unsqueeze(0) if unbatched else x.transpose(0, 1) for x in projected)  # (N, L or S, E)
+    key_length = k.shape[1]
+    k, v = append_keys(k, v, arguments["bias_k"], arguments["bias_v"], arguments["add_zero_attn"])
+    heads = arguments["num_heads"]
+    grid = Grid(q.shape[0], heads, q.shape[1], key_length, q.device)
+    padding = arguments["key_padding_mask"]
+    if padding is not None and padding.dim() == 1:
+        padding = padding.unsqueeze(0)
+    attn_mask, causal = arguments["attn_mask"], False
+    if arguments["is_causal"] and padding is None and not arguments["need_weights"]:
+        attn_mask, causal = None, True  # PyTorch also ignores the mask in this case
+    mask = hidden_mask(attn_mask, padding, causal, grid, k.shape[1] - key_length)
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (N, H, L or S, D)
+    q, k, v = cast_for_autocast(q, k, v)
+    with autocast_off(q):
+        return build_call(q, k, v, Request(mask))
+
+
+_READERS: dict[Callable[..., Any], Callable[..., AttentionCall]] = {
+    F.scaled_dot_product_attention: _read_sdpa,
+    F.multi_head_attention_forward: _read_mha,
+}

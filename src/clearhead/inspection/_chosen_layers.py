@@ -1,4 +1,4 @@
-"""Which attention modules of a model are recorded."""
+"""The choice of the recorded attention modules."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ..errors import ArgumentError
 
 
 class ChosenLayers:
-    """Attention modules, chosen by name or by number in the order in which they first run.
+    """Attention modules, chosen by name or by number in running order.
 
     Args:
         layers: names and numbers; ``None`` for all.
-        model: whose modules are named.
+        model: the recorded model.
     """
 
     def __init__(self, layers: Sequence[int | str] | None, model: nn.Module) -> None:
         self._layers = _checked(layers, model)
-        self.order: list[str] = []  # the names of attention modules as they first ran, those not chosen too
+        self.order: list[str] = []  # names of all attention modules in running order
 
     def include(self, name: str) -> bool:
-        """Whether a module that runs is chosen; gives it the next number if it is new."""
+        """Whether a running module is chosen. A new module gets the next number."""
         if name not in self.order:
             self.order.append(name)
         return self._layers is None or name in self._layers or self.order.index(name) in self._layers
 
     def require_ran(self) -> None:
-        """Raise if some of them did not run, but other attention modules did."""
+        """Raise if some of the chosen modules did not run, but other attention modules did."""
         missing = [layer for layer in self._layers or () if isinstance(layer, str) and layer not in self.order]
         missing += [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self.order)]
         if self.order and missing:

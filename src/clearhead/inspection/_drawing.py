@@ -20,7 +20,7 @@ class _Method:
 
 
 class Drawable:
-    """What can be drawn of a record: an HTML page, a `Comparison`, and pictures of matplotlib.
+    """Methods of a record that draw it: an HTML page, a `Comparison`, and matplotlib figures.
 
     Arguments, results and errors are those of the functions of the same names in `clearhead.plot`.
     """

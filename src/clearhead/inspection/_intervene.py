@@ -1,9 +1,10 @@
-"""Changing what single heads write, and measuring how much each head matters."""
+"""Changing the outputs of single heads, and measuring how much each head matters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -15,31 +16,34 @@ from .._checks import FLOATS, INTEGERS, flag, items, module, shown, strided
 from ..errors import ArgumentError, DTypeError, RecordError, ShapeError, shape_text
 from ._naming import ModuleNames, uncompiled
 
-#: A factor, ``"mean"``, a tensor put in the output's place, or a function from the head's output to another.
+#: A factor, ``"mean"``, a tensor that replaces the output, or a function of the head's output.
 Change = float | Literal["mean"] | Tensor | Callable[[Tensor], Tensor]
+
+_Edit = Callable[[str | None, AttentionCall, Tensor], Tensor]
 
 
 @contextmanager
 def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Generator[None, None, None]:
     """Scale, ablate or patch the outputs of single heads inside a ``with`` block, under fused kernels.
 
-    A head's output o = Σ_j p_j v_j is changed before heads are merged. This works wherever `clearhead.attention`
-    runs: Clearhead's modules, models after `clearhead.upgrade`, transformers models on ``clearhead``. Gradients flow.
+    The output o = Σ_j p_j v_j of a head changes before heads are merged. Supported is all attention that
+    `clearhead.attention` computes: Clearhead's modules, models after `clearhead.upgrade`, and transformers models on
+    ``clearhead``. Gradients flow.
 
     Args:
-        model: whose submodules name the attention modules.
-        changes: from (qualified module name, query head) to what happens to that head's output (B, L, Dv):
+        model: the model. The names of its submodules are the module names in `changes`.
+        changes: a dictionary from (qualified module name, query head) to the change of that head's output (B, L, Dv):
 
-            * a number scales it; 0 ablates it,
+            * a number scales it, and 0 ablates it,
             * ``"mean"`` replaces it by its mean over batch and queries that see a key (mean ablation),
-            * a tensor that broadcasts to (B, L, Dv) takes its place (activation patching),
-            * a function gets it and returns another of the same shape.
+            * a tensor that broadcasts to (B, L, Dv) replaces it (activation patching),
+            * a function receives it and returns another of the same shape.
 
     Raises:
-        ArgumentError: for a module name the model does not have, a head number it does not have when it runs, or, at
-            the end of the block, a module that never ran attention through Clearhead.
+        ArgumentError: for a module name that the model does not have. During the block, for a head number that the
+            module does not have. At its end, for a module that never ran attention through Clearhead.
         RecordError: for attention that `clearhead.distributed` split over processes.
-        DTypeError: for a change of another kind.
+        DTypeError: for a change of another type.
         ShapeError: for a patch that does not fit.
 
     Example:
@@ -51,13 +55,23 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
         >>> torch.allclose(without_head_1, model(x))
         False
     """
-    changes = _checked_changes(module("model", model), changes)
-    _require_all_heads(model)
-    running = ModuleNames(model)
-    editor = _Editor(running, changes)
-    with uncompiled(model), running.following(), observing(editor):
+    by_module = _checked_changes(module("model", model), changes)
+    ran: set[str] = set()
+
+    def change_heads(name: str | None, call: AttentionCall, output: Tensor) -> Tensor:
+        if name is None or name not in by_module:
+            return output
+        ran.add(name)
+        heads = list(output.unbind(1))  # H × (B, L, Dv)
+        for head, change in by_module[name].items():
+            if head >= len(heads):
+                raise ArgumentError("changes", expected=f"a head of {name!r}, 0 … {len(heads) - 1}", got=str(head))
+            heads[head] = _changed(heads[head], change, call, head)
+        return torch.stack(heads, 1)  # (B, H, L, Dv)
+
+    with _editing(model, change_heads):
         yield
-    missed = sorted({name for name, _ in changes} - editor.seen)
+    missed = sorted(by_module.keys() - ran)
     if missed:
         raise ArgumentError(
             "changes",
@@ -68,11 +82,35 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
         )
 
 
-def _require_all_heads(model: nn.Module) -> None:
-    """Raise for attention whose heads are split over processes, which would be numbered anew in each of them."""
-    for part in model.modules():
-        if getattr(part, "head_shard", None) is not None:
-            raise _of_whole_calls()
+class _Editor:
+    """An observer that replaces the outputs of attention calls.
+
+    Args:
+        running: follows the model.
+        edit: from the name of the running module (``None`` outside the model), its call and output to the new output.
+    """
+
+    recomputing = True
+
+    def __init__(self, running: ModuleNames, edit: _Edit) -> None:
+        self._running, self._edit = running, edit
+
+    def wanted(self) -> NoReturn:
+        raise _of_whole_calls()
+
+    def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
+        return self._edit(self._running.current, call, output)
+
+
+@contextmanager
+def _editing(model: nn.Module, edit: _Edit) -> Generator[None, None, None]:
+    """Replace the outputs of the model's attention calls inside the block."""
+    # Attention whose heads are split over processes numbers its heads anew on each of them.
+    if any(getattr(submodule, "head_shard", None) is not None for submodule in model.modules()):
+        raise _of_whole_calls()
+    running = ModuleNames(model)
+    with uncompiled(model), running.following(), observing(_Editor(running, edit)):
+        yield
 
 
 def _of_whole_calls() -> RecordError:
@@ -84,31 +122,33 @@ def _of_whole_calls() -> RecordError:
     )
 
 
-def _checked_changes(model: nn.Module, changes: object) -> dict[tuple[str, int], Change]:
+def _checked_changes(model: nn.Module, changes: object) -> dict[str, dict[int, Change]]:
+    """The changes by module name and head."""
     if not isinstance(changes, Mapping):
         expected = "a dictionary {(module name, head): change}"
         raise DTypeError("changes", expected=expected, got=shown(changes))
-    names = {name for name, _ in model.named_modules()}
+    names = [name for name, _ in model.named_modules()]
+    by_module: dict[str, dict[int, Change]] = {}
     for key, change in changes.items():
         if not isinstance(key, tuple) or len(key) != 2:
             expected = "pairs of a module name and a head number as keys"
             raise DTypeError("changes", expected=expected, got=shown(key))
         name, head = key
         if not isinstance(name, str) or name not in names:
-            fix = _nearest(name, names) if isinstance(name, str) else ""
-            expected = "names of the model's modules"
-            raise ArgumentError("changes", expected=expected, got=shown(name), fix=fix)
+            close = get_close_matches(name, names, n=3) if isinstance(name, str) else []
+            fix = f"Near: {', '.join(close)}." if close else ""
+            raise ArgumentError("changes", expected="names of the model's modules", got=shown(name), fix=fix)
         if isinstance(head, bool) or not isinstance(head, int) or head < 0:
             raise ArgumentError("changes", expected="head numbers ≥ 0", got=shown(head))
         _require_change(change)
-    return dict(changes)
+        by_module.setdefault(name, {})[head] = change
+    return by_module
 
 
 def _require_change(change: object) -> None:
     expected = "a number, 'mean', a tensor or a function"
     if isinstance(change, Tensor):
-        strided("changes", change, expected)
-        if change.dtype not in FLOATS + INTEGERS:
+        if strided("changes", change, expected).dtype not in FLOATS + INTEGERS:
             raise DTypeError("changes", expected=expected, got=f"a {change.dtype} tensor")
     elif not (isinstance(change, (int, float)) or (isinstance(change, str) and change == "mean") or callable(change)):
         raise DTypeError("changes", expected=expected, got=type(change).__name__)
@@ -121,19 +161,19 @@ def head_importance(
     *,
     progress: bool = True,
 ) -> dict[str, Tensor]:
-    """Estimate how much each head matters: the gradient of the loss in a gate on the head's output.
+    """Estimate how much each head matters: the gradient of the loss with respect to a gate on the head's output.
 
     ::
 
         I_h = mean over examples of | ∂ loss / ∂ ξ_h |   at ξ_h = 1,  where head h writes ξ_h · o_h
 
-    (Michel, Levy and Neubig, "Are sixteen heads really better than one?", 2019.) Each example of a batch has a gate of
-    its own. Parameters keep their gradients; the model's mode is left as it is.
+    (Michel, Levy and Neubig, "Are sixteen heads really better than one?", 2019.) Each example of a batch has its own
+    gate. The gradients of parameters and the mode of the model do not change.
 
     Args:
-        model: its attention must run through Clearhead (see `intervene`).
-        batches: whatever `loss` takes.
-        loss: ``loss(model, batch)`` → scalar; a mean over examples is scaled back by their number.
+        model: a model whose attention runs through Clearhead (see `intervene`).
+        batches: the batches for `loss`.
+        loss: ``loss(model, batch)`` → scalar, the mean over examples.
         progress: show a progress bar, if rich is installed. Default True.
 
     Returns:
@@ -148,11 +188,11 @@ def head_importance(
         >>> import torch, clearhead
         >>> model = torch.nn.Sequential(clearhead.MultiHeadAttention(12, 3))
         >>> batches = [torch.randn(2, 5, 12) for _ in range(3)]
-        >>> found = clearhead.head_importance(model, batches, lambda m, x: m(x).square().mean(), progress=False)
-        >>> found["0"].shape
+        >>> importance = clearhead.head_importance(model, batches, lambda m, x: m(x).square().mean(), progress=False)
+        >>> importance["0"].shape
         torch.Size([3])
     """
-    _require_all_heads(module("model", model))
+    module("model", model)
     if not callable(loss):
         raise DTypeError("loss", expected="a function loss(model, batch)", got=shown(loss))
     if isinstance(batches, (str, bytes, Tensor)):
@@ -161,29 +201,17 @@ def head_importance(
         iter(batches)
     except TypeError:
         raise DTypeError("batches", expected="an iterable of batches", got=shown(batches)) from None
+    if flag("progress", progress):
+        with suppress(ImportError):
+            from rich.progress import track
+
+            batches = track(batches, description="head importance")
     sums: dict[str, Tensor] = {}
     examples: dict[str, int] = {}
-    for batch in _with_progress(batches, flag("progress", progress)):
-        running = ModuleNames(model)
-        gates = _Gates(running)
-        with uncompiled(model), running.following(), observing(gates), torch.enable_grad():
-            value = _loss_of(loss, model, batch)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            got = shape_text(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ShapeError("loss", expected="a scalar", got=got)
-        named = [(name, gate) for name, found in gates.gates.items() for gate in found]
-        gradients = torch.autograd.grad(value, [gate for _, gate in named], allow_unused=True) if named else ()
-        for (name, gate), gradient in zip(named, gradients, strict=True):
-            if gradient is None:
-                raise ArgumentError(
-                    "loss",
-                    expected="a loss that depends on every head's output",
-                    got=f"no gradient for {name!r}",
-                    fix="Switch activation checkpointing off, or leave modules out that the loss does not use.",
-                )
-            per_example = gradient.abs().squeeze((2, 3)) * gate.shape[0]  # (B, H)
-            sums[name] = sums.get(name, 0) + per_example.sum(0)
-            examples[name] = examples.get(name, 0) + gate.shape[0]
+    for batch in batches:
+        for name, gradient in _gate_gradients(model, loss, batch):
+            sums[name] = sums.get(name, 0) + (gradient.abs() * len(gradient)).sum(0)
+            examples[name] = examples.get(name, 0) + len(gradient)
     if not sums:
         raise ArgumentError(
             "model, batches",
@@ -194,58 +222,36 @@ def head_importance(
     return {name: total / examples[name] for name, total in sums.items()}
 
 
-def _loss_of(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    try:
-        return loss(model, batch)
-    except TypeError as error:
-        expected = "a function loss(model, batch)"
-        raise DTypeError("loss", expected=expected, got=shown(loss), fix=str(error)) from error
+def _gate_gradients(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """The gradient (B, H) of the loss with respect to the gates of each attention call, with the module's name."""
+    gates: list[tuple[str, Tensor]] = []
 
-
-class _Editor:
-    """Applies the changes of the module that is running."""
-
-    recomputing = True
-
-    def __init__(self, running: ModuleNames, changes: Mapping[tuple[str, int], Change]) -> None:
-        self._running = running
-        self._changes: dict[str, dict[int, Change]] = {}
-        for (name, head), change in changes.items():
-            self._changes.setdefault(name, {})[head] = change
-        self.seen: set[str] = set()
-
-    def wanted(self) -> NoReturn:
-        raise _of_whole_calls()
-
-    def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
-        name = self._running.current
-        if name is None or name not in self._changes:
-            return output
-        self.seen.add(name)
-        heads = list(output.unbind(1))  # H × (B, L, Dv)
-        for head, change in self._changes[name].items():
-            if head >= len(heads):
-                raise ArgumentError("changes", expected=f"a head of {name!r}, 0 … {len(heads) - 1}", got=str(head))
-            heads[head] = _changed(heads[head], change, call, head)
-        return torch.stack(heads, 1)  # (B, H, L, Dv)
-
-
-class _Gates:
-    """Multiplies every head's output with a gate of one per example."""
-
-    recomputing = True
-
-    def __init__(self, running: ModuleNames) -> None:
-        self._running = running
-        self.gates: dict[str, list[Tensor]] = {}
-
-    def wanted(self) -> NoReturn:
-        raise _of_whole_calls()
-
-    def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
+    def gated(name: str | None, call: AttentionCall, output: Tensor) -> Tensor:
         gate = torch.ones(*output.shape[:2], 1, 1, dtype=output.dtype, device=output.device, requires_grad=True)
-        self.gates.setdefault(self._running.current or "", []).append(gate)
+        gates.append((name or "", gate))
         return output * gate
+
+    with _editing(model, gated), torch.enable_grad():
+        try:
+            value = loss(model, batch)
+        except TypeError as error:
+            expected = "a function loss(model, batch)"
+            raise DTypeError("loss", expected=expected, got=shown(loss), fix=str(error)) from error
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        got = shape_text(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ShapeError("loss", expected="a scalar", got=got)
+    gradients = torch.autograd.grad(value, [gate for _, gate in gates], allow_unused=True) if gates else ()
+    for (name, _), gradient in zip(gates, gradients, strict=True):
+        if gradient is None:
+            raise ArgumentError(
+                "loss",
+                expected="a loss that depends on every head's output",
+                got=f"no gradient for {name!r}",
+                fix="Switch activation checkpointing off, or leave modules out that the loss does not use.",
+            )
+        yield name, gradient.squeeze((2, 3))  # (B, H)
 
 
 def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> Tensor:
@@ -274,26 +280,9 @@ def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> 
 
 
 def _mean(output: Tensor, call: AttentionCall, head: int) -> Tensor:
-    """Mean over batch and the queries that see a key, (1, 1, Dv)."""
+    """Mean over the batch and the queries that see a key, (1, 1, Dv)."""
     if call.coverage.queries is None:
         return output.mean((0, 1), keepdim=True)
     seeing = call.coverage.queries.expand(output.shape[0], -1, output.shape[1], 1)
     seeing = seeing[:, min(head, seeing.shape[1] - 1)]  # (B, L, 1)
     return (output * seeing).sum((0, 1), keepdim=True) / seeing.sum().clamp(min=1)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, list(names), n=3)
-    return f"Near: {', '.join(close)}." if close else ""
-
-
-def _with_progress(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
-    if progress:
-        try:
-            from rich.progress import track
-        except ImportError:
-            return batches
-        return track(batches, description="head importance")
-    return batches

@@ -1,9 +1,8 @@
-"""`monitor`: a few numbers about a model's attention, from one training step in a hundred."""
+"""`monitor`: a few numbers about a model's attention during training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,10 +17,10 @@ from ..errors import ArgumentError, DTypeError, RecordError, in_words_of
 from ._alarms import PerHead, entropy_collapse, logit_growth
 from ._record import record
 
-#: Takes the step and {name: value}.
+#: A function of the step and {name: value}.
 Scalars = Callable[[int, dict[str, float]], object]
 
-#: Statistics with one number per head, and which head is the worst.
+#: Statistics with one number per head, and the choice of the worst head.
 _WORST: dict[str, Callable[[Tensor], Tensor]] = {
     "entropy": torch.argmin,
     "max_logit": torch.argmax,
@@ -32,55 +31,56 @@ _WORST: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class ScalarWriter(Protocol):
-    """What has TensorBoard's method for scalars, such as ``torch.utils.tensorboard.SummaryWriter``."""
+    """An object with TensorBoard's method for scalars, such as ``torch.utils.tensorboard.SummaryWriter``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
-        """Write one number of one step."""
+        """Write one scalar of one step."""
         ...
 
 
 class monitor:
-    """Watch the attention of a model while it trains: one step in `every` is measured, the others run as ever.
+    """Monitor the attention of a model in training: one step in `every` is measured.
 
-    A step is one call of the model in training mode; the first is measured, then every `every`-th. A measured call runs
-    under `clearhead.record`, which sees what `record` sees: Clearhead's modules, models after `clearhead.upgrade`,
-    transformers models on ``clearhead`` or ``sdpa``. On the other steps one forward pre-hook on the model counts, and
-    nothing else is attached to it. Outputs and gradients are not changed.
+    A step is one call of the model in training mode. The first is measured, then every `every`-th. A measured call runs
+    under `clearhead.record`, and covers the same attention: Clearhead's modules, models after `clearhead.upgrade`,
+    transformers models on ``clearhead`` or ``sdpa``. On the other steps the model only has one forward pre-hook, which
+    counts. Outputs and gradients do not change.
 
-    For every attention module and statistic there are two scalars,
+    Each attention module and statistic has two scalars:
 
-    * ``attention/<module>/<statistic>``, the mean over its heads, and
-    * ``attention/<module>/<statistic>/head_<h>`` of its worst head h: lowest entropy, highest of the others.
+    * ``attention/<module>/<statistic>`` is the mean over the heads.
+    * ``attention/<module>/<statistic>/head_<h>`` is the number of the worst head h, with the lowest entropy, or the
+      highest value of another statistic.
 
-    Of statistics per query the mean over the batch's counted queries is meant; padding that the call's
-    ``attention_mask`` or ``src_key_padding_mask`` marks is not counted. A model after
-    `clearhead.distributed.tensor_parallel` or `context_parallel` is monitored in every process: each gets the same
-    scalars, of all heads and the whole sequence.
+    Per-query statistics are averaged over the counted queries of the batch. Padding in the ``attention_mask`` or
+    ``src_key_padding_mask`` of the model's call does not count. After `clearhead.distributed.tensor_parallel` or
+    `context_parallel`, every process monitors the model, and receives the same scalars of all heads and the full
+    sequence.
 
     Args:
-        model: whose calls are steps and whose submodules name the scalars. Of a model that `torch.compile` returned,
-            give that one: its measured steps run uncompiled.
-        every: how many steps from one measured step to the next. Default 100.
-        statistics: any of ``entropy``, ``max_logit``, ``raw_max_logit``, ``sink`` and ``confidence``; see
-            `attention_statistics`. Default the first, the second and ``sink``.
-        to: gets the scalars of each measured step, before the call of the model returns: a function of the step (from
-            0) and ``{name: value}``, or anything with ``add_scalar(name, value, step)``, such as TensorBoard's
+        model: the model. Its calls are the steps. The scalars have the names of its submodules. If `torch.compile`
+            returned a compiled model, pass that one. Its measured steps run uncompiled.
+        every: the number of steps from one measured step to the next. Default 100.
+        statistics: any of ``entropy``, ``max_logit``, ``raw_max_logit``, ``sink`` and ``confidence`` (see
+            `attention_statistics`). Default ``entropy``, ``max_logit`` and ``sink``.
+        to: receives the scalars of each measured step, before the call of the model returns. It is a function of the
+            step (from 0) and ``{name: value}``, or has ``add_scalar(name, value, step)``, as TensorBoard's
             ``SummaryWriter``.
-        entropy_threshold: nats under which the mean entropy of a head counts as collapsed. Default 0.01.
-        logit_threshold: logit above which those of a head have grown too far. Default 100.
+        entropy_threshold: the mean entropy of a head, in nats, below which it has collapsed. Default 0.01.
+        logit_threshold: the largest logit of a head that causes no warning. Default 100.
 
     Warns:
-        AttentionHealthWarning: once if heads' entropy is below its threshold: attention so concentrated goes with
-            unstable training (Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse",
-            2023). Once if heads' ``max_logit`` or ``raw_max_logit`` is above its own: logits that grow make weights
+        AttentionHealthWarning: once if the entropy of heads is below its threshold. Such attention goes with unstable
+            training (Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse", 2023).
+            Once if ``max_logit`` or ``raw_max_logit`` of heads is above its threshold. Growing logits make weights
             almost one-hot, and the loss diverges (Dehghani et al., "Scaling Vision Transformers to 22 Billion
-            Parameters", 2023). Only what is among `statistics` is looked at. The papers give no
-            thresholds; 100 is that of QK-Clip (Kimi Team, "Kimi K2", 2025).
+            Parameters", 2023). Only the chosen `statistics` are checked. The papers contain no thresholds. QK-Clip uses
+            100 (Kimi Team, "Kimi K2", 2025).
         UnseenAttentionWarning: as `record`, at the first measured step.
 
     Raises:
-        DTypeError, ArgumentError: for arguments that mean nothing, and for a model that was compiled in place.
-        RecordError: from the first measured step, if no attention was seen; nothing is left on the model then.
+        DTypeError, ArgumentError: for invalid arguments, and for a model that was compiled in place.
+        RecordError: from the first measured step, if no attention was recorded. The model then has no hooks left.
 
     Example:
         >>> import torch, clearhead
@@ -104,36 +104,41 @@ class monitor:
         entropy_threshold: float = 0.01,
         logit_threshold: float = 100.0,
     ) -> None:
-        self._model = _uncompiled(module("model", model))
+        self._model = module("model", model)
+        if is_compiled(model):  # its hooks run inside a graph, where calls cannot be observed
+            raise ArgumentError(
+                "model",
+                expected="a model that is not compiled in place",
+                got="one after model.compile()",
+                fix="Train and monitor what torch.compile(model) returns.",
+            )
         self._every = size("every", every)
         self._statistics = _checked(statistics)
-        self._give = receiver(to)
+        self._write = receiver(to)
         entropy_threshold = number("entropy_threshold", entropy_threshold, "nats ≥ 0", lambda x: x >= 0)
         logit_threshold = number("logit_threshold", logit_threshold, "a logit > 0", lambda x: x > 0)
         self._alarms = (entropy_collapse(entropy_threshold), logit_growth(logit_threshold))
         remember_names(self._model)
         self._steps = 0
         self._measured: tuple[int, record] | None = None
-        self._ends: list[RemovableHandle] = []
+        self._end_hooks: list[RemovableHandle] = []
         self._hook = model.register_forward_pre_hook(_RootHook(self), with_kwargs=True)
 
     def remove(self) -> None:
-        """Stop watching; nothing is left on the model. A second time does nothing."""
+        """Stop monitoring and remove all hooks. A second call has no effect."""
         self._close()
         self._hook.remove()
 
     def __enter__(self) -> monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a call of the model that begins, and record it if its turn has come."""
-        self._close()  # after KeyboardInterrupt modules run no hooks
-        if not self._model.training or in_backward():  # where activation checkpointing repeats calls
+        """Count a call of the model that starts, and record every `every`-th."""
+        self._close()  # a step that KeyboardInterrupt ended ran no hooks
+        if not self._model.training or in_backward():  # activation checkpointing repeats calls in the backward pass
             return
         step, self._steps = self._steps, self._steps + 1
         if step % self._every:
@@ -142,7 +147,7 @@ class monitor:
         recording.start_inside(args, kwargs)
         self._measured = (step, recording)
         _measuring.append(self)
-        self._ends = [
+        self._end_hooks = [
             self._model.register_forward_hook(self._after),
             self._model.register_forward_hook(self._after_error, always_call=True),
         ]
@@ -165,19 +170,20 @@ class monitor:
         heads = _per_head(recording, self._statistics)
         values = _scalars(heads)
         if values:
-            self._give(step, values)
-        attending = {
+            self._write(step, values)
+        # With one key, the entropy is always 0.
+        several_keys = {
             name.removeprefix("_orig_mod.")
             for name, calls in recording.items()
             if any(call.key_length > 1 for call in calls)
         }
         for alarm in self._alarms:
-            alarm.look(step, {key: numbers for key, numbers in heads.items() if key[0] in attending})
+            alarm.check(step, {key: numbers for key, numbers in heads.items() if key[0] in several_keys})
 
     def _close(self) -> None:
-        for handle in self._ends:
+        for handle in self._end_hooks:
             handle.remove()
-        self._ends = []
+        self._end_hooks = []
         self._stop()
 
     def _stop(self) -> None:
@@ -187,33 +193,33 @@ class monitor:
             measured[1].stop()
 
     def _after_error(self, *_: object) -> None:
-        """Stop recording, and so do the other monitors of the model: only its last hook may change its hooks."""
-        together = [other for other in _measuring if other._model is self._model]
-        if together and together[-1] is self:
-            for other in reversed(together):
-                other._stop()
+        """Stop all recordings of the model in the hook that runs last, because stopping one changes the hooks."""
+        monitors = [measuring for measuring in _measuring if measuring._model is self._model]
+        if monitors and monitors[-1] is self:
+            for measuring in reversed(monitors):
+                measuring._stop()
 
 
-#: Monitors in the middle of a measured step, in the order in which they began.
+#: Monitors inside a measured step, in starting order.
 _measuring: list[monitor] = []
 
 
 class _RootHook:
-    """The forward pre-hook of a monitored model; copies of the model, in memory or on disk, are not monitored."""
+    """The forward pre-hook of a monitored model. Copies of the model, in memory or on disk, are not monitored."""
 
-    def __init__(self, watching: monitor | None) -> None:
-        self._watching = watching
+    def __init__(self, owner: monitor | None) -> None:
+        self._owner = owner
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._watching is not None:
-            self._watching.before(args, kwargs)
+        if self._owner is not None:
+            self._owner.before(args, kwargs)
 
     def __reduce__(self) -> tuple[type[_RootHook], tuple[None]]:
         return (_RootHook, (None,))
 
 
 def _per_head(recording: record, statistics: Sequence[str]) -> PerHead:
-    """What was recorded of modules in which any counted query saw a key."""
+    """The recorded numbers of modules in which a counted query saw a key."""
     summary = recording.summary()
     return {
         (name.removeprefix("_orig_mod."), statistic): summary[statistic][name].double().cpu()
@@ -226,43 +232,31 @@ def _per_head(recording: record, statistics: Sequence[str]) -> PerHead:
 def _scalars(heads: PerHead) -> dict[str, float]:
     values: dict[str, float] = {}
     for (name, statistic), numbers in heads.items():
-        scalar = "/".join(part for part in ("attention", name, statistic) if part)
+        scalar = "/".join(filter(None, ("attention", name, statistic)))
         head = int(_WORST[statistic](numbers))
         values[scalar] = float(numbers.mean())
         values[f"{scalar}/head_{head}"] = float(numbers[head])
     return values
 
 
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """Raise for a model whose hooks run inside a graph, where calls cannot be observed."""
-    if is_compiled(model):
-        raise ArgumentError(
-            "model",
-            expected="a model that is not compiled in place",
-            got="one after model.compile()",
-            fix="Train and monitor what torch.compile(model) returns.",
-        )
-    return model
-
-
 def _checked(statistics: Sequence[str]) -> tuple[str, ...]:
     names = require_names(statistics, has_value=True)
-    others = [name for name in names if name not in _WORST]
-    if others or not names:
+    unsupported = [name for name in names if name not in _WORST]
+    if unsupported or not names:
         raise ArgumentError(
             "statistics",
             expected=f"names among {', '.join(_WORST)}, which have one number per head",
-            got=", ".join(map(repr, others)) or "none",
+            got=", ".join(map(repr, unsupported)) or "none",
             fix="clearhead.record gives every statistic.",
         )
     return names
 
 
 def receiver(to: object) -> Scalars:
-    """What gets the scalars, as a function.
+    """The function to which scalars are passed.
 
     Raises:
-        DTypeError: for anything that does not take them.
+        DTypeError: for an argument that is no function and has no ``add_scalar``.
     """
     add_scalar: Any = getattr(to, "add_scalar", None)
     if isinstance(to, type) or not (callable(to) or callable(add_scalar)):

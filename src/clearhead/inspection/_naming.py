@@ -1,4 +1,4 @@
-"""Which module of a model is running right now, by its qualified name."""
+"""The qualified name of the module that is running."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ..errors import ArgumentError
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Generator[None, None, None]:
-    """Run the compiled parts of a model uncompiled inside the block: calls inside a graph cannot be observed."""
+    """Run a model uncompiled inside the block, because calls inside a compiled graph cannot be observed."""
     with calls_uncompiled(model.modules()), ExitStack() as undo:
         for module in model.modules():
-            # `forward` of what torch.compile(module) returns, or any compiled function put there
+            # An attribute is compiled if it is the `forward` of torch.compile(module), or a user's compiled function.
             for name, value in list(vars(module).items()):
-                written = as_written(value)
-                if written is not None:
+                original = as_written(value)
+                if original is not None:
                     undo.callback(setattr, module, name, value)
-                    setattr(module, name, written)
-            written = as_written(getattr_static(type(module), "forward", None))
-            if "forward" not in vars(module) and written is not None:
+                    setattr(module, name, original)
+            original = as_written(getattr_static(type(module), "forward", None))
+            if "forward" not in vars(module) and original is not None:
                 undo.callback(vars(module).pop, "forward", None)
-                module.forward = MethodType(written, module)
+                module.forward = MethodType(original, module)
         yield
 
 
 class ModuleNames:
-    """Follows the forward calls of a model's modules in the thread that entered it.
+    """Follows the forward calls of a model's modules in one thread.
 
     Args:
-        model: whose submodules are named; the model itself is ``""``.
+        model: the model. Its own name is ``""``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,14 +51,14 @@ class ModuleNames:
 
     @property
     def current(self) -> str | None:
-        """Name of the innermost module that is running, ``None`` outside the model."""
+        """Name of the innermost running module, ``None`` outside the model."""
         return self._running[-1] if self._running else None
 
     @contextmanager
-    def following(self) -> Generator[ModuleNames, None, None]:
-        """Attach hooks to every module inside the block, and take every one of them away after it.
+    def following(self) -> Generator[None, None, None]:
+        """Attach hooks to the modules inside the block, and remove them after it.
 
-        But for unmodified linear layers: nothing attends in them, and layers multiply with their parameters themselves.
+        Unmodified linear layers get no hooks, because attention layers then keep their fast path.
         """
         self._thread = threading.get_ident()
         handles: list[Any] = []
@@ -73,27 +73,23 @@ class ModuleNames:
                         got=f"{name or 'the model itself'!r}, which is TorchScript",
                         fix="Take the model as it was before torch.jit.",
                     )
-                handles.append(
-                    module.register_forward_pre_hook(partial(self._entering, name), with_kwargs=True, prepend=True)
-                )
-                handles.append(module.register_forward_hook(self._leaving, always_call=True))
-            yield self
+                enter = partial(self.enter, name)
+                handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+            yield
         finally:
             for handle in handles:
                 handle.remove()
             self._running.clear()
 
-    def _entering(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.enter(name, args, kwargs)
-
-    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note that a module of this name begins to run with these arguments."""
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a module of this name starts to run with these arguments."""
         if threading.get_ident() != self._thread:
             return
         if not self._running:
             self.root_arguments = (args, kwargs)
         self._running.append(name)
 
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._running:
             self._running.pop()

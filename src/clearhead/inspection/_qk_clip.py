@@ -1,11 +1,11 @@
-"""`qk_clip_`: query projections scaled down where their heads' logits have grown beyond a threshold."""
+"""`qk_clip_`: scales down the query projections of heads whose logits exceed a threshold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -17,13 +17,13 @@ from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 
 
 class _Rows(NamedTuple):
-    """The first rows of a projection, which belong to the heads one after the other.
+    """Rows of a projection. The projection starts with the rows of head 0, then head 1, and so on.
 
     Args:
         parameter: a weight (rows, features) or a bias (rows,).
-        per_head: how many rows each head has.
-        scaled: which of them are multiplied.
-        power: of the head's factor.
+        per_head: the number of rows of each head.
+        scaled: the rows of a head that are multiplied.
+        power: the exponent of the head's factor.
     """
 
     parameter: Tensor
@@ -39,32 +39,32 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
 
         γ_h = min(1, threshold / max_logits_h);   Wq_h ← γ_h Wq_h,  bq_h ← γ_h bq_h
 
-    Keys are left alone: query heads may share them. In latent attention, where a head's key has a part of its own and
-    the rotary part is shared, Wq_h ← √γ_h Wq_h and Wk_h ← √γ_h Wk_h for the parts without positions, and
-    Wq_h ← γ_h Wq_h for the rotary one (QK-Clip of MuonClip: Kimi Team, "Kimi K2: Open agentic intelligence", 2025,
-    section 2.1). Either way the head's scores on the same inputs become γ_h times what they were; heads whose logits
-    are within the threshold are not touched.
+    Key projections do not change, because query heads may share them. In latent attention each head has its own keys
+    without positions, and all heads share the rotary key. There, Wq_h ← √γ_h Wq_h and Wk_h ← √γ_h Wk_h for the
+    features without positions, and Wq_h ← γ_h Wq_h for the rotary features (QK-Clip of MuonClip: Kimi Team, "Kimi K2:
+    Open agentic intelligence", 2025, section 2.1). The scores of the head on the same inputs become γ_h times as large.
+    Heads with logits within the threshold do not change.
 
-    Call it after ``optimizer.step()``: a parameter that changes between a forward pass and its backward pass is an
-    error of autograd's. The optimizer's state is left as it is.
+    Call it after ``optimizer.step()``. Autograd raises if a parameter changes between a forward pass and its backward
+    pass. The state of the optimizer does not change.
 
     Args:
         module: a `MultiHeadAttention`, a `MultiHeadLatentAttention`, `clearhead.nn.MultiheadAttention` or
             `torch.nn.MultiheadAttention`. After `clearhead.distributed.tensor_parallel`, or ``fully_shard``, every
-            process calls it with the logits of all heads, and scales what it holds of the parameters.
-        max_logits: (H,), or (B, H), of which each head's largest counts: scale · q·k before soft-cap and bias, which
-            the statistic ``raw_max_logit`` gives (``max_logit`` holds both). −∞ is for a head that saw nothing.
-        threshold: the largest logit there may be, > 0. Default 100, as for Kimi K2.
+            process calls it with the logits of all heads, and scales its shards of the parameters.
+        max_logits: (H,), or (B, H), of which the maximum over B counts. It is scale · q·k before soft-cap and bias: the
+            statistic ``raw_max_logit`` (``max_logit`` includes both). −∞ is for a head that sees no key.
+        threshold: the upper bound of the logits, > 0. Default 100, as for Kimi K2.
 
     Returns:
-        γ (H,), 1 for heads that were not touched.
+        γ (H,), 1 for heads that did not change.
 
     Raises:
-        DTypeError: for another module; for a projection that is not a plain linear layer with float parameters of its
-            own, such as one with LoRA, quantisation or a parametrization.
+        DTypeError: for another module, and for a projection that is not an unmodified linear layer with its own float
+            parameters, such as one with LoRA, quantisation or a parametrization.
         ArgumentError: for a module with norms after its projections (``q_norm``, ``k_norm``), which undo the scaling,
-            or whose queries and keys share a projection; for a threshold that is not positive; for logits that are NaN
-            or +∞.
+            or whose queries and keys share a projection. Also for a threshold that is not positive, and for logits that
+            are NaN or +∞.
         ShapeError: if `max_logits` is not (H,) or (B, H).
 
     Example:
@@ -79,8 +79,7 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
         >>> bool((after[""].raw_max_logit <= 10.001).all())
         True
     """
-    find = next((find for kind, find in _FINDERS.items() if isinstance(module, kind)), None)
-    if find is None:
+    if not isinstance(module, (MultiHeadAttention, MultiHeadLatentAttention, nn.MultiheadAttention)):
         raise DTypeError(
             "module",
             expected="a MultiHeadAttention, a MultiHeadLatentAttention or an nn.MultiheadAttention",
@@ -89,107 +88,68 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
         )
     threshold = number("threshold", threshold, "a finite logit > 0", is_positive)
     largest = _largest(max_logits, cast(int, module.num_heads))
-    rows = find(module)
-    _require_apart(module, rows)
+    rows = _latent_rows(module) if isinstance(module, MultiHeadLatentAttention) else _query_rows(module)
+    _require_apart(module, {id(part.parameter) for part in rows})
     factors = torch.where(largest > threshold, threshold / largest, 1.0)
     with torch.no_grad():
-        if bool((factors < 1).any()):  # an untouched parameter keeps its version
+        if bool((factors < 1).any()):  # the version counters of unchanged parameters do not change
             for part in rows:
                 _scale(part, factors)
     return factors
 
 
-def _of_multi_head(module: MultiHeadAttention) -> list[_Rows]:
-    norms = [name for name in ("q_norm", "k_norm") if getattr(module, name) is not None]
-    if norms:
-        raise ArgumentError(
-            "module",
-            expected="projections without norms after them",
-            got=f"one with {' and '.join(norms)}",
-            fix="They undo what scales the projection, and bound the logits themselves.",
-        )
-    whole = slice(None)
-    return [_Rows(part, module.head_dim, whole, 1) for part in _linear("q_proj", module.q_proj)]
+def _query_rows(module: MultiHeadAttention | nn.MultiheadAttention) -> list[_Rows]:
+    if isinstance(module, nn.MultiheadAttention):
+        names = ["in_proj_weight" if module.in_proj_weight is not None else "q_proj_weight"]
+        names += ["in_proj_bias"] if module.in_proj_bias is not None else []
+        parameters = [_own_parameter(module, name) for name in names]
+    else:
+        norms = [name for name in ("q_norm", "k_norm") if getattr(module, name) is not None]
+        if norms:
+            raise ArgumentError(
+                "module",
+                expected="projections without norms after them",
+                got=f"one with {' and '.join(norms)}",
+                fix="They undo what scales the projection, and bound the logits themselves.",
+            )
+        parameters = _linear_parameters("q_proj", module.q_proj)
+    return [_Rows(parameter, cast(int, module.head_dim), slice(None), 1) for parameter in parameters]
 
 
-def _of_latent(module: MultiHeadLatentAttention) -> list[_Rows]:
+def _latent_rows(module: MultiHeadLatentAttention) -> list[_Rows]:
     nope = module.qk_nope_head_dim
-    own, rotary = slice(0, nope), slice(nope, None)
-    up, name = (module.q_proj, "q_proj")
-    if isinstance(up, nn.Sequential):
-        up, name = up.get_submodule("up"), "q_proj.up"
-    found: list[_Rows] = []
-    for part in _linear(name, up):
-        found += [
-            _Rows(part, nope + module.qk_rope_head_dim, own, 0.5),
-            _Rows(part, nope + module.qk_rope_head_dim, rotary, 1),
-        ]
-    return found + [_Rows(part, nope + module.v_head_dim, own, 0.5) for part in _linear("kv_up", module.kv_up)]
+    q_proj, name = module.q_proj, "q_proj"
+    if isinstance(q_proj, nn.Sequential):
+        q_proj, name = q_proj.get_submodule("up"), "q_proj.up"
+    rows: list[_Rows] = []
+    for parameter in _linear_parameters(name, q_proj):
+        per_head = nope + module.qk_rope_head_dim
+        rows += [_Rows(parameter, per_head, slice(0, nope), 0.5), _Rows(parameter, per_head, slice(nope, None), 1)]
+    for parameter in _linear_parameters("kv_up", module.kv_up):
+        rows.append(_Rows(parameter, nope + module.v_head_dim, slice(0, nope), 0.5))
+    return rows
 
 
-def _of_torch(module: nn.MultiheadAttention) -> list[_Rows]:
-    name = "in_proj_weight" if module.in_proj_weight is not None else "q_proj_weight"
-    parts = [_own(module, name, "")]
-    if module.in_proj_bias is not None:
-        parts.append(_own(module, "in_proj_bias", ""))
-    return [_Rows(part, cast(int, module.head_dim), slice(None), 1) for part in parts]
+def _linear_parameters(name: str, projection: nn.Module) -> list[Tensor]:
+    """Weight and bias of an unmodified linear layer."""
+    unmodified = type(projection) in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)
+    if not unmodified or "forward" in vars(projection):
+        raise _modified(name, f"a {type(projection).__name__}")
+    names = ["weight"] if projection.bias is None else ["weight", "bias"]
+    return [_own_parameter(projection, each, f"{name}.") for each in names]
 
 
-#: How the rows of a module are found.
-_FINDERS: dict[type[nn.Module], Callable[[Any], list[_Rows]]] = {
-    MultiHeadAttention: _of_multi_head,
-    MultiHeadLatentAttention: _of_latent,
-    nn.MultiheadAttention: _of_torch,
-}
-
-_PLAIN = (Linear, nn.Linear, NonDynamicallyQuantizableLinear)
-
-
-def _linear(name: str, projection: nn.Module) -> list[Tensor]:
-    """Weight and bias of a plain linear layer."""
-    if type(projection) not in _PLAIN or "forward" in vars(projection):
-        raise _not_plain(name, f"a {type(projection).__name__}")
-    weight = _own(projection, "weight", f"{name}.")
-    return [weight] if projection.bias is None else [weight, _own(projection, "bias", f"{name}.")]
-
-
-def _own(module: nn.Module, name: str, prefix: str) -> Tensor:
-    """A parameter that nothing computes from others, as parametrizations and pruning do."""
+def _own_parameter(module: nn.Module, name: str, prefix: str = "") -> Tensor:
+    """A float parameter that is not computed from others, as parametrizations and pruning do."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
-    plain = type(parameter) is nn.Parameter or _is_split(parameter)
-    if parameter is None or not plain or parameter.dtype not in FLOATS:
-        got = "none of its own" if parameter is None else f"a {type(parameter).__name__} of {parameter.dtype}"
-        raise _not_plain(f"{prefix}{name}", got)
+    if parameter is None:
+        raise _modified(f"{prefix}{name}", "none of its own")
+    if not (type(parameter) is nn.Parameter or _is_split(parameter)) or parameter.dtype not in FLOATS:
+        raise _modified(f"{prefix}{name}", f"a {type(parameter).__name__} of {parameter.dtype}")
     return parameter
 
 
-def _is_split(parameter: Tensor | None) -> bool:
-    """Whether processes hold parts of a parameter."""
-    if parameter is None or not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return type(parameter) is DTensor
-
-
-def _require_apart(module: nn.Module, rows: list[_Rows]) -> None:
-    """Raise if the module uses what is to be scaled for something else, too: it would be scaled more than once."""
-    scaled = {id(part.parameter) for part in rows}
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in scaled:
-            names.setdefault(id(parameter), []).append(name)
-    for first, *others in names.values():
-        if others:
-            raise ArgumentError(
-                f"module.{first}",
-                expected="a parameter that belongs to one projection",
-                got=f"one that is {' and '.join(others)} as well",
-                fix="Give each its own: clone one of them, or use q_norm and k_norm to bound logits.",
-            )
-
-
-def _not_plain(name: str, got: str) -> DTypeError:
+def _modified(name: str, got: str) -> DTypeError:
     return DTypeError(
         f"module.{name}",
         expected="a plain linear layer with float parameters of its own",
@@ -198,19 +158,41 @@ def _not_plain(name: str, got: str) -> DTypeError:
     )
 
 
+def _is_split(parameter: Tensor) -> bool:
+    """Whether processes hold shards of a parameter."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return type(parameter) is DTensor
+
+
+def _require_apart(module: nn.Module, scaled: set[int]) -> None:
+    """Raise if the module uses a scaled parameter twice, because it would then be scaled more than once."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for identity, (first, *others) in names.items():
+        if others and identity in scaled:
+            raise ArgumentError(
+                f"module.{first}",
+                expected="a parameter that belongs to one projection",
+                got=f"one that is {' and '.join(others)} as well",
+                fix="Give each its own: clone one of them, or use q_norm and k_norm to bound logits.",
+            )
+
+
 def _largest(max_logits: Tensor, heads: int) -> Tensor:
     """Each head's largest logit, (H,), in float64."""
     expected = f"(H,) or (B, H) with H = {heads}"
-    given = with_values("max_logits", strided("max_logits", max_logits, f"a float tensor {expected}"))
-    if given.dtype not in FLOATS:
-        raise DTypeError("max_logits", expected=f"a float tensor {expected}", got=kind(given))
-    if given.dim() not in (1, 2) or given.shape[-1] != heads:
+    logits = with_values("max_logits", strided("max_logits", max_logits, f"a float tensor {expected}"))
+    if logits.dtype not in FLOATS:
+        raise DTypeError("max_logits", expected=f"a float tensor {expected}", got=kind(logits))
+    if logits.dim() not in (1, 2) or logits.shape[-1] != heads:
         fix = "Several calls of one module are concatenated with torch.cat."
-        raise ShapeError("max_logits", expected=expected, got=shape_text(given.shape), fix=fix)
-    largest = given.detach().double()
-    if largest.dim() == 2:
-        lowest = largest.new_full((1, heads), float("-inf"))  # of an empty batch
-        largest = torch.cat((largest, lowest)).amax(0)  # (H,)
+        raise ShapeError("max_logits", expected=expected, got=shape_text(logits.shape), fix=fix)
+    logits = logits.detach().double().reshape(-1, heads)
+    largest = F.pad(logits, (0, 0, 0, 1), value=float("-inf")).amax(0)  # (H,), −∞ for an empty batch
     if bool((largest.isnan() | (largest == float("inf"))).any()):
         fix = "The model has diverged: go back to a checkpoint."
         raise ArgumentError("max_logits", expected="finite logits, or −∞", got="NaN or +∞", fix=fix)
@@ -218,18 +200,15 @@ def _largest(max_logits: Tensor, heads: int) -> Tensor:
 
 
 def _scale(rows: _Rows, factors: Tensor) -> None:
-    """Multiply each head's rows with its factor."""
+    """Multiply the rows of each head with its factor."""
     parameter, heads = rows.parameter, len(factors)
-    each = torch.ones(len(parameter), dtype=parameter.dtype, device=parameter.device)
-    power = factors.pow(rows.power).to(each)
-    each[: heads * rows.per_head].view(heads, rows.per_head)[:, rows.scaled] = power[:, None]  # (H, rows of a head)
-    column = each.view(-1, *(1 for _ in parameter.shape[1:]))
-    parameter.mul_(_whole_of(parameter, column) if _is_split(parameter) else column)
+    row_factors = torch.ones(len(parameter), dtype=parameter.dtype, device=parameter.device)
+    by_head = row_factors[: heads * rows.per_head].view(heads, rows.per_head)
+    by_head[:, rows.scaled] = factors.pow(rows.power).to(row_factors)[:, None]
+    row_factors = row_factors.view(-1, *(1 for _ in parameter.shape[1:]))
+    if _is_split(parameter):
+        from torch.distributed.tensor import DTensor, Replicate
 
-
-def _whole_of(parameter: Any, factors: Tensor) -> Tensor:
-    """Factors that every process holds, for a parameter of which each holds a part."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = parameter.device_mesh
-    return DTensor.from_local(factors, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        mesh = cast(DTensor, parameter).device_mesh
+        row_factors = DTensor.from_local(row_factors, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    parameter.mul_(row_factors)

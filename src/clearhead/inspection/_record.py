@@ -1,10 +1,9 @@
-"""`record`: what every attention of a model attends to, while it runs, without building (B, H, L, S)."""
+"""`record`: statistics of all attention of a model while it runs, without a (B, H, L, S) tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -15,14 +14,7 @@ from .._call.naming import remember_names
 from .._call.observers import observing
 from .._call.sharding import HeadShard
 from .._checks import choice, index, module, shown
-from .._statistics.arguments import (
-    DEFAULT,
-    Per,
-    make_options,
-    require_names,
-    require_per,
-    whole_numbers,
-)
+from .._statistics.arguments import DEFAULT, Per, make_options, require_names, require_per, whole_numbers
 from .._statistics.compute import compute_statistics
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
@@ -46,40 +38,39 @@ Keep = Literal["statistics", "queries_keys"]
 class record(Drawable, Recorded):
     """Record the attention of a model inside a ``with`` block, without gradients and without changing its results.
 
-    Seen are Clearhead's modules and functions, everything that calls `F.scaled_dot_product_attention` (transformers
-    with ``sdpa`` or ``clearhead``, timm, …), and `nn.MultiheadAttention` with the layers of `nn.Transformer` in
-    training and eval. PyTorch's inference fast path is off inside the block; with a padding mask that path returns
-    zeros for padded positions and the ordinary one does not, so outputs may differ there.
+    Recorded are Clearhead's modules and functions, all calls of `F.scaled_dot_product_attention` (transformers with
+    ``sdpa`` or ``clearhead``, timm, …), and `nn.MultiheadAttention` and the layers of `nn.Transformer` in training and
+    eval. PyTorch's inference fast path is off inside the block. With a padding mask that path returns zeros for padded
+    positions and the ordinary path does not, so these outputs may differ.
 
-    Of modules after `clearhead.distributed.tensor_parallel` or `context_parallel`, every process records the same, and
-    gives `query_mask` and `queries` of the whole call; a mask that is found may also be cut as the tokens are. Results
-    are of all heads; where the sequence is split, what has a number for each query is of the queries that the process
-    holds, ``rows`` of the chosen ones among them, ``received`` of the keys that it holds, and all else, with `summary`,
-    of the whole call.
+    After `clearhead.distributed.tensor_parallel` or `context_parallel`, every process makes the same record, and passes
+    `query_mask` and `queries` for the full call. A padding mask of the model's call may also be split like the tokens.
+    Results cover all heads. If the sequence is split, per-query statistics cover the queries of this process, ``rows``
+    the chosen ones among them, and ``received`` its keys. All others, and `summary`, cover the full call.
 
-    Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`, and
-    draws itself: `page`, `plot_heads`, `plot_map`, `plot_received`, `plot_rollout`.
+    Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`. Its
+    methods `page`, `plot_heads`, `plot_map`, `plot_received` and `plot_rollout` draw it.
 
     Args:
-        model: the module whose submodules name the calls.
+        model: the model. The names of its submodules are the keys of the record.
         statistics: as for `attention_statistics`. Default entropy, received, max_logit, top_k.
-        layers: which attention modules to record: numbers in the order in which they first run, or names. Default all.
-        heads: which heads the results hold. Default all.
-        query_mask: bool or 0/1 (B, L), queries to count. Default: found in the root call's ``attention_mask`` or
-            ``src_key_padding_mask``, by name or in a batch given as a dictionary, else all.
-        keep: ``"queries_keys"`` also keeps query and key of every call, for `weights` and `rollout` later.
-            Default ``"statistics"``.
+        layers: the attention modules to record, as names or as numbers in running order. Default all.
+        heads: the heads to record. Default all.
+        query_mask: bool or 0/1 (B, L), the counted queries. By default they come from the ``attention_mask`` or
+            ``src_key_padding_mask`` of the model's call, passed by name or in a dictionary. Otherwise all count.
+        keep: ``"queries_keys"`` also saves query and key of every call, for `weights` and `rollout`. Default
+            ``"statistics"``.
         queries, top_k, map_size, map_pooling, sink_keys, offsets, per: as for `attention_statistics`.
 
     Raises:
-        RecordError: at the end of the block if no attention was seen at all, or compiled functions attended. In a call
+        RecordError: at the end of the block, if no attention was recorded, or if compiled functions attended. In a call
             of a module that is split over processes, for ``keep="queries_keys"``.
-        DistributedError: in such a call, unless every process records the same.
-        ArgumentError, DTypeError: for arguments that mean nothing.
+        DistributedError: in such a call, unless every process makes the same record.
+        ArgumentError, DTypeError: for invalid arguments.
 
     Warns:
-        UnseenAttentionWarning: if modules computed a softmax over four dimensions by themselves, called attention
-            kernels of others, or attended over nested tensors or under `torch.vmap`; it names them.
+        UnseenAttentionWarning: if modules computed a softmax over four dimensions, called attention kernels of other
+            libraries, or attended over nested tensors or under `torch.vmap`. It names the modules.
 
     Example:
         >>> import torch, clearhead
@@ -117,9 +108,9 @@ class record(Drawable, Recorded):
         self._layers = ChosenLayers(layers, model)
         self._heads = None if heads is None else whole_numbers("heads", heads)
         self._running = ModuleNames(model)
-        self._counted = CountedQueries(query_mask, self._running)
+        self._counted_queries = CountedQueries(query_mask, self._running)
         self._keep = keep
-        self._rows = checked_queries("queries", queries)
+        self._queries = checked_queries("queries", queries)
         self._per: Per = per
         remember_names(model)
         self._calls: dict[str, Calls] = {}
@@ -132,13 +123,11 @@ class record(Drawable, Recorded):
             stack.enter_context(uncompiled(self._running.model))
             stack.enter_context(self._running.following())
             stack.enter_context(observing(self))
-            stack.enter_context(CaptureMode(self))
+            stack.enter_context(CaptureMode(self._captured, self._missed))
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.stop()
         if kind is None:
             self.report_unseen()
@@ -150,23 +139,24 @@ class record(Drawable, Recorded):
             ) from error
 
     def start_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin in a forward pre-hook of the model, whose own call, with these arguments, runs already."""
+        """Start in a forward pre-hook of the model, while its call with these arguments runs."""
         self.__enter__()
-        if hasattr(self._running.model, "_orig_mod"):  # from torch.compile, whose compiled forward is called next
+        model = self._running.model
+        if hasattr(model, "_orig_mod"):  # torch.compile made it, and its compiled forward is called next
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self._running.enter("", args, kwargs)
+        self._running.enter("", model, args, kwargs)
 
     def stop(self) -> None:
-        """End the block, without a word about what was not seen."""
+        """End the block without a report of unrecorded attention."""
         self._stack.close()
         self._running.root_arguments = ((), {})
-        self._counted.forget()
+        self._counted_queries.forget()
 
     def wanted(self) -> Hashable:
-        """What is recorded of the module that runs; a call of which there are parts is not kept.
+        """The settings that all processes need to share for the running module. ``None`` if it is not recorded.
 
         Raises:
-            RecordError: if queries and keys are to be kept.
+            RecordError: if queries and keys are to be saved.
         """
         name = self._running.current
         if name is None or not self._layers.include(name):
@@ -178,22 +168,17 @@ class record(Drawable, Recorded):
                 got=repr(self._keep),
                 fix="Each process would keep a part, of which no weights can be computed later.",
             )
-        rows = self._rows.tolist() if isinstance(self._rows, Tensor) else self._rows
-        marks = self._counted.signature(name)
-        return self._names, repr(self._options), self._per, self._heads, repr(rows), marks
+        queries = self._queries.tolist() if isinstance(self._queries, Tensor) else self._queries
+        signature = self._counted_queries.signature(name)
+        return self._names, repr(self._options), self._per, self._heads, repr(queries), signature
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
-        """Record a call of Clearhead's own attention."""
-        self.captured((call.query, call.key, call.value), lambda: call)
+        """Record a call of Clearhead's attention."""
+        self._captured((call.query, call.key, call.value), lambda _: call)
         return output
 
-    @property
-    def running_module(self) -> nn.Module:
-        """The innermost module that is running."""
-        return self._running.model.get_submodule(self._running.current or "")
-
-    def captured(self, inputs: Iterable[object], read: Callable[[], AttentionCall]) -> None:
-        """Fold one call into statistics, if the running module is among `layers`."""
+    def _captured(self, inputs: Iterable[object], read: Callable[[nn.Module], AttentionCall]) -> None:
+        """Record one call, if the running module is among `layers`."""
         name = self._running.current
         if name is None or not self._layers.include(name):
             return
@@ -201,11 +186,12 @@ class record(Drawable, Recorded):
         if what is not None:
             self._unseen.note(what, name)
             return
-        heads: HeadShard | None = getattr(self.running_module, "head_shard", None)
+        running = self._running.model.get_submodule(name)
+        heads: HeadShard | None = getattr(running, "head_shard", None)
         with torch.no_grad():
-            call = read()
-            counted = self._counted_queries(name, call) if heads is None else self._agreed(name, call, heads)
-            statistics = compute_statistics(call, self._names, self._options, counted, self._rows, self._per, heads)
+            call = read(running)
+            counted = self._counted(name, call, heads)
+            statistics = compute_statistics(call, self._names, self._options, counted, self._queries, self._per, heads)
         if self._heads is not None:
             statistics = statistics.with_heads(self._heads)
         self._picture_size = self._picture_size or picture_size(self._running.root_arguments)
@@ -214,8 +200,21 @@ class record(Drawable, Recorded):
         if self._keep == "queries_keys":
             calls.keep(call)
 
-    def missed(self, what: str) -> None:
-        """Note something that the running module computed and that cannot be recorded."""
+    def _counted(self, name: str, call: AttentionCall, heads: HeadShard | None) -> Tensor | None:
+        """The counted queries. Processes that share the heads first agree on what they record."""
+        counted, wanted, problem = None, None, None
+        try:
+            wanted = None if heads is None else self.wanted()
+            counted = self._counted_queries.of_call(name, call, is_first=name not in self._calls)
+        except ClearheadError as error:
+            if heads is None:
+                raise
+            problem = error
+        if heads is not None:
+            heads.agree(wanted, problem)
+        return counted
+
+    def _missed(self, what: str) -> None:
         name = self._running.current
         if name is not None:
             self._unseen.note(what, name)
@@ -260,9 +259,9 @@ class record(Drawable, Recorded):
         return find_layout(self._running.model, name, self._picture_size, first.query_length, first.key_length)
 
     def reduce(self) -> dict[str, AttentionStatistics]:
-        """Fold the calls of every module into one, along the batch.
+        """Concatenate the calls of every module along the batch.
 
-        Shorter calls are padded with zeros (−1 in top-k indices); their padding is not ``counted``.
+        Shorter calls are padded with zeros (−1 in top-k indices). The padding is not ``counted``.
 
         Returns:
             One `AttentionStatistics` per module name.
@@ -273,20 +272,7 @@ class record(Drawable, Recorded):
         names = ", ".join(name or "the model itself" for name in self._calls)
         return f"<record of {len(self._calls)} attention modules: {names or 'nothing yet'}>"
 
-    def _agreed(self, name: str, call: AttentionCall, heads: HeadShard) -> Tensor | None:
-        """The counted queries, after the processes that share the heads agreed on what they record."""
-        counted, wanted, problem = None, None, None
-        try:
-            wanted, counted = self.wanted(), self._counted_queries(name, call)
-        except ClearheadError as error:
-            problem = error
-        heads.agree(wanted, problem)
-        return counted
-
-    def _counted_queries(self, name: str, call: AttentionCall) -> Tensor | None:
-        return self._counted.of_call(name, call, is_first=name not in self._calls)
-
     def report_unseen(self) -> None:
-        """Raise or warn if layers that were chosen, or any attention at all, are not in the record."""
+        """Raise if chosen layers did not run or nothing was recorded. Warn of attention that was not recorded."""
         self._layers.require_ran()
         self._unseen.report(self._calls)

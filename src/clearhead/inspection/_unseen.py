@@ -1,9 +1,9 @@
-"""What attended inside a recorded model without being recorded, and the warning about it."""
+"""The warning about attention of a recorded model that was not recorded."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -13,38 +13,39 @@ SOFTMAX = "a softmax over four dimensions"
 
 
 class Unseen:
-    """Keeps what could not be recorded, by the module that ran.
+    """Collects computations that could not be recorded.
 
     Args:
-        model: whose modules are named.
+        model: the recorded model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: dict[str, list[str]] = {}  # what → names
+        self._modules: dict[str, list[str]] = {}  # from a description of the computation to names of modules
 
     def note(self, what: str, module: str) -> None:
-        """Remember that a module computed something that may be attention, such as ``"a softmax …"``."""
+        """Note that a module computed something that may be attention, such as ``"a softmax …"``."""
         names = self._modules.setdefault(what, [])
         if module not in names:
             names.append(module)
 
     def report(self, recorded: Collection[str]) -> None:
-        """Warn of what was noted.
+        """Warn of the noted computations.
 
         Args:
-            recorded: names of the modules in the record. A softmax in one of them is most likely weights that it was
-                asked to return besides.
+            recorded: names of the modules in the record. A softmax in one of them most likely computes weights.
 
         Raises:
             RecordError: if nothing was recorded.
         """
-        if SOFTMAX in self._modules:
-            self._modules[SOFTMAX] = [name for name in self._modules[SOFTMAX] if name not in recorded]
-        self._modules = {what: names for what, names in self._modules.items() if names}
+        modules = {
+            what: self._described([name for name in names if what != SOFTMAX or name not in recorded])
+            for what, names in self._modules.items()
+        }
+        modules = {what: described for what, described in modules.items() if described}
         if not recorded:
             noted = "".join(
-                f"{what[0].upper()}{what[1:]} was computed by {self._named(what)}. " for what in self._modules
+                f"{what[0].upper()}{what[1:]} was computed by {described}. " for what, described in modules.items()
             )
             raise RecordError(
                 f"record: no attention was seen. {noted}Attention is seen in Clearhead's modules, "
@@ -52,17 +53,16 @@ class Unseen:
                 "transformers model needs model.set_attn_implementation('sdpa') or 'clearhead'; of a compiled model "
                 "record model._orig_mod."
             )
-        for what in self._modules:
+        for what, described in modules.items():
             warnings.warn(
-                f"record: {what} that is not in the record was computed by {self._named(what)}. "
+                f"record: {what} that is not in the record was computed by {described}. "
                 "If that is attention, switch it to F.scaled_dot_product_attention over plain tensors; for a "
                 "transformers model model.set_attn_implementation('sdpa').",
                 UnseenAttentionWarning,
                 stacklevel=4,
             )
 
-    def _named(self, what: str) -> str:
+    def _described(self, names: Iterable[str]) -> str:
         return ", ".join(
-            f"{name or 'the model itself'} ({type(self._model.get_submodule(name)).__name__})"
-            for name in self._modules[what]
+            f"{name or 'the model itself'} ({type(self._model.get_submodule(name)).__name__})" for name in names
         )

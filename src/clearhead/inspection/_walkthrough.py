@@ -1,4 +1,4 @@
-"""One call of a multi-head attention module, taken apart into the steps a textbook draws."""
+"""`walkthrough`: one call of a multi-head attention module, step by step."""
 
 from __future__ import annotations
 
@@ -31,29 +31,28 @@ def walkthrough(
     mask: Mask | Tensor | None = None,
     language: str = "en",
 ) -> Walkthrough:
-    """Run one call of a module step by step and explain every step and every shape.
+    """Run one call of a module step by step, and explain every step and every shape.
 
     The steps are those of the module's own call with the `reference` kernel: projections, norms, position part, scores,
-    soft-cap, the module's and the call's mask, sinks, softmax, weighted sum. The module itself is called as well, and
-    the largest difference is reported. Everything runs in evaluation mode (no dropout) and without gradients; the
-    module's mode is put back. All of (B, H, L, S) is held several times over, so this is for inputs of a size that one
-    wants to read.
+    soft-cap, the module's mask and the call's mask, sinks, softmax, weighted sum. The module is also called as usual,
+    and the result contains the largest difference. Everything runs in evaluation mode (no dropout) and without
+    gradients. The module's mode is restored afterwards. Several (B, H, L, S) tensors exist at once: use small inputs.
 
     Args:
         module: a `clearhead.MultiHeadAttention`.
-        query: (B, L, qdim), or (L, qdim), which is walked through as a batch of one.
-        key: (B, S, kdim). Default: the query, which makes it self-attention.
+        query: (B, L, qdim), or (L, qdim), which becomes a batch of one.
+        key: (B, S, kdim). Default: the query, for self-attention.
         value: (B, S, vdim). Default: the key.
-        mask: as `module` takes it: a mask from `clearhead.masks`, or a bool tensor where ``True`` may attend.
+        mask: a mask from `clearhead.masks`, or a bool tensor in which ``True`` may attend.
         language: ``"en"`` or ``"zh"``.
 
     Returns:
-        A `Walkthrough`: ``.steps``, ``.output``, and a readable ``str()``.
+        A `Walkthrough` with ``.steps``, ``.output``, and a readable ``str()``.
 
     Raises:
         DTypeError: if `module` is not a `clearhead.MultiHeadAttention`.
-        ArgumentError: if the language is not one of the two, or the module is split over processes.
-        And what the module itself raises for its inputs.
+        ArgumentError: for another language, or if the module is split over processes.
+        ShapeError, DTypeError, DeviceError, MaskTypeError: as the module itself.
 
     Example:
         >>> import clearhead, torch
@@ -82,7 +81,7 @@ def walkthrough(
 
 
 def _with_batch(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Make a batch of one of (L, E) tensors; one tensor given twice stays one tensor."""
+    """Make a batch of one of (L, E) tensors. A tensor that is passed twice stays one tensor."""
     batched: dict[int, Tensor] = {}
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if isinstance(tensor, Tensor) and strided(name, tensor).dim() == 2:
@@ -92,22 +91,22 @@ def _with_batch(query: Tensor, key: Tensor | None, value: Tensor | None) -> tupl
 
 @contextmanager
 def _evaluation_mode(module: nn.Module) -> Generator[bool, None, None]:
-    """Switch every submodule to evaluation, and each back to the mode it was in."""
-    modes = [(part, part.training) for part in module.modules()]
+    """Switch to evaluation mode inside the block. Yields whether the module was in training mode."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield modes[0][1]
     finally:
-        for part, training in modes:
-            part.training = training
+        for submodule, training in modes:
+            submodule.training = training
 
 
 def _largest_difference(output: Tensor, returned: Tensor) -> tuple[float, float]:
-    """The largest |a − b| and the largest |b|; NaN on both sides is no difference."""
-    ours, theirs = output.double(), returned.double()
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    difference, largest = (ours - theirs)[~same].abs(), theirs[theirs.isfinite()].abs()
-    return float(F.pad(difference, (0, 1)).max()), float(F.pad(largest, (0, 1)).max())
+    """The largest |a − b| and the largest |b|. Two NaN are equal."""
+    a, b = output.double(), returned.double()
+    equal = (a == b) | (a.isnan() & b.isnan())
+    difference, magnitude = (a - b)[~equal].abs(), b[b.isfinite()].abs()
+    return float(F.pad(difference, (0, 1)).max()), float(F.pad(magnitude, (0, 1)).max())
 
 
 def _check_arguments(module: object, language: object) -> None:

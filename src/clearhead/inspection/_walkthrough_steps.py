@@ -1,6 +1,6 @@
-"""The steps of a call, computed by the module's own `Layer` and the `reference` kernel.
+"""The steps of a call, computed by the module's `Layer` and the `reference` kernel.
 
-A step before a norm, a position part, a soft-cap or a mask is the same computation without that part.
+The step before a norm, a position part, a soft-cap or a mask is the same computation without that part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..masks import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import dense_mask
 from ..masks._tensors import as_mask
-from ._walkthrough_text import LANGUAGES
+from ._walkthrough_text import words_in
 
 _SCORES = "(B, H, L, S)"
 
@@ -34,12 +34,12 @@ class Step:
     """One step of the call.
 
     Args:
-        name: stable English name, the same in every language: ``"scores"``.
-        title: its heading, in the language of the walkthrough.
-        symbols: the shape in letters: ``"(B, H, L, S)"``.
+        name: an English name, such as ``"scores"``, which is the same in all languages.
+        title: the heading, in the language of the walkthrough.
+        symbols: the shape in letters, such as ``"(B, H, L, S)"``.
         shape: the shape in numbers.
-        formula: what is computed.
-        meaning: one or two sentences for someone who meets attention for the first time.
+        formula: the formula of the result.
+        meaning: one or two sentences for a reader who is new to attention.
         tensor: the result of the step.
     """
 
@@ -53,29 +53,29 @@ class Step:
 
 
 class Recorder:
-    """Collects steps, looking up their words."""
+    """Collects the steps with their text in one language."""
 
     def __init__(self, language: str) -> None:
-        self.words = LANGUAGES[language]
+        self.words = words_in(language)
         self.sizes: dict[str, int] = {}
         self.steps: list[Step] = []
 
     @property
     def operands(self) -> tuple[tuple[str, str, str], ...]:
-        """Names of query, key and value, and the letters of their heads and lengths."""
+        """Name, letter of the heads and letter of the length of query, key and value."""
         kv = "Hkv" if "Hkv" in self.sizes else "H"
         return ("query", "H", "L"), ("key", kv, "S"), ("value", kv, "S")
 
     def add(self, name: str, symbols: str, formula: str, tensor: Tensor, *, words: str = "", **numbers: object) -> None:
-        text = self.words.steps[words or name]
-        meaning = text.meaning.format(**self.sizes, **numbers)
-        self.steps.append(Step(name, text.title, symbols, tuple(tensor.shape), formula, meaning, tensor))
+        text = self.words["steps"][words or name]
+        meaning = text["meaning"].format(**self.sizes, **numbers)
+        self.steps.append(Step(name, text["title"], symbols, tuple(tensor.shape), formula, meaning, tensor))
 
 
 def take_steps(
     recorder: Recorder, module: MultiHeadAttention, inputs: Tensors, mask: Mask | Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute and record every step; returns the output (B, L, E) and which rows (B, H, L) see no key."""
+    """Compute and record every step. Returns the output (B, L, E) and the fully masked rows (B, H, L)."""
     environment = read_environment()
     layer = layer_of(module, inputs[0], environment)
     _name_sizes(recorder, module, inputs)
@@ -102,7 +102,7 @@ def _name_sizes(recorder: Recorder, module: MultiHeadAttention, inputs: Tensors)
 
 
 def _project(recorder: Recorder, module: MultiHeadAttention, layer: Layer, inputs: Tensors) -> Tensors:
-    """Record the inputs, each once, and their projections (B, length, heads·D), which are returned."""
+    """Record each input once, and the projections (B, length, heads·D). Returns the projections."""
     query, key, value = inputs
     key_source = "query" if key is query else "key"
     sources = "query", key_source, key_source if value is key else "value"
@@ -119,7 +119,7 @@ def _project(recorder: Recorder, module: MultiHeadAttention, layer: Layer, input
 
 
 def _make_heads(recorder: Recorder, layer: Layer, projections: Tensors, environment: Environment) -> Tensors:
-    """Record the heads, the norms and the position part; returns query, key and value as they are attended to."""
+    """Record the heads, the norms and the position part. Returns query, key and value of the attention call."""
 
     def add(step: str, formula: str, tensors: Tensors, parts: tuple[object, ...]) -> None:
         for (name, heads, length), part, tensor in zip(recorder.operands, parts, tensors, strict=True):
@@ -146,7 +146,7 @@ def _make_heads(recorder: Recorder, layer: Layer, projections: Tensors, environm
 
 
 def _attend(recorder: Recorder, layer: Layer, operands: Tensors, mask: Mask | Tensor | None) -> tuple[Tensor, Tensor]:
-    """Record scores, weights and sums; returns the sums (B, H, L, D) and the rows (B, H, L) that see no key."""
+    """Record scores, weights and sums. Returns the sums (B, H, L, D) and the fully masked rows (B, H, L)."""
     request = layer.request._replace(mask=layer.combined(mask))
     call = valid_call(*operands, request._replace(softcap=None, mask=None))
     scores = reference_scores(call)
@@ -157,15 +157,15 @@ def _attend(recorder: Recorder, layer: Layer, operands: Tensors, mask: Mask | Te
         scores = reference_scores(valid_call(*operands, request._replace(mask=None)))
         cap = f"{request.softcap:.4g}"
         recorder.add("softcap", _SCORES, f"s_ij = {cap} · tanh(s_ij / {cap})", scores, softcap=cap)
-    hidden, own = torch.zeros_like(scores, dtype=torch.bool), layer.combined(None)
-    if own is not None:
+    hidden, module_mask = torch.zeros_like(scores, dtype=torch.bool), layer.combined(None)
+    if module_mask is not None:
         scores = reference_scores(valid_call(*operands, layer.request))
-        hidden = _add_mask(recorder, "own_mask", own, call.grid, scores)
+        hidden = _add_mask(recorder, "own_mask", module_mask, call.grid, scores)
     if mask is not None:
         scores = reference_scores(valid_call(*operands, request))
         hidden = hidden | _add_mask(recorder, "mask", as_mask(mask), call.grid, scores)
     else:
-        recorder.add("mask", _SCORES, "s_ij", scores, words="mask_none" if own is None else "mask_own_only")
+        recorder.add("mask", _SCORES, "s_ij", scores, words="mask_none" if module_mask is None else "mask_own_only")
     call = build_call(*operands, request)
     total, words = "Σ_j exp(s_ij)", "softmax"
     if call.request.sinks is not None:
@@ -178,8 +178,8 @@ def _attend(recorder: Recorder, layer: Layer, operands: Tensors, mask: Mask | Te
 
 
 def _add_mask(recorder: Recorder, name: str, mask: Mask, grid: Grid, scores: Tensor) -> Tensor:
-    """Record the scores under a mask; returns which of them it hides."""
-    phrases, words = recorder.words.phrases, name
+    """Record the scores under a mask. Returns a bool tensor of the scores that it hides."""
+    phrases, words = recorder.words["phrases"], name
     dense, formula = dense_mask(mask, grid), phrases["hidden"]  # (B, H, L, S)
     hidden = dense.isneginf() if dense.is_floating_point() else ~dense
     if dense.is_floating_point():
@@ -190,7 +190,7 @@ def _add_mask(recorder: Recorder, name: str, mask: Mask, grid: Grid, scores: Ten
 
 
 def _linear_formula(result: str, source: str, letter: str, layer: nn.Module) -> str:
-    """``q = query · W_q^T + b_q``, or the call itself where the layer was replaced by something else."""
+    """``q = query · W_q^T + b_q``, or a call if the layer is no linear layer."""
     if not isinstance(layer, nn.Linear):
         return f"{result} = {type(layer).__name__}({source})"
     bias = f" + b_{letter}" if layer.bias is not None else ""
@@ -198,7 +198,7 @@ def _linear_formula(result: str, source: str, letter: str, layer: nn.Module) -> 
 
 
 def _sharing(recorder: Recorder, num_kv_heads: int, group: int) -> str:
-    phrases = recorder.words.phrases
+    phrases = recorder.words["phrases"]
     kv_heads = range(min(num_kv_heads, 4))
     shown = [phrases["sharing"].format(first=kv * group, last=kv * group + group - 1, kv=kv) for kv in kv_heads]
     return phrases["separator"].join(shown + ["…"] * (num_kv_heads > len(shown)))
