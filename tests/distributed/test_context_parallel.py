@@ -552,7 +552,7 @@ def _decoded(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
                 tolerance = 1e-12 if dtype == torch.float64 else 1e-5
                 torch.testing.assert_close(other, one, atol=tolerance, rtol=tolerance)
         assert caches[1].length == length
-        assert caches[1].own.length in (length // dist.get_world_size(), length // dist.get_world_size() + 1)
+        assert caches[1].local.length in (length // dist.get_world_size(), length // dist.get_world_size() + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

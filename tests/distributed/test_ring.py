@@ -18,7 +18,7 @@ from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead.distributed import context_parallel, shard_sequence
 from clearhead.distributed._layout import LAYOUTS, Layout, Shards
-from clearhead.distributed._methods import Whole
+from clearhead.distributed._methods import SharedCall
 from clearhead.distributed._ring import by_ring
 from clearhead.masks._grid import Grid
 
@@ -43,8 +43,8 @@ def _errors(layout: Layout, causal: bool) -> dict[str, tuple[float, float]]:
 
     cut = partial(parts.take, dim=2, rank=rank)
     grid = Grid(1, 2, LENGTH, LENGTH, torch.device("cpu"))
-    whole = Whole(group, rank, parts, parts, grid, Request(mask, lse=True), read_environment())
-    found = results(lambda *own: by_ring(*own, whole).output, [cut(x) for x in inputs], cut(factors))
+    shared = SharedCall(group, rank, parts, parts, grid, Request(mask, lse=True), read_environment())
+    found = results(lambda *own: by_ring(*own, shared).output, [cut(x) for x in inputs], cut(factors))
     one = results(lambda *own: clearhead.attention(*own, mask=mask), inputs, factors)
     exact: list[torch.Tensor] = [x.new_zeros(x.shape, dtype=torch.float64) for x in (factors, *inputs)]
     if rank == 0:

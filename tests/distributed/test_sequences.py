@@ -35,7 +35,7 @@ def test_parts_are_those_of_tensor_split(length: int, world: int) -> None:
 
 
 def test_the_last_process_of_a_zigzag_holds_one_run() -> None:
-    assert Shards(16, 2, "zigzag").runs(1) == (slice(4, 12),)
+    assert Shards(16, 2, "zigzag").intervals[1] == (slice(4, 12),)
 
 
 def _around(length: int, layout: Layout, dim: int, dtype: torch.dtype) -> None:

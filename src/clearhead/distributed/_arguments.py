@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._call.caching import Cache, Positions
+from .._call.caching import Positions
 from .._call.dropout import draw_seed
 from .._call.request import WeightsWanted, weights_wanted
 from .._checks import FLOATS, flag, shown
@@ -19,7 +19,7 @@ from ..errors import ArgumentError, KernelError, RecordError
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
 from ._agreement import fingerprint
-from ._cached import SplitCache, common_facts
+from ._decode import SplitCache, sizes_of
 from ._methods import mask_fact
 
 WHERE = "context_parallel"
@@ -47,27 +47,17 @@ class Arguments(NamedTuple):
     batched: bool
 
 
-def read_arguments(
-    module: MultiHeadAttention,
-    environment: Environment,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    mask: Mask | Tensor | None,
-    positions: Positions | None,
-    cache: Cache | None,
-    need_weights: bool,
-    average_attn_weights: bool,
-) -> Arguments:
-    """The checked arguments of a call of a module."""
-    split_cache = _read_cache(module, environment, cache, positions, need_weights)
+def read_arguments(module: MultiHeadAttention, environment: Environment, *arguments: Any) -> Arguments:
+    """The checked arguments of a call of a module, which are those of `SequenceShard.call`."""
+    query, key, value, mask, positions, cache, need_weights, average_attn_weights = arguments
+    cache = _read_cache(module, environment, cache, positions, need_weights)
     _require_supported(module, environment)
-    wanted = weights_wanted(need_weights, average_attn_weights)
+    weights = weights_wanted(need_weights, average_attn_weights)
     if isinstance(query, Tensor) and query.is_nested:
         fix = "Pad them and pass masks.lengths(...)."
         raise ArgumentError("query", expected="a padded tensor", got="a jagged one", fix=fix)
-    if split_cache is None or split_cache.get() is None:
-        if isinstance(split_cache, CrossKVCache) and key is None:
+    if cache is None or cache.get() is None:
+        if isinstance(cache, CrossKVCache) and key is None:
             fix = "The first call needs it; later ones with the same cache do not."
             raise ArgumentError("key", expected="this process's part of the memory", got="None", fix=fix)
         key, value = complete(query, key, value)
@@ -75,18 +65,16 @@ def read_arguments(
     else:  # a memory whose keys are projected already
         require_features("query", query, module.q_proj)
         key = value = query
-    call_mask = None if mask is None else as_mask(mask)
+    mask = None if mask is None else as_mask(mask)
     if module.head_shard is not None:
-        call_mask = module.head_shard.mask(call_mask)
+        mask = module.head_shard.mask(mask)
     if positions is not None:
         positions_of_queries(positions, None, query.shape[-2])
     batched = query.dim() == 3
-    if not batched:
-        same, alike = key is query, value is key
-        query = query[None]
-        key = query if same else key[None]
-        value = key if alike else value[None]
-    return Arguments(query, key, value, call_mask, positions, split_cache, wanted, batched)
+    if not batched:  # one tensor stays one
+        batches = {id(x): x[None] for x in (query, key, value)}
+        query, key, value = (batches[id(x)] for x in (query, key, value))
+    return Arguments(query, key, value, mask, positions, cache, weights, batched)
 
 
 def _read_cache(
@@ -100,10 +88,10 @@ def _read_cache(
         raise ArgumentError("cache", expected="a cache of the split module", got=type(cache).__name__, fix=fix)
     require_cache(cache, module.position)
     weights = flag("need_weights", need_weights) or None
-    for name, given in (("positions", positions), ("need_weights", weights)):
-        if given is not None:
+    for name, argument in (("positions", positions), ("need_weights", weights)):
+        if argument is not None:
             fix = "Decode with a module that was not split."
-            raise ArgumentError(name, expected="nothing beside keys that are split", got=shown(given), fix=fix)
+            raise ArgumentError(name, expected="nothing beside keys that are split", got=shown(argument), fix=fix)
     if environment.observed:
         raise RecordError(f"{WHERE}: a recorder does not see decoding with keys that are split.")
     if module.training and module.dropout:
@@ -131,7 +119,7 @@ def facts_of(module: MultiHeadAttention, arguments: Arguments, environment: Envi
         "batch size": query.shape[0],
         "a batch": batched,
         "dtype": FLOATS.index(query.dtype),
-        "cache": fingerprint(common_facts(cache)),
+        "cache": fingerprint(sizes_of(cache)),
         "key is query": key is query,
         "value is key": value is key,
         "need_weights": weights is not None,

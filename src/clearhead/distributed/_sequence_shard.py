@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,14 @@ from ..caches._kv import KVCache
 from ..errors import ShapeError, shape_text
 from ..kernels._choice import choose
 from ..masks._grid import Grid, Offset
-from ._agreement import Gathered, agree_in_turn, not_announced, not_pickled, require_device, require_equal
+from ._agreement import Gathered, OfThisProcess, agree_on, not_announced, require_device, require_equal
 from ._arguments import WHERE, Arguments, facts_of, read_arguments
-from ._cached import ShardedKVCache
-from ._decode import decode
+from ._decode import ShardedKVCache, decode
 from ._layout import Layout, Shards
-from ._methods import Chunk, Operands, Whole, by_gathering, by_heads, heads_divide, like_whole
+from ._methods import Chunk, Operands, SharedCall, by_gathering, by_heads, heads_divide, of_all_sizes
 from ._ring import by_ring
 from ._sequence import require_shards, shards_of
-from ._statistics import shared_call
+from ._statistics import shared_call_of
 
 _SAME = "All processes of the mesh make the same call, each with its part of the sequence."
 _NUMBER = "number of the module"
@@ -42,7 +41,7 @@ _MAY_DIFFER = ("query", "key", "seed")
 
 
 @dataclass(frozen=True)
-class LocalSequence:
+class LocalSequence(OfThisProcess):
     """The `SequenceShard` of one process.
 
     Args:
@@ -54,6 +53,8 @@ class LocalSequence:
         method, layout: see `context_parallel`.
         number: the number of the module among all modules that were split over the group; 0 for a stack.
     """
+
+    where: ClassVar[str] = WHERE
 
     group: dist.ProcessGroup
     agreements: tuple[dist.ProcessGroup, ...]
@@ -79,31 +80,33 @@ class LocalSequence:
             arguments = read_arguments(module, environment, *given)
             return {_NUMBER: self.number, **facts_of(module, arguments, environment)}, arguments
 
-        read = self._require_one_call
-        gathered, arguments, shards = agree_in_turn(WHERE, self.agreements, self.device, find, read)
+        arguments, shards, seed = agree_on(WHERE, self.agreements, self.device, find, self._require_one_call)
         layer = layer_of(module, arguments.query, environment)
         if arguments.cache is not None:
-            return decode(layer, arguments, arguments.cache, shards, self.group, environment)
+            query, key, value, mask, *_ = arguments
+            results = decode(layer, (query, key, value), mask, arguments.cache, shards, self.group, environment)
+            return layer.projected_out(results, environment, batched=arguments.batched)
         if layer.request.dropout_p:
-            seed = torch.tensor(gathered[0]["seed"], device=arguments.query.device)
             heads = layer.request.offset or Offset(module.num_heads)
-            layer = replace(layer, request=layer.request._replace(seed=seed, offset=heads))
+            seed_tensor = torch.tensor(seed, device=arguments.query.device)
+            layer = replace(layer, request=layer.request._replace(seed=seed_tensor, offset=heads))
         queries, keys = shards
         return self._compute(layer, arguments, queries, keys, environment)
 
-    def _require_one_call(self, gathered: Gathered, arguments: Arguments) -> tuple[Gathered, Arguments, list[Shards]]:
+    def _require_one_call(self, gathered: Gathered, arguments: Arguments) -> tuple[Arguments, list[Shards], int]:
         """Raise unless all processes make one call.
 
         Returns:
-            The facts, the arguments, and the shards of queries and keys as far as these are split.
+            The arguments, the shards of queries and keys as far as these are split, and the seed of the first process.
         """
         require_equal(WHERE, gathered, (_NUMBER,), _IN_ORDER)
         require_equal(WHERE, gathered, [name for name in gathered[0] if name not in _MAY_DIFFER], _SAME)
         cache = arguments.cache
         split = ["query", "key"] if cache is None else ["key"] if isinstance(cache, CrossKVCache) else []
-        whole = [name for name in ("query", "key") if name not in split]
-        require_equal(WHERE, gathered, whole, "With a cache every process is given all new tokens.")
-        return gathered, arguments, [shards_of(WHERE, gathered, name, self.layout) for name in split]
+        equal = [name for name in ("query", "key") if name not in split]
+        require_equal(WHERE, gathered, equal, "With a cache every process is given all new tokens.")
+        shards = [shards_of(WHERE, gathered, name, self.layout) for name in split]
+        return arguments, shards, gathered[0]["seed"]
 
     def _compute(
         self, layer: Layer, arguments: Arguments, queries: Shards, keys: Shards, environment: Environment
@@ -124,57 +127,50 @@ class LocalSequence:
             require_one_length(queries.length, keys.length)
             layer = replace(layer, position=of_whole(layer.position, at, queries.length))
         # A ring merges partial results by their lse. Rows of weights need all keys at once.
-        travels = self.method == "ring" and weights is None
-        request = layer.request._replace(mask=combined, lse=travels, weights=weights)
-        whole = Whole(self.group, self.rank, queries, keys, grid, request, environment)
+        is_ring = self.method == "ring" and weights is None
+        request = layer.request._replace(mask=combined, lse=is_ring, weights=weights)
+        shared = SharedCall(self.group, self.rank, queries, keys, grid, request, environment)
         operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
-        return layer.projected_out(self._attend(operands, whole), environment, batched=batched)
+        _require_kernel(operands, shared)
+        return layer.projected_out(self._attend(operands, shared), environment, batched=batched)
 
-    def _attend(self, operands: Operands, whole: Whole) -> Results:
+    def _attend(self, operands: Operands, shared: SharedCall) -> Results:
         """Exchange and attend, and show the call to observers."""
-        _require_kernel(operands, whole)
-        if not whole.environment.observed:
-            return self._exchanged(operands, whole)[0]
-        whole = replace(whole, environment=whole.environment._replace(observed=False))
+        if not shared.environment.observed:
+            return self._exchanged(operands, shared)[0]
+        shared = replace(shared, environment=shared.environment._replace(observed=False))
         with computing():
-            results, chunks = self._exchanged(operands, whole)
+            results, chunks = self._exchanged(operands, shared)
             with torch.no_grad(), autocast_off(operands[0]):
-                notify(shared_call(operands, whole, chunks, results.lse), results.output)
+                notify(shared_call_of(operands, shared, chunks, results.lse), results.output)
         return results
 
-    def _exchanged(self, operands: Operands, whole: Whole) -> tuple[Results, list[Chunk]]:
+    def _exchanged(self, operands: Operands, shared: SharedCall) -> tuple[Results, list[Chunk]]:
         """The results, and the chunks that they were computed from, if keys did not travel around."""
-        if whole.request.lse:
-            return by_ring(*operands, whole), []
+        if shared.request.lse:
+            return by_ring(*operands, shared), []
         q, k, _ = operands
         divides = heads_divide(q.shape[1], k.shape[1], self.world)
-        uses_heads = whole.request.weights is None and self.method != "gather" and divides
-        return (by_heads if uses_heads else by_gathering)(*operands, whole)
+        uses_heads = shared.request.weights is None and self.method != "gather" and divides
+        return (by_heads if uses_heads else by_gathering)(*operands, shared)
 
     def _positions(self, at: Positions | None, queries: Shards, device: torch.device) -> Positions:
         """The positions of this process's queries: an int where they count up."""
         if isinstance(at, Tensor):
             return queries.take(at, -1, self.rank)
-        first, runs = at or 0, queries.runs(self.rank)
-        if len(runs) < 2:
-            return first + (runs[0].start if runs else 0)
+        first, intervals = at or 0, queries.intervals[self.rank]
+        if len(intervals) < 2:
+            return first + (intervals[0].start if intervals else 0)
         return queries.positions(self.rank, device) + first
 
     def shared_cache(self, make: Callable[[int], KVCache], max_length: int) -> ShardedKVCache:
         return ShardedKVCache(make(-(-size("max_length", max_length) // self.world)), max_length, self.rank, self.world)
 
-    def __deepcopy__(self, memo: object) -> LocalSequence:
-        return self
 
-    def __reduce__(self) -> str:
-        raise not_pickled(WHERE)
-
-
-def _require_kernel(operands: Operands, whole: Whole) -> None:
-    """Raise if a forced kernel refuses the call of the whole: in every process alike, and before an exchange."""
-    kernel = whole.environment.kernel
-    if kernel is None:
-        return
-    # Kernels refuse shapes, dtypes and masks, not values.
-    like = like_whole(operands, whole.queries, whole.keys)
-    choose(valid_call(*like, whole.request_at(whole.start, whole.grid.num_heads), whole.environment), kernel)
+def _require_kernel(operands: Operands, shared: SharedCall) -> None:
+    """Raise if a forced kernel refuses the shared call: in every process alike, and before an exchange."""
+    kernel = shared.environment.kernel
+    if kernel is not None:
+        # Kernels refuse shapes, dtypes and masks, not values.
+        request = shared.request_at(shared.start, shared.grid.num_heads)
+        choose(valid_call(*of_all_sizes(operands, shared.queries, shared.keys), request, shared.environment), kernel)
