@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._call.call import AttentionCall, valid_call
+from .._call.call import valid_call
 from .._call.request import Request
 from .._checks import FLOATS
 from .._environment import Environment, autocast_off, cast_for_autocast, read_environment
@@ -121,7 +120,7 @@ def attention_statistics(
     read = partial(_shared_call, group, layout, query_mask)
     # The second agreement is about errors that show only in the length of the whole sequence.
     local, shared, counted = agree_on(_WHERE, (group, group), device, find, read)
-    with torch.no_grad(), autocast_off(local.call.query):
+    with torch.no_grad(), autocast_off(local.operands[0]):
         # Statistics of gathered keys and of each interval of this process's queries.
         call = shared_call_of(local.operands, shared, chunks_of_queries(*local.operands, shared))
         return compute_statistics(call, local.names, local.options, counted, local.queries, per)
@@ -131,24 +130,19 @@ class _Arguments(NamedTuple):
     """The checked arguments of one process.
 
     Args:
-        call: the query, key and value of this process as a call. The values have no features if no statistic reads
-            them.
+        operands: the query, key and value of this process. The values have no features if no statistic reads them.
         request: how all queries attend.
         names, options: the statistics.
         queries: as in `attention_statistics`.
         environment: the environment of the call.
     """
 
-    call: AttentionCall
+    operands: Operands
     request: Request
     names: tuple[str, ...]
     options: Options
     queries: Queries | None
     environment: Environment
-
-    @property
-    def operands(self) -> Operands:
-        return self.call.query, self.call.key, self.call.value
 
 
 def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
@@ -169,8 +163,7 @@ def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
     numbers, positions = chosen("scale", "softcap", "sinks"), chosen("query_positions", "key_positions")
     with torch.no_grad(), autocast_off(query):
         call = valid_call(query, key, values[0] if values else None, Request(**numbers), environment)
-    if not need_values(names):
-        call = replace(call, value=call.key[..., :0])
+    operands = call.query, call.key, call.value if need_values(names) else call.key[..., :0]
     for name, place in positions.items():
         as_positions(name, place, per_head=name == "key_positions")
     if query_mask is not None:
@@ -183,7 +176,7 @@ def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
         "query heads": heads,
         "key/value heads": call.key.shape[1],
         "head_dim": dim,
-        "head_dim of values": call.value.shape[3],
+        "head_dim of values": operands[2].shape[3],
         "dtype": FLOATS.index(query.dtype),
         "mask": mask_fact(cast("Mask | None", request.mask)),
         # The shared call checks the sizes of tensors.
@@ -200,7 +193,7 @@ def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
         "query": length,
         "key": call.key.shape[2],
     }
-    return facts, _Arguments(call, request, names, options, queries, environment)
+    return facts, _Arguments(operands, request, names, options, queries, environment)
 
 
 def _shared_call(
@@ -209,7 +202,7 @@ def _shared_call(
     """The arguments, the shared call, and the counted queries. Raise unless all processes make one call."""
     require_equal(_WHERE, gathered, [name for name in gathered[0] if name not in ("query", "key")], _SAME)
     queries, keys = (shards_of(_WHERE, gathered, name, layout) for name in ("query", "key"))
-    with torch.no_grad(), autocast_off(local.call.query):
+    with torch.no_grad(), autocast_off(local.operands[0]):
         call = valid_call(*of_all_sizes(local.operands, queries, keys), local.request, local.environment)
     row_numbers(local.queries, queries.length)
     rank, counted = dist.get_rank(group), counted_queries(query_mask, call)

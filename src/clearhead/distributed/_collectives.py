@@ -154,8 +154,8 @@ def _all_gather(tensors: Sequence[Tensor], shards: Shards, group: Group) -> list
         return [list(received[index :: len(tensors)]) for index in range(len(tensors))]
     count = len(tensors[0])
     sent = tensors[0].new_zeros((shards.longest, sum(map(math.prod, shapes))))
-    for place, x in zip(_features(sent[:count], [x.shape for x in tensors]), tensors, strict=True):
-        place.copy_(x)
+    for target, x in zip(_features(sent[:count], [x.shape for x in tensors]), tensors, strict=True):
+        target.copy_(x)
     ranks = from_every_rank(sent, group)  # (W, longest, features)
     return [list(parts) for parts in zip(*(_features(x, [x.shape for x in tensors]) for x in ranks), strict=True)]
 
@@ -175,7 +175,7 @@ def all_to_all(sent: Sent, shapes: Sequence[Shapes], group: Group) -> list[list[
     shapes = [*shapes[:rank], [x.shape for x in sent[rank]], *shapes[rank + 1 :]]
     counts = [len(tensors) for tensors in sent]
     received = cast("tuple[Tensor, ...]", _AllToAll.apply(counts, shapes, group, *chain(*sent)))
-    return _grouped(received, [len(each) for each in shapes])
+    return _grouped(received, [*map(len, shapes)])
 
 
 class _AllToAll(torch.autograd.Function):
@@ -184,7 +184,7 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, counts: list[int], shapes: Sequence[Shapes], group: Group, *flat: Tensor
     ) -> tuple[Tensor, ...]:
         sent = _grouped(flat, counts)
-        ctx.group, ctx.counts = group, [len(each) for each in shapes]
+        ctx.group, ctx.counts = group, [*map(len, shapes)]
         ctx.shapes = [[x.shape for x in tensors] for tensors in sent]
         with step("forward: all-to-all"):
             return exchange(sent, shapes, group)
@@ -204,22 +204,21 @@ def _grouped(flat: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]
 def exchange(sent: Sent, shapes: Sequence[Shapes], group: Group) -> tuple[Tensor, ...]:
     """As `all_to_all`, without gradients: one tuple of all tensors, cut from one buffer without a copy."""
     rank, like = dist.get_rank(group), next(chain(*sent))
-    others = [*sent[:rank], (), *sent[rank + 1 :]]
-    shapes_of_others = [*shapes[:rank], (), *shapes[rank + 1 :]]
+    outgoing = [*sent[:rank], (), *sent[rank + 1 :]]
+    incoming = [*shapes[:rank], (), *shapes[rank + 1 :]]
     # Each tensor for another process is copied once, into the buffer that is sent.
-    counts = [sum(x.numel() for x in tensors) for tensors in others]
-    expected = [sum(math.prod(shape) for shape in each) for each in shapes_of_others]
-    leaving, arriving = like.new_empty(sum(counts)), like.new_empty(sum(expected))
-    for place, x in zip(_cut(leaving, [[x.shape for x in each] for each in others]), chain(*others), strict=True):
-        place.copy_(x)
-    dist.all_to_all_single(arriving, leaving, expected, counts, group=group)
-    received, before = _cut(arriving, shapes_of_others), sum(map(len, shapes[:rank]))
-    return *received[:before], *sent[rank], *received[before:]
+    counts = [sum(x.numel() for x in tensors) for tensors in outgoing]
+    expected = [sum(map(math.prod, rank_shapes)) for rank_shapes in incoming]
+    buffer, received = like.new_empty(sum(counts)), like.new_empty(sum(expected))
+    for target, x in zip(_cut(buffer, [x.shape for x in chain(*outgoing)]), chain(*outgoing), strict=True):
+        target.copy_(x)
+    dist.all_to_all_single(received, buffer, expected, counts, group=group)
+    tensors, before = _cut(received, [*chain(*incoming)]), sum(map(len, shapes[:rank]))
+    return *tensors[:before], *sent[rank], *tensors[before:]
 
 
-def _cut(flat: Tensor, shapes: Sequence[Shapes]) -> tuple[Tensor, ...]:
-    each = list(chain(*shapes))
-    return tuple(x.view(shape) for x, shape in zip(flat.split([*map(math.prod, each)]), each, strict=True))
+def _cut(flat: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
+    return tuple(x.view(shape) for x, shape in zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True))
 
 
 def sum_of_gradients(x: Tensor, group: Group, where: str) -> Tensor:

@@ -27,12 +27,11 @@ from ._agreement import (
     require_equal,
     require_mesh,
 )
-from ._arguments import WHERE
 from ._description import Attentions, Split, attention_parts, facts_of_module
 from ._layout import Layout, require_layout
 from ._methods import heads_divide
 from ._sequence import require_shards
-from ._sequence_shard import LocalSequence
+from ._sequence_shard import WHERE, LocalSequence
 
 Method = Literal["auto", "heads", "gather", "ring"]
 METHODS: tuple[Method, ...] = ("auto", "heads", "gather", "ring")

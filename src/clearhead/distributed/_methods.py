@@ -21,7 +21,7 @@ from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
 from ._agreement import fingerprint
-from ._collectives import all_to_all, gather_shards
+from ._collectives import all_to_all, gather_shards, reduce_scatter, step
 from ._layout import Shards
 
 #: Query (B, H, l, D), key (B, Hkv, s, D) and value (B, Hkv, s, Dv) of this process.
@@ -48,7 +48,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedCall:
-    """One attention call that the processes of a group compute together.
+    """One attention call that the processes of a group compute together, and its `Totals` over them.
 
     Args:
         group: the group of the processes.
@@ -93,6 +93,29 @@ class SharedCall:
             key_positions=None,
             offset=module and offset._replace(num_heads=module.num_heads, head=module.head + offset.head),
         )
+
+    def rows(self, length: int, device: torch.device) -> Tensor:
+        return self.queries.positions(self.rank, device)
+
+    def summed(self, total: Tensor) -> Tensor:
+        return self._reduced(total, dist.ReduceOp.SUM)
+
+    def largest(self, total: Tensor) -> Tensor:
+        return self._reduced(total, dist.ReduceOp.MAX)
+
+    def _reduced(self, total: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        reduced = total.clone(memory_format=torch.contiguous_format)
+        with step("statistics: all-reduce", self.where):
+            dist.all_reduce(reduced, operation, group=self.group)
+        return reduced
+
+    def of_keys(self, total: Tensor) -> Tensor:
+        last = total.dim() - 1
+        sent = total.new_zeros(self.keys.world_size, *total.shape[:last], self.keys.longest)
+        for rank, count in enumerate(self.keys.lengths):
+            sent[rank, ..., :count] = self.keys.take(total, last, rank)
+        with step("statistics: reduce-scatter", self.where):
+            return reduce_scatter(sent, self.group)[..., : self.keys.lengths[self.rank]]
 
     def attend(self, chunk: Chunk) -> Results:
         """The attention of a chunk."""

@@ -86,11 +86,11 @@ class _Ring(torch.autograd.Function):
                 of_rows = (x[:, :, chunk.rows] for x in (output, lse, correction, of_output))
                 request = shared.request_at(chunk.offset, q.shape[1])._replace(lse=False)
                 call = valid_call(chunk.query, chunk.key, chunk.value, request, shared.environment)
-                dq, dk, dv, *others = gradients_of_some_keys(call, *of_rows, learns=learns)
+                dq, *gradients_of_chunk = gradients_of_some_keys(call, *of_rows, learns=learns)
                 of_query[:, :, chunk.rows] += dq
-                totals = *_key_and_value(of_block[chunk.columns], k.shape[3]), *(of_biases if others else ())
-                for total, other in zip(totals, (dk, dv, *others), strict=True):
-                    total += other
+                totals = *_key_and_value(of_block[chunk.columns], k.shape[3]), *(of_biases if learns else ())
+                for total, gradient in zip(totals, gradients_of_chunk, strict=True):
+                    total += gradient
             of_keys.add(block, of_block)
         of_key, of_value = (x.to(q.dtype) for x in _key_and_value(of_keys.home(), k.shape[3]))
         of_sinks = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, cast, final
 
 import torch
@@ -20,46 +21,14 @@ from .._call.call import AttentionCall, valid_call, zero_hidden
 from .._call.request import Request
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, need_values, shape_of
-from .._statistics.statistic import Options
 from .._statistics.vectors import TopK
-from .._weights import Queries, row_numbers
+from .._weights import row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..masks._grid import Block
-from ._collectives import exchange, reduce_scatter, step
+from ._collectives import exchange, step
 from ._methods import Chunk, Operands, SharedCall
 from ._ring import chunks_of_ring
-
-
-@final
-@dataclass(frozen=True)
-class OverProcesses:
-    """The `Totals` over the processes of a sequence."""
-
-    shared: SharedCall
-
-    def rows(self, length: int, device: torch.device) -> Tensor:
-        return self.shared.queries.positions(self.shared.rank, device)
-
-    def summed(self, total: Tensor) -> Tensor:
-        return self._reduced(total, dist.ReduceOp.SUM)
-
-    def largest(self, total: Tensor) -> Tensor:
-        return self._reduced(total, dist.ReduceOp.MAX)
-
-    def _reduced(self, total: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        reduced = total.clone(memory_format=torch.contiguous_format)
-        with step("statistics: all-reduce", self.shared.where):
-            dist.all_reduce(reduced, operation, group=self.shared.group)
-        return reduced
-
-    def of_keys(self, total: Tensor) -> Tensor:
-        keys, last = self.shared.keys, total.dim() - 1
-        sent = total.new_zeros(keys.world_size, *total.shape[:last], keys.longest)
-        for rank, count in enumerate(keys.lengths):
-            sent[rank, ..., :count] = keys.take(total, last, rank)
-        with step("statistics: reduce-scatter", self.shared.where):
-            return reduce_scatter(sent, self.shared.group)[..., : keys.lengths[self.shared.rank]]
 
 
 @final
@@ -68,11 +37,11 @@ class _Part:
     """The `CallPart` of a process.
 
     Args:
-        totals: the totals over all processes.
+        totals: the shared call.
         results: computes the results, as `results_of`.
     """
 
-    totals: OverProcesses
+    totals: SharedCall
     results: Callable[..., dict[str, Any]]
 
 
@@ -102,8 +71,8 @@ def shared_call_of(
         query, key, value, offset, *_ = chunks[0]
         heads = shared.request_at(offset, query.shape[1])._replace(lse=False, weights=None, **positions)
         results = partial(_of_heads, shared, zero_hidden(valid_call(query, key, value, heads, shared.environment)))
-    part = _Part(OverProcesses(shared), results)
-    return replace(call, request=call.request._replace(mask=shared.mask, **positions), part=part, grid_=grid)
+    request = call.request._replace(mask=shared.mask, **positions)
+    return replace(call, request=request, part=_Part(shared, results), grid_=grid)
 
 
 def _of_queries(
@@ -111,10 +80,7 @@ def _of_queries(
     chunks: Callable[[bool], Iterable[Chunk]],
     lse: Tensor | None,
     call: AttentionCall,
-    names: Sequence[str],
-    options: Options,
-    counted: Tensor | None,
-    queries: Queries | None,
+    *arguments: Any,
 ) -> dict[str, Any]:
     """Results of this process's queries over all keys, chunk by chunk.
 
@@ -122,21 +88,18 @@ def _of_queries(
         shared: the attention that is computed.
         chunks: returns the chunks of the call in any order, with values if its argument is true.
         lse: (B, H, l) of whole rows, if a chunk holds only some of their keys.
-        call, names, options, counted, queries: as for `results_of`.
+        call: the shared call, with the queries of this process.
+        arguments: the other arguments of `results_of`.
     """
+    names, options, counted, queries = arguments
     batch, _, length, _ = call.query.shape
-    totals = OverProcesses(shared)
     column = call.query.new_ones(batch, 1, length, 1, dtype=torch.bool)
     if counted is not None:
-        column = counted[:, None, totals.rows(shared.queries.length, call.query.device), None]
-    statistics = [STATISTICS[name](call, options, column, queries, totals) for name in names]
+        column = counted[:, None, shared.rows(shared.queries.length, call.query.device), None]
+    statistics = [STATISTICS[name](call, options, column, queries, shared) for name in names]
     with_values = need_values(names)
-
-    def blocks() -> Iterator[BlockRows]:
-        for chunk in chunks(with_values):
-            yield from _block_rows(shared, chunk, lse, call, column, with_values)
-
-    return fold_blocks(blocks(), statistics, call)
+    blocks = (_block_rows(shared, chunk, lse, call, column, with_values) for chunk in chunks(with_values))
+    return fold_blocks(chain.from_iterable(blocks), statistics, call)
 
 
 def _block_rows(
@@ -160,23 +123,16 @@ def _block_rows(
         yield BlockRows(call, shared_block, place, query, key, counted[batch, :, place], values, row_lse)
 
 
-def _of_heads(
-    shared: SharedCall,
-    heads: AttentionCall,
-    call: AttentionCall,
-    names: Sequence[str],
-    options: Options,
-    counted: Tensor | None,
-    queries: Queries | None,
-) -> dict[str, Any]:
+def _of_heads(shared: SharedCall, heads: AttentionCall, call: AttentionCall, *arguments: Any) -> dict[str, Any]:
     """Results of some heads of the whole sequence, which the processes exchange.
 
     Args:
         shared: the attention that is computed.
         heads: the call of these heads, with all queries and all keys.
-        call, names, options, counted, queries: as for `results_of`.
+        call: the shared call.
+        arguments: the other arguments of `results_of`, of which the queries are the last.
     """
-    chosen = row_numbers(queries, shared.queries.length, "queries")
+    chosen = row_numbers(arguments[-1], shared.queries.length, "queries")
 
     def cut(name: str, tensor: Tensor, rank: int) -> Tensor:
         shape = shape_of(name)
@@ -188,7 +144,7 @@ def _of_heads(
                 return shards.take(tensor, shape.index(size), rank)
         return tensor
 
-    results = results_of(heads, names, options, counted, queries)
+    results = results_of(heads, *arguments)
     return with_all_heads(results, shared.group, cut, shared.where)
 
 
