@@ -15,7 +15,6 @@ from benchmarks import all as every
 from benchmarks import figures
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.comparing import OURS, Result
-from benchmarks.cpu import lines as cpu_lines
 from benchmarks.figures import Figures, Kept, pages, read, texts_of
 
 #: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
@@ -126,11 +125,6 @@ def test_the_work_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == ["attention forward, fp32: L=512", "causal forward, fp32: L=512"]
     with pytest.raises(SystemExit, match="--only 'nothing' matches nothing; --list names the work"):
         benchmark.main(["--only", "nothing"])
-
-
-def test_the_line_of_a_real_model_is_measured() -> None:
-    line = next(line for line in cpu_lines(Effort(3, smallest=True, peers=False)) if "MiniLM" in line.name)
-    assert line.measure()["figures"]["transformers sdpa"] > 0
 
 
 def test_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,21 +41,11 @@ def test_a_date_is_written_as_people_do(language: str, day: date, text: str) -> 
     assert text in [dates.write_as(day, own, template).text for template in own.formats]
 
 
-def test_every_language_has_all_its_words() -> None:
-    assert {"French", "Chinese"} <= set(dates.LANGUAGES)
-    for name, language in dates.LANGUAGES.items():
-        assert len(language.formats) >= 6
-        wanted = 0 if name == "figures" else 7
-        assert (len(language.weekdays), len(language.short_weekdays)) == (wanted, wanted)
-        if name not in ("figures", "Chinese", "Japanese"):
-            assert (len(language.months), len(language.short_months)) == (12, 12)
-            assert len(set(language.months)) == 12
-
-
-def test_no_text_stands_for_two_dates() -> None:
+def test_every_language_writes_every_date_and_no_text_stands_for_two() -> None:
     said: dict[str, date] = {}
     for day in random.Random(0).sample(dates.DATES, 1500):
         for language in dates.LANGUAGES.values():
+            assert len(language.formats) >= 6
             for template in language.formats:
                 if "{yy}" not in template or day.year in dates.SHORT_YEARS:
                     assert said.setdefault(dates.write_as(day, language, template).text, day) == day
