@@ -53,7 +53,7 @@ def test_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_about_masks_compares_all_five_conventions() -> None:
     page = (DOCS / "which-mask.md").read_text(encoding="utf-8")
-    parts = re.split(r"^## \d\. ", page, flags=re.MULTILINE)[1:]
+    _, *parts = re.split(r"^## \d\. ", page, flags=re.MULTILINE)
     assert len(parts) == 5
     for part in parts:
         code = "".join(found[2] for found in BLOCK.finditer(part.split("\n## ")[0]))

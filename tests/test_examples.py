@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ from benchmarks.eviction import POLICIES, compare, held_out_passages
 from examples.character_model import LENGTH, read_corpus, trained
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 LARGEST = 300_000  # bytes, so that it opens at once where code is read
 
 
-def run(out: Path, name: str, *options: str) -> tuple[dict[str, Any], str]:
+def run(out: Path, name: str, *options: str, launch: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
     """Run a program as a user does: what it saved as figures, and what it printed."""
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--out", str(out), *options]
+    command = [sys.executable, *launch, str(EXAMPLES / f"{name}.py"), "--out", str(out), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     return json.loads((out / f"{name}.json").read_text(encoding="utf-8")), result.stdout
@@ -59,14 +59,11 @@ def test_digits_are_read(tmp_path: Path) -> None:
 
 
 def test_long_passages_are_split_over_processes(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, str(EXAMPLES / "long_context.py"), "--out", str(tmp_path), "--length", "331", "--steps", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8")
-    assert result.returncode == 0, result.stderr
-    results = json.loads((tmp_path / "long_context.json").read_text(encoding="utf-8"))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    results, said = run(tmp_path, "long_context", "--length", "331", "--steps", "2", launch=launch)
     assert (results["processes"], len(results["losses"])) == (2, 2)
-    assert result.stdout.count("steps 1 to 2 on 331 characters in 2 processes") == 1, "the first process alone speaks"
-    assert result.stdout.count("2/2") == 1
+    assert said.count("steps 1 to 2 on 331 characters in 2 processes") == 1, "the first process alone speaks"
+    assert said.count("2/2") == 1
     assert (tmp_path / "long_context" / "step_2" / ".metadata").exists()
 
 
@@ -107,8 +104,7 @@ def test_in_full_characters_are_guessed_far_beyond_the_training_length_and_polic
 
 
 #: What must hold in the notebook's own names after its last cell: the claims of its text.
-CLAIMS = {
-    "see_inside": """
+CLAIMS = """
 assert (layer, head) == (0, 2) and previous[layer, head] > 0.99 and previous.median() < 0.03
 assert by_head("entropy").argmin() == 2, "the square that is almost black"
 assert (sink_layer, sink_head) == (1, 11) and on_first[sink_layer, sink_head] > 0.7
@@ -116,47 +112,29 @@ assert changes[layer].argmax() == head, "no head of its layer is missed more"
 assert changes[layer, head] > 3 * changes[layer].median()
 assert changes[sink_layer, sink_head] < changes[sink_layer].median(), "the sink head is hardly missed"
 """
-}
-
-notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def read(path: Path) -> Any:
-    nbformat = pytest.importorskip("nbformat", reason="reading notebooks needs nbformat")
-    return nbformat.read(path, as_version=4)
-
-
-def printed(cell: Any) -> str:
+def _printed(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
-def test_there_are_notebooks() -> None:
-    assert [path.stem for path in NOTEBOOKS] == list(CLAIMS)
-
-
-@notebooks
-def test_every_cell_runs_and_its_claims_hold(path: Path, tmp_path: Path) -> None:
+def test_the_notebook_runs_its_claims_hold_and_it_is_committed_as_it_ran(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason="executing notebooks needs nbclient and ipykernel")
     pytest.importorskip("ipykernel", reason="executing notebooks needs a kernel: ipykernel")
-    notebook = read(path)
-    committed = [printed(cell) for cell in notebook.cells if cell.cell_type == "code"]
-    from nbformat.v4 import new_code_cell
+    import nbformat
 
-    notebook.cells.append(new_code_cell(CLAIMS[path.stem]))
-    client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute()  # a cell that raises, raises here
-    found = [printed(cell) for cell in notebook.cells[:-1] if cell.cell_type == "code"]
-    assert found[0] == committed[0]
-    assert [bool(text) for text in found] == [bool(text) for text in committed], "printed where it is committed as such"
-
-
-@notebooks
-def test_it_is_committed_as_it_ran_from_top_to_bottom(path: Path) -> None:
-    cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
+    (path,) = EXAMPLES.glob("*.ipynb")
+    assert path.stat().st_size < LARGEST
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
-    assert path.stat().st_size < LARGEST
+    committed = [_printed(cell) for cell in cells]
+    notebook.cells.append(nbformat.v4.new_code_cell(CLAIMS))
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    found = [_printed(cell) for cell in cells]
+    assert found[0] == committed[0]
+    assert [bool(text) for text in found] == [bool(text) for text in committed], "printed where it is committed as such"

@@ -94,80 +94,32 @@ def test_what_one_does_with_a_mask_shows_an_example(name: str) -> None:
 
 #: Imports Clearhead after torch and prints what came in, and what of torch's that builds things was called.
 IMPORT = """
-import json, sys, warnings
+import json, subprocess, sys, warnings
 import torch
 
 warnings.simplefilter("error")
-before = set(sys.modules)
-calls = []
-
-def watch(owner, name):
-    setattr(owner, name, lambda *args, **options: calls.append(name))
-
-watch(torch, "compile")
-watch(torch.cuda, "init")
-watch(torch.cuda, "is_available")
-
-import subprocess
-watch(subprocess, "Popen")
-
-seed = torch.initial_seed()
+before, calls, seed = set(sys.modules), [], torch.initial_seed()
+for owner, name in ((torch, "compile"), (torch.cuda, "init"), (torch.cuda, "is_available"), (subprocess, "Popen")):
+    setattr(owner, name, lambda *args, name=name, **options: calls.append(name))
 import clearhead
 
-new = set(sys.modules) - before
+new = {name for name in set(sys.modules) - before if name.split(".")[0] != "clearhead"}
 print(json.dumps({
-    "plot": "clearhead.plot" in sys.modules,
-    "then": [clearhead.plot.page.__name__, "matplotlib" in sys.modules],
-    "new": sorted(name for name in new if name.split(".")[0] != "clearhead"),
-    "calls": calls,
-    "same seed": seed == torch.initial_seed(),
-    "cuda": torch.cuda.is_initialized(),
-    "standard": sorted(sys.stdlib_module_names),
+    "foreign": sorted(name for name in new if name.split(".")[0] not in {*sys.stdlib_module_names, "torch"}),
+    "heavy": sorted(name for name in new if name.startswith(("torch._inductor", "torch._dynamo", "torch.utils.cpp_"))),
+    "plot": ["clearhead.plot" in sys.modules, clearhead.plot.page.__name__, "matplotlib" in sys.modules],
+    "work": [calls, seed == torch.initial_seed(), torch.cuda.is_initialized()],
 }))
 """
 
 
-@pytest.fixture(scope="module")
-def imported() -> dict[str, Any]:
-    """What a fresh interpreter reports."""
+def test_importing_does_no_work_and_brings_in_nothing_but_torch_and_the_standard_library() -> None:
     result = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
-def test_importing_brings_in_nothing_but_torch_and_the_standard_library(imported: dict[str, Any]) -> None:
-    standard = set(imported["standard"])
-    assert [name for name in imported["new"] if name.split(".")[0] not in standard | {"torch"}] == []
-
-
-@pytest.mark.parametrize(
-    "heavy",
-    [
-        "transformers",
-        "safetensors",
-        "matplotlib",
-        "typer",
-        "rich",
-        "numpy",
-        "torch._inductor",
-        "torch._dynamo",
-        "torch.utils.cpp_extension",
-        "triton",
-    ],
-)
-def test_importing_leaves_what_is_heavy_or_optional_alone(imported: dict[str, Any], heavy: str) -> None:
-    assert [name for name in imported["new"] if name == heavy or name.startswith(heavy + ".")] == []
-
-
-def test_plot_is_imported_on_first_use(imported: dict[str, Any]) -> None:
-    assert imported["plot"] is False
-    assert imported["then"] == ["page", False]
-
-
-def test_importing_compiles_and_probes_nothing(imported: dict[str, Any]) -> None:
-    assert imported["calls"] == []
-    assert imported["cuda"] is False
-    assert imported["same seed"] is True
+    found = json.loads(result.stdout)
+    assert found["foreign"] == found["heavy"] == []
+    assert found["plot"] == [False, "page", False]  # imported on first use
+    assert found["work"] == [[], True, False]
 
 
 def test_type_checkers_see_the_types() -> None:

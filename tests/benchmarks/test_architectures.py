@@ -37,19 +37,13 @@ def wait_for_ever(connection: Connection) -> None:
     connection.recv()
 
 
-def test_architectures_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run(monkeypatch, "--list", "--only", "llama", "bert (decoder)")
-    assert capsys.readouterr().out.splitlines() == ["bert (decoder): BertLMHeadModel", "llama: LlamaModel"]
-
-
-def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="--only lama: no such model type; --list names them"):
-        run(monkeypatch, "--only", "lama")
-
-
-def test_kept_outcomes_are_shown(
+def test_architectures_are_named_and_kept_outcomes_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    run(monkeypatch, "--list", "--only", "llama", "bert (decoder)")
+    assert capsys.readouterr().out.splitlines() == ["bert (decoder): BertLMHeadModel", "llama: LlamaModel"]
+    with pytest.raises(SystemExit, match="--only lama: no such model type; --list names them"):
+        run(monkeypatch, "--only", "lama")
     write(tmp_path / "kept.json", Run("some versions", [NOT_BUILT, AGREES]))
     run(monkeypatch, "--show", str(tmp_path / "kept.json"))
     assert capsys.readouterr().out.splitlines()[-2:] == ["   1 agrees", "   1 not built"]
@@ -150,12 +144,9 @@ def test_gradients_further_from_float64_than_sdpas_are_listed() -> None:
     assert "| `far` | agrees | error of gradients 1.3e-04, SDPA 2.9e-05 |" in markdown(summary)
 
 
-def test_a_process_that_ends_is_an_outcome() -> None:
+def test_a_process_that_ends_or_has_no_result_is_an_outcome_and_the_next_architecture_goes_on() -> None:
     (outcome,) = run_all([LLAMA], jobs=1, seconds=60, work=leave)
     assert [found.text for found in outcome.errors] == ["the process ended with exit code 3"]
-
-
-def test_a_process_without_a_result_is_stopped_and_the_next_architecture_goes_on() -> None:
     outcomes = list(run_all([LLAMA, LLAMA], jobs=1, seconds=0.5, work=wait_for_ever))
     assert [outcome.errors[0].text for outcome in outcomes] == ["no result after 0 s"] * 2
     assert all(outcome.status == "differs" for outcome in outcomes)

@@ -15,11 +15,10 @@ from benchmarks import all as every
 from benchmarks import figures
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.comparing import OURS, Result
-from benchmarks.cpu import lines as cpu_lines
 from benchmarks.figures import Figures, Kept, pages, read, texts_of
 
 #: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
-#: test_gpu_cases.py, `all` and `figures` here and in test_figures.py. The sanitizers compile for minutes.
+#: test_lines.py, `all` and `figures` here and in test_figures.py. The sanitizers compile for minutes.
 ELSEWHERE = {"architectures", "mutants", "native_sanitizers", "gpu", "all", "figures"}
 
 
@@ -45,36 +44,23 @@ def test_the_smallest_work_with_the_peers(name: str, tmp_path: Path) -> None:
     benchmark.main(["--smallest", "--json", str(tmp_path / "kept.json")])
 
 
-def test_every_benchmark_that_a_page_names_runs_here() -> None:
-    named = {
-        name
-        for page in pages()
-        for name in re.findall(r"python -m benchmarks\.([a-z_]+)", page.read_text(encoding="utf-8"))
-    }
+#: A command of a benchmark on a page, with its options, as far as a shell reads it.
+COMMAND = re.compile(r"(?:^|`)python -m benchmarks\.([a-z_]+)((?: [^\n#`]+)?)", re.M)
+
+
+def test_every_benchmark_and_option_that_a_page_names_is_one() -> None:
+    texts = [page.read_text(encoding="utf-8") for page in pages()]
+    named = {name for text in texts for name in re.findall(r"python -m benchmarks\.([a-z_]+)", text)}
     assert named - ELSEWHERE == set(every.NAMES) & named
     assert len(named) > 10
     assert all((figures.ROOT / "benchmarks" / f"{name}.py").exists() for name in named)
-
-
-#: A command of a benchmark on a page, with its options, as far as a shell reads it.
-COMMAND = re.compile(
-    r"^python -m benchmarks\.([a-z_]+)((?: [^\n#`]+)?)|`python -m benchmarks\.([a-z_]+)((?: [^`]+)?)`", re.M
-)
-
-
-def test_every_option_on_a_page_is_one_of_its_command() -> None:
-    checked = 0
-    for page in pages():
-        for found in COMMAND.finditer(page.read_text(encoding="utf-8")):
-            name, options = found[1] or found[3], shlex.split(found[2] or found[4] or "")
-            if name in ELSEWHERE:
-                continue
-            benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
-            chosen = benchmark._parser().parse_args(options)
-            named = [line.name for line in benchmark.lines(Effort(3, False, True))]
-            assert any(re.search(chosen.only, each, re.IGNORECASE) for each in named), found[0]
-            checked += 1
-    assert checked > 20
+    commands = [(found[1], found[2]) for text in texts for found in COMMAND.finditer(text) if found[1] not in ELSEWHERE]
+    for name, options in commands:
+        benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+        chosen = benchmark._parser().parse_args(shlex.split(options))
+        lines = [line.name for line in benchmark.lines(Effort(3, False, True))]
+        assert any(re.search(chosen.only, line, re.IGNORECASE) for line in lines), (name, options)
+    assert len(commands) > 20
 
 
 def one(measured: Figures) -> dict[str, str]:
@@ -112,14 +98,11 @@ def test_a_part_joins_the_results_of_the_same_day(benchmark: Benchmark, capsys: 
     assert read(benchmark.results).date == "2026-01-02"
 
 
-def test_the_smallest_work_is_not_kept_for_pages(benchmark: Benchmark) -> None:
+def test_the_smallest_work_is_not_kept_for_pages(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--only", "first", "--smallest"])
     assert not benchmark.results.exists()
     with pytest.raises(SystemExit, match="measures nothing that a page may show"):
         benchmark.main(["--smallest", "--docs"])
-
-
-def test_kept_figures_are_shown(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
     benchmark.main(["--only", "first"])
     capsys.readouterr()
     benchmark.main(["--show"])
@@ -142,11 +125,6 @@ def test_the_work_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == ["attention forward, fp32: L=512", "causal forward, fp32: L=512"]
     with pytest.raises(SystemExit, match="--only 'nothing' matches nothing; --list names the work"):
         benchmark.main(["--only", "nothing"])
-
-
-def test_the_line_of_a_real_model_is_measured() -> None:
-    line = next(line for line in cpu_lines(Effort(3, smallest=True, peers=False)) if "MiniLM" in line.name)
-    assert line.measure()["figures"]["transformers sdpa"] > 0
 
 
 def test_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

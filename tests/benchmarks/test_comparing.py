@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ import torch
 from benchmarks.command import Effort
 from benchmarks.comparing import (
     OURS,
-    Case,
     Contest,
     Result,
     TimedCase,
@@ -29,6 +30,7 @@ from benchmarks.comparing import (
 from benchmarks.comparing.load import with_load
 from benchmarks.comparing.pictures import draw_rates, draw_speed
 from benchmarks.comparing.tables import grid, remarks
+from benchmarks.cpu_cases.attention import ours
 from benchmarks.peers import PEERS, AttentionWork, Unsupported
 from benchmarks.peers.work import Outputs, Way, draw
 
@@ -37,16 +39,14 @@ def constant(*values: float) -> Way:
     return lambda: (torch.tensor(values),)
 
 
-def refuse() -> Way:
-    raise Unsupported("it has no backward pass")
+def failing(error: Exception) -> Callable[[], Any]:
+    def fail() -> Outputs:
+        raise error
+
+    return fail
 
 
-def not_installed() -> Way:
-    raise ModuleNotFoundError("No module named 'someones_library'", name="someones_library")
-
-
-def fail() -> Outputs:
-    raise RuntimeError("no such\n   operator")
+no_operator = failing(RuntimeError("no such\n   operator"))
 
 
 def contest() -> Contest:
@@ -56,9 +56,9 @@ def contest() -> Contest:
     enter(ways, "wrong", lambda: constant(1.0, 3.0))
     enter(ways, "poisoned", lambda: constant(1.0, math.nan))
     enter(ways, "ceiling", lambda: tuple, 5e9)
-    enter(ways, "refusing", refuse)
-    enter(ways, "missing", not_installed)
-    enter(ways, "failing", lambda: fail)
+    enter(ways, "refusing", failing(Unsupported("it has no backward pass")))
+    enter(ways, "missing", failing(ModuleNotFoundError(name="someones_library")))
+    enter(ways, "failing", lambda: no_operator)
     return ways
 
 
@@ -86,16 +86,14 @@ def test_skipped_ways_are_listed_with_the_reason(result: Result) -> None:
 
 @pytest.mark.parametrize(
     ("skipped", "run", "shown"),
-    [
-        (["a, fp32", "b, fp32"], [], "all"),
-        (["a, bf16", "b, bf16"], ["a, fp32"], "all with bf16"),
-        (["a, bf16", "b, bf16"], ["c, bf16"], "a, bf16 / b, bf16"),
-    ],
+    [("a fp32, b fp32", "", "all"), ("a bf16, b bf16", "a fp32", "all with bf16"), ("a bf16, b bf16", "c bf16", "")],
 )
-def test_many_skipped_lines_are_named_together(result: Result, skipped: list[str], run: list[str], shown: str) -> None:
-    lines = [replace(result, name=name, skipped={"other": "it is slow"}) for name in skipped]
-    lines += [replace(result, name=name, skipped={}) for name in run]
-    assert f"other not measured, because it is slow: `somewhere ({shown})`" in remarks(lines)
+def test_many_skipped_lines_are_named_together(result: Result, skipped: str, run: str, shown: str) -> None:
+    def lines(names: str, skipped: dict[str, str]) -> list[Result]:
+        return [replace(result, name=name.replace(" ", ", "), skipped=skipped) for name in names.split(", ") if name]
+
+    said = remarks([*lines(skipped, {"other": "it is slow"}), *lines(run, {})])
+    assert f"other not measured, because it is slow: `somewhere ({shown or 'a, bf16 / b, bf16'})`" in said
 
 
 def test_another_result_is_named(result: Result) -> None:
@@ -106,7 +104,7 @@ def test_another_result_is_named(result: Result) -> None:
 
 
 def test_a_failure_of_our_own_is_raised() -> None:
-    case = TimedCase("somewhere", "L=7", lambda: Contest({OURS: fail}))
+    case = TimedCase("somewhere", "L=7", lambda: Contest({OURS: no_operator}))
     with pytest.raises(RuntimeError, match="no such"):
         case.measure(Effort(3))
 
@@ -158,7 +156,7 @@ def test_results_survive_being_kept(result: Result) -> None:
     assert wrong_results(kept) == ["DIFFERENT RESULT: somewhere: L=7: wrong is 5.0e-01 away, tolerance 1e-05"]
 
 
-def test_the_table_holds_ratios_and_the_share_of_the_ceiling(result: Result) -> None:
+def test_the_tables_hold_ratios_the_share_of_the_ceiling_and_remarks(result: Result) -> None:
     header, rows = grid([result])
     ways = ["close", "wrong", "poisoned"]
     assert header == ["work", "kernel", f"{OURS}, ms", *ways, f"{OURS}, GFLOP/s", "share of the ceiling"]
@@ -170,11 +168,7 @@ def test_the_table_holds_ratios_and_the_share_of_the_ceiling(result: Result) -> 
     assert rows[1][2:] == ["2.00", "–", "–", "–", "–"]
     header, rows = grid([replace(result, kernel="")])
     assert header[:2] == ["work", f"{OURS}, ms"], "a kernel that no result names has no column"
-    assert rows[0][0] == "L=7"
-    assert len(rows[0]) == len(header)
-
-
-def test_the_tables_have_a_heading_each_and_the_remarks_at_the_end(result: Result) -> None:
+    assert (rows[0][0], len(rows[0])) == ("L=7", len(header))
     text = markdown([result, replace(result, section="elsewhere")])
     assert text.index("### somewhere") < text.index("### elsewhere") < text.index("### Remarks on these figures")
     assert "| --- | --- | ---: |" in text
@@ -195,20 +189,12 @@ SMALL = AttentionWork(13, key_length=17, heads=3, head_dim=7)
 
 @pytest.mark.parametrize("name", ["SDPA", "x-transformers", "transformers eager", "ONNX Runtime", "OpenVINO"])
 @pytest.mark.parametrize(
-    "work",
-    [
-        SMALL,
-        replace(SMALL, key_length=13, causal=True),
-        replace(SMALL, mask="bool"),
-        replace(SMALL, mask="float"),
-        replace(SMALL, value_dim=5),
-        replace(SMALL, backward=True),
-    ],
-    ids=["plain", "causal", "bool", "float", "value_dim", "backward"],
+    "change",
+    [{}, {"key_length": 13, "causal": True}, {"mask": "bool"}, {"mask": "float"}, {"value_dim": 5}, {"backward": True}],
+    ids=lambda change: ",".join(change) or "plain",
 )
-def test_peers_compute_what_clearhead_computes(name: str, work: AttentionWork) -> None:
-    from benchmarks.cpu_cases.attention import ours
-
+def test_peers_compute_what_clearhead_computes(name: str, change: dict[str, Any]) -> None:
+    work = replace(SMALL, **change)
     operands = draw(work)
     try:
         theirs = PEERS[name](work, operands)()
@@ -224,11 +210,3 @@ def test_the_amount_of_work_is_counted_by_products() -> None:
     assert work.flops == 2 * scores * (11 + 13)
     assert replace(work, backward=True).flops == 2 * scores * (4 * 11 + 3 * 13)
     assert replace(work, causal=True).flops == work.flops / 2
-
-
-def test_every_line_of_the_table_has_a_name_of_its_own() -> None:
-    from benchmarks.cpu_cases import all_cases
-
-    cases = all_cases(Effort(3))
-    assert all(isinstance(case, Case) for case in cases)
-    assert len({(case.section, case.name) for case in cases}) == len(cases)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -12,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead
 from clearhead import masks, positions
+from clearhead.errors import ClearheadError
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 
-__all__ = ["MASKS", "attention", "collectives", "decoder", "encoder", "full", "gradients", "mask", "require_close"]
-
 HEADS, DIM, EMBED = 8, 4, 32
+#: Makes a module that cannot be split.
+LATENT = partial(
+    clearhead.MultiHeadLatentAttention, EMBED, 4, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4
+)
 
 
 class HeadNorm(nn.Module):
@@ -113,12 +119,13 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Gradients of all parameters as wholes, and none left."""
+    """Gradients of all parameters that learn as wholes, and none left."""
     found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
-        assert parameter.grad is not None, name
-        found[name] = full(parameter.grad)
-        parameter.grad = None
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            found[name] = full(parameter.grad)
+            parameter.grad = None
     return found
 
 
@@ -128,6 +135,16 @@ def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str =
     if expected.numel():
         error = (found.double() - expected.double()).abs().max().item()
         assert error <= tolerance * max(1.0, scale, expected.abs().max().item()), f"{what}: {error:.2g}"
+
+
+def sequences(*lengths: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Random features (2, length, E)."""
+    return [torch.randn(2, length, EMBED, dtype=dtype) for length in lengths]
+
+
+def refuses(said: str, kind: type[Exception] | tuple[type[Exception], ...] = ClearheadError) -> Any:
+    """A block that raises an error of a kind, with a text in it."""
+    return pytest.raises(kind, match=re.escape(said))
 
 
 class _Collectives(TorchDispatchMode):
@@ -151,3 +168,11 @@ def collectives(call: Callable[[], Any]) -> dict[str, int]:
     with _Collectives() as mode:
         call()
     return mode.counts
+
+
+def passes(module: Any, *inputs: Tensor, **options: Any) -> list[dict[str, int]]:
+    """The collectives of a forward and of a backward pass."""
+    own = [x.clone().requires_grad_() for x in inputs]
+    outputs: list[Tensor] = []
+    forward = collectives(lambda: outputs.append(module(*own, **options)))
+    return [forward, collectives(lambda: outputs[0].sum().backward())]

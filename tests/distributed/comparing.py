@@ -13,12 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import clearhead
 from clearhead._statistics.definitions import STATISTICS
-from clearhead.distributed import context_parallel, shard_sequence
-from clearhead.distributed._layout import Layout, Shards
+from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 
 from .building import full, gradients
+from .processes import line
 
-__all__ = ["EVERY_STATISTIC", "TOLERANCES", "compare_in_parts", "compare_records", "compare_statistics", "recorded"]
+__all__ = [
+    "EVERY_STATISTIC",
+    "TOLERANCES",
+    "compare_heads",
+    "compare_in_parts",
+    "compare_records",
+    "compare_statistics",
+]
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 #: Options of `clearhead.record`: all there is of a call.
@@ -29,8 +36,8 @@ def compare_in_parts(
     whole: nn.Module,
     mesh: DeviceMesh | None,
     *inputs: Tensor,
-    method: str = "auto",
-    layout: Layout = "contiguous",
+    method: Any = "auto",
+    layout: Any = "contiguous",
     prepare: Callable[[Any], Any] = lambda module: module,
     averaged: DeviceMesh | None = None,
     what: str = "",
@@ -42,25 +49,22 @@ def compare_in_parts(
     Gradients are those of the module's parameters, of the inputs, and of the mask's biases that learn.
 
     Args:
-        whole: the module of one process.
-        mesh: over the processes that share the sequence; or ``None``, where none do.
-        inputs: whole sequences (B, L, E).
-        method, layout: of `context_parallel`.
+        whole: the module of one process; `inputs` are whole sequences (B, L, E), and `options` those of its call.
+        mesh: over the processes that share the sequence, by `method` and `layout`; or ``None``, where none do.
         prepare: done to the copy before.
         averaged: over the processes of which each weighs some items of the batch alone, and whose gradients of
             parameters are averaged, as `fully_shard` does; or ``None``.
         what: is compared, for messages.
         seed: of this process; that of one process is the first's.
-        options: of the call.
     """
     split = prepare(copy.deepcopy(whole))
     if mesh is not None:
-        split = context_parallel(split, mesh, method=method, layout=layout)  # type: ignore[arg-type]
+        split = context_parallel(split, mesh, method=method, layout=layout)
     first = seed - dist.get_rank() if seed < 4 else seed
     expected, factors = _one_process(whole, inputs, options, first)
     exact = expected
-    if inputs[0].dtype not in TOLERANCES:
-        exact, _ = _one_process(_judge(whole), [x.double() for x in inputs], options, first)
+    if inputs[0].dtype not in TOLERANCES:  # half precision is judged by float64
+        exact, _ = _one_process(copy.deepcopy(whole).double(), [x.double() for x in inputs], options, first)
 
     def cut(x: Tensor) -> Tensor:
         return x if mesh is None else shard_sequence(x, mesh, dim=-2, layout=layout)
@@ -87,6 +91,11 @@ def compare_in_parts(
         right, one = (cut(x) if of_part else x for x in (number, expected[name]))
         _require_within(found[name], right, _tolerance(inputs[0].dtype, one, right, scale), f"{what} {name}")
     return split
+
+
+def compare_heads(whole: nn.Module, *inputs: Tensor, **options: Any) -> Any:
+    """`compare_in_parts` of a module whose heads are split over all processes."""
+    return compare_in_parts(whole, None, *inputs, prepare=lambda module: tensor_parallel(module, line()), **options)
 
 
 def _summed(x: Any, mesh: DeviceMesh | None) -> Tensor:
@@ -117,28 +126,25 @@ def _one_process(module: nn.Module, inputs: Any, options: dict[str, Any], seed: 
     return found | dict(_gradients_of_biases(options)) | gradients(module), factors
 
 
-def _judge(module: nn.Module) -> nn.Module:
-    """The module that half precision is judged by."""
-    return copy.deepcopy(module).double()
-
-
 def _tolerance(dtype: torch.dtype, one: Tensor, exact: Tensor, scale: float = 0.0) -> float:
     """How large errors may be of what a module of that dtype gives, of which one process gives `one`.
 
     In half precision 2.5 times the error of one process, and what rounds numbers this large; statistics are float32.
     """
-    largest = max(scale, exact.abs().max().item()) if exact.numel() else scale
+    largest = max(scale, _largest(exact))
     if dtype in TOLERANCES:
         return TOLERANCES[dtype] * max(1.0, largest)
-    error = (one.double() - exact).abs().max().item() if exact.numel() else 0.0
-    return max(2.5 * error + largest * 2**-8, TOLERANCES[torch.float32])
+    return max(2.5 * _largest(one.double() - exact) + largest * 2**-8, TOLERANCES[torch.float32])
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
 
 
 def _require_within(found: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
     assert found.shape == exact.shape, (what, found.shape, exact.shape)
-    if exact.numel():
-        error = (found.double() - exact.double()).abs().max().item()
-        assert error <= tolerance, f"{what}: {error:.2g} > {tolerance:.2g}"
+    error = _largest(found.double() - exact.double())
+    assert error <= tolerance, f"{what}: {error:.2g} > {tolerance:.2g}"
 
 
 #: Along which dimension results have a number for each query or key, if not the third, and those that have none.
@@ -153,7 +159,7 @@ def compare_records(
     mesh: DeviceMesh | None,
     options: dict[str, Any],
     *,
-    layout: Layout = "contiguous",
+    layout: Any = "contiguous",
     what: str = "",
     **call: Any,
 ) -> None:
@@ -161,23 +167,21 @@ def compare_records(
 
     Args:
         whole, split: the module of one process, and the one that is split.
-        x: the whole sequence (B, L, E).
+        x: the whole sequence (B, L, E), and `call` the options of the call.
         mesh, layout: how the sequence is split, as in `compare_in_parts`.
         options: of `clearhead.record`.
         what: is compared, for messages.
-        call: options of the call.
     """
-    one = recorded(whole, x, options, call)
-    judge, double = (whole, x) if x.dtype in TOLERANCES else (_judge(whole), x.double())
-    exact = one if judge is whole else recorded(judge, double, options, call)
+    one = _recorded(whole, x, options, call)
+    judge, double = (whole, x) if x.dtype in TOLERANCES else (copy.deepcopy(whole).double(), x.double())
+    exact = one if judge is whole else _recorded(judge, double, options, call)
     every = options | {"statistics": ("rows",), "queries": None, "per": "query_head"}
-    weights = recorded(judge, double, every, call).rows if "top_k" in options["statistics"] else None
-    found = recorded(split, x if mesh is None else shard_sequence(x, mesh, layout=layout), options, call)
+    weights = _recorded(judge, double, every, call).rows if "top_k" in options["statistics"] else None
+    found = _recorded(split, x if mesh is None else shard_sequence(x, mesh, layout=layout), options, call)
     compare_statistics(x.dtype, found, one, exact, mesh, layout, what, options.get("queries"), weights)
 
 
-def recorded(module: nn.Module, x: Tensor, options: dict[str, Any], call: dict[str, Any]) -> Any:
-    """The statistics of one call."""
+def _recorded(module: nn.Module, x: Tensor, options: dict[str, Any], call: dict[str, Any]) -> Any:
     with torch.no_grad(), clearhead.record(module, **options) as rec:
         module(x, **call)
     return rec[""][0]
@@ -189,7 +193,7 @@ def compare_statistics(
     one: Any,
     exact: Any,
     mesh: DeviceMesh | None,
-    layout: Layout,
+    layout: Any,
     what: str,
     queries: Tensor | None = None,
     weights: Tensor | None = None,
@@ -209,7 +213,7 @@ def compare_statistics(
         if mesh is None or name.startswith(("sum", "number")) or name in _OF_THE_WHOLE:
             return number
         if name == "rows" and queries is not None:
-            own = Shards(one.query_length, mesh.size(), layout).positions(mesh.get_local_rank(), queries.device)
+            own = shard_sequence(torch.arange(one.query_length), mesh, dim=0, layout=layout)
             return number[:, :, torch.isin(queries, own)]
         return shard_sequence(number, mesh, dim=_DIMENSIONS.get(name, 2), layout=layout)
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
-from .processes import Processes, processes
+from .processes import Groups, processes
 
 
-@pytest.fixture(scope="module", name="two")
-def _two() -> Iterator[Processes]:
-    with processes(2) as found:
-        yield found
-
-
-@pytest.fixture(scope="module", name="three")
-def _three() -> Iterator[Processes]:
-    with processes(3) as found:
-        yield found
-
-
-@pytest.fixture(scope="module", name="four")
-def _four() -> Iterator[Processes]:
-    with processes(4) as found:
-        yield found
+@pytest.fixture(scope="module", name="groups")
+def _groups() -> Iterator[Groups]:
+    with ExitStack() as stack:
+        yield cache(lambda count: stack.enter_context(processes(count)))

@@ -16,18 +16,13 @@ from clearhead import masks
 from clearhead.distributed import tensor_parallel
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 
-from .building import HeadNorm, collectives, require_close
-from .comparing import EVERY_STATISTIC, compare_in_parts, compare_records
-from .meshes import line, square
-from .processes import Processes, processes
+from .building import HeadNorm, passes, require_close
+from .comparing import EVERY_STATISTIC, compare_heads, compare_in_parts, compare_records
+from .processes import in_processes, line, processes, square
 
 #: E of the modules; projections of 16 and 8 features have 8 and 4 of them on a process.
 EMBED = 16
 BATCHES = (*range(1, 18), 32)
-LENGTHS = (0, 1, 3)
-EVERY = tuple(product(BATCHES, LENGTHS))
-#: B is a number of features of a projection, or divides none.
-SOME = *product(BATCHES, (0,)), *product((3, 8, 16), (1, 3))
 
 
 def _attention(batch: int = 1) -> Any:
@@ -38,65 +33,57 @@ def _attention(batch: int = 1) -> Any:
     return clearhead.MultiHeadAttention(EMBED, 4, **parts).double()
 
 
-def _compare(cases: tuple[tuple[int, int], ...], over_sequence: bool, recorded: tuple[int, ...] = BATCHES) -> None:
+def _compare(cases: tuple[tuple[int, int], ...], recorded: tuple[int, ...] = BATCHES) -> None:
     """Outputs and gradients, and statistics of batches of the sizes `recorded`."""
+    over_sequence = torch.distributed.get_world_size() == 4
     heads, mesh = (square()["tp"], square()["cp"]) if over_sequence else (line(), None)
     for batch, length in cases:
         whole, x = _attention(batch), torch.randn(batch, length, EMBED, dtype=torch.float64)
-        options: dict[str, Any] = {"layout": "zigzag" if batch % 3 else "contiguous", "what": f"{batch, length}"}
-        split = compare_in_parts(
-            whole,
-            mesh,
-            x,
-            method="gather" if batch % 2 else "ring",
-            prepare=lambda module: tensor_parallel(module, heads),
-            mask=masks.causal(),
-            **options,
-        )
+        options: Any = {"layout": "zigzag" if batch % 3 else "contiguous", "what": f"{batch, length}"}
+        options["mask"] = masks.causal()
+        prepare = lambda module: tensor_parallel(module, heads)  # noqa: E731
+        split = compare_in_parts(whole, mesh, x, method="gather" if batch % 2 else "ring", prepare=prepare, **options)
         if batch in recorded:
-            compare_records(whole, split, x, mesh, EVERY_STATISTIC, mask=masks.causal(), **options)
+            compare_records(whole, split, x, mesh, EVERY_STATISTIC, **options)
 
 
 def test_a_batch_of_as_many_items_as_features() -> None:
     """Under a time-out of its own: these calls once never returned, and no time-out of a group ends a loop."""
     with processes(2) as own:
-        own.run(_compare, ((16, 0), (8, 0)), False, (), seconds=30)
+        own.run(_compare, ((16, 0), (8, 0)), (), seconds=30)
 
 
+@in_processes(2, seconds=90)
 def test_heads_of_no_position() -> None:
-    with processes(2) as own:
-        own.run(_compare, SOME, False, (3, 16), seconds=90)
+    """B is a number of features of a projection, or divides none."""
+    _compare((*product((1, 4, 5, 17, 32), (0,)), (3, 1), (8, 3), (16, 1)), (3, 16))
 
 
+@in_processes(4, seconds=90)
 def test_heads_of_parts_without_a_position() -> None:
-    with processes(4) as own:
-        own.run(_compare, ((16, 1), (3, 1), (5, 0)), True, seconds=90)
+    _compare(((16, 1), (3, 1), (5, 0)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("over_sequence", [False, True])
-def test_every_size_of_a_batch(over_sequence: bool) -> None:
-    with processes(4 if over_sequence else 2) as own:
-        own.run(_compare, EVERY, over_sequence, seconds=300)
+@in_processes(2, 4, seconds=300)
+def test_every_size_of_a_batch() -> None:
+    _compare(tuple(product(BATCHES, (0, 1, 3))))
 
 
-def _stacks() -> None:
+@in_processes(2)
+def test_stacks_and_other_calls_of_no_position() -> None:
     """Layers and stacks, cross-attention from or to nothing, weights, caches, and inputs without a batch."""
-
-    def prepare(module: Any) -> Any:
-        return tensor_parallel(module, line())
-
     nothing, memory = torch.zeros(16, 0, EMBED, dtype=torch.float64), torch.randn(16, 5, EMBED, dtype=torch.float64)
     for part in (FeedForward(EMBED, 24), SwiGLU(EMBED, 8)):
         layers = [EncoderLayer(EMBED, _attention(), part, norm_first=first) for first in (True, False)]
-        compare_in_parts(Encoder(layers, norm=nn.RMSNorm(EMBED)).double(), None, nothing, prepare=prepare)
+        compare_heads(Encoder(layers, norm=nn.RMSNorm(EMBED)).double(), nothing)
     decoder = Decoder([DecoderLayer(EMBED, _attention(), _attention(), SwiGLU(EMBED, 8))]).double()
     for query, key in ((nothing, memory), (memory, nothing), (nothing, nothing)):
-        compare_in_parts(decoder, None, query, key, prepare=prepare)
-        compare_in_parts(_attention(), None, query, key, prepare=prepare)
-    compare_in_parts(_attention(), None, nothing[:0], prepare=prepare)
+        compare_heads(decoder, query, key)
+        compare_heads(_attention(), query, key)
+    compare_heads(_attention(), nothing[:0])
     whole = _attention()
-    split = prepare(copy.deepcopy(whole))
+    split = tensor_parallel(copy.deepcopy(whole), line())
     for average in (True, False):
         options: Any = {"need_weights": True, "average_attn_weights": average}
         for query, key in ((nothing, memory), (memory, nothing), (nothing[0], nothing[0])):
@@ -109,24 +96,12 @@ def _stacks() -> None:
     require_close(torch.cat(steps, 1), whole(memory, mask=masks.causal()), 1e-12)
 
 
-def test_stacks_and_other_calls_of_no_position(two: Processes) -> None:
-    two.run(_stacks)
-
-
-def _exchanges() -> list[dict[str, int]]:
-    counts: list[dict[str, int]] = []
+@in_processes(2)
+def test_exchanges_do_not_depend_on_the_length() -> None:
     for length in (0, 3):
-        split = tensor_parallel(_attention(2), line())
-        x, outputs = torch.zeros(16, length, EMBED, dtype=torch.float64, requires_grad=True), []
+        split, x = tensor_parallel(_attention(2), line()), torch.zeros(16, length, EMBED, dtype=torch.float64)
         split(x)  # the first call compares the inputs
-        counts.append(collectives(lambda: outputs.append(split(x))))  # noqa: B023
-        counts.append(collectives(lambda: outputs[0].sum().backward()))  # noqa: B023
-    return counts
-
-
-def test_exchanges_do_not_depend_on_the_length(two: Processes) -> None:
-    for counts in two.run(_exchanges):
-        assert counts == [{"all_reduce": 1}] * 4
+        assert passes(split, x) == [{"all_reduce": 1}] * 2
 
 
 def _loop() -> None:

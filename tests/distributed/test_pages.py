@@ -47,6 +47,10 @@ def _compare(page: Path, expected: dict[str, Tensor], sizes: tuple[int, int]) ->
         require_close(x, expected[name], 1e-5, name)
 
 
+def test_the_page_about_training_is_among_them() -> None:
+    assert any("clip_grad_norm_(" in block for page in PAGES for block, _ in blocks(page))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.parametrize(
     "sizes",
@@ -58,7 +62,3 @@ def test_a_page_runs_on_several_processes(page: Path, sizes: tuple[int, int]) ->
         (expected,) = one.run(_ran, page, (1, 1))
     with processes(sizes[0] * sizes[1]) as several:
         several.run(_compare, page, expected, sizes)
-
-
-def test_the_page_about_training_is_among_them() -> None:
-    assert any("clip_grad_norm_(" in block for page in PAGES for block, _ in blocks(page))

@@ -13,9 +13,8 @@ from clearhead import masks
 from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
 from clearhead.errors import KernelError
 
-from .building import EMBED, HEADS, attention, gradients, require_close
-from .meshes import line
-from .processes import Processes
+from .building import HEADS, attention, gradients, require_close, sequences
+from .processes import in_processes, line
 
 MATCH = "second derivatives do not follow exchanges"
 
@@ -32,18 +31,15 @@ def _penalty(module: Any, x: Tensor, **options: Any) -> dict[str, Tensor]:
     return {"first": first.detach(), "input": own.grad} | gradients(module)
 
 
-def _of_heads() -> None:
-    x = torch.randn(2, 9, EMBED, dtype=torch.float64)
+@in_processes(2)
+def test_where_heads_are_split_they_are_those_of_one_process() -> None:
+    (x,) = sequences(9)
     for kv_heads in (2, 1):
         whole = attention(kv_heads, sinks=True)
         expected = _penalty(copy.deepcopy(whole), x, mask=masks.causal())
         found = _penalty(tensor_parallel(whole, line()), x, mask=masks.causal())
         for name, number in expected.items():
             require_close(found[name], number, 1e-12, name)
-
-
-def test_where_heads_are_split_they_are_those_of_one_process(two: Processes) -> None:
-    two.run(_of_heads)
 
 
 def _first_then_second(output: Tensor, x: Tensor) -> None:
@@ -57,10 +53,12 @@ def _first_then_second(output: Tensor, x: Tensor) -> None:
         first.square().sum().backward(retain_graph=True)
 
 
-def _of_parts(method: Any, layout: Any) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("method", ["heads", "gather", "ring"])
+def test_where_sequences_are_split_they_are_refused(method: Any, layout: Any) -> None:
     split = context_parallel(attention(2), line(), method=method, layout=layout)
-    whole = torch.randn(2, 9, EMBED, dtype=torch.float64)
-    x = shard_sequence(whole, line(), layout=layout).clone().requires_grad_()
+    x = shard_sequence(*sequences(9), line(), layout=layout).clone().requires_grad_()
     output = split(x, mask=masks.causal())
     _first_then_second(output, x)
     # The gradient that comes in is constant, and that of the scores depends on the input all the same.
@@ -69,28 +67,16 @@ def _of_parts(method: Any, layout: Any) -> None:
         first.sum().backward()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("method", ["heads", "gather", "ring"])
-def test_where_sequences_are_split_they_are_refused(two: Processes, method: str, layout: str) -> None:
-    two.run(_of_parts, method, layout)
-
-
-def _gathered() -> None:
+@in_processes(2)
+def test_through_a_gathered_sequence_they_are_refused() -> None:
     x = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
     _first_then_second(gather_sequence(x, line()), x)
     (first,) = torch.autograd.grad(gather_sequence(x, line()).sum(), x, create_graph=True)
     assert not first.requires_grad  # of a linear function it is zero
 
 
-def test_through_a_gathered_sequence_they_are_refused(two: Processes) -> None:
-    two.run(_gathered)
-
-
-def _biased() -> None:
+@in_processes(2)
+def test_of_a_bias_whose_heads_are_split_they_are_refused() -> None:
     learnt = torch.randn(1, HEADS, 9, 9, dtype=torch.float64, requires_grad=True)
     split = tensor_parallel(attention(2), line())
-    _first_then_second(split(torch.randn(2, 9, EMBED, dtype=torch.float64), mask=masks.bias(learnt)), learnt)
-
-
-def test_of_a_bias_whose_heads_are_split_they_are_refused(two: Processes) -> None:
-    two.run(_biased)
+    _first_then_second(split(*sequences(9), mask=masks.bias(learnt)), learnt)

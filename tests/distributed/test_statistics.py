@@ -21,20 +21,20 @@ from clearhead.distributed import (
     shard_sequence,
     tensor_parallel,
 )
-from clearhead.distributed._layout import Layout, Shards
 from clearhead.errors import ArgumentError, ClearheadError, DistributedError, RecordError
 
-from .building import EMBED, attention, collectives, encoder, full, mask, require_close
-from .comparing import EVERY_STATISTIC, TOLERANCES, compare_records, compare_statistics
-from .meshes import line, square
-from .processes import Processes
+from .building import attention, collectives, encoder, full, mask, refuses, require_close, sequences
+from .comparing import EVERY_STATISTIC, compare_records, compare_statistics
+from .processes import in_processes, line, square
 
 METHODS = ("heads", "gather", "ring")
 
 
-def _together(way: str) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("way", ["tensor", *METHODS])
+def test_every_statistic_of_one_call(way: str) -> None:
     """Every statistic of one call, which leaves its output as it is."""
-    whole, x = attention(4, sinks=True, mask="alibi").eval(), torch.randn(2, 13, EMBED, dtype=torch.float64)
+    whole, x = attention(4, sinks=True, mask="alibi").eval(), sequences(13)[0]
     if way == "tensor":
         mesh, split, part = None, tensor_parallel(copy.deepcopy(whole), line()), x
     else:
@@ -47,39 +47,33 @@ def _together(way: str) -> None:
             assert torch.equal(split(part, mask=masks.causal()), output)
 
 
-@pytest.mark.parametrize("way", ["tensor", *METHODS])
-def test_every_statistic_of_one_call(two: Processes, way: str) -> None:
-    two.run(_together, way)
-
-
-def _otherwise(method: str, dtype: torch.dtype) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_other_calls(method: Any) -> None:
     """Positions, cross-attention, no keys, several recorders and steps, training with dropout."""
-    mesh, whole = line(), attention(4, dtype=dtype, dropout=0.3)
-    split = context_parallel(copy.deepcopy(whole), mesh, method=method)  # type: ignore[arg-type]
-    judge = copy.deepcopy(whole).double()
-    x, memory = torch.randn(2, 11, EMBED, dtype=dtype), torch.randn(2, 7, EMBED, dtype=dtype)
+    mesh, whole = line(), attention(4, dropout=0.3)
+    split: Any = context_parallel(copy.deepcopy(whole), mesh, method=method)
+    x, memory = sequences(11, 7)
     places = torch.arange(11).expand(2, 11).clone() * 2
     places[1, 9:] = -1
-    calls: list[tuple[Tensor, dict[str, Any]]] = [
-        (x, {"positions": 5}),
-        (x, {"positions": places, "mask": masks.causal()}),
-        (x, {"key": memory, "mask": mask("lengths", 2, 11, 7)}),
-        (x, {"key": memory[:, :0]}),
+    calls: list[dict[str, Any]] = [
+        {"positions": 5},
+        {"positions": places, "mask": masks.causal()},
+        {"key": memory, "mask": mask("lengths", 2, 11, 7)},
+        {"key": memory[:, :0]},
     ]
     names = ("entropy", "received", "top_k", "rows", "distance", "output_norm", "offset")
-    for number, (query, options) in enumerate(calls):
-        doubled = {name: x.double() if name == "key" else x for name, x in options.items()}
+    for number, options in enumerate(calls):
         parts = {name: shard_sequence(x, mesh) if name == "key" else x for name, x in options.items()}
         with clearhead.record(whole, names) as expected:
-            whole(query, **options)
-        with clearhead.record(judge, names) as exact:
-            judge(query.double(), **doubled)
+            whole(x, **options)
         with clearhead.record(split, names) as found, clearhead.record(split, ("max_logit",)) as second:
-            split(shard_sequence(query, mesh), **parts)
-        (own,), (one,), (right,) = (each[""] for each in (found, expected, exact))
-        compare_statistics(dtype, own, one, right, mesh, "contiguous", f"{method} {number}", weights=right.rows)
-        if dtype in TOLERANCES:
-            compare_summaries(found, expected, TOLERANCES[dtype], f"{method} {number}")
+            split(shard_sequence(x, mesh), **parts)
+        (own,), (one,) = (each[""] for each in (found, expected))
+        compare_statistics(x.dtype, own, one, one, mesh, "contiguous", f"{method} {number}", weights=one.rows)
+        for statistic, layers in expected.summary().values.items():
+            for name, heads in layers.items():
+                require_close(found.summary()[statistic][name].double(), heads.double(), 1e-12, statistic)
         assert second[""].max_logit.shape == (2, 8)
     one = shard_sequence(x[:, :1], mesh)  # nothing at all in one of the processes
     with clearhead.record(split, ("entropy",)) as rec:
@@ -87,21 +81,10 @@ def _otherwise(method: str, dtype: torch.dtype) -> None:
     assert rec[""].entropy.shape == (2, 8, one.shape[1])
 
 
-def compare_summaries(found: Any, expected: Any, tolerance: float, what: str) -> None:
-    for statistic, layers in expected.summary().values.items():
-        for name, heads in layers.items():
-            require_close(found.summary()[statistic][name].double(), heads.double(), tolerance, f"{what} {statistic}")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
-def test_other_calls(two: Processes, method: str, dtype: torch.dtype) -> None:
-    two.run(_otherwise, method, dtype)
-
-
-def _weights() -> None:
+@in_processes(4)
+def test_weights_of_all_heads() -> None:
     """Of all heads, with gradients, where heads are split; of this process's queries, where the sequence is too."""
-    whole, mesh, x = attention(2, sinks=True), square(), torch.randn(2, 13, EMBED, dtype=torch.float64)
+    whole, mesh, x = attention(2, sinks=True), square(), sequences(13)[0]
     split: Any = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
     for average in (True, False):
         options: Any = {"mask": mask("heads", 2, 13), "need_weights": True, "average_attn_weights": average}
@@ -119,10 +102,6 @@ def _weights() -> None:
     both = context_parallel(split, mesh["cp"])
     weights = both(shard_sequence(x, mesh["cp"]), **options)[1]
     require_close(weights, shard_sequence(found[0], mesh["cp"], dim=2), 1e-12, "weights of parts")
-
-
-def test_weights_of_all_heads(four: Processes) -> None:
-    four.run(_weights)
 
 
 #: A call of tensors: its mask, H and Hkv, lengths of queries and keys, and options.
@@ -164,59 +143,44 @@ def _tensors(name: str, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tenso
     return (query, key, value), mask(kind, 2, length, keys), options
 
 
-def _of_tensors(name: str, layout: Layout, dtype: torch.dtype) -> None:
-    (query, key, value), given, options = _tensors(name, dtype)
-    with torch.no_grad():
-        one = clearhead.attention_statistics(query, key, given, value=value, **options)
-        weights = clearhead.attention_weights(
-            query, key, given, **{x: options[x] for x in ARGUMENTS if x in options}
-        ).to(dtype)
-    own = {
-        name: shard_sequence(x, line(), dim=2, layout=layout)
-        for name, x in (("query", query), ("key", key), ("value", value))
-    }
-    with torch.no_grad():
-        found = attention_statistics(mesh=line(), mask=given, **own, layout=layout, **options)
-    queries = options.get("queries")
-    chosen = torch.arange(query.shape[2])[queries] if isinstance(queries, slice) else queries
-    compare_statistics(dtype, found, one, one, line(), layout, f"{name} {layout}", chosen, weights)
-    assert found.is_part
-    if dtype == torch.float64:
-        given_again = [gather_sequence(x, line(), dim=2, layout=layout) for x in (found.entropy, found.received)]
-        for together, whole in zip(given_again, (one.entropy, one.received), strict=True):
-            require_close(together, whole, 1e-12, name)
-
-
 #: Options that weights have too.
 ARGUMENTS = ("scale", "softcap", "sinks", "query_positions", "key_positions")
 
 
-def _all_of_tensors(layout: Layout, dtype: torch.dtype) -> None:
-    for name in CALLS:
-        _of_tensors(name, layout, dtype)
-
-
+@in_processes(2, 4)
 @pytest.mark.parametrize(
     ("layout", "dtype"), [("contiguous", torch.float64), ("zigzag", torch.float64), ("zigzag", torch.float32)]
 )
-def test_statistics_of_tensors(two: Processes, four: Processes, layout: Layout, dtype: torch.dtype) -> None:
-    two.run(_all_of_tensors, layout, dtype)
-    four.run(_all_of_tensors, layout, dtype)
+@torch.no_grad()
+def test_statistics_of_tensors(layout: Any, dtype: torch.dtype) -> None:
+    for name in CALLS:
+        (query, key, value), given, options = _tensors(name, dtype)
+        one = clearhead.attention_statistics(query, key, given, value=value, **options)
+        chosen = {argument: options[argument] for argument in ARGUMENTS if argument in options}
+        weights = clearhead.attention_weights(query, key, given, **chosen).to(dtype)
+        own = [shard_sequence(x, line(), dim=2, layout=layout) for x in (query, key, value)]
+        found = attention_statistics(*own[:2], line(), given, value=own[2], layout=layout, **options)
+        queries = options.get("queries")
+        queries = torch.arange(query.shape[2])[queries] if isinstance(queries, slice) else queries
+        compare_statistics(dtype, found, one, one, line(), layout, f"{name} {layout}", queries, weights)
+        assert found.is_part
+        if dtype == torch.float64:
+            for part, whole in ((found.entropy, one.entropy), (found.received, one.received)):
+                require_close(gather_sequence(part, line(), dim=2, layout=layout), whole, 1e-12, name)
 
 
-def _otherwise_of_tensors() -> dict[str, int]:
+@in_processes(2)
+def test_other_statistics_of_tensors() -> None:
     """Without a batch, under autocast, of the heads of grouped keys, NaN in padding, and what is exchanged."""
     x = torch.randn(8, 13, 4)
     part = shard_sequence(x, line(), dim=1)
-    names = ("received", "rows", "top_k")
-    options: dict[str, Any] = {"statistics": names, "queries": [12, 3]}
-    own = Shards(13, 2, "contiguous").positions(dist.get_rank(), x.device)
-    here = torch.isin(torch.tensor([12, 3]), own)
+    options: dict[str, Any] = {"statistics": ("received", "rows", "top_k"), "queries": [12, 3]}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         one = clearhead.attention_statistics(x, x, **options)
         found = attention_statistics(part, part, line(), **options)
     assert found.batch_size == 1
-    require_close(found.rows, one.rows[:, :, here], 1e-5, "autocast")
+    own = 1 - dist.get_rank()  # query 12 is the second process's, and 3 the first one's
+    require_close(found.rows, one.rows[:, :, own : own + 1], 1e-5, "autocast")
     x = x[None].repeat(2, 1, 1, 1)
     padded = x[:, :2].clone()
     padded[1, :, 5:] = float("nan")
@@ -229,15 +193,12 @@ def _otherwise_of_tensors() -> dict[str, int]:
         expected = shard_sequence(getattr(one, name), line(), dim=2)
         assert expected.shape[1] == 2
         require_close(getattr(found, name), expected, 1e-5, name)
-    return collectives(lambda: attention_statistics(part, part, line(), statistics=("top_k", "received")))
+    counts = collectives(lambda: attention_statistics(part, part, line(), statistics=("top_k", "received")))
+    assert counts == {"allgather_base": 2, "alltoall_base": 1, "reduce_scatter": 1}
 
 
-def test_other_statistics_of_tensors(two: Processes) -> None:
-    for counts in two.run(_otherwise_of_tensors):
-        assert counts == {"allgather_base": 2, "alltoall_base": 1, "reduce_scatter": 1}
-
-
-def _of_one() -> None:
+@in_processes(2)
+def test_a_mesh_of_one_process_exchanges_nothing() -> None:
     mesh, x = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"], torch.randn(2, 4, 5, 8)
     one = clearhead.attention_statistics(x, x, masks.causal(), top_k=2)
     found = attention_statistics(x, x, mesh, masks.causal(), top_k=2)
@@ -248,10 +209,6 @@ def _of_one() -> None:
         attention_statistics(x, x, mesh, layout="spiral")  # type: ignore[arg-type]
 
 
-def test_a_mesh_of_one_process_exchanges_nothing(two: Processes) -> None:
-    two.run(_of_one)
-
-
 SAME = "expected the same in every process"
 ALIKE = "what one is told"
 #: What is wrong with a call of (2, 8, 9, 4) and (2, 2, 9, 4), and what is said if it is in one process, or in all.
@@ -259,9 +216,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], dict[str, Any]], str, str]] = 
     "mesh": (lambda q, k: {"mesh": None}, "mesh: expected a DeviceMesh, got NoneType", ""),
     "layout": (lambda q, k: {"layout": "spiral"}, "layout: expected 'contiguous' or 'zigzag', got 'spiral'", ALIKE),
     "another layout": (lambda q, k: {"layout": "zigzag"}, f"layout: {SAME}", ""),
-    "kind": (lambda q, k: {"query": None}, "query: expected a torch.Tensor", ALIKE),
     "dtype": (lambda q, k: {"query": q.float(), "key": k.float()}, f"attention_statistics: dtype: {SAME}", ""),
-    "dtypes": (lambda q, k: {"key": k.float()}, "key: expected query's dtype torch.float64", ALIKE),
     "batch": (lambda q, k: {"query": q[:1], "key": k[:1]}, f"batch size: {SAME}, got [2, 1]", ""),
     "heads": (lambda q, k: {"query": q[:, :4]}, f"query heads: {SAME}, got [8, 4]", ""),
     "key heads": (lambda q, k: {"key": k[:, :1]}, f"key/value heads: {SAME}, got [2, 1]", ""),
@@ -271,8 +226,6 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], dict[str, Any]], str, str]] = 
     "mask of a part": (lambda q, k: {"mask": torch.ones(len(q[0, 0]), 9).bool()}, f"mask: {SAME}", "mask"),
     "mask of values": (lambda q, k: {"mask": masks.lengths(torch.tensor([99, 9]))}, "mask", "99"),
     "scale": (lambda q, k: {"scale": 2.0}, f"scale: {SAME}", ""),
-    "softcap": (lambda q, k: {"softcap": -1.0}, "softcap: expected a number > 0", ALIKE),
-    "sinks": (lambda q, k: {"sinks": torch.zeros(3)}, "sinks: expected one logit per query head, (8,)", ALIKE),
     "sinks alone": (lambda q, k: {"sinks": torch.zeros(8)}, f"sinks: {SAME}", ""),
     "positions": (
         lambda q, k: {"query_positions": torch.arange(q.shape[2]), "key_positions": 0},
@@ -281,10 +234,8 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], dict[str, Any]], str, str]] = 
     ),
     "a first position": (lambda q, k: {"key_positions": 3}, f"key_positions: {SAME}", ""),
     "statistic": (lambda q, k: {"statistics": ("best",)}, "statistics: expected names among entropy", ALIKE),
-    "output": (lambda q, k: {"statistics": ("output",)}, "statistics: expected value= for 'output'", ALIKE),
     "another statistic": (lambda q, k: {"statistics": ("sink",)}, f"statistics: {SAME}", ""),
     "per": (lambda q, k: {"per": "kv_head"}, f"statistics: {SAME}", ""),
-    "option": (lambda q, k: {"top_k": 0}, "top_k: expected an int ≥ 1, got 0", ALIKE),
     "another option": (lambda q, k: {"top_k": 3}, f"options: {SAME}", ""),
     "query mask": (
         lambda q, k: {"query_mask": torch.ones(q.shape[0], q.shape[2])[..., :4].bool()},
@@ -296,39 +247,24 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], dict[str, Any]], str, str]] = 
 }
 
 
-def _refused_of_tensors() -> int:
-    """Each of them in the last process alone, and in all; how many there were."""
-    torch.manual_seed(3)
+@in_processes(2)
+def test_statistics_of_tensors_that_one_process_cannot_give_are_refused_by_all() -> None:
+    """Each of them in the last process alone, and in all."""
     q, k = (shard_sequence(torch.randn(2, h, 9, 4, dtype=torch.float64), line(), dim=2) for h in (8, 2))
-    last, count = dist.get_rank() == dist.get_world_size() - 1, 0
+    last = dist.get_rank() == dist.get_world_size() - 1
     good: dict[str, Any] = {"query": q, "key": k, "mesh": line(), "statistics": ("entropy",)}
-    for name, (make, alone, everywhere) in WRONG.items():
+    for make, alone, everywhere in WRONG.values():
         for together in (False, True)[: 1 + bool(everywhere)]:
-            said = "nothing"
-            try:
+            with refuses(everywhere if together and everywhere != ALIKE else alone):
                 attention_statistics(**(good | make(q, k) if last or together else good))
-            except ClearheadError as error:
-                said = str(error)
-            assert (everywhere if together and everywhere != ALIKE else alone) in said, f"{name} {together}: {said}"
-            count += 1
         assert attention_statistics(**good).entropy.shape == q.shape[:3]
-    return count
 
 
-def test_statistics_of_tensors_that_one_process_cannot_give_are_refused_by_all(two: Processes) -> None:
-    assert min(two.run(_refused_of_tensors)) > len(WRONG)
-
-
-def _transformed() -> str:
+@in_processes(2)
+def test_statistics_of_tensors_inside_vmap_are_refused() -> None:
     x = shard_sequence(torch.randn(3, 2, 4, 9, 8), line(), dim=3)
-    with pytest.raises(ClearheadError) as caught:
+    with refuses("attention_statistics: torch.func and forward-mode derivatives do not follow exchanges"):
         torch.func.vmap(lambda x: attention_statistics(x, x, line()).entropy)(x)
-    return str(caught.value)
-
-
-def test_statistics_of_tensors_inside_vmap_are_refused(two: Processes) -> None:
-    for message in two.run(_transformed):
-        assert "attention_statistics: torch.func and forward-mode derivatives do not follow exchanges" in message
 
 
 class Padded(nn.Module):
@@ -349,15 +285,17 @@ def _with_padding(model: nn.Module, x: Tensor, attention_mask: Tensor | None) ->
     return [*rec.values()][-1][0]
 
 
-def _padding(method: str, layout: Layout) -> None:
+@in_processes(2, 4)
+@pytest.mark.parametrize(("method", "layout"), [("heads", "contiguous"), ("gather", "zigzag"), ("ring", "contiguous")])
+def test_padding_that_is_found_may_be_cut_as_the_tokens(method: Any, layout: Any) -> None:
     """Padding that all processes are given whole, that they are given as their tokens, and some of them so."""
     world = dist.get_world_size()
-    whole, mesh = Padded(encoder()), square()["cp"] if world == 4 else line()
-    split: Any = copy.deepcopy(whole.model)
-    split = tensor_parallel(split, square()["tp"]) if world == 4 else split
-    split = Padded(context_parallel(split, mesh, method=method, layout=layout))  # type: ignore[arg-type]
-    for length in (13, 1):
-        x, marks = torch.randn(2, length, EMBED, dtype=torch.float64), torch.ones(2, length, dtype=torch.int64)
+    whole, mesh, model = Padded(encoder()), line(), encoder()
+    if world == 4:
+        mesh, model = square()["cp"], tensor_parallel(model, square()["tp"])
+    split = Padded(context_parallel(model, mesh, method=method, layout=layout))
+    for length in (1, 13):
+        x, marks = sequences(length)[0], torch.ones(2, length, dtype=torch.int64)
         marks[1, length // 3 :] = 0
         part, own = (shard_sequence(each, mesh, layout=layout) for each in (x, marks))
         one = _with_padding(whole, x, marks)
@@ -365,23 +303,11 @@ def _padding(method: str, layout: Layout) -> None:
         for given in (marks, own, own if mesh.get_local_rank() else marks):
             found = _with_padding(split, part, given)
             compare_statistics(torch.float64, found, one, one, mesh, layout, f"{method} {length}")
-    part, own = (
-        shard_sequence(each, mesh, layout=layout) for each in (torch.randn(2, 13, EMBED).double(), torch.ones(2, 13))
-    )
     assert bool(_with_padding(split, part, None).counted.all())
     assert bool(_with_padding(split, part, torch.zeros(2, 99)).counted.all())  # of no call of this model
     first = mesh.get_local_rank() == 0
-    with pytest.raises(RecordError if world == 2 else ClearheadError, match=r"expected \(2, 13\), or the part of it"):
+    with refuses("expected (2, 13), or the part of it", RecordError if world == 2 else ClearheadError):
         _with_padding(split, part, own[:, 1:] if first else own)
-    with pytest.raises(DistributedError, match="recorders: expected the same in every process"):
+    with refuses("recorders: expected the same in every process", DistributedError):
         _with_padding(split, part, own if first else None)
     assert _with_padding(split, part, own).entropy.shape == (2, 8, part.shape[1])
-
-
-@pytest.mark.parametrize(("method", "layout"), [("heads", "contiguous"), ("gather", "zigzag"), ("ring", "contiguous")])
-def test_padding_that_is_found_may_be_cut_as_the_tokens(two: Processes, method: str, layout: Layout) -> None:
-    two.run(_padding, method, layout)
-
-
-def test_padding_is_found_where_heads_are_split_too(four: Processes) -> None:
-    four.run(_padding, "auto", "zigzag")

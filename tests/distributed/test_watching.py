@@ -18,9 +18,8 @@ from clearhead import masks
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 from clearhead.errors import ClearheadError, DistributedError, RecordError
 
-from .building import EMBED, HEADS, attention, collectives, encoder, full, require_close
-from .meshes import line, square
-from .processes import Processes, processes
+from .building import HEADS, attention, collectives, encoder, full, refuses, require_close, sequences
+from .processes import Groups, in_processes, line, square
 
 METHODS = ("heads", "gather", "ring")
 SCALARS = ("entropy", "max_logit", "raw_max_logit", "sink", "confidence")
@@ -35,21 +34,20 @@ def _watched(model: nn.Module, x: Tensor) -> dict[int, dict[str, float]]:
     return seen
 
 
-def _same_scalars(method: str) -> dict[int, dict[str, float]]:
+def _same_scalars(method: Any) -> dict[int, dict[str, float]]:
     """Means of layers and their worst heads, in every process."""
-    x = torch.randn(2, 13, EMBED, dtype=torch.float64)
-    whole, split = encoder(), encoder()
-    part = x
-    mesh = line()
-    if method == "both":
+    (x,), split, mesh = sequences(13), encoder(), line()
+    expected = _watched(encoder(), x)
+    if dist.get_world_size() == 4:
         mesh, split = square()["cp"], tensor_parallel(split, square()["tp"])
     if method == "heads of processes":
         split = tensor_parallel(split, mesh)
     else:
-        own = "auto" if method == "both" else method
-        split = context_parallel(split, mesh, method=own, layout="zigzag")  # type: ignore[arg-type]
-        part = shard_sequence(x, mesh, layout="zigzag")
-    expected, found = _watched(whole, x), _watched(split, part)
+        split, x = (
+            context_parallel(split, mesh, method=method, layout="zigzag"),
+            shard_sequence(x, mesh, layout="zigzag"),
+        )
+    found = _watched(split, x)
     assert [*found] == [*expected] == [0, 2]
     for step in found:
         assert found[step].keys() == expected[step].keys()  # and so the worst heads
@@ -59,38 +57,33 @@ def _same_scalars(method: str) -> dict[int, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("method", [*METHODS, "heads of processes"])
-def test_a_monitor_gives_every_process_the_same(two: Processes, method: str) -> None:
-    first, second = two.run(_same_scalars, method)
-    assert first == second
-
-
-def test_a_monitor_gives_the_same_where_heads_and_sequence_are_split(four: Processes) -> None:
-    first, *others = four.run(_same_scalars, "both")
+@pytest.mark.parametrize(
+    ("count", "method"), [*((2, method) for method in (*METHODS, "heads of processes")), (4, "auto")]
+)
+def test_a_monitor_gives_every_process_the_same(groups: Groups, count: int, method: str) -> None:
+    first, *others = groups(count).run(_same_scalars, method)
     assert all(found == first for found in others)
 
 
-def _recomputed(method: str) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("method", METHODS)
+def test_activation_checkpointing(method: Any) -> None:
     """What activation checkpointing computes again is not recorded, in any process."""
-    module = context_parallel(attention(2), line(), method=method)  # type: ignore[arg-type]
-    x = shard_sequence(torch.randn(2, 13, EMBED, dtype=torch.float64), line()).requires_grad_()
+    module = context_parallel(attention(2), line(), method=method)
+    x = shard_sequence(*sequences(13), line()).requires_grad_()
     with clearhead.record(module, ("entropy", "received")) as rec:
-        checkpoint(module, x, use_reentrant=False).sum().backward()
+        checkpoint(module, x, use_reentrant=False).sum().backward()  # type: ignore[union-attr]
     assert len(rec[""]) == 1
     assert x.grad is not None
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_activation_checkpointing(two: Processes, method: str) -> None:
-    two.run(_recomputed, method)
-
-
-def _clipped(kind: str) -> None:
+@in_processes(4)
+@pytest.mark.parametrize("kind", ["tensor", "context", "tensor context", "tensor context fully"])
+def test_clipping(kind: str) -> None:
     """Query projections of every process, scaled by the logits of all queries."""
-    x = torch.randn(2, 13, EMBED, dtype=torch.float64) * 9
-    whole, module = attention(2), attention(2)
+    (x,), whole, module = sequences(13), attention(2), attention(2)
     split: Any = module
-    part = x
+    x = part = 9 * x
     if "tensor" in kind:
         split = tensor_parallel(split, square()["tp"])
     if "context" in kind:
@@ -113,182 +106,99 @@ def _clipped(kind: str) -> None:
         require_close(full(other.detach()), one.detach(), 1e-12, name)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "context", "tensor context", "tensor context fully"])
-def test_clipping(four: Processes, kind: str) -> None:
-    four.run(_clipped, kind)
-
-
-def _exchanges(method: str, names: tuple[str, ...]) -> dict[str, int]:
+@in_processes(2)
+@torch.no_grad()
+def test_exchanges() -> None:
     """What a recorded call exchanges besides."""
-    module = context_parallel(attention(2), line(), method=method)  # type: ignore[arg-type]
-    x = torch.randn(2, 5, EMBED, dtype=torch.float64)
-
-    def counted(recorded: bool) -> dict[str, int]:
-        with torch.no_grad():
-            if not recorded:
-                return collectives(lambda: module(x, mask=masks.causal()))
-            with clearhead.record(module, names):
-                return collectives(lambda: module(x, mask=masks.causal()))
-
-    without, found = counted(False), counted(True)
-    return {kind: count - without.get(kind, 0) for kind, count in found.items() if count != without.get(kind, 0)}
-
-
-@pytest.mark.parametrize(
-    ("method", "names", "more"),
-    [
+    for method, names, more in (
         ("gather", ("received",), {"reduce_scatter": 1}),
         ("gather", ("top_k", "rows", "head_average"), {}),
         ("gather", ("max_logit",), {"allreduce": 1}),
         ("gather", ("entropy", "sink", "distance"), {"allreduce": 1}),
         ("heads", ("received",), {"alltoall_base": 1}),
         ("ring", ("received",), {"reduce_scatter": 1, "send": 1, "recv": 1}),
-    ],
-)
-def test_exchanges(two: Processes, method: str, names: tuple[str, ...], more: dict[str, int]) -> None:
-    for counts in two.run(_exchanges, method, names):
-        assert counts == more
+    ):
+        module = context_parallel(attention(2), line(), method=method)  # type: ignore[arg-type]
+        call = partial(module, *sequences(5), mask=masks.causal())
+        without = collectives(call)
+        with clearhead.record(module, names):
+            found = collectives(call)
+        besides = {kind: count - without.get(kind, 0) for kind, count in found.items()}
+        assert {kind: count for kind, count in besides.items() if count} == more, (method, names)
 
 
 X: dict[str, Any] = {"statistics": ("entropy",)}
+SAME, KEEP = "recorders: expected the same in every process", "keep: expected 'statistics' of a module that is split"
+MARKS = X | {"query_mask": torch.ones(2, 5, dtype=torch.bool)}
+ROWS: dict[str, Any] = {"statistics": ("rows",), "queries": [9]}
 #: How the first process records, how the other does (``None``: not at all), and what both are told.
-Different = tuple[dict[str, Any] | None, dict[str, Any] | None, str]
-DIFFERENT: dict[str, Different] = {
-    "one alone": (X, None, "recorders: expected the same in every process"),
-    "the other alone": (None, X, "recorders: expected the same in every process"),
-    "another statistic": (X, {"statistics": ("received",)}, "recorders: expected the same in every process"),
-    "another option": (X, X | {"top_k": 3}, "recorders: expected the same in every process"),
-    "other heads": (X | {"heads": [0]}, X | {"heads": [1]}, "recorders: expected the same in every process"),
-    "another query mask": (
-        X,
-        X | {"query_mask": torch.ones(2, 5, dtype=torch.bool)},
-        "recorders: expected the same in every process",
-    ),
-    "a query mask of parts": (
-        X | {"query_mask": torch.ones(2, 5, dtype=torch.bool)},
-        X | {"query_mask": torch.ones(2, 5, dtype=torch.bool)},
-        "query_mask: expected (B, L) = (2, 9), got (2, 5)",
-    ),
-    "queries": (
-        {"statistics": ("rows",), "queries": [9]},
-        {"statistics": ("rows",), "queries": [9]},
-        "queries: expected row numbers below L = 9, got [9]",
-    ),
-    "queries and keys": (X, X | {"keep": "queries_keys"}, "keep: expected 'statistics' of a module that is split"),
-    "both keep": (
-        X | {"keep": "queries_keys"},
-        X | {"keep": "queries_keys"},
-        "keep: expected 'statistics' of a module that is split",
-    ),
-}
+DIFFERENT: list[tuple[dict[str, Any] | None, dict[str, Any] | None, str]] = [
+    (X, None, SAME),
+    (None, X, SAME),
+    (X, {"statistics": ("received",)}, SAME),
+    (X, X | {"top_k": 3}, SAME),
+    (X | {"heads": [0]}, X | {"heads": [1]}, SAME),
+    (X, MARKS, SAME),
+    (MARKS, MARKS, "query_mask: expected (B, L) = (2, 9), got (2, 5)"),
+    (ROWS, ROWS, "queries: expected row numbers below L = 9, got [9]"),
+    (X, X | {"keep": "queries_keys"}, KEEP),
+    (X | {"keep": "queries_keys"}, X | {"keep": "queries_keys"}, KEEP),
+]
 
 
-def _refused(name: str, method: str) -> str:
-    *each, _ = DIFFERENT[name]
-    module = context_parallel(attention(4), line(), method=method)  # type: ignore[arg-type]
-    x = shard_sequence(torch.zeros(2, 9, EMBED, dtype=torch.float64), line())
-    given = each[dist.get_rank()]
-    recording = nullcontext() if given is None else clearhead.record(module, **given)
-    with pytest.raises(ClearheadError) as caught, recording:
-        module(x)
-    with clearhead.record(module, **X) as rec:  # and goes on
-        module(x)
-    assert rec[""].entropy.shape == (2, HEADS, x.shape[1])
-    return str(caught.value)
+@in_processes(2)
+def test_processes_that_record_otherwise_are_refused() -> None:
+    module: Any = context_parallel(attention(4), line(), method="heads")
+    x = shard_sequence(torch.zeros(2, 9, 32, dtype=torch.float64), line())
+    for *options, said in DIFFERENT:
+        given = options[dist.get_rank()]
+        with refuses(said), nullcontext() if given is None else clearhead.record(module, **given):  # type: ignore[arg-type]
+            module(x)
+        with clearhead.record(module, **X) as rec:  # and goes on
+            module(x)
+        assert rec[""].entropy.shape == (2, HEADS, x.shape[1])
 
 
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_processes_that_record_otherwise_are_refused(two: Processes, name: str) -> None:
-    for message in two.run(_refused, name, "heads"):
-        assert DIFFERENT[name][2] in message
-
-
-def _refused_of_heads() -> None:
-    """Processes that share heads agree when they record."""
-    module, x = tensor_parallel(attention(4), line()), torch.zeros(2, 9, EMBED, dtype=torch.float64)
-    rank = dist.get_rank()
-    for given, error, said in (
+@in_processes(2)
+def test_what_processes_that_share_heads_refuse() -> None:
+    """Processes that share heads agree when they record, and on weights."""
+    module: Any = tensor_parallel(attention(4), line())
+    x, rank = torch.zeros(2, 9, 32, dtype=torch.float64), dist.get_rank()
+    marks = torch.ones(2, 9 - rank, dtype=torch.bool)
+    for given, kind, said in (
         ({"statistics": (("entropy",), ("received",))[rank]}, DistributedError, "recorders: expected the same"),
         (X | {"keep": "queries_keys"}, RecordError, "keep: expected 'statistics'"),
-        (
-            X | {"query_mask": torch.ones(2, 9 - rank, dtype=torch.bool)},
-            ClearheadError,
-            r"expected \(B, L\) = \(2, 9\)",
-        ),
+        (X | {"query_mask": marks}, ClearheadError, "expected (B, L) = (2, 9)"),
     ):
-        with pytest.raises(error, match=said), clearhead.record(module, **given):  # type: ignore[arg-type]
+        with refuses(said, kind), clearhead.record(module, **given):  # type: ignore[arg-type]
             module(x)
     said = "interventions: expected attention that one process computes"
-    with pytest.raises(RecordError, match=said), clearhead.intervene(module, {("", 0): 0.0}):
+    with refuses(said, RecordError), clearhead.intervene(module, {("", 0): 0.0}):
         pass
+    with refuses("tensor_parallel: weights: expected the same in every process", DistributedError):
+        module(x, need_weights=True, average_attn_weights=rank == 0)
     with clearhead.record(module, ("max_logit",), heads=[7]) as rec:
         module(x)
     assert rec[""].heads == (7,)
 
 
-def test_what_processes_that_share_heads_refuse(two: Processes) -> None:
-    two.run(_refused_of_heads)
-
-
-def _other_weights() -> str:
-    module, x = tensor_parallel(attention(4), line()), torch.zeros(2, 9, EMBED, dtype=torch.float64)
-    with pytest.raises(DistributedError) as caught:
-        module(x, need_weights=True, average_attn_weights=dist.get_rank() == 0)
-    return str(caught.value)
-
-
-def test_weights_of_every_head_beside_their_average_are_refused(two: Processes) -> None:
-    for message in two.run(_other_weights):
-        assert "tensor_parallel: weights: expected the same in every process" in message
-
-
-def _alone(what: str) -> str:
-    """The first process records, or wants weights; what each of them says."""
-    module: Any = tensor_parallel(attention(4), line())
-    x = torch.zeros(2, 9, EMBED, dtype=torch.float64)
-    alone = dist.get_rank() == 0
-    watching: Any = {"record": clearhead.record, "monitor": partial(clearhead.monitor, to=print)}.get(what)
-    with pytest.raises(DistributedError) as caught, watching(module) if watching and alone else nullcontext():
-        module(x, need_weights=watching is None and alone)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("record", "tensor_parallel: recorders of module: the processes could not agree"),
-        ("monitor", "tensor_parallel: recorders of module: the processes could not agree"),
-        ("weights", "tensor_parallel: weights of module: the processes could not agree"),
-    ],
-)
-def test_one_process_that_watches_heads_alone_ends_with_the_name_of_the_step(what: str, said: str) -> None:
-    with processes(2, seconds=5) as two:
-        first, second = two.run(_alone, what, seconds=40)
-    assert said in first
-    assert "tensor_parallel: forward: all-reduce of the output of module.out_proj: the exchange failed" in second
-
-
-def _others() -> None:
+@in_processes(2)
+def test_what_else_is_refused() -> None:
     """Interventions, decoding and pictures of parts; a monitor in one process alone."""
-    module = context_parallel(attention(4), line())
-    x = shard_sequence(torch.zeros(2, 9, EMBED, dtype=torch.float64), line())
+    module: Any = context_parallel(attention(4), line())
+    x = shard_sequence(torch.zeros(2, 9, 32, dtype=torch.float64), line())
     alone = dist.get_rank() == 0
     for watching, said in (
         (lambda: clearhead.intervene(module, {("", 0): 0.0}), "interventions: expected attention that one process"),
         (lambda: clearhead.monitor(module, to=print), "recorders: expected the same in every process"),
     ):
-        with pytest.raises(ClearheadError, match=said), watching() if alone else nullcontext():
+        with refuses(said), watching() if alone else nullcontext():
             module(x)
     cache = module.eval().make_cache(2, 9)
-    said = "decoding with keys that are split"
-    with torch.no_grad(), pytest.raises(RecordError, match=said), clearhead.record(module):
+    with torch.no_grad(), refuses("decoding with keys that are split", RecordError), clearhead.record(module):
         module(x[:, :1], cache=cache)
     with torch.no_grad(), clearhead.record(module, ("entropy", "received", "top_k", "map")) as rec:
         module(x)
-    with pytest.raises(RecordError, match="expected whole sequences"):
+    with refuses("expected whole sequences", RecordError):
         rec.page()
     assert rec.plot_heads() is not None
-
-
-def test_what_else_is_refused(two: Processes) -> None:
-    two.run(_others)

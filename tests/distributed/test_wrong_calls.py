@@ -7,9 +7,8 @@ import random
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,13 +19,12 @@ from torch.utils.checkpoint import checkpoint
 import clearhead
 from clearhead import masks
 from clearhead.caches import KVCache
-from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
+from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 from clearhead.errors import ClearheadError, DistributedError, DTypeError, ShapeError
 from clearhead.transformer import Decoder
 
-from .building import EMBED, attention, decoder, encoder
-from .meshes import line, square
-from .processes import Processes
+from .building import EMBED, attention, decoder, encoder, refuses
+from .processes import in_processes, line, square
 
 LENGTH = 9
 Arguments = dict[str, Any]
@@ -37,12 +35,6 @@ def _changed(x: Tensor, **changes: Any) -> Arguments:
     return {"query": x, **changes}
 
 
-def _random_size(x: Tensor, rng: random.Random) -> Tensor:
-    sizes = list(x.shape)
-    sizes[2] = rng.choice([1, 5, EMBED - 1, EMBED + 1, 2 * EMBED])
-    return x.new_zeros(sizes)
-
-
 def _cache() -> KVCache:
     return KVCache(2, 4, 9, 4)
 
@@ -51,7 +43,7 @@ def _cache() -> KVCache:
 
 #: What is wrong with a call, from this process's part of a good one.
 ARGUMENTS: Makes = {
-    "features": lambda x, rng: _changed(_random_size(x, rng)),
+    "features": lambda x, rng: _changed(x.new_zeros(*x.shape[:2], rng.choice([1, 5, EMBED - 1, EMBED + 1, 2 * EMBED]))),
     "dtype": lambda x, rng: _changed(x.to(rng.choice([torch.float32, torch.float16, torch.int64]))),
     "kind": lambda x, rng: _changed(rng.choice([None, 3, [1.0], "x"])),
     "dimensions": lambda x, rng: _changed(rng.choice([x[0, 0], x[None], x[0, 0, 0]])),
@@ -166,66 +158,19 @@ def _all_refused(seed: int, count: int, both: bool = False) -> set[str]:
     return seen
 
 
-def test_every_process_refuses_what_one_refuses(two: Processes) -> None:
-    for seen in two.run(_all_refused, 17, 500):
-        assert len(seen) >= 28
+@in_processes(2)
+def test_every_process_refuses_what_one_refuses() -> None:
+    assert len(_all_refused(17, 500)) >= 28
 
 
-def test_three_processes_refuse_what_one_refuses(three: Processes) -> None:
-    three.run(_all_refused, 19, 100)
+@in_processes(3)
+def test_three_processes_refuse_what_one_refuses() -> None:
+    _all_refused(19, 100)
 
 
-def test_all_heads_and_parts_refuse_what_one_process_refuses(four: Processes) -> None:
-    four.run(_all_refused, 21, 100, True)
-
-
-#: What one process alone gives its attention.
-OTHER_MODULES: dict[str, Arguments] = {
-    "softcap": {"softcap": 5.0},
-    "scale": {"scale": 0.1},
-    "mask": {"mask": "alibi"},
-    "window": {"mask": masks.sliding_window(2, 0)},
-    "position": {"position": "rotary"},
-    "q_norm": {"q_norm": "norm"},
-}
-
-
-def _wrong_set_ups(seed: int, count: int) -> None:
-    """The same of the functions that split."""
-    rng, mesh = random.Random(seed), line()
-    for number in range(count):
-        name = rng.choice(["mesh", "method", "layout", "module", "dim", "tensor", "twice", "heads", *OTHER_MODULES])
-        # Another module is wrong beside the others alone.
-        wrong = (number % 2 == 0 and name not in OTHER_MODULES) or dist.get_rank() == rng.randrange(2)
-        module: Any = attention(4)
-        if name in ("dim", "tensor"):
-            given: Arguments = {"tensor": torch.zeros(2, 4, 3), "dim": 1}
-            bad = {"dim": rng.choice([3, -4, "1", 0.5]), "tensor": rng.choice([None, 3, torch.zeros(())])}
-            given |= {name: bad[name]} if wrong else {}
-            _refused(f"{number} {name}", lambda given=given: gather_sequence(mesh=mesh, **given))
-            continue
-        options: Arguments = {"mesh": mesh}
-        # Drawn in every process, as what follows is.
-        bad_option = rng.choice([None, "everywhere", 3])
-        bad_module = rng.choice([torch.nn.Linear(2, 2), None, clearhead.MultiHeadAttention])
-        if wrong and name in ("mesh", "method", "layout"):
-            options[name] = bad_option
-        if wrong and name == "module":
-            module = bad_module
-        if name == "twice":
-            context_parallel(module, mesh)
-            module = module if wrong else attention(4)  # the other process splits for the first time
-        if name == "heads" and wrong:
-            module = clearhead.MultiHeadAttention(35, 5)
-        if name in OTHER_MODULES and wrong:
-            module = attention(4, **OTHER_MODULES[name])
-        either = name == "mesh" or name in OTHER_MODULES
-        splits = tensor_parallel if name == "heads" or (either and rng.random() < 0.5) else context_parallel
-        _refused(f"{number} {name}", lambda module=module, options=options, splits=splits: splits(module, **options))
-
-
-def test_every_process_refuses_a_wrong_set_up(two: Processes) -> None:
-    two.run(_wrong_set_ups, 23, 200)
+@in_processes(4)
+def test_all_heads_and_parts_refuse_what_one_process_refuses() -> None:
+    _all_refused(21, 100, both=True)
 
 
 def _last() -> bool:
@@ -241,14 +186,15 @@ def _stack_raises(module: Any, inputs: tuple[Tensor, ...], part: nn.Module) -> N
     """A part raises in the last process alone; the next call goes on."""
     expected = module(*inputs)
     hook = part.register_forward_hook(lambda *_: 1 / 0) if _last() else None
-    with pytest.raises(ZeroDivisionError if _last() else DistributedError, match="division by zero"):
+    with refuses("division by zero", ZeroDivisionError if _last() else DistributedError):
         module(*inputs)
     if hook is not None:
         hook.remove()
     assert torch.equal(module(*inputs), expected)
 
 
-def _stacks_raise() -> None:
+@in_processes(2, 3)
+def test_what_one_process_raises_anywhere_in_a_stack_all_refuse() -> None:
     x = _part(line())
     for made in (encoder(), decoder()):
         split: Any = context_parallel(made, line())
@@ -257,51 +203,43 @@ def _stacks_raise() -> None:
             _stack_raises(split, inputs, part)
 
 
-def test_what_one_process_raises_anywhere_in_a_stack_all_refuse(two: Processes, three: Processes) -> None:
-    two.run(_stacks_raise)
-    three.run(_stacks_raise)
-
-
-def _heads_and_parts_raise() -> None:
+@in_processes(4)
+def test_what_one_of_four_raises_in_a_stack_all_refuse() -> None:
     """Before the agreement of an attention, and before that at the end."""
     split: Any = context_parallel(tensor_parallel(encoder(), square()["tp"]), square()["cp"])
     for part in (split.layers[1].norm1, split.norm):
         _stack_raises(split, (_part(square()["cp"]),), part)
 
 
-def test_what_one_of_four_raises_in_a_stack_all_refuse(four: Processes) -> None:
-    four.run(_heads_and_parts_raise)
-
-
-def _does_not_wait() -> None:
+@in_processes(2)
+def test_the_process_that_raises_does_not_wait() -> None:
     """The last process raises before the others have made the call."""
     split, x = context_parallel(encoder(), line()), _part(line())
     if not _last():
         dist.barrier()
-    with pytest.raises(TypeError if _last() else DistributedError, match="unexpected keyword argument 'attn_mask'"):
+    with refuses("unexpected keyword argument 'attn_mask'", TypeError if _last() else DistributedError):
         split(x, **({"attn_mask": None} if _last() else {}))
     if _last():
         dist.barrier()
 
 
-def test_the_process_that_raises_does_not_wait(two: Processes) -> None:
-    two.run(_does_not_wait)
-
-
-def _recomputed() -> None:
+@in_processes(2)
+def test_a_stack_that_is_recomputed_refuses() -> None:
     """Recomputing ends a forward pass by an exception, in every process alike."""
     split, x = context_parallel(encoder(), line()), _part(line())
     for _ in range(2):
-        cast(Any, checkpoint(split, x.clone().requires_grad_(), use_reentrant=False)).sum().backward()
-        with pytest.raises(DTypeError if _last() else DistributedError, match="a list of caches, one per layer"):
-            split(x, cache=cast(Any, 3) if _last() else None)
+        recomputed: Any = checkpoint(split, x.clone().requires_grad_(), use_reentrant=False)
+        recomputed.sum().backward()
+        _refuses_caches(split, x)
 
 
-def test_a_stack_that_is_recomputed_refuses(two: Processes) -> None:
-    two.run(_recomputed)
+def _refuses_caches(split: Any, x: Tensor) -> None:
+    with refuses("a list of caches, one per layer", DTypeError if _last() else DistributedError):
+        split(x, cache=3 if _last() else None)
 
 
-def _copied() -> None:
+@in_processes(2)
+def test_a_copy_of_a_split_stack_has_its_own_parameters() -> None:
     split, x = context_parallel(encoder(), line()), _part(line())
     expected, other = split(x), copy.deepcopy(split)
     nn.init.zeros_(other.norm.weight)
@@ -309,39 +247,26 @@ def _copied() -> None:
     assert not other(x).any()
 
 
-def test_a_copy_of_a_split_stack_has_its_own_parameters(two: Processes) -> None:
-    two.run(_copied)
-
-
-def _fully_sharded() -> None:
+@in_processes(2)
+def test_a_fully_sharded_stack_refuses() -> None:
     split, x = context_parallel(encoder(), line()), _part(line())
     for module in (*split.layers, split):
         fully_shard(module, mesh=line())
     expected = split(x)
     _stack_raises(split, (x,), split.layers[1].norm1)
-    with pytest.raises(ShapeError if _last() else DistributedError, match=r"expected \(B, L, E\) with E = 32"):
+    with refuses("expected (B, L, E) with E = 32", ShapeError if _last() else DistributedError):
         split(x[..., :5] if _last() else x)
     assert torch.equal(split(x), expected)
 
 
-def test_a_fully_sharded_stack_refuses(two: Processes) -> None:
-    two.run(_fully_sharded)
-
-
-def _compiled() -> dict[str, int]:
+@in_processes(2)
+def test_a_compiled_stack_refuses() -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # Dynamo looks at it
     split, x = context_parallel(encoder(), line()), _part(line())
     graph: Any = torch.compile(split, backend="eager")
     assert torch.equal(graph(x), split(x))
-    breaks = dict(torch._dynamo.utils.counters["graph_break"])
-    with pytest.raises(DTypeError if _last() else DistributedError, match="a list of caches, one per layer"):
-        graph(x, cache=3 if _last() else None)
+    # Attention is run outside graphs; what the processes agree on is not traced.
+    (graph_break,) = torch._dynamo.utils.counters["graph_break"]
+    assert "LocalSequence.call" in graph_break
+    _refuses_caches(graph, x)
     assert torch.equal(graph(x), split(x))
-    return breaks
-
-
-def test_a_compiled_stack_refuses(two: Processes) -> None:
-    for breaks in two.run(_compiled):
-        # Attention is run outside graphs; what the processes agree on is not traced.
-        assert len(breaks) == 1
-        assert "LocalSequence.call" in next(iter(breaks))

@@ -1,19 +1,15 @@
-"""The programs in examples/ as modules, found as a script of theirs finds them."""
+"""The programs in examples/ find their own modules here, as they do when they are run."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
-import pytest
-
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 
 
-@pytest.fixture(name="example")
-def _example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a module of examples/ by its name."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module
+def example(name: str) -> Any:
+    """A module of examples/."""
+    return importlib.import_module(name)

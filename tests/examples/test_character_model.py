@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,16 +12,14 @@ import torch
 
 from clearhead import masks
 
+from .conftest import example
+
+characters = example("character_model")
 SIZES = {"size": 12, "heads": 6, "kv_heads": 2, "layers": 2}
 
 
-@pytest.fixture(name="characters")
-def _characters(example: Callable[[str], ModuleType]) -> ModuleType:
-    return example("character_model")
-
-
 @pytest.fixture(name="corpus")
-def _corpus(characters: ModuleType) -> Any:
+def _corpus() -> Any:
     return characters.read_corpus(0)
 
 
@@ -42,7 +38,7 @@ def test_texts_become_numbers_and_come_back(corpus: Any) -> None:
     assert corpus.text(corpus.numbers(text)) == text
 
 
-def test_the_bigram_baseline_is_its_formula(characters: ModuleType) -> None:
+def test_the_bigram_baseline_is_its_formula() -> None:
     corpus = characters.Corpus("ab", torch.tensor([0, 1, 0, 1, 1]), torch.tensor([0, 1, 1, 0]))
     # In training a is followed by b twice; b by a once and by b once. Half a count is added to each.
     expected = -(math.log2(2.5 / 3) + math.log2(1.5 / 3) + math.log2(1.5 / 3)) / 3
@@ -50,7 +46,7 @@ def test_the_bigram_baseline_is_its_formula(characters: ModuleType) -> None:
 
 
 @torch.no_grad()
-def test_sliding_caches_read_beyond_the_training_length_as_a_window_does(characters: ModuleType) -> None:
+def test_sliding_caches_read_beyond_the_training_length_as_a_window_does() -> None:
     model, text = characters.CharacterModel(17, **SIZES).double().eval(), torch.randint(17, (3, 61))
     found = characters.bits_read(model, text, model.sliding_caches(3, window=13), chunk=7)
     whole = model.decoder(model.embed(text[:, :-1]), mask=masks.causal() & masks.sliding_window(12, 0))
@@ -59,7 +55,7 @@ def test_sliding_caches_read_beyond_the_training_length_as_a_window_does(charact
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-def test_what_is_written_goes_on_from_the_prompt_and_is_seeded(characters: ModuleType) -> None:
+def test_what_is_written_goes_on_from_the_prompt_and_is_seeded() -> None:
     model, prompt = characters.CharacterModel(17, **SIZES).eval(), torch.randint(17, (5,))
     first, again, other = (
         characters.write(model, prompt, 40, torch.Generator().manual_seed(seed)).tolist() for seed in (0, 0, 1)
@@ -70,7 +66,7 @@ def test_what_is_written_goes_on_from_the_prompt_and_is_seeded(characters: Modul
     assert cold.item() == model(prompt[None])[0, -1].argmax().item()
 
 
-def test_weights_are_saved_and_loaded(characters: ModuleType, corpus: Any, tmp_path: Path) -> None:
+def test_weights_are_saved_and_loaded(corpus: Any, tmp_path: Path) -> None:
     path = tmp_path / "deeper" / "model.pt"
     model = characters.trained(corpus, 2, 0, path, **SIZES)
     again = characters.trained(corpus, 99, 1, path)  # not trained again
@@ -80,7 +76,7 @@ def test_weights_are_saved_and_loaded(characters: ModuleType, corpus: Any, tmp_p
         assert torch.equal(value, model.state_dict()[name])
 
 
-def test_training_learns(characters: ModuleType, corpus: Any) -> None:
+def test_training_learns(corpus: Any) -> None:
     torch.manual_seed(0)
     model = characters.CharacterModel(len(corpus.characters), **SIZES)
     texts = corpus.held_out[:400][None]
@@ -90,7 +86,7 @@ def test_training_learns(characters: ModuleType, corpus: Any) -> None:
     assert after < before - 0.5
 
 
-def test_the_learning_rate_rises_and_falls(characters: ModuleType) -> None:
+def test_the_learning_rate_rises_and_falls() -> None:
     rates = [characters.learning_rate(step, 100, 1.0) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert all(before > after for before, after in pairwise(rates[10:]))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,6 +14,9 @@ from clearhead import masks
 from clearhead.positions import Rotary
 from clearhead.transformer import Decoder, DecoderCache, DecoderLayer
 
+from .conftest import example
+
+searching = example("searching")
 E, TOKENS, S, LONGEST, ROWS = 12, 4, 7, 3, 3
 START, END = 0, 1
 
@@ -40,11 +42,6 @@ class Small(nn.Module):
         return self.head(
             self.decoder(self.embed(target), memory, mask=masks.causal(), memory_mask=visible, cache=cache)
         )
-
-
-@pytest.fixture(name="searching")
-def _searching(example: Callable[[str], ModuleType]) -> ModuleType:
-    return example("searching")
 
 
 @pytest.fixture(name="model")
@@ -77,48 +74,43 @@ def best_of_all(model: Small, source: Tensor) -> list[int]:
     return list(max(texts, key=score))
 
 
-kinds = pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+cached = pytest.mark.parametrize("cached", [True, False], ids=["cached", "uncached"])
+seeds = pytest.mark.parametrize("seed", range(5))
 
 
-def writer(searching: ModuleType, model: Small, source: Tensor, cached: bool) -> object:
-    with torch.no_grad():
-        if cached:
-            return searching.CachedWriter(model, source, LONGEST)
-        return searching.UncachedWriter(model, source)
+@torch.no_grad()
+def writer(model: Small, source: Tensor, cached: bool) -> object:
+    return searching.CachedWriter(model, source, LONGEST) if cached else searching.UncachedWriter(model, source)
 
 
-@kinds
-def test_a_beam_wide_enough_finds_the_likeliest_text(
-    searching: ModuleType, model: Small, source: Tensor, cached: bool
-) -> None:
-    found = searching.beam(writer(searching, model, source, cached), START, END, LONGEST, TOKENS**LONGEST)
+@cached
+def test_a_beam_wide_enough_finds_the_likeliest_text(model: Small, source: Tensor, cached: bool) -> None:
+    found = searching.beam(writer(model, source, cached), START, END, LONGEST, TOKENS**LONGEST)
     assert [until_end(row) for row in found] == [best_of_all(model, source[[row]]) for row in range(ROWS)]
 
 
-@kinds
-@pytest.mark.parametrize("seed", range(5))
-def test_a_beam_of_one_is_greedy(searching: ModuleType, source: Tensor, cached: bool, seed: int) -> None:
+@cached
+@seeds
+def test_a_beam_of_one_is_greedy(source: Tensor, cached: bool, seed: int) -> None:
     torch.manual_seed(seed)
     model = Small()
-    beam = searching.beam(writer(searching, model, source, cached), START, END, LONGEST, 1)
-    greedy = searching.greedy(writer(searching, model, source, cached), START, END, LONGEST)
+    beam = searching.beam(writer(model, source, cached), START, END, LONGEST, 1)
+    greedy = searching.greedy(writer(model, source, cached), START, END, LONGEST)
     assert list(map(until_end, beam)) == list(map(until_end, greedy))
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(5))
-def test_caches_change_nothing(searching: ModuleType, source: Tensor, width: int, seed: int) -> None:
+@seeds
+def test_caches_change_nothing(source: Tensor, width: int, seed: int) -> None:
     torch.manual_seed(seed)
     model = Small()
-    cached, uncached = (
-        searching.beam(writer(searching, model, source, kind), START, END, LONGEST, width) for kind in (True, False)
-    )
-    assert torch.equal(cached, uncached)
+    found = [searching.beam(writer(model, source, kind), START, END, LONGEST, width) for kind in (True, False)]
+    assert torch.equal(*found)
 
 
 @torch.no_grad()
-def test_a_cached_writer_projects_its_source_once(searching: ModuleType, model: Small, source: Tensor) -> None:
+def test_a_cached_writer_projects_its_source_once(model: Small, source: Tensor) -> None:
     calls: list[int] = []
     model.decoder.layers[0].cross_attention.k_proj.register_forward_hook(lambda *_: calls.append(1))
-    searching.beam(writer(searching, model, source, True), START, END, LONGEST, 2)
+    searching.beam(writer(model, source, True), START, END, LONGEST, 2)
     assert len(calls) == 1

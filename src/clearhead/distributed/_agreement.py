@@ -8,11 +8,11 @@ process that raises between two agreements announces its error for the next one,
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,8 +29,8 @@ _FACTS = 32  # int64 numbers of facts in a record
 _TEXT = 640  # bytes of a refusal's text in a record
 _READABLE = 1 << 40  # larger facts are fingerprints
 
-Found = TypeVar("Found")
-Read = TypeVar("Read")
+Local = TypeVar("Local")
+Result = TypeVar("Result")
 
 #: The numbers that a process sends, by name.
 Facts = Mapping[str, int]
@@ -40,12 +40,7 @@ Gathered = list[dict[str, int]]
 
 
 @outside_graphs
-def agree(
-    where: str,
-    group: dist.ProcessGroup,
-    device: torch.device | str,
-    facts: Facts | Exception,
-) -> Gathered:
+def agree(where: str, group: dist.ProcessGroup, device: torch.device | str, facts: Facts | Exception) -> Gathered:
     """Exchange facts with all processes of a group.
 
     Args:
@@ -72,77 +67,57 @@ def agree(
         ) from error
     record = record.cpu()
     if bool((records[:, 0] > 0).any() or (records[:, 1] != record[1]).any()):
-        _wait_for_readers(group, device)
+        # Wait until every process has read the records. If this one raised and exited at once, the others would find a
+        # closed connection instead of its error.
+        with suppress(RuntimeError, ValueError):  # the error is known already
+            from_every_rank(torch.zeros(1, dtype=torch.int64, device=device), group)
     if isinstance(facts, Exception):
         raise facts
-    for rank, other in enumerate(records):
-        if length := int(other[0]):
-            text = bytes(other[2 + _FACTS :].view(torch.uint8)[:length].tolist()).decode(errors="ignore")
+    for rank, received in enumerate(records):
+        if length := int(received[0]):
+            text = bytes(received[2 + _FACTS :].view(torch.uint8)[:length].tolist()).decode(errors="ignore")
             raise DistributedError(
                 f"{where}: process {rank} of the group refused the call, so that none of them runs it: {text}"
             )
-    for rank, other in enumerate(records):
-        if other[1] != record[1]:
+    for rank, received in enumerate(records):
+        if received[1] != record[1]:
             raise DistributedError(
                 f"{where}: process {rank} of the group makes another call. All of them make the same."
             )
-    return [dict(zip(facts, other[2 : 2 + len(facts)].tolist(), strict=True)) for other in records]
-
-
-def _wait_for_readers(group: dist.ProcessGroup, device: torch.device | str) -> None:
-    """Wait until every process has read the records of a call that raises.
-
-    A process that raises and exits at once closes its connections. Without this exchange the others may still be
-    reading, and would find a closed connection instead of the error.
-    """
-    with suppress(RuntimeError, ValueError):  # the error is known already
-        from_every_rank(torch.zeros(1, dtype=torch.int64, device=device), group)
+    return [dict(zip(facts, numbers, strict=True)) for numbers in records[:, 2 : 2 + len(facts)].tolist()]
 
 
 def agree_on(
-    where: str, group: dist.ProcessGroup, device: str, find: Callable[[], tuple[Facts, Found]]
-) -> tuple[Gathered, Found]:
-    """Exchange the facts that `find` returns. If it raises in one process, all processes raise.
-
-    Args:
-        where, group, device: as for `agree`.
-        find: returns the facts of this process, and an object that stays in it.
-
-    Returns:
-        The facts of every process, and the object.
-    """
-    try:
-        facts, found = find()
-    except Exception as error:
-        agree(where, group, device, error)
-        raise
-    return agree(where, group, device, facts), found
-
-
-def agree_in_turn(
     where: str,
     groups: Sequence[dist.ProcessGroup],
     device: str,
-    find: Callable[[], tuple[Facts, Found]],
-    read: Callable[[Gathered, Found], Read],
-) -> Read:
-    """Agree in the first group. If its processes raise, the processes of the other groups raise too.
+    find: Callable[[], tuple[Facts, Local]],
+    read: Callable[[Gathered, Local], Result],
+) -> Result:
+    """Agree in the first group. If `find` or `read` raises in one process, all processes of all groups raise.
 
     Args:
-        where, device, find: as for `agree_on`.
+        where, device: as for `agree`.
         groups: the group that shares the sequence, and the groups that share the heads of one shard.
-        read: computes the result from what `agree_on` returns in the first group, or raises.
+        find: returns the facts of this process, and an object that stays in it.
+        read: computes the result from the facts of every process and the object, or raises.
 
     Returns:
         The result of `read`.
     """
+    first, *others = groups
     try:
-        result = read(*agree_on(where, groups[0], device, find))
+        try:
+            facts, local = find()
+        except Exception as error:
+            agree(where, first, device, error)
+            raise
+        result = read(agree(where, first, device, facts), local)
     except Exception as error:
-        for group in groups[1:]:
+        for group in others:
             agree(where, group, device, error)
         raise
-    for group in groups[1:]:
+    for group in others:
         agree(where, group, device, {})
     return result
 
@@ -164,14 +139,9 @@ def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessG
     return _groups[group]
 
 
-#: The number of modules that have been split over the sequence, by group.
-_numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-
-def next_number(group: dist.ProcessGroup) -> int:
-    """A number for a split module, from 1 on. It is equal in processes that split modules in the same order."""
-    _numbers[group] = _numbers.get(group, 0) + 1
-    return _numbers[group]
+#: Numbers for the modules that are split over the sequence, from 1 on, by group. They are equal in processes that split
+#: modules in the same order.
+module_numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -189,7 +159,7 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
     """Send an error to the next agreement of the others, without waiting for them.
 
     Args:
-        where, groups, device: as for `agree_in_turn`.
+        where, groups, device: as for `agree_on`.
         problem: the error, which the caller raises.
     """
     if getattr(problem, "not_announced", False):
@@ -200,7 +170,7 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
         read = record.new_empty((dist.get_world_size(group), 1))
         with suppress(RuntimeError, ValueError):  # the problem is what counts
             all_gather_single(records, record[None], group=group, async_op=True)
-            # The exchange that `_wait_for_readers` joins.
+            # The second exchange of `agree`.
             _wait_at_exit(all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True))
 
 
@@ -211,15 +181,14 @@ _SECONDS_AT_EXIT = 5
 
 def _wait_at_exit(exchange: Any) -> None:
     if not _announced:
-        atexit.unregister(_wait_for_announced)
         atexit.register(_wait_for_announced)
-    _announced[:] = [*(each for each in _announced if not each.is_completed()), exchange]
+    _announced[:] = [*(work for work in _announced if not work.is_completed()), exchange]
 
 
 def _wait_for_announced() -> None:
-    for each in _announced:
+    for work in _announced:
         with suppress(RuntimeError, ValueError):
-            each.wait(timedelta(seconds=_SECONDS_AT_EXIT))
+            work.wait(timedelta(seconds=_SECONDS_AT_EXIT))
 
 
 def _record(where: str, facts: Facts | Exception) -> Tensor:
@@ -239,14 +208,14 @@ def fingerprint(*values: object) -> int:
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def require_equal(where: str, gathered: Gathered, names: Sequence[str], fix: str) -> None:
+def require_equal(where: str, gathered: Gathered, names: Iterable[str], fix: str) -> None:
     """Raise, in every process alike, unless these facts are equal in all of them."""
     for name in names:
         values = [facts[name] for facts in gathered]
         if len(set(values)) > 1:
-            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            rank = next(rank for rank, value in enumerate(values) if value != values[0])
             readable = all(abs(value) < _READABLE for value in values)
-            got = str(values) if readable else f"another in process {other} of the group than in process 0"
+            got = str(values) if readable else f"another in process {rank} of the group than in process 0"
             raise DistributedError(f"{where}: {name}", expected="the same in every process", got=got, fix=fix)
 
 
@@ -269,10 +238,9 @@ def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, str]:
         require_mesh(mesh)
         return mesh.get_group(), mesh.device_type
     except ArgumentError:
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
             raise
-        return group, getattr(mesh, "device_type", "cpu")
+        return cast(dist.ProcessGroup, dist.group.WORLD), getattr(mesh, "device_type", "cpu")
 
 
 def require_device(where: str, name: str, x: object, device: str) -> None:
@@ -283,10 +251,17 @@ def require_device(where: str, name: str, x: object, device: str) -> None:
         raise DeviceError(f"{where}: {name}", expected=expected, got=f"one on {x.device}", fix=fix)
 
 
-def not_pickled(where: str) -> DistributedError:
-    """The error for a split module that is pickled or saved whole."""
-    return DistributedError(
-        f"{where}: a split module cannot be pickled, because its process group belongs to this process. Save its "
-        "parameters with torch.distributed.checkpoint and get_model_state_dict(module), or pickle the module before "
-        "it is split."
-    )
+class OfThisProcess:
+    """A part of a split module. It is shared by copies of the module, and refuses to be pickled."""
+
+    where: ClassVar[str]
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> str:
+        raise DistributedError(
+            f"{self.where}: a split module cannot be pickled, because its process group belongs to this process. Save "
+            "its parameters with torch.distributed.checkpoint and get_model_state_dict(module), or pickle the module "
+            "before it is split."
+        )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._call.call import AttentionCall, valid_call
+from .._call.call import valid_call
 from .._call.request import Request
 from .._checks import FLOATS
 from .._environment import Environment, autocast_off, cast_for_autocast, read_environment
@@ -27,11 +26,11 @@ from ..errors import KernelError
 from ..masks._base import Mask
 from ..masks._check import as_positions
 from ..masks._tensors import as_mask
-from ._agreement import Gathered, agree_in_turn, fingerprint, group_of, require_equal, require_mesh
+from ._agreement import Gathered, agree_on, fingerprint, group_of, require_equal, require_mesh
 from ._layout import Layout, require_layout
-from ._methods import Whole, like_whole, mask_fact, runs_of_queries
+from ._methods import Operands, SharedCall, chunks_of_queries, mask_fact, of_all_sizes
 from ._sequence import shards_of
-from ._statistics import shared_call
+from ._statistics import shared_call_of
 
 _WHERE = "attention_statistics"
 _SAME = "All processes of the mesh make the same call, each with its part of query, key and value, and all else whole."
@@ -104,138 +103,107 @@ def attention_statistics(
         torch.Size([2, 4, 7])
         >>> dist.destroy_process_group()
     """
-    given: dict[str, Any] = {
-        "value": value,
-        "scale": scale,
-        "softcap": softcap,
-        "sinks": sinks,
-        "query_positions": query_positions,
-        "key_positions": key_positions,
-        "statistics": statistics,
-        "query_mask": query_mask,
-        "queries": queries,
-        "top_k": top_k,
-        "map_size": map_size,
-        "map_pooling": map_pooling,
-        "sink_keys": sink_keys,
-        "offsets": offsets,
-        "per": per,
-    }
+    arguments: dict[str, Any] = dict(locals())
+    del arguments["mesh"], arguments["layout"]
     group, device = group_of(mesh)
     if dist.get_world_size(group) == 1:
         require_mesh(mesh)
         require_layout(layout)
-        return of_one_process(query, key, mask, **given)
+        return of_one_process(**arguments)
 
-    def find() -> tuple[dict[str, int], _Call]:
+    def find() -> tuple[dict[str, int], _Arguments]:
         require_mesh(mesh)
-        call = _read(query, key, mask, layout, given)
-        return _facts(call), call
+        require_layout(layout)
+        facts, local = _read(arguments)
+        return {"layout": fingerprint(layout), **facts}, local
 
+    read = partial(_shared_call, group, layout, query_mask)
     # The second agreement is about errors that show only in the length of the whole sequence.
-    return _computed(*agree_in_turn(_WHERE, (group, group), device, find, partial(_whole, group)))
+    local, shared, counted = agree_on(_WHERE, (group, group), device, find, read)
+    with torch.no_grad(), autocast_off(local.operands[0]):
+        # Statistics of gathered keys and of each interval of this process's queries.
+        call = shared_call_of(local.operands, shared, chunks_of_queries(*local.operands, shared))
+        return compute_statistics(call, local.names, local.options, counted, local.queries, per)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The call of one process.
+class _Arguments(NamedTuple):
+    """The checked arguments of one process.
 
     Args:
-        local: the query, key and value of this process as a call. The values have no features if no statistic reads
-            them.
-        request: how the whole attends.
-        query_mask, per: as in `attention_statistics`.
-        queries: the chosen queries.
+        operands: the query, key and value of this process. The values have no features if no statistic reads them.
+        request: how all queries attend.
         names, options: the statistics.
-        layout: the layout of both sequences.
+        queries: as in `attention_statistics`.
         environment: the environment of the call.
     """
 
-    local: AttentionCall
+    operands: Operands
     request: Request
-    query_mask: Tensor | None
-    per: Per
-    queries: Queries | None
     names: tuple[str, ...]
     options: Options
-    layout: Layout
+    queries: Queries | None
     environment: Environment
 
-    @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.local.query, self.local.key, self.local.value
 
+def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
+    """The facts that the processes agree on, with the lengths of their shards, which may differ; and the arguments."""
 
-def _read(query: Tensor, key: Tensor, mask: Mask | Tensor | None, layout: Layout, given: dict[str, Any]) -> _Call:
-    """The checked arguments."""
-    require_layout(layout)
-    names = require_names(given["statistics"], given["value"] is not None)
-    options = make_options(*(given[name] for name in ("top_k", "map_size", "map_pooling", "sink_keys", "offsets")))
-    require_per(given["per"], names)
+    def chosen(*names: str) -> dict[str, Any]:
+        return {name: arguments[name] for name in names}
+
+    value, mask, query_mask = arguments["value"], arguments["mask"], arguments["query_mask"]
+    names = require_names(arguments["statistics"], value is not None)
+    options = make_options(**chosen("top_k", "map_size", "map_pooling", "sink_keys", "offsets"))
+    require_per(arguments["per"], names)
     environment = read_environment()._replace(gradients=False, autocast=False, observed=False)
     if environment.transformed:
         raise KernelError(f"{_WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
-    query, key, *values = cast_for_autocast(query, key, *(() if given["value"] is None else (given["value"],)))
-    numbers = {name: given[name] for name in ("scale", "softcap", "sinks")}
+    tensors = [arguments[name] for name in ("query", "key", "value")[: 2 if value is None else 3]]
+    query, key, *values = cast_for_autocast(*tensors)
+    numbers, positions = chosen("scale", "softcap", "sinks"), chosen("query_positions", "key_positions")
     with torch.no_grad(), autocast_off(query):
-        local = valid_call(query, key, values[0] if values else None, Request(**numbers), environment)
-    if not need_values(names):
-        local = replace(local, value=local.key[..., :0])
-    positions = {name: given[name] for name in ("query_positions", "key_positions")}
-    for name, each in positions.items():
-        as_positions(name, each, per_head=name == "key_positions")
-    if given["query_mask"] is not None:
-        query_marks(given["query_mask"])
+        call = valid_call(query, key, values[0] if values else None, Request(**numbers), environment)
+    operands = call.query, call.key, call.value if need_values(names) else call.key[..., :0]
+    for name, place in positions.items():
+        as_positions(name, place, per_head=name == "key_positions")
+    if query_mask is not None:
+        query_marks(query_mask)
     request = Request(None if mask is None else as_mask(mask), **numbers, **positions)
-    queries = checked_queries("queries", given["queries"])
-    return _Call(local, request, given["query_mask"], given["per"], queries, names, options, layout, environment)
-
-
-def _facts(call: _Call) -> dict[str, int]:
-    """The facts that the processes agree on, and the lengths of their shards, which may differ."""
-    (query, key, value), spec = call.operands, call.local.spec
-    # The call of the whole checks the sizes of tensors.
-    tensors = {
-        "query_positions": call.request.query_positions,
-        "key_positions": call.request.key_positions,
-        "query_mask": call.query_mask,
-    }
-    rows = call.queries.tolist() if isinstance(call.queries, Tensor) else call.queries
-    return {
-        "layout": fingerprint(call.layout),
-        "batch size": query.shape[0],
-        "query heads": query.shape[1],
-        "key/value heads": key.shape[1],
-        "head_dim": query.shape[3],
-        "head_dim of values": value.shape[3],
+    queries = checked_queries("queries", arguments["queries"])
+    (batch, heads, length, dim), spec = call.query.shape, call.spec
+    facts = {
+        "batch size": batch,
+        "query heads": heads,
+        "key/value heads": call.key.shape[1],
+        "head_dim": dim,
+        "head_dim of values": operands[2].shape[3],
         "dtype": FLOATS.index(query.dtype),
-        "mask": mask_fact(cast("Mask | None", call.request.mask)),
-        **{name: fingerprint("a tensor" if isinstance(x, Tensor) else x) for name, x in tensors.items()},
+        "mask": mask_fact(cast("Mask | None", request.mask)),
+        # The shared call checks the sizes of tensors.
+        **{
+            name: fingerprint("a tensor" if isinstance(x, Tensor) else x)
+            for name, x in chosen("query_positions", "key_positions", "query_mask").items()
+        },
         "scale": fingerprint(spec.scale),
         "softcap": fingerprint(spec.softcap),
         "sinks": spec.sinks,
-        "statistics": fingerprint(call.names, call.per),
-        "options": fingerprint(call.options),
-        "queries": fingerprint(rows),
-        "query": query.shape[2],
-        "key": key.shape[2],
+        "statistics": fingerprint(names, arguments["per"]),
+        "options": fingerprint(options),
+        "queries": fingerprint(queries.tolist() if isinstance(queries, Tensor) else queries),
+        "query": length,
+        "key": call.key.shape[2],
     }
+    return facts, _Arguments(operands, request, names, options, queries, environment)
 
 
-def _whole(group: dist.ProcessGroup, gathered: Gathered, call: _Call) -> tuple[_Call, Whole, Tensor | None]:
-    """The call, the whole, and the counted queries. Raise unless all processes make one call."""
+def _shared_call(
+    group: dist.ProcessGroup, layout: Layout, query_mask: Tensor | None, gathered: Gathered, local: _Arguments
+) -> tuple[_Arguments, SharedCall, Tensor | None]:
+    """The arguments, the shared call, and the counted queries. Raise unless all processes make one call."""
     require_equal(_WHERE, gathered, [name for name in gathered[0] if name not in ("query", "key")], _SAME)
-    queries, keys = (shards_of(_WHERE, gathered, name, call.layout) for name in ("query", "key"))
-    with torch.no_grad(), autocast_off(call.local.query):
-        whole = valid_call(*like_whole(call.operands, queries, keys), call.request, call.environment)
-    row_numbers(call.queries, queries.length)
-    counted = counted_queries(call.query_mask, whole)
-    rank, environment = dist.get_rank(group), call.environment
-    return call, Whole(group, rank, queries, keys, whole.grid, whole.request, environment, _WHERE), counted
-
-
-def _computed(call: _Call, whole: Whole, counted: Tensor | None) -> AttentionStatistics:
-    """Statistics of gathered keys and of each run of this process's queries."""
-    with torch.no_grad(), autocast_off(call.local.query):
-        shared = shared_call(call.operands, whole, [*runs_of_queries(*call.operands, whole)])
-        return compute_statistics(shared, call.names, call.options, counted, call.queries, call.per)
+    queries, keys = (shards_of(_WHERE, gathered, name, layout) for name in ("query", "key"))
+    with torch.no_grad(), autocast_off(local.operands[0]):
+        call = valid_call(*of_all_sizes(local.operands, queries, keys), local.request, local.environment)
+    row_numbers(local.queries, queries.length)
+    rank, counted = dist.get_rank(group), counted_queries(query_mask, call)
+    return local, SharedCall(group, rank, queries, keys, call.grid, call.request, local.environment, _WHERE), counted

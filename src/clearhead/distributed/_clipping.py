@@ -51,9 +51,9 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         True
     """
     most = number("max_norm", max_norm, "a number of at least 0", lambda value: value >= 0)
-    given = [parameters] if isinstance(parameters, Tensor) else parameters
-    found = dict.fromkeys(strided("parameters", x, "tensors") for x in items("parameters", given, "tensors"))
-    gradients = [x.grad for x in found if x.grad is not None]
+    tensors = items("parameters", [parameters] if isinstance(parameters, Tensor) else parameters, "tensors")
+    unique = dict.fromkeys(strided("parameters", x, "tensors") for x in tensors)
+    gradients = [x.grad for x in unique if x.grad is not None]
     with torch.no_grad():
         norm = _norm(gradients)
         factor = torch.clamp(most / (norm + 1e-6), max=1.0)

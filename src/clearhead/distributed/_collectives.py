@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def step(name: str, where: str = "context_parallel") -> Generator[None, None, No
         raise DistributedError(f"{where}: {name}: the exchange failed. {fix} ({error})") from error
 
 
-Backward = Callable[..., "tuple[Tensor | None, ...]"]
+Backward = TypeVar("Backward", bound=Callable[..., "tuple[Tensor | None, ...]"])
 
 
 def differentiable_once(backward: Backward) -> Backward:
@@ -73,18 +73,16 @@ def differentiable_once(backward: Backward) -> Backward:
             returned = backward(ctx, *gradients)
         if is_tracing() or not torch.is_grad_enabled():  # graphs have no second derivatives
             return returned
-        read = [x for x in (*gradients, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
-        if not read:
-            return returned
+        inputs = [x for x in (*gradients, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
         where = getattr(ctx, "where", "context_parallel")
-        return tuple(x if x is None else cast(Tensor, _Once.apply(where, x, *read)) for x in returned)
+        return tuple(cast(Tensor, _Once.apply(where, x, *inputs)) if inputs and x is not None else x for x in returned)
 
-    return computed
+    return cast(Any, computed)
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, where: str, gradient: Tensor, *read: Tensor) -> Tensor:
+    def forward(ctx: Any, where: str, gradient: Tensor, *inputs: Tensor) -> Tensor:
         ctx.where = where
         return gradient.clone()
 
@@ -128,22 +126,19 @@ class _GatherShards(torch.autograd.Function):
     def forward(ctx: Any, shards: Shards, group: Group, where: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.group, ctx.where, ctx.shapes = shards, group, where, [x.shape for x in tensors]
         with step("forward: all-gather", where):
-            return tuple(shards.join(each, 0) for each in _all_gather(tensors, shards, group))
+            return tuple(shards.join(parts, 0) for parts in _all_gather(tensors, shards, group))
 
     @staticmethod
     @differentiable_once
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         shards: Shards = ctx.shards
         features = sum(math.prod(shape[1:]) for shape in ctx.shapes)
         sent = gradients[0].new_empty((shards.world_size, shards.longest, features), dtype=sum_dtype(gradients[0]))
-        cut = [shards.split(x, 0) for x in gradients]
+        views = [shards.split(x, 0) for x in gradients]
         for rank, count in enumerate(shards.lengths):
             sent[rank, count:] = 0
-            for target, runs in zip(_features(sent[rank, :count], ctx.shapes), cut, strict=True):
-                for place, x in zip(target.split([len(x) for x in runs[rank]]), runs[rank], strict=True):
-                    place.copy_(x)
+            for target, intervals in zip(_features(sent[rank, :count], ctx.shapes), views, strict=True):
+                torch.cat(intervals[rank], out=target)
         with step("backward: reduce-scatter", ctx.where):
             summed = reduce_scatter(sent, ctx.group)
         returned = _features(summed[: ctx.shapes[0][0]], ctx.shapes)
@@ -159,10 +154,10 @@ def _all_gather(tensors: Sequence[Tensor], shards: Shards, group: Group) -> list
         return [list(received[index :: len(tensors)]) for index in range(len(tensors))]
     count = len(tensors[0])
     sent = tensors[0].new_zeros((shards.longest, sum(map(math.prod, shapes))))
-    for place, x in zip(_features(sent[:count], [x.shape for x in tensors]), tensors, strict=True):
-        place.copy_(x)
+    for target, x in zip(_features(sent[:count], [x.shape for x in tensors]), tensors, strict=True):
+        target.copy_(x)
     ranks = from_every_rank(sent, group)  # (W, longest, features)
-    return [list(each) for each in zip(*(_features(x, [x.shape for x in tensors]) for x in ranks), strict=True)]
+    return [list(parts) for parts in zip(*(_features(x, [x.shape for x in tensors]) for x in ranks), strict=True)]
 
 
 def _features(rows: Tensor, shapes: Shapes) -> list[Tensor]:
@@ -180,7 +175,7 @@ def all_to_all(sent: Sent, shapes: Sequence[Shapes], group: Group) -> list[list[
     shapes = [*shapes[:rank], [x.shape for x in sent[rank]], *shapes[rank + 1 :]]
     counts = [len(tensors) for tensors in sent]
     received = cast("tuple[Tensor, ...]", _AllToAll.apply(counts, shapes, group, *chain(*sent)))
-    return _grouped(received, [len(each) for each in shapes])
+    return _grouped(received, [*map(len, shapes)])
 
 
 class _AllToAll(torch.autograd.Function):
@@ -189,16 +184,14 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, counts: list[int], shapes: Sequence[Shapes], group: Group, *flat: Tensor
     ) -> tuple[Tensor, ...]:
         sent = _grouped(flat, counts)
-        ctx.group, ctx.counts = group, [len(each) for each in shapes]
+        ctx.group, ctx.counts = group, [*map(len, shapes)]
         ctx.shapes = [[x.shape for x in tensors] for tensors in sent]
         with step("forward: all-to-all"):
             return exchange(sent, shapes, group)
 
     @staticmethod
     @differentiable_once
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         with step("backward: all-to-all"):
             return None, None, None, *exchange(_grouped(gradients, ctx.counts), ctx.shapes, ctx.group)
 
@@ -211,22 +204,21 @@ def _grouped(flat: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]
 def exchange(sent: Sent, shapes: Sequence[Shapes], group: Group) -> tuple[Tensor, ...]:
     """As `all_to_all`, without gradients: one tuple of all tensors, cut from one buffer without a copy."""
     rank, like = dist.get_rank(group), next(chain(*sent))
-    others = [*sent[:rank], (), *sent[rank + 1 :]]
-    shapes_of_others = [*shapes[:rank], (), *shapes[rank + 1 :]]
+    outgoing = [*sent[:rank], (), *sent[rank + 1 :]]
+    incoming = [*shapes[:rank], (), *shapes[rank + 1 :]]
     # Each tensor for another process is copied once, into the buffer that is sent.
-    counts = [sum(x.numel() for x in tensors) for tensors in others]
-    expected = [sum(math.prod(shape) for shape in each) for each in shapes_of_others]
-    leaving, arriving = like.new_empty(sum(counts)), like.new_empty(sum(expected))
-    for place, x in zip(_cut(leaving, [[x.shape for x in each] for each in others]), chain(*others), strict=True):
-        place.copy_(x)
-    dist.all_to_all_single(arriving, leaving, expected, counts, group=group)
-    received, before = _cut(arriving, shapes_of_others), sum(map(len, shapes[:rank]))
-    return *received[:before], *sent[rank], *received[before:]
+    counts = [sum(x.numel() for x in tensors) for tensors in outgoing]
+    expected = [sum(map(math.prod, rank_shapes)) for rank_shapes in incoming]
+    buffer, received = like.new_empty(sum(counts)), like.new_empty(sum(expected))
+    for target, x in zip(_cut(buffer, [x.shape for x in chain(*outgoing)]), chain(*outgoing), strict=True):
+        target.copy_(x)
+    dist.all_to_all_single(received, buffer, expected, counts, group=group)
+    tensors, before = _cut(received, [*chain(*incoming)]), sum(map(len, shapes[:rank]))
+    return *tensors[:before], *sent[rank], *tensors[before:]
 
 
-def _cut(flat: Tensor, shapes: Sequence[Shapes]) -> tuple[Tensor, ...]:
-    each = list(chain(*shapes))
-    return tuple(x.view(shape) for x, shape in zip(flat.split([*map(math.prod, each)]), each, strict=True))
+def _cut(flat: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
+    return tuple(x.view(shape) for x, shape in zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True))
 
 
 def sum_of_gradients(x: Tensor, group: Group, where: str) -> Tensor:
@@ -242,21 +234,12 @@ class _SumOfGradients(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         summed = gradient.to(sum_dtype(gradient), copy=True, memory_format=torch.contiguous_format)
         with step("backward: all-reduce of a bias's gradient", ctx.where):
             dist.all_reduce(summed, group=ctx.group)
         return summed.to(gradient.dtype), None, None
-
-
-def all_reduce_max(x: Tensor, group: Group) -> Tensor:
-    """The largest element over all processes, for each element. Without gradients."""
-    largest = x.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

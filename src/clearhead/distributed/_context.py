@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from itertools import count
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,27 +16,23 @@ from .._checks import choice
 from .._environment import outside_graphs_alone
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError
-from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
 from ._agreement import (
-    agree_in_turn,
+    Gathered,
     agree_on,
     announce,
     fingerprint,
     group_for_agreements,
     group_of,
-    next_number,
+    module_numbers,
     require_equal,
     require_mesh,
 )
-from ._arguments import WHERE
-from ._description import aspects_of
-from ._finding import attention_parts
+from ._description import Attentions, Split, attention_parts, facts_of_module
 from ._layout import Layout, require_layout
 from ._methods import heads_divide
 from ._sequence import require_shards
-from ._sequence_shard import LocalSequence
+from ._sequence_shard import WHERE, LocalSequence
 
-Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 Method = Literal["auto", "heads", "gather", "ring"]
 METHODS: tuple[Method, ...] = ("auto", "heads", "gather", "ring")
 
@@ -103,63 +100,64 @@ def context_parallel(
         >>> dist.destroy_process_group()
     """
 
-    def find() -> tuple[dict[str, int], list[tuple[str, MultiHeadAttention]]]:
+    def find() -> tuple[dict[str, int], Attentions]:
         require_mesh(mesh)
         choice("method", method, METHODS)
         require_layout(layout)
         attentions, others = attention_parts(WHERE, module)
-        heads = [_checked(name, attention, method, mesh.size()) for name, attention in attentions]
-        aspects = aspects_of(module, attentions, others)
-        facts = {"method": fingerprint(method), "layout": fingerprint(layout), **aspects, "heads": fingerprint(heads)}
-        return facts, attentions
+        heads = [(name, _heads_of(name, attention, method, mesh.size())) for name, attention in attentions]
+        facts = {"method": fingerprint(method), "layout": fingerprint(layout)}
+        return facts | facts_of_module(module, attentions, others) | {"heads": fingerprint(heads)}, attentions
+
+    def read(gathered: Gathered, attentions: Attentions) -> Attentions:
+        require_equal(WHERE, gathered, gathered[0], "Split the same module in the same way in every process.")
+        return attentions
 
     group, device = group_of(mesh)
-    gathered, attentions = agree_on(WHERE, group, device, find)
-    require_equal(WHERE, gathered, tuple(gathered[0]), "Split the same module in the same way in every process.")
-    if len(gathered) > 1:
-        of_heads = dict.fromkeys(each.head_shard.group for _, each in attentions if each.head_shard is not None)
-        agreements = group_for_agreements(group, device), *of_heads
-        sequence = LocalSequence(group, agreements, device, dist.get_rank(group), len(gathered), method, layout)
+    attentions = agree_on(WHERE, (group,), device, find, read)
+    if mesh.size() > 1:
+        head_groups = dict.fromkeys(part.head_shard.group for _, part in attentions if part.head_shard is not None)
+        agreements = group_for_agreements(group, device), *head_groups
+        sequence = LocalSequence(group, agreements, device, dist.get_rank(group), mesh.size(), method, layout)
+        numbers = module_numbers.setdefault(group, count(1))
         for _, attention in attentions:
-            attention.sequence_shard = replace(sequence, number=next_number(group))
+            attention.sequence_shard = replace(sequence, number=next(numbers))
         if not isinstance(module, MultiHeadAttention):
             where = f"{WHERE}: {type(module).__name__}"
-            cast(Any, module).forward = partial(_all_or_none, sequence, where, module.forward)
+            cast(Any, module).forward = partial(_forward_or_refuse, sequence, where, module.forward)
     remember_names(module)
     return module
 
 
-def _checked(name: str, module: MultiHeadAttention, method: str, world: int) -> object:
-    """The name and the heads of an attention, equal in every process. Raise if it cannot be split."""
+def _heads_of(name: str, module: MultiHeadAttention, method: str, world: int) -> tuple[int, int]:
+    """H and Hkv of this process. Raise if an attention cannot be split."""
     if module.sequence_shard is not None:
         expected, fix = "an attention that was not split before", "Call context_parallel once."
         raise ArgumentError(name, expected=expected, got="one after context_parallel", fix=fix)
-    shard = module.head_shard
-    heads = (module.num_heads, module.num_kv_heads) if shard is None else (shard.num_heads, shard.num_kv_heads)
-    if method == "heads" and not heads_divide(*heads, world):
+    owner = module if module.head_shard is None else module.head_shard
+    if method == "heads" and not heads_divide(owner.num_heads, owner.num_kv_heads, world):
         raise ArgumentError(
             "method",
             expected=f'"heads" where the mesh\'s W = {world} divides H, and divides Hkv or is divided by it',
-            got=f"H = {heads[0]}, Hkv = {heads[1]} in {name}",
+            got=f"H = {owner.num_heads}, Hkv = {owner.num_kv_heads} in {name}",
             fix='Use method="gather", for any number of heads.',
         )
-    return name, heads
+    return owner.num_heads, owner.num_kv_heads
 
 
 @outside_graphs_alone
-def _all_or_none(
+def _forward_or_refuse(
     sequence: LocalSequence, where: str, forward: Callable[..., Any], *inputs: object, **options: object
 ) -> Any:
     """The forward pass of a layer or stack. If one process raises, all raise, at its end at the latest."""
     try:
-        names = ("x", "memory")
-        given = dict(zip(names, inputs, strict=False)) | {name: options[name] for name in names if name in options}
-        if options.get("cache") is not None:  # every process has all new tokens
-            given.pop("x", None)
-        require_shards(sequence.group, sequence.layout, **given)
+        tensors = dict(zip(("x", "memory"), inputs, strict=False)) | options
+        # With a cache every process has all new tokens.
+        names = ("x", "memory") if options.get("cache") is None else ("memory",)
+        require_shards(sequence.group, sequence.layout, **{name: tensors.get(name) for name in names})
         output = forward(*inputs, **options)
     except Exception as error:
         announce(where, sequence.agreements, sequence.device, error)
         raise
-    agree_in_turn(where, sequence.agreements, sequence.device, lambda: ({}, None), lambda *_: None)
+    agree_on(where, sequence.agreements, sequence.device, lambda: ({}, None), lambda *_: None)
     return output

@@ -1,61 +1,110 @@
-"""The facts of a split module, which are equal in every process."""
+"""The parts of a module that is split over processes, and its facts, which are equal in every process."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .._latent import MultiHeadLatentAttention
 from .._multihead import MultiHeadAttention
-from ..transformer import FeedForward
+from ..errors import DTypeError
+from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward
 from ._agreement import fingerprint
-from ._finding import Named
 
-# An object without a text of its own shows its address; devices have the number of the process.
+#: The modules that can be split.
+Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
+Attentions = list[tuple[str, MultiHeadAttention]]
+Named = list[tuple[str, nn.Module]]
+
+_OF_PYTORCH = nn.TransformerEncoder, nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+
+# The default repr of an object contains its address. A device contains the number of the process.
 _OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):\d+")
 
 
-def aspects_of(
-    module: nn.Module, attentions: Sequence[tuple[str, MultiHeadAttention]], others: Named
-) -> dict[str, int]:
-    """Fingerprints by the names that messages use. They are equal for equal modules, for any values of parameters."""
-    each = [attention for _, attention in attentions]
-    words: dict[str, object] = {
-        "softcap of the module": [part.softcap for part in each],
-        "scale of the module": [part.scale for part in each],
-        "dropout of the module": [part.dropout for part in each],
-        "mask of the module": [None if part.mask is None else _plain(part.mask.describe()) for part in each],
-        "position of the module": [_described(part.position) for part in each],
-        "q_norm of the module": [_described(part.q_norm) for part in each],
-        "k_norm of the module": [_described(part.k_norm) for part in each],
-        "parts beside attention": [(name, *_described_part(part)) for name, part in others],
-        "module": (  # what the others do not cover
-            [(name, part.num_heads, part.num_kv_heads, part.head_dim, part.sinks is None) for name, part in attentions],
-            [(name, getattr(part, "norm_first", None)) for name, part in module.named_modules()],
-            [(name, *_sizes(parameter)) for name, parameter in module.named_parameters()],
-        ),
+def attention_parts(where: str, module: object) -> tuple[Attentions, Named]:
+    """The attention modules of a module, and the parts beside them, by name.
+
+    Raises:
+        DTypeError: for another module than a `MultiHeadAttention`, or a layer or stack made of them.
+    """
+    attentions: Attentions = []
+    others: Named = []
+    layers: list[tuple[str, object]] = [("module", module)]
+    if isinstance(module, Encoder | Decoder):
+        layers = [(f"module.layers.{index}", layer) for index, layer in enumerate(module.layers)]
+    for name, layer in layers:
+        if isinstance(layer, MultiHeadAttention):
+            attentions.append((name, layer))
+            continue
+        if not isinstance(layer, EncoderLayer | DecoderLayer):
+            raise _unfit(where, name, layer)
+        for key, part in layer.named_children():
+            if key not in ("self_attention", "cross_attention"):
+                others.append((f"{name}.{key}", part))
+            elif isinstance(part, MultiHeadAttention):
+                attentions.append((f"{name}.{key}", part))
+            else:
+                raise _unfit(where, f"{name}.{key}", part)
+    if isinstance(module, Encoder | Decoder):
+        others.append(("module.norm", module.norm))
+    return attentions, others
+
+
+def _unfit(where: str, name: str, module: object) -> DTypeError:
+    fix = "Split the parts that are such modules one by one."
+    if isinstance(module, MultiHeadLatentAttention):
+        fix = "Its latents belong to no head: every process would project and hold all of them."
+    elif isinstance(module, _OF_PYTORCH):
+        fix = "clearhead.transformer.load_transformer(module) builds one with its parameters. Split that one."
+    elif any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+        fix = (
+            "clearhead.checkpoints.layers_from_transformers(model) builds the attention of its layers, and "
+            "clearhead.transformer.load_transformer whole layers of nn.TransformerEncoder and its kin. Split these."
+        )
+    expected = "a MultiHeadAttention, or a layer or stack of clearhead.transformer made of them"
+    return DTypeError(f"{where}: {name}", expected=expected, got=type(module).__name__, fix=fix)
+
+
+def facts_of_module(module: nn.Module, attentions: Attentions, others: Named) -> dict[str, int]:
+    """Facts by the names that messages use. They are equal for equal modules, for any values of parameters."""
+
+    def described(name: str) -> list[str]:
+        return [_described(getattr(attention, name)) for _, attention in attentions]
+
+    aspects: dict[str, object] = {
+        f"{name} of the module": [getattr(attention, name) for _, attention in attentions]
+        for name in ("softcap", "scale", "dropout")
     }
+    masks = [attention.mask for _, attention in attentions]
+    aspects["mask of the module"] = [None if mask is None else _shared_text(mask.describe()) for mask in masks]
+    aspects |= {f"{name} of the module": described(name) for name in ("position", "q_norm", "k_norm")}
+    aspects["parts beside attention"] = [
+        # A function is no submodule, so the repr of a feed-forward part does not contain it.
+        (name, _described(part), _described(part.activation) if isinstance(part, FeedForward) else "")
+        for name, part in others
+    ]
+    aspects["module"] = (  # all else
+        [(name, part.num_heads, part.num_kv_heads, part.head_dim, part.sinks is None) for name, part in attentions],
+        [(name, getattr(part, "norm_first", None)) for name, part in module.named_modules()],
+        [
+            (name, "lazy" if is_lazy(parameter) else tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+            for name, parameter in module.named_parameters()
+        ],
+    )
     # The number of attention modules is sent as it is, so that messages show it.
-    return {"attention modules": len(each)} | {name: fingerprint(word) for name, word in words.items()}
-
-
-def _described_part(part: nn.Module) -> tuple[str, ...]:
-    # A function is no submodule, which the text of a module would show.
-    return _described(part), _described(part.activation) if isinstance(part, FeedForward) else ""
+    return {"attention modules": len(attentions)} | {name: fingerprint(aspect) for name, aspect in aspects.items()}
 
 
 def _described(part: object) -> str:
     text = repr(part)
-    # The text of a tensor shows its values, which may differ in their last digits.
-    return type(part).__qualname__ if "tensor(" in text else _plain(text)
+    # The repr of a tensor contains its values, which may differ in their last digits.
+    return type(part).__qualname__ if "tensor(" in text else _shared_text(text)
 
 
-def _plain(text: str) -> str:
+def _shared_text(text: str) -> str:
+    """The text without what differs between processes."""
     return _OF_THIS_PROCESS.sub("", text)
-
-
-def _sizes(parameter: nn.Parameter) -> tuple[object, ...]:
-    shape = "lazy" if is_lazy(parameter) else tuple(parameter.shape)
-    return shape, str(parameter.dtype), parameter.requires_grad

@@ -1,29 +1,34 @@
-"""How an attention module is called that holds some of the heads."""
+"""How tensors enter and leave the parts of a module whose heads are split.
+
+They enter as `DTensor`s, and leave as plain tensors of this process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from .._environment import is_tracing
 from ..masks._base import Mask
 from ..masks._combined import And
 from ..masks._grid import Offset
 from ..masks._part import part_of
-from ._agreement import agree, fingerprint, not_pickled, require_device, require_equal
-from ._collectives import step, sum_of_gradients
+from ._agreement import OfThisProcess, agree, fingerprint, require_device, require_equal
+from ._collectives import step, sum_dtype, sum_of_gradients
 from ._statistics import with_all_heads
-from ._tensor_hooks import WHERE, local, placed
+
+WHERE = "tensor_parallel"
 
 
 @dataclass(frozen=True)
-class LocalHeads:
+class LocalHeads(OfThisProcess):
     """The `HeadShard` of one process.
 
     Args:
@@ -33,6 +38,8 @@ class LocalHeads:
         first: the first head of this process.
         num_heads, num_kv_heads: how many heads this process has.
     """
+
+    where: ClassVar[str] = WHERE
 
     name: str
     mesh: DeviceMesh
@@ -48,12 +55,12 @@ class LocalHeads:
 
     def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         # One DTensor for one tensor: gradients of the projections are added before they are summed over processes.
-        entered: dict[int, Tensor] = {}
+        replicated: dict[int, Tensor] = {}
         for x in inputs:
-            if x is not None and id(x) not in entered:
+            if x is not None and id(x) not in replicated:
                 require_device(WHERE, "query", x, self.mesh.device_type)
-                entered[id(x)] = placed(self.mesh, Replicate(), self.name, x)
-        return tuple(None if x is None else entered[id(x)] for x in inputs)
+                replicated[id(x)] = placed(self.mesh, Replicate(), self.name, x)
+        return tuple(None if x is None else replicated[id(x)] for x in inputs)
 
     def local(self, parameter: Tensor) -> Tensor:
         return local(parameter)
@@ -66,7 +73,7 @@ class LocalHeads:
     def all_weights(self, weights: Tensor) -> Tensor:
         if not is_tracing():
             # The all-reduce of averages would meet the all-reduce of outputs of a process that returns no weights.
-            self._agree("weights", tuple(weights.shape), None, "Ask for weights in every process alike.")
+            self._agree("weights", fingerprint(tuple(weights.shape)), "Ask for weights in every process alike.")
         placement: Placement = Shard(1)
         if weights.dim() == 3:
             weights, placement = weights / self.mesh.size(), Partial()
@@ -75,15 +82,15 @@ class LocalHeads:
             return split.redistribute(placements=[Replicate()]).to_local()
 
     def agree(self, wanted: Hashable, problem: Exception | None) -> None:
-        self._agree("recorders", wanted, problem, "Record in every process alike.")
+        self._agree("recorders", problem or fingerprint(wanted), "Record in every process alike.")
 
-    def _agree(self, what: str, wanted: Hashable, problem: Exception | None, fix: str) -> None:
-        where = f"{WHERE}: {what} of {self.name}"
-        gathered = agree(where, self.group, self.mesh.device_type, problem or {what: fingerprint(wanted)})
-        require_equal(WHERE, gathered, (what,), fix)
+    def _agree(self, name: str, fact: int | Exception, fix: str) -> None:
+        facts = fact if isinstance(fact, Exception) else {name: fact}
+        gathered = agree(f"{WHERE}: {name} of {self.name}", self.group, self.mesh.device_type, facts)
+        require_equal(WHERE, gathered, (name,), fix)
 
     def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
-        return with_all_heads(results, self.group, lambda name, tensor, rank: tensor, WHERE)
+        return with_all_heads(results, self.group, lambda _, tensor, rank: tensor, WHERE)
 
     def _local_mask(self, mask: Mask) -> Mask:
         """A mask without `&`, for the heads of this process."""
@@ -91,12 +98,111 @@ class LocalHeads:
         if any(isinstance(tensor, DTensor) for tensor in biases):
             return mask.with_bias_tensors(map(local, biases))
         if any(tensor.requires_grad for tensor in biases):
-            group = self.group
-            mask = mask.with_bias_tensors(sum_of_gradients(tensor, group, WHERE) for tensor in biases)
+            mask = mask.with_bias_tensors(sum_of_gradients(tensor, self.group, WHERE) for tensor in biases)
         return cast(Mask, part_of(mask, Offset(self.total, self.first)))
 
-    def __deepcopy__(self, memo: object) -> LocalHeads:
-        return self
 
-    def __reduce__(self) -> str:
-        raise not_pickled(WHERE)
+def distribute(name: str, owner: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter of a module by a `DTensor`."""
+    parameter = getattr(owner, key)
+    replacement = nn.Parameter(
+        distribute_tensor(parameter.detach(), mesh, [placement]), requires_grad=parameter.requires_grad
+    )
+    if parameter.requires_grad and placement.is_replicate():
+        replacement.register_post_accumulate_grad_hook(partial(_sum_gradient, name))
+    owner.register_parameter(key, replacement)
+
+
+def _sum_gradient(name: str, parameter: Tensor) -> None:
+    """Sum the gradient of a replicated parameter over the processes, if each process has a part of the sum."""
+    gradient, placements = cast(Any, parameter.grad), cast(Any, parameter).placements
+    if gradient is not None and gradient.placements != placements:
+        with step(f"backward: all-reduce of the gradient of {name}", WHERE):
+            summed = gradient.to(sum_dtype(gradient)).redistribute(placements=placements)
+            parameter.grad = summed.to(gradient.dtype)
+
+
+def split_linear(
+    module: nn.Module, mesh: DeviceMesh, placement: Placement, name: str, leave: Callable[[Any], Tensor]
+) -> None:
+    """Let a linear layer compute with `DTensor`s: its input is placed, and `leave` makes its output a plain tensor."""
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
+        result = leave(output)
+        leading = getattr(inputs[0], "_leading", None)
+        return result if leading is None else result.view(*leading, result.shape[-1])
+
+    place_input(module, lambda x: _as_rows(placed(mesh, placement, name, x)))
+    module.register_forward_hook(after)
+
+
+def split_norm(module: nn.Module, mesh: DeviceMesh, placement: Placement, name: str) -> None:
+    """Let a norm compute with `DTensor`s of one placement."""
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
+        return whole_output(output) if placement.is_replicate() else local(output)
+
+    place_input(module, partial(placed, mesh, placement, name))
+    module.register_forward_hook(after)
+
+
+def place_input(module: nn.Module, place: Callable[[Tensor], Tensor]) -> None:
+    """Replace the first input of each call. Projections that share it then sum its gradient once."""
+    module.register_forward_pre_hook(lambda module, inputs: (place(inputs[0]), *inputs[1:]))
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """The input of a linear layer. An empty input (B, 0, E) becomes (0, E).
+
+    A linear layer views an input of more dimensions as rows and back. `DTensor`'s rules for views divide by sizes and
+    compare products of sizes: with a size of zero they raise, or never end.
+    """
+    leading = x.shape[:-1]
+    if len(leading) < 2 or 0 not in leading:
+        return x
+    empty = leading.index(0)
+    rows = x.sum([dim for dim in range(len(leading)) if dim != empty])  # no view, also in its gradient
+    rows._leading = leading  # pyright: ignore[reportAttributeAccessIssue] # for the hook that restores the shape
+    return rows
+
+
+def placed(mesh: DeviceMesh, placement: Placement, name: str, x: Tensor) -> Tensor:
+    """The input of a part as a `DTensor`. The gradient of a replicated input is summed over the processes."""
+    if isinstance(x, DTensor):
+        return x
+    tensor = DTensor.from_local(x, mesh, [placement], run_check=False)
+    if placement.is_replicate() and tensor.requires_grad and not is_tracing():
+        # `from_local` also sums it, as it does in a graph, but its error would not name the step.
+        tensor.register_hook(partial(_summed_input_gradient, name))
+    return tensor
+
+
+def _summed_input_gradient(name: str, gradient: Any) -> Tensor:
+    with step(f"backward: all-reduce of the gradient of the input of {name}", WHERE):
+        return gradient.redistribute(placements=[Replicate()])
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a `DTensor` that this process holds; a plain tensor itself."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def split_output(output: Any) -> Tensor:
+    """The features of this process, of a projection that is split column-wise."""
+    return output.redistribute(placements=[Shard(-1)]).to_local()
+
+
+def features_of_output(features: slice, output: Any) -> Tensor:
+    """Some features of a replicated projection. The gradient of each process is a part of the sum."""
+    return output.to_local(grad_placements=[Partial()])[..., features]
+
+
+def summed_output(name: str, output: Any) -> Tensor:
+    """The output of a projection that is split row-wise."""
+    with step(f"forward: all-reduce of the output of {name}", WHERE):
+        return whole_output(output.redistribute(placements=[Replicate()]))
+
+
+def whole_output(output: Any) -> Tensor:
+    """A replicated output. It is no view, because `fully_shard` warns if a module returns a view."""
+    return output.to_local().clone()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -32,7 +34,7 @@ class Shards:
 
     Example:
         >>> from clearhead.distributed._layout import Shards
-        >>> Shards(7, 2, "contiguous").runs(0), Shards(7, 2, "zigzag").runs(0)
+        >>> Shards(7, 2, "contiguous").intervals[0], Shards(7, 2, "zigzag").intervals[0]
         ((slice(0, 4, None),), (slice(0, 2, None), slice(6, 7, None)))
     """
 
@@ -40,23 +42,21 @@ class Shards:
     world_size: int
     layout: Layout
 
-    def runs(self, rank: int) -> tuple[slice, ...]:
-        """The positions of a process in ascending order, as runs without gaps. No run is empty."""
-        return self._runs[rank]
-
     @cached_property
-    def _runs(self) -> tuple[tuple[slice, ...], ...]:
-        world = self.world_size
+    def intervals(self) -> tuple[tuple[slice, ...], ...]:
+        """For each process its positions in ascending order, as intervals. No interval is empty."""
+        count = self.world_size if self.layout == "contiguous" else 2 * self.world_size
+        least, remainder = divmod(self.length, count)
+        bounds = [index * least + min(index, remainder) for index in range(count + 1)]
+        parts = [slice(*ends) for ends in pairwise(bounds)]
         if self.layout == "contiguous":
-            return tuple(_joined(self._cut(world, rank)) for rank in range(world))
-        return tuple(
-            _joined(self._cut(2 * world, rank), self._cut(2 * world, 2 * world - 1 - rank)) for rank in range(world)
-        )
+            return tuple(_joined(interval) for interval in parts)
+        return tuple(_joined(*pair) for pair in zip(parts[: self.world_size], reversed(parts), strict=False))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """The number of positions of each process."""
-        return tuple(sum(run.stop - run.start for run in runs) for runs in self._runs)
+        return tuple(sum(map(_size, intervals)) for intervals in self.intervals)
 
     @cached_property
     def longest(self) -> int:
@@ -64,52 +64,45 @@ class Shards:
 
     def positions(self, rank: int, device: torch.device) -> Tensor:
         """The positions of a process, (length of its shard,)."""
-        runs = [torch.arange(run.start, run.stop, device=device) for run in self.runs(rank)]
-        return torch.cat(runs) if runs else torch.arange(0, device=device)
+        return self.take(torch.arange(self.length, device=device), 0, rank)
 
     def take(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
-        """The shard of a process, from a tensor with the whole sequence."""
-        runs = [tensor.narrow(dim, run.start, run.stop - run.start) for run in self.runs(rank)]
-        if len(runs) == 1:
-            return runs[0]
-        return torch.cat(runs, dim) if runs else tensor.narrow(dim, 0, 0)
+        """The shard of a process, from a tensor with the whole sequence. It is a view if it is one interval."""
+        intervals = self.intervals[rank] or (slice(0, 0),)
+        views = [tensor.narrow(dim, interval.start, _size(interval)) for interval in intervals]
+        return views[0] if len(views) == 1 else torch.cat(views, dim)
 
     def split(self, tensor: Tensor, dim: int) -> list[list[Tensor]]:
-        """The runs of each process, as views of a tensor with the whole sequence. An empty shard is one empty run."""
-        order = self._in_order()
+        """The intervals of each process, as views of a tensor with the whole sequence. Empty shards are one view."""
         shards: list[list[Tensor]] = [[] for _ in range(self.world_size)]
-        for (_, rank), run in zip(order, tensor.split([run.stop - run.start for run, _ in order], dim), strict=True):
-            shards[rank].append(run)
-        return [runs or [tensor.narrow(dim, 0, 0)] for runs in shards]
+        views = tensor.split([_size(interval) for interval, _ in self._in_order], dim)
+        for (_, rank), view in zip(self._in_order, views, strict=True):
+            shards[rank].append(view)
+        return [views or [tensor.narrow(dim, 0, 0)] for views in shards]
 
-    def join(self, shards: list[Tensor], dim: int) -> Tensor:
+    def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """The whole sequence, a new tensor, from the shards of all processes. A shard may be padded at its end."""
-        cut = [
-            iter(shard.split([*(run.stop - run.start for run in runs), shard.shape[dim] - length], dim))
-            for shard, runs, length in zip(shards, self._runs, self.lengths, strict=True)
+        views = [
+            iter(shard.split([*map(_size, intervals), shard.shape[dim] - length], dim))
+            for shard, intervals, length in zip(shards, self.intervals, self.lengths, strict=True)
         ]
-        ordered = [next(cut[rank]) for _, rank in self._in_order()]
+        ordered = [next(views[rank]) for _, rank in self._in_order]
         return torch.cat(ordered or [shards[0].narrow(dim, 0, 0)], dim)
 
+    @cached_property
     def _in_order(self) -> list[tuple[slice, int]]:
-        """All runs in the order of the sequence, and the process of each."""
-        pairs = [(run, rank) for rank, runs in enumerate(self._runs) for run in runs]
+        """All intervals in the order of the sequence, and the process of each."""
+        pairs = [(interval, rank) for rank, intervals in enumerate(self.intervals) for interval in intervals]
         return sorted(pairs, key=lambda pair: pair[0].start)
 
-    def _cut(self, count: int, index: int) -> slice:
-        least, more = divmod(self.length, count)
-        start = index * least + min(index, more)
-        return slice(start, start + least + (index < more))
+
+def _size(interval: slice) -> int:
+    return interval.stop - interval.start
 
 
-def _joined(*runs: slice) -> tuple[slice, ...]:
-    """Runs in ascending order, without empty ones. Two neighbours become one run."""
-    joined: list[slice] = []
-    for run in runs:
-        if run.start == run.stop:
-            continue
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = slice(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    return tuple(joined)
+def _joined(*parts: slice) -> tuple[slice, ...]:
+    """One or two intervals in ascending order, without empty ones. Neighbours become one interval."""
+    first, last = parts[0], parts[-1]
+    if first.stop == last.start:
+        parts = (slice(first.start, last.stop),)
+    return tuple(interval for interval in parts if _size(interval))

@@ -1,12 +1,11 @@
 """The methods *heads* and *gather*: how the queries of one shard attend to the keys of all shards.
 
 Each method takes the queries, keys and values of this process. It computes ordinary attention of larger tensors, with a
-mask that knows where these lie in the whole.
+mask that knows where these lie in the shared call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -22,7 +21,7 @@ from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
 from ._agreement import fingerprint
-from ._collectives import all_to_all, gather_shards
+from ._collectives import all_to_all, gather_shards, reduce_scatter, step
 from ._layout import Shards
 
 #: Query (B, H, l, D), key (B, Hkv, s, D) and value (B, Hkv, s, Dv) of this process.
@@ -34,7 +33,7 @@ class Chunk(NamedTuple):
 
     Args:
         query, key, value: (B, h, l, D), (B, hkv, s, D), (B, hkv, s, Dv).
-        offset: where the chunk lies in the whole.
+        offset: where the chunk lies in the shared call.
         rows: its queries, among the queries of this process.
         columns: its keys, among the keys that this process holds at that moment.
     """
@@ -48,15 +47,15 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The attention of which each process computes a part.
+class SharedCall:
+    """One attention call that the processes of a group compute together, and its `Totals` over them.
 
     Args:
         group: the group of the processes.
         rank: the rank of this process.
         queries, keys: the positions that each process holds.
         grid: sizes and positions of all queries and keys, and of the heads of the module that this process computes.
-        request: how they attend. Its mask and sinks belong to the whole. Its offset is the place of these heads among
+        request: how they attend. Its mask and sinks belong to all queries. Its offset is the place of these heads among
             those of the module.
         environment: the environment of the call.
         where: the function that split the module, for messages.
@@ -81,11 +80,11 @@ class Whole:
         return Offset(self.grid.num_heads)
 
     def mask_at(self, offset: Offset) -> Mask | None:
-        """The mask of a call that lies at an offset in the whole."""
+        """The mask of a call that lies at an offset in this one."""
         return part_of(self.mask, offset, self.grid)
 
     def request_at(self, offset: Offset, num_heads: int) -> Request:
-        """The request of a call with `num_heads` heads that lies at an offset in the whole."""
+        """The request of a call with `num_heads` heads that lies at an offset in this one."""
         sinks, module = self.request.sinks, self.request.offset
         return self.request._replace(
             mask=self.mask_at(offset),
@@ -94,6 +93,29 @@ class Whole:
             key_positions=None,
             offset=module and offset._replace(num_heads=module.num_heads, head=module.head + offset.head),
         )
+
+    def rows(self, length: int, device: torch.device) -> Tensor:
+        return self.queries.positions(self.rank, device)
+
+    def summed(self, total: Tensor) -> Tensor:
+        return self._reduced(total, dist.ReduceOp.SUM)
+
+    def largest(self, total: Tensor) -> Tensor:
+        return self._reduced(total, dist.ReduceOp.MAX)
+
+    def _reduced(self, total: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        reduced = total.clone(memory_format=torch.contiguous_format)
+        with step("statistics: all-reduce", self.where):
+            dist.all_reduce(reduced, operation, group=self.group)
+        return reduced
+
+    def of_keys(self, total: Tensor) -> Tensor:
+        last = total.dim() - 1
+        sent = total.new_zeros(self.keys.world_size, *total.shape[:last], self.keys.longest)
+        for rank, count in enumerate(self.keys.lengths):
+            sent[rank, ..., :count] = self.keys.take(total, last, rank)
+        with step("statistics: reduce-scatter", self.where):
+            return reduce_scatter(sent, self.group)[..., : self.keys.lengths[self.rank]]
 
     def attend(self, chunk: Chunk) -> Results:
         """The attention of a chunk."""
@@ -104,40 +126,38 @@ class Whole:
         return attend(query, key, value, self.request_at(offset, query.shape[1]), environment)
 
 
-def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> tuple[Results, list[Chunk]]:
+def by_gathering(q: Tensor, k: Tensor, v: Tensor, shared: SharedCall) -> tuple[Results, list[Chunk]]:
     """Every process gathers all keys and values: one all-gather, and one reduce-scatter of their gradients.
 
     Returns:
         The results, and the chunks that they were computed from.
     """
-    chunks = [*runs_of_queries(q, k, v, whole)]
-    return _joined([whole.attend(chunk) for chunk in chunks]), chunks
+    chunks = chunks_of_queries(q, k, v, shared)
+    results = [shared.attend(chunk) for chunk in chunks]
+    if len(results) == 1:
+        return results[0], chunks
+    output = torch.cat([of_chunk.output for of_chunk in results], 2)  # (B, H, l, Dv)
+    weights = [of_chunk.weights for of_chunk in results if of_chunk.weights is not None]
+    return Results(output, None, torch.cat(weights, -2) if weights else None), chunks
 
 
-def runs_of_queries(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> Iterator[Chunk]:
-    """Each run of this process's queries with all keys and values. The mask of one run stays a band."""
-    rows = [x.permute(2, 0, 1, 3) for x in (k, v)]  # (s, B, Hkv, D) and (s, B, Hkv, Dv)
-    gathered = gather_shards(rows, whole.keys, whole.group, whole.where)
+def chunks_of_queries(q: Tensor, k: Tensor, v: Tensor, shared: SharedCall) -> list[Chunk]:
+    """Each interval of this process's queries with all keys and values. The mask of one interval stays a band."""
+    sequences = [x.permute(2, 0, 1, 3) for x in (k, v)]  # (s, B, Hkv, D) and (s, B, Hkv, Dv)
+    gathered = gather_shards(sequences, shared.keys, shared.group, shared.where)
     keys, values = (x.permute(1, 2, 0, 3) for x in gathered)  # (B, Hkv, S, D) and (B, Hkv, S, Dv)
+    chunks: list[Chunk] = []
     start = 0
     # A process without queries computes an empty call: the others wait for its gradients of the keys.
-    for run in whole.queries.runs(whole.rank) or (slice(0, 0),):
-        rows = slice(start, start + run.stop - run.start)
-        yield Chunk(q[:, :, rows], keys, values, whole.start._replace(row=run.start), rows)
+    for interval in shared.queries.intervals[shared.rank] or (slice(0, 0),):
+        rows = slice(start, start + interval.stop - interval.start)
+        chunks.append(Chunk(q[:, :, rows], keys, values, shared.start._replace(row=interval.start), rows))
         start = rows.stop
+    return chunks
 
 
-def _joined(runs: list[Results]) -> Results:
-    """The results of all queries, from the results of each run."""
-    if len(runs) == 1:
-        return runs[0]
-    weights = [results.weights for results in runs if results.weights is not None]
-    output = torch.cat([results.output for results in runs], 2)  # (B, H, l, Dv)
-    return Results(output, None, torch.cat(weights, -2) if weights else None)
-
-
-def like_whole(operands: Operands, queries: Shards, keys: Shards) -> Operands:
-    """Query, key and value with the sizes of the whole and without its values, to check a call: one row, expanded."""
+def of_all_sizes(operands: Operands, queries: Shards, keys: Shards) -> Operands:
+    """Query, key and value with the sizes of the shared call and without its values, to check it: one row, expanded."""
     q, k, v = operands
     lengths = (q, queries.length), (k, keys.length), (v, keys.length)
     q, k, v = (x.new_empty(x.shape[3]).expand(*x.shape[:2], length, -1) for x, length in lengths)
@@ -154,7 +174,7 @@ def heads_divide(num_heads: int, num_kv_heads: int, world: int) -> bool:
     return num_heads % world == 0 and (num_kv_heads % world == 0 or world % num_kv_heads == 0)
 
 
-def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> tuple[Results, list[Chunk]]:
+def by_heads(q: Tensor, k: Tensor, v: Tensor, shared: SharedCall) -> tuple[Results, list[Chunk]]:
     """Each process computes some heads of the whole sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
 
     The processes exchange queries, keys and values once, and the outputs once. A key/value head that several processes
@@ -163,7 +183,8 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> tuple[Results, li
     Returns:
         The results, and the chunk that they were computed from.
     """
-    world, batch = whole.queries.world_size, q.shape[0]
+    world, batch = shared.queries.world_size, q.shape[0]
+    shards = shared.queries, shared.keys, shared.keys
     sent, widths = [], []
     for x in (q, k, v):
         heads = max(x.shape[1] // world, 1)
@@ -173,25 +194,24 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> tuple[Results, li
             of_heads = [copy for head in of_heads for copy in head.expand(copies, *head.shape)]
         sent.append(of_heads)
         widths.append((batch, heads, x.shape[3]))
-    shards = whole.queries, whole.keys, whole.keys
     shapes = [
-        [(each.lengths[rank], *width) for each, width in zip(shards, widths, strict=True)] for rank in range(world)
+        [(shard.lengths[rank], *width) for shard, width in zip(shards, widths, strict=True)] for rank in range(world)
     ]
-    received = all_to_all(list(zip(*sent, strict=True)), shapes, whole.group)
+    received = all_to_all(list(zip(*sent, strict=True)), shapes, shared.group)
     q_all, k_all, v_all = (
-        each.join(list(tensors), 0).permute(1, 2, 0, 3)
-        for each, tensors in zip(shards, zip(*received, strict=True), strict=True)
+        shard.join(tensors, 0).permute(1, 2, 0, 3)
+        for shard, tensors in zip(shards, zip(*received, strict=True), strict=True)
     )  # (B, H / W, L, D), (B, Hkv / W or 1, S, D) and (…, Dv)
-    chunk = Chunk(q_all, k_all, v_all, whole.start._replace(head=whole.rank * q_all.shape[1]))
-    return Results(_rows_back(whole.attend(chunk).output, whole)), [chunk]
+    chunk = Chunk(q_all, k_all, v_all, shared.start._replace(head=shared.rank * q_all.shape[1]))
+    return Results(_to_shards(shared.attend(chunk).output, shared)), [chunk]
 
 
-def _rows_back(output: Tensor, whole: Whole) -> Tensor:
+def _to_shards(output: Tensor, shared: SharedCall) -> Tensor:
     """(B, H / W, L, Dv) of this process's heads → (B, H, l, Dv) of its queries."""
-    batch, heads, _, dim = output.shape
-    sent = whole.queries.split(output.permute(2, 0, 1, 3), 0)  # (l, B, H / W, Dv), in runs
-    shape = whole.queries.lengths[whole.rank], batch, heads, dim
-    received = all_to_all(sent, [[shape]] * whole.queries.world_size, whole.group)
-    of_heads = [x[0] if len(x) == 1 else torch.cat(x) for x in received]  # this process's rows are in runs
+    queries, (batch, heads, _, dim) = shared.queries, output.shape
+    sent = queries.split(output.permute(2, 0, 1, 3), 0)  # (l, B, H / W, Dv), in intervals
+    shape = queries.lengths[shared.rank], batch, heads, dim
+    received = all_to_all(sent, [[shape]] * queries.world_size, shared.group)
+    of_heads = [x[0] if len(x) == 1 else torch.cat(x) for x in received]  # this process's queries are in intervals
     # In memory as the output projection reads it.
     return torch.cat([x.transpose(0, 1) for x in of_heads], 2).transpose(1, 2)

@@ -22,7 +22,7 @@ from ..masks._grid import Grid
 from ..masks._structure import structure_of
 from ._collectives import differentiable_once, step
 from ._layout import Shards
-from ._methods import Chunk, Whole
+from ._methods import Chunk, SharedCall
 
 #: The most blocks of a shard (W² for few processes), and the fewest keys of a block. Each block costs one wait and one
 #: pass over all queries and their output. With two processes small blocks cost more time than their memory is worth.
@@ -31,40 +31,40 @@ _BLOCKS, _KEYS = 16, 128
 _FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistics: ring"
 
 
-def by_ring(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> Results:
+def by_ring(q: Tensor, k: Tensor, v: Tensor, shared: SharedCall) -> Results:
     """Attention while the keys travel around: W − 1 exchanges of each block forward, and twice as many backward."""
-    mask, sinks = whole.mask, whole.request.sinks
+    mask, sinks = shared.mask, shared.request.sinks
     biases = () if mask is None else mask.bias_tensors()
     if mask is not None:
         mask = mask.with_bias_tensors(tensor.detach() for tensor in biases)  # only autograd holds those that learn
-    request, environment = whole.request._replace(mask=mask, sinks=None), whole.environment._replace(gradients=False)
-    whole = replace(whole, request=request, environment=environment)
-    return Results(*cast("tuple[Tensor, Tensor]", _Ring.apply(whole, q, k, v, sinks, *biases)))
+    request, environment = shared.request._replace(mask=mask, sinks=None), shared.environment._replace(gradients=False)
+    shared = replace(shared, request=request, environment=environment)
+    return Results(*cast("tuple[Tensor, Tensor]", _Ring.apply(shared, q, k, v, sinks, *biases)))
 
 
-def chunks_of_ring(q: Tensor, k: Tensor, v: Tensor | None, whole: Whole) -> Iterator[Chunk]:
+def chunks_of_ring(q: Tensor, k: Tensor, v: Tensor | None, shared: SharedCall) -> Iterator[Chunk]:
     """The chunks that are not fully masked, while the keys, and the values if they are given, travel around."""
-    for block in _around(whole, k, k[..., :0] if v is None else v, _STATISTICS):
-        yield from _chunks(whole, q, block)
+    for block in _around(shared, k, k[..., :0] if v is None else v, _STATISTICS):
+        yield from _chunks(shared, q, block)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, whole: Whole, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *biases: Tensor
+        ctx: Any, shared: SharedCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *biases: Tensor
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(q.dtype, torch.float32)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-        for block in _around(whole, k, v, _FORWARD):
-            for chunk in _chunks(whole, q, block):
-                results, rows = whole.attend(chunk), chunk.rows
+        for block in _around(shared, k, v, _FORWARD):
+            for chunk in _chunks(shared, q, block):
+                results, rows = shared.attend(chunk), chunk.rows
                 merge_some_keys(output[:, :, rows], lse[:, :, rows], results.output, cast(Tensor, results.lse))
         if sinks is not None:
             merge_sinks(output, lse, sinks)
-        ctx.whole = whole
+        ctx.shared = shared
         # Autograd notices writes to the mask's tensors if they are saved.
-        mask_tensors = () if whole.mask is None else whole.mask.tensors()
+        mask_tensors = () if shared.mask is None else shared.mask.tensors()
         ctx.count = 6 + len(biases)
         ctx.save_for_backward(q, k, v, output, lse, sinks, *biases, *(x for x in mask_tensors if not x.is_inference()))
         ctx.mark_non_differentiable(lse)
@@ -72,28 +72,26 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse, sinks, *biases = ctx.saved_tensors[: ctx.count]
-        whole: Whole = ctx.whole
+        shared: SharedCall = ctx.shared
         dtype, of_output = output.dtype, gradients[0]
         learns = any(ctx.needs_input_grad[5:])
         correction = (of_output.to(dtype) * output).sum(-1)  # δ (B, H, l)
         of_query = torch.zeros_like(q, dtype=dtype)
         of_biases = [torch.zeros_like(tensor, dtype=dtype) for tensor in biases]
-        of_keys = _Gradients(whole, k, v, dtype)
-        for block in _around(whole, k, v, _BACKWARD):
+        of_keys = _Gradients(shared, k, v, dtype)
+        for block in _around(shared, k, v, _BACKWARD):
             of_block = of_keys.zeros(block.key.shape[2])
-            for chunk in _chunks(whole, q, block):
+            for chunk in _chunks(shared, q, block):
                 of_rows = (x[:, :, chunk.rows] for x in (output, lse, correction, of_output))
-                request = whole.request_at(chunk.offset, q.shape[1])._replace(lse=False)
-                call = valid_call(chunk.query, chunk.key, chunk.value, request, whole.environment)
-                dq, dk, dv, *others = gradients_of_some_keys(call, *of_rows, learns=learns)
+                request = shared.request_at(chunk.offset, q.shape[1])._replace(lse=False)
+                call = valid_call(chunk.query, chunk.key, chunk.value, request, shared.environment)
+                dq, *gradients_of_chunk = gradients_of_some_keys(call, *of_rows, learns=learns)
                 of_query[:, :, chunk.rows] += dq
-                totals = *_key_and_value(of_block[chunk.columns], k.shape[3]), *(of_biases if others else ())
-                for total, other in zip(totals, (dk, dv, *others), strict=True):
-                    total += other
+                totals = *_key_and_value(of_block[chunk.columns], k.shape[3]), *(of_biases if learns else ())
+                for total, gradient in zip(totals, gradients_of_chunk, strict=True):
+                    total += gradient
             of_keys.add(block, of_block)
         of_key, of_value = (x.to(q.dtype) for x in _key_and_value(of_keys.home(), k.shape[3]))
         of_sinks = None
@@ -105,7 +103,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Segment(NamedTuple):
-    """The positions that a block and one run of a shard have in common.
+    """The positions that a block and one interval of a shard have in common.
 
     Args:
         of_shard: the segment as a slice of the shard.
@@ -124,7 +122,7 @@ class _Block(NamedTuple):
     Args:
         rank: the process of whose shard they are.
         number: the number of the block. ``None`` for the whole shard of this process.
-        segments: the runs of the shard.
+        segments: its intervals.
         key, value: (B, Hkv, s, D) and (B, Hkv, s, Dv).
     """
 
@@ -135,14 +133,14 @@ class _Block(NamedTuple):
     value: Tensor
 
 
-def _chunks(whole: Whole, q: Tensor, block: _Block) -> Iterator[Chunk]:
-    """The chunks of a block that are not fully masked. Each has one run of queries and one run of keys."""
-    for rows, _, first_row in _segments(whole.queries, whole.rank):
+def _chunks(shared: SharedCall, q: Tensor, block: _Block) -> Iterator[Chunk]:
+    """The chunks of a block that are not fully masked. Each has one interval of queries and one of keys."""
+    for rows, _, first_row in _segments(shared.queries, shared.rank):
         for _, columns, first_column in block.segments:
-            offset = whole.start._replace(row=first_row, column=first_column)
+            offset = shared.start._replace(row=first_row, column=first_column)
             key, value = block.key[:, :, columns], block.value[:, :, columns]
             chunk = Chunk(q[:, :, rows], key, value, offset, rows, columns)
-            mask = whole.mask_at(offset)
+            mask = shared.mask_at(offset)
             if mask is None or _may_see(mask, chunk):
                 yield chunk
 
@@ -154,24 +152,22 @@ def _may_see(mask: Mask, chunk: Chunk) -> bool:
     return start < stop and keys > 0
 
 
-def _blocks(whole: Whole) -> int:
+def _blocks(shared: SharedCall) -> int:
     """The number of blocks of each shard."""
-    return max(1, min(whole.keys.world_size**2, _BLOCKS, whole.keys.longest // _KEYS))
+    return max(1, min(shared.keys.world_size**2, _BLOCKS, shared.keys.longest // _KEYS))
 
 
 def _segments(shards: Shards, rank: int, number: int = 0, blocks: int = 1) -> list[_Segment]:
-    """The segments of a block. It holds as much of every run, so that a causal mask balances the work of each block."""
+    """The segments of a block. It has an equal share of each interval, so a causal mask balances the work of blocks."""
     segments: list[_Segment] = []
     of_shard = of_block = 0
-    for run in shards.runs(rank):
-        length = run.stop - run.start
-        least, more = divmod(length, blocks)
-        start, count = number * least + min(number, more), least + (number < more)
-        if count:
-            place = of_shard + start
-            segment = _Segment(slice(place, place + count), slice(of_block, of_block + count), run.start + start)
-            segments.append(segment)
-        of_shard, of_block = of_shard + length, of_block + count
+    for interval in shards.intervals[rank]:
+        length = interval.stop - interval.start
+        start, stop = (length * index // blocks for index in (number, number + 1))
+        if start < stop:
+            block_slice = slice(of_block, of_block + stop - start)
+            segments.append(_Segment(slice(of_shard + start, of_shard + stop), block_slice, interval.start + start))
+        of_shard, of_block = of_shard + length, of_block + stop - start
     return segments
 
 
@@ -185,19 +181,20 @@ def _key_and_value(rows: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def _longest(whole: Whole) -> int:
-    """The number of keys of the longest block. Every block travels in a buffer of this size."""
-    return max(_size(_segments(whole.keys, rank, 0, _blocks(whole))) for rank in range(whole.keys.world_size))
+def _longest(shared: SharedCall) -> int:
+    """The number of keys of the longest block, which is a last one. Every block travels in a buffer of this size."""
+    keys, blocks = shared.keys, _blocks(shared)
+    return max(_size(_segments(keys, rank, blocks - 1, blocks)) for rank in range(keys.world_size))
 
 
-def _around(whole: Whole, k: Tensor, v: Tensor, name: str) -> Iterator[_Block]:
+def _around(shared: SharedCall, k: Tensor, v: Tensor, name: str) -> Iterator[_Block]:
     """The shard of this process, and then the blocks of the others. Each is computed with while the next one arrives.
 
     A process holds three blocks beside its shard: one is computed with, one is sent, and one is received. Their memory
     is used again, so a block is valid until the next one is yielded.
     """
-    world, rank, blocks = whole.keys.world_size, whole.rank, _blocks(whole)
-    buffers = k.new_zeros((3, _longest(whole), *k.shape[:2], k.shape[3] + v.shape[3]))
+    world, rank, blocks = shared.keys.world_size, shared.rank, _blocks(shared)
+    buffers = k.new_zeros((3, _longest(shared), *k.shape[:2], k.shape[3] + v.shape[3]))
     turns = [(number, turn) for number in range(blocks) for turn in range(1, world)]
 
     def start(index: int) -> list[Any]:
@@ -207,27 +204,27 @@ def _around(whole: Whole, k: Tensor, v: Tensor, name: str) -> Iterator[_Block]:
         received, sent = buffers[index % 3], buffers[(index - 1) % 3]
         if turn == 1:
             sent = buffers[(index + 1) % 3]
-            for segment in _segments(whole.keys, rank, number, blocks):
+            for segment in _segments(shared.keys, rank, number, blocks):
                 for target, x in zip(_key_and_value(sent[segment.of_block], k.shape[3]), (k, v), strict=True):
                     target.copy_(x[:, :, segment.of_shard])
-        return _shift(whole, sent, received, name)
+        return _shift(shared, sent, received, name)
 
     works = start(0)
-    yield _Block(rank, None, _segments(whole.keys, rank), k, v)
+    yield _Block(rank, None, _segments(shared.keys, rank), k, v)
     for index, (number, turn) in enumerate(turns):
         _wait(works, name)
         works = start(index + 1)
         sender = (rank - turn) % world
-        segments = _segments(whole.keys, sender, number, blocks)
+        segments = _segments(shared.keys, sender, number, blocks)
         yield _Block(sender, number, segments, *_key_and_value(buffers[index % 3, : _size(segments)], k.shape[3]))
 
 
 class _Gradients:
     """Gradients of keys and values. Those of a block follow it from process to process, back to its own process."""
 
-    def __init__(self, whole: Whole, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
-        self._whole, self._like, self._dtype = whole, (k, v), dtype
-        self._of_shard, self._longest = k.new_zeros(0), _longest(whole)
+    def __init__(self, shared: SharedCall, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
+        self._shared, self._like, self._dtype = shared, (k, v), dtype
+        self._of_shard, self._longest = k.new_zeros(0), _longest(shared)
         self._arriving: tuple[int, int, Tensor, list[Any]] | None = None  # rank, number, rows, works
 
     def zeros(self, count: int) -> Tensor:
@@ -244,8 +241,8 @@ class _Gradients:
         sent = self.zeros(self._longest)
         sent[: len(gradients)] = gradients
         received = torch.empty_like(sent)
-        works = _shift(self._whole, sent, received, _BACKWARD)
-        self._arriving = (block.rank - 1) % self._whole.keys.world_size, block.number, received, works
+        works = _shift(self._shared, sent, received, _BACKWARD)
+        self._arriving = (block.rank - 1) % self._shared.keys.world_size, block.number, received, works
 
     def home(self) -> Tensor:
         """The gradients of the shard of this process, (s, B, Hkv, D + Dv)."""
@@ -258,15 +255,15 @@ class _Gradients:
             return
         rank, number, received, works = self._arriving
         _wait(works, _BACKWARD)
-        for of_shard, of_block, _ in _segments(self._whole.keys, rank, number, _blocks(self._whole)):
-            target = self._of_shard[of_shard] if rank == self._whole.rank else gradients[of_block]
+        for of_shard, of_block, _ in _segments(self._shared.keys, rank, number, _blocks(self._shared)):
+            target = self._of_shard[of_shard] if rank == self._shared.rank else gradients[of_block]
             target += received[of_block]
 
 
-def _shift(whole: Whole, sent: Tensor, received: Tensor, name: str) -> list[Any]:
+def _shift(shared: SharedCall, sent: Tensor, received: Tensor, name: str) -> list[Any]:
     """Send to the next process, and receive from the previous one."""
-    world, group = whole.keys.world_size, whole.group
-    after, before = (dist.get_global_rank(group, (whole.rank + next) % world) for next in (1, -1))
+    world, group = shared.keys.world_size, shared.group
+    after, before = (dist.get_global_rank(group, (shared.rank + next) % world) for next in (1, -1))
     operations = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
     with step(name):
         return dist.batch_isend_irecv(operations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import NamedTuple, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -82,6 +82,7 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
 
         >>> from clearhead.distributed import gather_sequence, shard_sequence
     """
+    where = "gather_sequence"
 
     def find() -> tuple[dict[str, int], int]:
         sequence_dim = _require(tensor, mesh, dim, layout)
@@ -96,41 +97,29 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
         }
         return facts, sequence_dim
 
+    def read(gathered: Gathered, sequence_dim: int) -> tuple[Shards, int]:
+        fix = "Parts are those of shard_sequence, of one tensor."
+        require_equal(where, gathered, ("dim", "layout", "dtype", "shape"), fix)
+        return shards_of(where, gathered, "length", layout), sequence_dim
+
     group, device = group_of(mesh)
-    gathered, dim = agree_on("gather_sequence", group, device, find)
-    if len(gathered) == 1:
+    shards, dim = agree_on(where, (group,), device, find, read)
+    if shards.world_size == 1:
         return tensor
-    fix = "Parts are those of shard_sequence, of one tensor."
-    require_equal("gather_sequence", gathered, ("dim", "layout", "dtype", "shape"), fix)
-    shards = shards_of("gather_sequence", gathered, "length", layout)
-    (rows,) = gather_shards([tensor.movedim(dim, 0)], shards, group, "gather_sequence")
-    sequence = rows.movedim(0, dim).contiguous()
+    (gathered,) = gather_shards([tensor.movedim(dim, 0)], shards, group, where)
+    sequence = gathered.movedim(0, dim).contiguous()
     _mark(sequence, group, "whole")
     return sequence
 
 
-class _Mark(NamedTuple):
-    """The kind of a tensor when it was made: the whole sequence of a group, or a shard in a layout.
-
-    Args:
-        kind: ``"whole"``, or the layout of a shard.
-        version: the version of the tensor. A write in place changes it, and the mark is no longer valid.
-    """
-
-    kind: str
-    version: int
-
-
-#: Marks of tensors by group. They end with the tensor, and no result of an operation has one.
-_marks = cast("MutableMapping[Tensor, MutableMapping[dist.ProcessGroup, _Mark]]", WeakIdKeyDictionary())
+#: By tensor and group: ``"whole"``, or the layout of a shard; and the version of the tensor. A write in place changes
+#: the version, and the mark is no longer valid. Marks end with the tensor, and no result of an operation has one.
+_marks = cast("MutableMapping[Tensor, MutableMapping[dist.ProcessGroup, tuple[str, int]]]", WeakIdKeyDictionary())
 
 
 def _mark(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> None:
-    if is_tracing() or tensor.is_inference():  # these have no version
-        return
-    if tensor not in _marks:
-        _marks[tensor] = WeakKeyDictionary()
-    _marks[tensor][group] = _Mark(kind, tensor._version)
+    if not (is_tracing() or tensor.is_inference()):  # these have no version
+        _marks.setdefault(tensor, WeakKeyDictionary())[group] = kind, tensor._version
 
 
 @outside_graphs
@@ -145,14 +134,14 @@ def require_shards(group: dist.ProcessGroup, layout: Layout, **tensors: object) 
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor not in _marks:
             continue
-        mark = _marks[tensor].get(group)
-        if mark is None or mark.version != tensor._version or mark.kind == layout:
+        kind, version = _marks[tensor].get(group, (layout, 0))
+        if version != tensor._version or kind == layout:
             continue
-        if mark.kind == "whole":
+        if kind == "whole":
             fix = f'Give each process its part: shard_sequence(tensor, mesh, layout="{layout}").'
             raise ArgumentError(name, expected="this process's part of a sequence", got="the whole sequence", fix=fix)
         fix = "Give shard_sequence and context_parallel the same layout."
-        raise ArgumentError(name, expected=f'a part in layout "{layout}"', got=f'one in layout "{mark.kind}"', fix=fix)
+        raise ArgumentError(name, expected=f'a part in layout "{layout}"', got=f'one in layout "{kind}"', fix=fix)
 
 
 def shards_of(where: str, gathered: Gathered, name: str, layout: Layout) -> Shards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,26 +12,31 @@ from torch import Tensor
 
 from .._call.caching import KeyValues, Positions
 from .._call.call import Results, valid_call
+from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._checks import size
-from .._environment import Environment, autocast_off, outside_graphs, read_environment
+from .._call.request import WeightsWanted, weights_wanted
+from .._checks import FLOATS, flag, shown, size
+from .._environment import Environment, autocast_off, listening, outside_graphs, read_environment
 from .._layer.layer import Layer
 from .._layer.positions import of_whole, positions_of_queries, require_one_length, with_hidden
 from .._multihead import MultiHeadAttention, layer_of
+from .._multihead_checks import complete, require_cache, require_features, require_inputs
 from ..caches._cross import CrossKVCache
 from ..caches._kv import KVCache
-from ..errors import ShapeError, shape_text
+from ..errors import ArgumentError, KernelError, RecordError, ShapeError, shape_text
 from ..kernels._choice import choose
+from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
-from ._agreement import Gathered, agree_in_turn, not_announced, not_pickled, require_device, require_equal
-from ._arguments import WHERE, Arguments, facts_of, read_arguments
-from ._cached import ShardedKVCache
-from ._decode import decode
+from ..masks._tensors import as_mask
+from ._agreement import Gathered, OfThisProcess, agree_on, fingerprint, not_announced, require_device, require_equal
+from ._decode import ShardedKVCache, SplitCache, decode, sizes_of
 from ._layout import Layout, Shards
-from ._methods import Chunk, Operands, Whole, by_gathering, by_heads, heads_divide, like_whole
+from ._methods import Chunk, Operands, SharedCall, by_gathering, by_heads, heads_divide, mask_fact, of_all_sizes
 from ._ring import by_ring
 from ._sequence import require_shards, shards_of
-from ._statistics import shared_call
+from ._statistics import shared_call_of
+
+WHERE = "context_parallel"
 
 _SAME = "All processes of the mesh make the same call, each with its part of the sequence."
 _NUMBER = "number of the module"
@@ -42,7 +47,7 @@ _MAY_DIFFER = ("query", "key", "seed")
 
 
 @dataclass(frozen=True)
-class LocalSequence:
+class LocalSequence(OfThisProcess):
     """The `SequenceShard` of one process.
 
     Args:
@@ -55,6 +60,8 @@ class LocalSequence:
         number: the number of the module among all modules that were split over the group; 0 for a stack.
     """
 
+    where: ClassVar[str] = WHERE
+
     group: dist.ProcessGroup
     agreements: tuple[dist.ProcessGroup, ...]
     device: str
@@ -66,44 +73,46 @@ class LocalSequence:
 
     @outside_graphs
     @not_announced()  # all processes raise it, or the others wait in an exchange
-    def call(self, module: MultiHeadAttention, *given: Any) -> tuple[Tensor, Tensor | None]:
+    def call(self, module: MultiHeadAttention, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         environment = read_environment()
 
         def find() -> tuple[dict[str, int], Arguments]:
-            query, key, value, _, _, cache, *_ = given
+            query, key, value, _, _, cache, *_ = arguments
             if cache is None:
                 require_shards(self.group, self.layout, query=query, key=key, value=value)
             elif isinstance(cache, CrossKVCache):
                 require_shards(self.group, self.layout, key=key, value=value)
             require_device(WHERE, "query", query, self.device)
-            arguments = read_arguments(module, environment, *given)
-            return {_NUMBER: self.number, **facts_of(module, arguments, environment)}, arguments
+            checked = read_arguments(module, environment, *arguments)
+            return {_NUMBER: self.number, **facts_of(module, checked, environment)}, checked
 
-        read = self._require_one_call
-        gathered, arguments, shards = agree_in_turn(WHERE, self.agreements, self.device, find, read)
-        layer = layer_of(module, arguments.query, environment)
-        if arguments.cache is not None:
-            return decode(layer, arguments, arguments.cache, shards, self.group, environment)
+        checked, shards, seed = agree_on(WHERE, self.agreements, self.device, find, self._require_one_call)
+        layer = layer_of(module, checked.query, environment)
+        if checked.cache is not None:
+            query, key, value, mask, *_ = checked
+            results = decode(layer, (query, key, value), mask, checked.cache, shards, self.group, environment)
+            return layer.projected_out(results, environment, batched=checked.batched)
         if layer.request.dropout_p:
-            seed = torch.tensor(gathered[0]["seed"], device=arguments.query.device)
             heads = layer.request.offset or Offset(module.num_heads)
-            layer = replace(layer, request=layer.request._replace(seed=seed, offset=heads))
+            seed_tensor = torch.tensor(seed, device=checked.query.device)
+            layer = replace(layer, request=layer.request._replace(seed=seed_tensor, offset=heads))
         queries, keys = shards
-        return self._compute(layer, arguments, queries, keys, environment)
+        return self._compute(layer, checked, queries, keys, environment)
 
-    def _require_one_call(self, gathered: Gathered, arguments: Arguments) -> tuple[Gathered, Arguments, list[Shards]]:
+    def _require_one_call(self, gathered: Gathered, arguments: Arguments) -> tuple[Arguments, list[Shards], int]:
         """Raise unless all processes make one call.
 
         Returns:
-            The facts, the arguments, and the shards of queries and keys as far as these are split.
+            The arguments, the shards of queries and keys as far as these are split, and the seed of the first process.
         """
         require_equal(WHERE, gathered, (_NUMBER,), _IN_ORDER)
         require_equal(WHERE, gathered, [name for name in gathered[0] if name not in _MAY_DIFFER], _SAME)
         cache = arguments.cache
-        split = ["query", "key"] if cache is None else ["key"] if isinstance(cache, CrossKVCache) else []
-        whole = [name for name in ("query", "key") if name not in split]
-        require_equal(WHERE, gathered, whole, "With a cache every process is given all new tokens.")
-        return gathered, arguments, [shards_of(WHERE, gathered, name, self.layout) for name in split]
+        # With a cache of its own every process has all tokens, and with a memory all queries.
+        equal = () if cache is None else ("query",) if isinstance(cache, CrossKVCache) else ("query", "key")
+        require_equal(WHERE, gathered, equal, "With a cache every process is given all new tokens.")
+        shards = [shards_of(WHERE, gathered, name, self.layout) for name in ("query", "key") if name not in equal]
+        return arguments, shards, gathered[0]["seed"]
 
     def _compute(
         self, layer: Layer, arguments: Arguments, queries: Shards, keys: Shards, environment: Environment
@@ -124,57 +133,165 @@ class LocalSequence:
             require_one_length(queries.length, keys.length)
             layer = replace(layer, position=of_whole(layer.position, at, queries.length))
         # A ring merges partial results by their lse. Rows of weights need all keys at once.
-        travels = self.method == "ring" and weights is None
-        request = layer.request._replace(mask=combined, lse=travels, weights=weights)
-        whole = Whole(self.group, self.rank, queries, keys, grid, request, environment)
+        is_ring = self.method == "ring" and weights is None
+        request = layer.request._replace(mask=combined, lse=is_ring, weights=weights)
+        shared = SharedCall(self.group, self.rank, queries, keys, grid, request, environment)
         operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
-        return layer.projected_out(self._attend(operands, whole), environment, batched=batched)
+        _require_kernel(operands, shared)
+        return layer.projected_out(self._attend(operands, shared), environment, batched=batched)
 
-    def _attend(self, operands: Operands, whole: Whole) -> Results:
+    def _attend(self, operands: Operands, shared: SharedCall) -> Results:
         """Exchange and attend, and show the call to observers."""
-        _require_kernel(operands, whole)
-        if not whole.environment.observed:
-            return self._exchanged(operands, whole)[0]
-        whole = replace(whole, environment=whole.environment._replace(observed=False))
+        if not shared.environment.observed:
+            return self._exchanged(operands, shared)[0]
+        shared = replace(shared, environment=shared.environment._replace(observed=False))
         with computing():
-            results, chunks = self._exchanged(operands, whole)
+            results, chunks = self._exchanged(operands, shared)
             with torch.no_grad(), autocast_off(operands[0]):
-                notify(shared_call(operands, whole, chunks, results.lse), results.output)
+                notify(shared_call_of(operands, shared, chunks, results.lse), results.output)
         return results
 
-    def _exchanged(self, operands: Operands, whole: Whole) -> tuple[Results, list[Chunk]]:
+    def _exchanged(self, operands: Operands, shared: SharedCall) -> tuple[Results, list[Chunk]]:
         """The results, and the chunks that they were computed from, if keys did not travel around."""
-        if whole.request.lse:
-            return by_ring(*operands, whole), []
+        if shared.request.lse:
+            return by_ring(*operands, shared), []
         q, k, _ = operands
         divides = heads_divide(q.shape[1], k.shape[1], self.world)
-        uses_heads = whole.request.weights is None and self.method != "gather" and divides
-        return (by_heads if uses_heads else by_gathering)(*operands, whole)
+        uses_heads = shared.request.weights is None and self.method != "gather" and divides
+        return (by_heads if uses_heads else by_gathering)(*operands, shared)
 
     def _positions(self, at: Positions | None, queries: Shards, device: torch.device) -> Positions:
         """The positions of this process's queries: an int where they count up."""
         if isinstance(at, Tensor):
             return queries.take(at, -1, self.rank)
-        first, runs = at or 0, queries.runs(self.rank)
-        if len(runs) < 2:
-            return first + (runs[0].start if runs else 0)
+        first, intervals = at or 0, queries.intervals[self.rank]
+        if len(intervals) < 2:
+            return first + (intervals[0].start if intervals else 0)
         return queries.positions(self.rank, device) + first
 
     def shared_cache(self, make: Callable[[int], KVCache], max_length: int) -> ShardedKVCache:
         return ShardedKVCache(make(-(-size("max_length", max_length) // self.world)), max_length, self.rank, self.world)
 
-    def __deepcopy__(self, memo: object) -> LocalSequence:
-        return self
 
-    def __reduce__(self) -> str:
-        raise not_pickled(WHERE)
+def _require_kernel(operands: Operands, shared: SharedCall) -> None:
+    """Raise if a forced kernel refuses the shared call: in every process alike, and before an exchange."""
+    kernel = shared.environment.kernel
+    if kernel is not None:
+        # Kernels refuse shapes, dtypes and masks, not values.
+        request = shared.request_at(shared.start, shared.grid.num_heads)
+        choose(valid_call(*of_all_sizes(operands, shared.queries, shared.keys), request, shared.environment), kernel)
 
 
-def _require_kernel(operands: Operands, whole: Whole) -> None:
-    """Raise if a forced kernel refuses the call of the whole: in every process alike, and before an exchange."""
-    kernel = whole.environment.kernel
-    if kernel is None:
-        return
-    # Kernels refuse shapes, dtypes and masks, not values.
-    like = like_whole(operands, whole.queries, whole.keys)
-    choose(valid_call(*like, whole.request_at(whole.start, whole.grid.num_heads), whole.environment), kernel)
+class Arguments(NamedTuple):
+    """The arguments of a call.
+
+    Args:
+        query, key, value: with a batch.
+        mask: the mask of the call, for the heads of this process.
+        positions: the positions of the whole sequence.
+        cache: the cache of the split module.
+        weights: which weights are returned.
+        batched: whether the caller passed a batch.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask | None
+    positions: Positions | None
+    cache: SplitCache | None
+    weights: WeightsWanted
+    batched: bool
+
+
+def read_arguments(module: MultiHeadAttention, environment: Environment, *arguments: Any) -> Arguments:
+    """The checked arguments of a call of a module, which are those of `SequenceShard.call`."""
+    query, key, value, mask, positions, cache, need_weights, average_attn_weights = arguments
+    cache = _read_cache(module, environment, cache, positions, need_weights)
+    _require_supported(module, environment)
+    weights = weights_wanted(need_weights, average_attn_weights)
+    if isinstance(query, Tensor) and query.is_nested:
+        fix = "Pad them and pass masks.lengths(...)."
+        raise ArgumentError("query", expected="a padded tensor", got="a jagged one", fix=fix)
+    if cache is None or cache.get() is None:
+        if isinstance(cache, CrossKVCache) and key is None:
+            fix = "The first call needs it; later ones with the same cache do not."
+            raise ArgumentError("key", expected="this process's part of the memory", got="None", fix=fix)
+        key, value = complete(query, key, value)
+        require_inputs(module, query, key, value, environment)
+    else:  # a memory whose keys are projected already
+        require_features("query", query, module.q_proj)
+        key = value = query
+    mask = None if mask is None else as_mask(mask)
+    if module.head_shard is not None:
+        mask = module.head_shard.mask(mask)
+    if positions is not None:
+        positions_of_queries(positions, None, query.shape[-2])
+    batched = query.dim() == 3
+    if not batched:  # one tensor stays one
+        batches = {id(x): x[None] for x in (query, key, value)}
+        query, key, value = (batches[id(x)] for x in (query, key, value))
+    return Arguments(query, key, value, mask, positions, cache, weights, batched)
+
+
+def _read_cache(
+    module: MultiHeadAttention, environment: Environment, cache: object, positions: object, need_weights: object
+) -> SplitCache | None:
+    """The cache. Raise for a cache or a call that does not support decoding with split keys."""
+    if cache is None:
+        return None
+    if not isinstance(cache, SplitCache):
+        fix = "module.make_cache(batch_size, max_length) makes one after context_parallel."
+        raise ArgumentError("cache", expected="a cache of the split module", got=type(cache).__name__, fix=fix)
+    require_cache(cache, module.position)
+    weights = flag("need_weights", need_weights) or None
+    for name, argument in (("positions", positions), ("need_weights", weights)):
+        if argument is not None:
+            fix = "Decode with a module that was not split."
+            raise ArgumentError(name, expected="nothing beside keys that are split", got=shown(argument), fix=fix)
+    if environment.observed:
+        raise RecordError(f"{WHERE}: a recorder does not see decoding with keys that are split.")
+    if module.training and module.dropout:
+        raise ArgumentError("cache", expected="a module in eval()", got="one that drops weights", fix="Call eval().")
+    return cache
+
+
+def _require_supported(module: MultiHeadAttention, environment: Environment) -> None:
+    if environment.transformed:
+        raise KernelError(f"{WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
+    kernel = environment.kernel
+    if module.training and module.dropout and kernel is not None and not kernel.seeds_dropout:
+        raise KernelError(
+            f"{WHERE}: use_kernel({kernel.name!r}) cannot drop the weights that one process drops. "
+            "Leave the choice to Clearhead, or set module.dropout = 0.0."
+        )
+
+
+def facts_of(module: MultiHeadAttention, arguments: Arguments, environment: Environment) -> dict[str, int]:
+    """The facts of a call that the processes agree on."""
+    query, key, value, mask, positions, cache, weights, batched = arguments
+    gradients = [tensor.requires_grad for tensor in (query, key, value, *module.parameters())]
+    of_positions = tuple(positions.shape) if isinstance(positions, Tensor) else positions
+    return {
+        "batch size": query.shape[0],
+        "a batch": batched,
+        "dtype": FLOATS.index(query.dtype),
+        "cache": fingerprint(sizes_of(cache)),
+        "key is query": key is query,
+        "value is key": value is key,
+        "need_weights": weights is not None,
+        "average_attn_weights": weights == "average",
+        "training": module.training,
+        # A process that needs no gradient of the keys joins no exchange of it.
+        "gradients": environment.gradients and fingerprint(gradients),
+        "autocast": environment.autocast,
+        "kernel": fingerprint(getattr(environment.kernel, "name", None)),
+        "mask": mask_fact(mask),
+        "positions": fingerprint(of_positions),
+        "dropout": fingerprint(module.dropout),
+        "recorders": fingerprint([observer.wanted() for observer in listening()]) if environment.observed else 0,
+        "query": query.shape[1],
+        "key": key.shape[1] if cache is None or cache.get() is None else cache.length,
+        # Every process draws a seed, so that all generators advance alike. The first process's seed is used.
+        "seed": int(draw_seed(query.device)) if module.training and module.dropout else 0,
+    }

@@ -6,22 +6,37 @@ this process.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._call.naming import remember_names
+from .._environment import is_tracing
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError
-from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
-from ._agreement import agree_on, group_for_agreements, group_of, require_equal, require_mesh
-from ._same_inputs import SameInputs
-from ._tensor_hooks import WHERE
+from ..transformer import FeedForward, SwiGLU
+from ._agreement import (
+    Gathered,
+    OfThisProcess,
+    agree,
+    agree_on,
+    fingerprint,
+    group_for_agreements,
+    group_of,
+    require_equal,
+    require_mesh,
+)
+from ._description import Split, attention_parts
+from ._heads import WHERE
 from ._tensor_plan import Plan
 
-Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
+_STATE = "state of PyTorch's generator"
 
 
 def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
@@ -77,10 +92,13 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
         plan = Plan(mesh)
         return plan.add(module), plan
 
+    def read(gathered: Gathered, plan: Plan) -> Plan:
+        require_equal(WHERE, gathered, gathered[0], "Build the same module in every process.")
+        return plan
+
     group, device = group_of(mesh)
-    gathered, plan = agree_on(WHERE, group, device, find)
-    require_equal(WHERE, gathered, tuple(gathered[0]), "Build the same module in every process.")
-    if len(gathered) > 1:
+    plan = agree_on(WHERE, (group,), device, find, read)
+    if mesh.size() > 1:
         for change in plan.changes:
             change()
         same_inputs = SameInputs(mesh, group_for_agreements(group, device))
@@ -100,3 +118,73 @@ def _require_split_state(module: nn.Module, state: dict[str, Any], prefix: str, 
                 "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict."
             )
             raise ArgumentError(f"state_dict: {prefix}{name}", expected="a DTensor", got="a plain tensor", fix=fix)
+
+
+@final
+class SameInputs(OfThisProcess):
+    """A hook before each call. It compares sizes and dtypes if they differ from those of the call before.
+
+    gloo ends a process that sums tensors of different sizes. Before the first training call with dropout of features
+    that every process holds, it also compares the states of the generators, because the outputs would differ.
+
+    Args:
+        mesh: the mesh of the processes.
+        agreements: a group of the same processes, used for agreements only.
+    """
+
+    where: ClassVar[str] = WHERE
+
+    def __init__(self, mesh: DeviceMesh, agreements: dist.ProcessGroup) -> None:
+        self._mesh, self._agreements = mesh, agreements
+        self._agreed_inputs: dict[str, int] | None = None
+        self._agreed_state = False
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if is_tracing():
+            return
+        draws = not self._agreed_state and module.training and _drops_shared_features(module)
+        facts = _sizes([*inputs, *keywords.values()])
+        if not draws and (facts == self._agreed_inputs or _is_context_parallel(module)):
+            return
+        device = self._mesh.device_type
+        get_state = torch.get_rng_state if device == "cpu" else torch.get_device_module(device).get_rng_state
+        state = {_STATE: fingerprint(get_state().tolist()) if draws else 0}
+        gathered = agree(WHERE, self._agreements, device, {**facts, **state})
+        require_equal(WHERE, gathered, facts, "Give every process the same input.")
+        fix = "Features that all of them hold are dropped alike: call torch.manual_seed with one seed in all of them."
+        require_equal(f"{WHERE}: dropout", gathered, state, fix)
+        self._agreed_inputs, self._agreed_state = facts, self._agreed_state or draws
+
+    def __deepcopy__(self, memo: object) -> SameInputs:
+        return SameInputs(self._mesh, self._agreements)
+
+
+def _sizes(inputs: Sequence[object]) -> dict[str, int]:
+    """Sizes and dtypes of the first two tensors of a call: query and key, or the input and the memory of a decoder."""
+    names = ("dimensions", "batch size", "length", "features", "dtype")
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    sizes = dict(zip(("query", "key"), map(_sizes_of, tensors), strict=False))
+    return {
+        f"{name} of the {argument}": size
+        for argument in ("query", "key")
+        for name, size in zip(names, sizes.get(argument, (0,) * len(names)), strict=True)
+    }
+
+
+def _sizes_of(x: Tensor) -> tuple[int, ...]:
+    rows = x.values() if x.layout is torch.jagged else x
+    batch = x.size(0) if x.is_nested else math.prod(x.shape[:-2]) if x.dim() >= 2 else 0
+    length, features = rows.shape[-2:] if rows.dim() >= 2 and not rows.is_nested else (0, 0)
+    return x.dim(), batch, length, features, fingerprint(str(x.dtype))
+
+
+def _is_context_parallel(module: nn.Module) -> bool:
+    """Whether `context_parallel` has split the module too. Its calls then agree on more than this."""
+    return any(part.sequence_shard is not None for part in module.modules() if isinstance(part, MultiHeadAttention))
+
+
+def _drops_shared_features(module: nn.Module) -> bool:
+    """Whether dropout acts on features that every process holds. Hidden features of feed-forward parts are split."""
+    _, others = attention_parts(WHERE, module)
+    parts = (part for _, other in others if not isinstance(other, FeedForward | SwiGLU) for part in other.modules())
+    return any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts)

@@ -11,29 +11,31 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from .._checks import kind
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, DTypeError
 from ..positions import RelativeBias
 from ..transformer import FeedForward, SwiGLU
-from ._agreement import fingerprint
-from ._description import aspects_of
-from ._finding import attention_parts
-from ._heads import LocalHeads
-from ._methods import heads_divide
-from ._tensor_hooks import (
+from ._description import attention_parts, facts_of_module
+from ._heads import (
     WHERE,
+    LocalHeads,
     distribute,
     features_of_output,
-    share_input,
+    place_input,
+    placed,
     split_linear,
     split_norm,
     split_output,
     summed_output,
 )
+from ._methods import heads_divide
+
+Placements = dict[str, Placement]
 
 #: Placements of the parameters of a linear layer, or of LoRA's around one; others are replicated.
-_COLUMNS: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}
-_ROWS: dict[str, Placement] = {"weight": Shard(1), "lora_A": Shard(1)}
+_COLUMNS: Placements = {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}
+_ROWS: Placements = {"weight": Shard(1), "lora_A": Shard(1)}
 
 
 @dataclass
@@ -43,22 +45,19 @@ class Plan:
     Args:
         mesh: the mesh of the processes.
         changes: the changes, which are made when every process has collected them.
-        words: a description of the changes, equal in every process.
-        covered: the module and the name by which each split parameter was found first.
-        roles: the name by which each part was found first, and how it is split. Layers may share a part.
+        roles: for each part and parameter the name by which it was found first, and how it is split. Layers may share
+            a part.
     """
 
     mesh: DeviceMesh
     changes: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
-    words: list[object] = field(default_factory=list[object])
-    covered: dict[int, tuple[int, str, str]] = field(default_factory=dict[int, tuple[int, str, str]])
     roles: dict[int, tuple[str, object]] = field(default_factory=dict[int, tuple[str, object]])
 
     def add(self, module: nn.Module) -> dict[str, int]:
         """Collect the changes of a module. Raise if a part cannot be split.
 
         Returns:
-            The facts of the module and of the changes that the processes agree on.
+            The facts of the module that the processes agree on.
         """
         attentions, others = attention_parts(WHERE, module)
         for name, attention in attentions:
@@ -66,46 +65,44 @@ class Plan:
         for name, part in others:
             self._add_other(name, part)
         for name, parameter in module.named_parameters():
-            if id(parameter) not in self.covered:  # each process would train it for itself
+            if id(parameter) not in self.roles:  # each process would train it for itself
                 raise ArgumentError(
                     f"module.{name}",
                     expected="a parameter of a projection, norm, sink or relative bias",
                     got=f"a {parameter.dtype} parameter that cannot be split",
                     fix="Leave the part that holds it out, or replace it.",
                 )
-        return {**aspects_of(module, attentions, others), "placements": fingerprint(*self.words)}
+        return facts_of_module(module, attentions, others)
 
     def _add_other(self, name: str, part: nn.Module) -> None:
         if isinstance(part, FeedForward):
             _require_no_parameters(f"{name}.activation", part.activation)
-            self._add_column(f"{name}.linear1", part.linear1)
-            self._add_row(f"{name}.linear2", part.linear2)
+            self._add_linear(f"{name}.linear1", part.linear1, _COLUMNS)
+            self._add_linear(f"{name}.linear2", part.linear2, _ROWS)
         elif isinstance(part, SwiGLU):
             if self._is_new(name, part, "gated"):
-                self.changes.append(partial(share_input, part, self.mesh, name))
-            self._add_column(f"{name}.gate_proj", part.gate_proj)
-            self._add_column(f"{name}.up_proj", part.up_proj)
-            self._add_row(f"{name}.down_proj", part.down_proj)
+                self.changes.append(partial(place_input, part, partial(placed, self.mesh, Replicate(), name)))
+            self._add_linear(f"{name}.gate_proj", part.gate_proj, _COLUMNS)
+            self._add_linear(f"{name}.up_proj", part.up_proj, _COLUMNS)
+            self._add_linear(f"{name}.down_proj", part.down_proj, _ROWS)
         elif isinstance(part, nn.LayerNorm | nn.RMSNorm) or not list(part.parameters()):
             self._add_norm(name, part, Replicate(), {key: Replicate() for key, _ in part.named_parameters()})
         else:
             fix = "Feed-forward parts are FeedForward or SwiGLU, and norms nn.LayerNorm or nn.RMSNorm."
-            raise DTypeError(name, expected="a part that can be split", got=_kind(part), fix=fix)
+            raise DTypeError(name, expected="a part that can be split", got=kind(part), fix=fix)
 
     def _add_attention(self, name: str, module: MultiHeadAttention) -> None:
         shard = _heads_of(name, module, self.mesh)
         if not self._is_new(name, module, "attention"):
             return
-        splits_keys = module.num_kv_heads % self.mesh.size() == 0
-        self._add_column(f"{name}.q_proj", module.q_proj)
-        for key in ("k_proj", "v_proj"):
-            projection = getattr(module, key)
-            if splits_keys:
-                self._add_column(f"{name}.{key}", projection)
-            else:
-                start = shard.first * module.num_kv_heads // module.num_heads * module.head_dim
-                self._add_linear(f"{name}.{key}", projection, {}, Replicate(), slice(start, start + module.head_dim))
-        self._add_row(f"{name}.out_proj", module.out_proj)
+        kv_placements, kv_features, splits_keys = _COLUMNS, None, module.num_kv_heads % self.mesh.size() == 0
+        if not splits_keys:
+            start = shard.first * module.num_kv_heads // module.num_heads * module.head_dim
+            kv_placements, kv_features = {}, slice(start, start + module.head_dim)
+        self._add_linear(f"{name}.q_proj", module.q_proj, _COLUMNS)
+        self._add_linear(f"{name}.k_proj", module.k_proj, kv_placements, kv_features)
+        self._add_linear(f"{name}.v_proj", module.v_proj, kv_placements, kv_features)
+        self._add_linear(f"{name}.out_proj", module.out_proj, _ROWS)
         self._add_head_norm(f"{name}.q_norm", module.q_norm, module.num_heads, module.head_dim, True)
         self._add_head_norm(f"{name}.k_norm", module.k_norm, module.num_kv_heads, module.head_dim, splits_keys)
         _require_no_parameters(f"{name}.position", module.position)
@@ -116,64 +113,64 @@ class Plan:
                 self._add_parameter(f"{name}.mask", part, "weight", Shard(1))
         self.changes.append(lambda: setattr(module, "head_shard", shard))
 
-    def _add_column(self, name: str, module: nn.Module) -> None:
-        self._add_linear(name, module, _COLUMNS, Replicate())
-
-    def _add_row(self, name: str, module: nn.Module) -> None:
-        self._add_linear(name, module, _ROWS, Shard(-1))
-
-    def _add_linear(
-        self,
-        name: str,
-        module: nn.Module,
-        placements: dict[str, Placement],
-        input: Placement,
-        features: slice | None = None,
-    ) -> None:
+    def _add_linear(self, name: str, module: nn.Module, placements: Placements, features: slice | None = None) -> None:
         """Split a linear layer, or LoRA's layer around one.
 
         Args:
             name, module: the layer.
             placements: the placements of its parameters by name. Other parameters are replicated.
-            input: the placement of its input.
             features: the features of the output that this process keeps, if no parameter is split.
         """
         if not _is_linear(module):
             expected = "a linear layer, or peft's LoRA layer of one without DoRA"
             fix = "Split the module before it is replaced."
-            raise DTypeError(name, expected=expected, got=_kind(module), fix=fix)
-        if not self._is_new(name, module, (sorted(placements), str(input), str(features))):
+            raise DTypeError(name, expected=expected, got=kind(module), fix=fix)
+        if not self._is_new(name, module, (sorted(placements), str(features))):
             return
-        named: dict[str, Placement] = {}
         for key, parameter in module.named_parameters():
             placement = placements.get(key.removeprefix("base_layer.").split(".")[0], Replicate())
-            named[key] = placement
             size = parameter.shape[placement.dim] if isinstance(placement, Shard) else 0
             if size % self.mesh.size():
                 expected = f"a multiple of the mesh's W = {self.mesh.size()} features"
                 raise ArgumentError(name, expected=expected, got=str(size), fix="Use a mesh of another size.")
-        self._add_parameters(name, module, named)
+            self._add_parameter(f"{name}.{key}", module, key, placement)
+        input = Shard(-1) if placements is _ROWS else Replicate()
         leave = split_output if features is None else partial(features_of_output, features)
-        leave = leave if input.is_replicate() else partial(summed_output, name)
+        leave = partial(summed_output, name) if placements is _ROWS else leave
         self.changes.append(partial(split_linear, module, self.mesh, input, name, leave))
 
-    def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
+    def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: Placements) -> None:
         """Split a norm, whose output is placed like its input."""
         if placements and self._is_new(name, module, (str(input), sorted(map(str, placements.items())))):
-            self._add_parameters(name, module, placements)
+            for key, placement in placements.items():
+                self._add_parameter(f"{name}.{key}", module, key, placement)
             self.changes.append(partial(split_norm, module, self.mesh, input, name))
 
     def _add_head_norm(self, name: str, norm: nn.Module | None, heads: int, dim: int, splits: bool) -> None:
-        if norm is None:
-            return
-        placements: dict[str, Placement] = {}
-        for key, parameter in norm.named_parameters():
+        placements: Placements = {}
+        for key, parameter in () if norm is None else norm.named_parameters():
             per_head = parameter.dim() > 1 and parameter.shape[0] == heads
             if tuple(parameter.shape) != (dim,) and not (per_head and splits):
                 expected = f"parameters ({dim},) of all heads" + (f", or of each head ({heads}, …)" if splits else "")
                 raise ArgumentError(name, expected=expected, got=f"{key} {tuple(parameter.shape)}")
             placements[key] = Shard(0) if per_head else Replicate()
-        self._add_norm(name, norm, Shard(1), placements)
+        if norm is not None:
+            self._add_norm(name, norm, Shard(1), placements)
+
+    def _add_parameter(self, name: str, module: nn.Module, path: str, placement: Placement) -> None:
+        parameter: Any = module.get_parameter(path)
+        if isinstance(parameter, DTensor):
+            fix = "Split every module once, before fully_shard."
+            raise ArgumentError(name, expected="a plain parameter", got="a DTensor", fix=fix)
+        owner, _, key = path.rpartition(".")
+        owner_module = module.get_submodule(owner)
+        # Several layers may share a relative bias or a part, which is split once.
+        first_name, role = self.roles.setdefault(id(parameter), (name, (id(owner_module), key)))
+        if role != (id(owner_module), key):
+            fix = "Splitting would untie them: share the whole part, or the whole layer, instead of a parameter."
+            raise ArgumentError(name, expected="a parameter of one part", got=f"that of {first_name} too", fix=fix)
+        if first_name == name:
+            self.changes.append(partial(distribute, name, owner_module, key, self.mesh, placement))
 
     def _is_new(self, name: str, part: nn.Module, role: object) -> bool:
         """Whether a part is found for the first time. Raise if it is split in another way elsewhere."""
@@ -182,25 +179,6 @@ class Plan:
             fix = "Give each a part of its own."
             raise ArgumentError(name, expected="a part that is split in one way", got=f"that of {first_name}", fix=fix)
         return first_name == name
-
-    def _add_parameters(self, name: str, module: nn.Module, placements: dict[str, Placement]) -> None:
-        for path, placement in placements.items():
-            owner, _, key = path.rpartition(".")
-            self._add_parameter(f"{name}.{path}", module.get_submodule(owner), key, placement)
-
-    def _add_parameter(self, name: str, owner: nn.Module, key: str, placement: Placement) -> None:
-        parameter: Any = getattr(owner, key)
-        if isinstance(parameter, DTensor):
-            fix = "Split every module once, before fully_shard."
-            raise ArgumentError(name, expected="a plain parameter", got="a DTensor", fix=fix)
-        self.words.append((name, tuple(parameter.shape), str(parameter.dtype), str(placement)))
-        # Several layers may share a relative bias or a part, which is split once.
-        *place, first_name = self.covered.setdefault(id(parameter), (id(owner), key, name))
-        if place != [id(owner), key]:
-            fix = "Splitting would untie them: share the whole part, or the whole layer, instead of a parameter."
-            raise ArgumentError(name, expected="a parameter of one part", got=f"that of {first_name} too", fix=fix)
-        if first_name == name:
-            self.changes.append(partial(distribute, name, owner, key, self.mesh, placement))
 
 
 def _heads_of(name: str, module: MultiHeadAttention, mesh: DeviceMesh) -> LocalHeads:
@@ -224,7 +202,7 @@ def _heads_of(name: str, module: MultiHeadAttention, mesh: DeviceMesh) -> LocalH
 def _require_no_parameters(name: str, part: object) -> None:
     if isinstance(part, nn.Module) and list(part.parameters()):
         fix = "Its gradient would be another on every process."
-        raise ArgumentError(name, expected="a part that learns nothing", got=_kind(part), fix=fix)
+        raise ArgumentError(name, expected="a part that learns nothing", got=kind(part), fix=fix)
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -234,7 +212,3 @@ def _is_linear(module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
     inside = {name for name, part in module.named_children() if list(part.parameters())}
     return isinstance(base, nn.Linear) and inside <= {"base_layer", "lora_A", "lora_B"}
-
-
-def _kind(part: object) -> str:
-    return type(part).__name__
