@@ -66,24 +66,6 @@ def seen_blocks(visible: Tensor, side: int) -> Tensor:
     return padded.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).transpose(-3, -2).flatten(-2).any(-1)
 
 
-@pytest.mark.parametrize(
-    ("mask", "per_row"),
-    [
-        (masks.sliding_window(255, 0), 3),
-        (masks.causal() & masks.sliding_window(255, 0), 3),
-        (masks.prefix(300), 3),
-        (masks.documents(torch.arange(4096) // 128), 1),
-        (masks.documents(torch.arange(4096) // 100) & masks.causal(), 2),
-    ],
-    ids=lambda value: value.describe() if isinstance(value, Mask) else "",
-)
-def test_blocks_that_are_ruled_out_are_skipped(mask: Mask, per_row: int) -> None:
-    blocks = lower_blocks(mask, Grid(1, 1, 4096, 4096, CPU))
-    counts, _, full_counts, _ = blocks.ordered()
-    assert counts.shape == (1, 1, 32)
-    assert int((counts + full_counts).max()) <= per_row
-
-
 def test_whole_blocks_ask_no_rule() -> None:
     counts, columns, full_counts, full_columns = lower_blocks(masks.causal(), Grid(1, 1, 512, 512, CPU)).ordered()
     assert counts[0, 0].tolist() == [1, 1, 1, 1]

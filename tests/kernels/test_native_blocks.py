@@ -60,28 +60,6 @@ def test_a_mask_hides_alike_in_however_many_heads() -> None:
     assert all(torch.equal(whole[i, h], found[0]) for (i, h), found in zip(HEADS, single, strict=True))
 
 
-def test_drops_the_entries_that_the_others_drop(instructions: str) -> None:
-    """Values that are unit vectors make the output the dropped weights."""
-    query, key = torch.randn(2, 3, 61, 5), torch.randn(2, 3, 149, 5)
-    values = torch.eye(149).expand(2, 3, 149, 149)
-    dropped: list[torch.Tensor] = []
-    for kernel in ("native", "reference"):
-        torch.manual_seed(5)
-        with clearhead.use_kernel(kernel):
-            dropped.append(clearhead.attention(query, key, values, masks.causal("bottom_right"), dropout_p=0.3))
-    assert torch.equal(dropped[0] == 0, dropped[1] == 0)
-    torch.testing.assert_close(dropped[0], dropped[1], rtol=1e-5, atol=1e-7)
-
-
-def test_dropout_does_not_depend_on_the_threads() -> None:
-    case, found = CASES["dropout"], []
-    for count in (1, 2, 3):
-        with threads(count):
-            found.append(numbers(case, "native", case.inputs())["output"])
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
     """Where every thread gets as many key/value heads as every other."""

@@ -45,11 +45,3 @@ def test_beside_others() -> None:
     assert not output[1].any()
     torch.testing.assert_close(lse[1], sinks[:, None].expand(H, L))
     torch.testing.assert_close(lse[0], torch.logaddexp(without[0], sinks[:, None]))
-
-
-def test_statistics_of_it() -> None:
-    query, key = torch.randn(B, H, L, D), torch.randn(B, H, S, D)
-    sinks = torch.full((H,), float("-inf"))
-    found = clearhead.attention_statistics(query, key, BLIND, sinks=sinks)
-    expected = clearhead.attention_statistics(query, key, BLIND)
-    torch.testing.assert_close(found.entropy, expected.entropy)

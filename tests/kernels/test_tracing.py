@@ -133,15 +133,6 @@ def test_use_kernel_inside_the_compiled_function(kernel: str) -> None:
     assert backend.operators == (kernel == "sdpa")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_use_kernel_around_the_compiled_function(kernel: str) -> None:
-    function, backend = compiled(lambda x: clearhead.attention(x, x, x))
-    x = random(11)
-    with clearhead.use_kernel(kernel):
-        torch.testing.assert_close(function(x), clearhead.attention(x, x, x))
-    assert backend.operators == (kernel == "sdpa")
-
-
 def test_use_kernel_after_compiling_takes_effect() -> None:
     function, backend = compiled(lambda x: clearhead.attention(x, x, x))
     x = random(11)
@@ -181,16 +172,6 @@ class Padded(nn.Module):
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         return self.attend(x, mask=masks.drop(keys=padding) & masks.causal())
-
-
-@pytest.mark.parametrize("scale", [None, *slow(0.3)])
-def test_compiled_module_has_one_graph_for_all_lengths(scale: float | None) -> None:
-    module = Padded(scale)
-    function, backend = compiled(module)
-    for length in LENGTHS:
-        arguments = torch.randn(BATCH, length, HEADS * HEAD_DIM), torch.rand(BATCH, length) > 0.7
-        torch.testing.assert_close(function(*arguments), module(*arguments))
-    assert backend.graphs == 1
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

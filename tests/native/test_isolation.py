@@ -161,13 +161,3 @@ def test_statistics_are_not_counted_twice(average: bool, instructions: str) -> N
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     torch.testing.assert_close(found[0][1].sum(-1), torch.ones(BATCH, 1 if average else HEADS, length))
-
-
-def test_nan_that_is_visible_stays() -> None:
-    query, key = torch.randn(1, 1, 5, 4), torch.randn(1, 1, 7, 4)
-    key[:, :, 2] = torch.nan
-    seen = torch.ones(1, 1, 5, 7, dtype=torch.bool)
-    seen[:, :, 1:, 2] = False
-    found = run({}, {"visible": seen}, (query, key, key), torch.ones(1, 1, 5, 4))
-    assert found["output"][:, :, 0].isnan().all()
-    assert found["key"][:, :, 2].isnan().any()
