@@ -88,21 +88,6 @@ def test_backward_inside_autocast_is_that_outside(kernel: str | None) -> None:
         assert torch.equal(found, expected)
 
 
-@autocast_to
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_module(to: torch.dtype, need_weights: bool) -> None:
-    module = clearhead.MultiHeadAttention(10, 2)
-    x = torch.randn(2, 7, 10, requires_grad=True)
-    with torch.autocast("cpu", dtype=to):
-        result = module(x, need_weights=need_weights)
-    output, weights = result if need_weights else (result, None)
-    assert output.dtype == to
-    output.float().square().sum().backward()
-    assert all(tensor.grad.dtype == torch.float32 for tensor in (x, *module.parameters()))
-    assert weights is None or weights.dtype == torch.float32
-    torch.testing.assert_close(output.float(), module(x), rtol=0, atol=0.02)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @kernels
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from clearhead import masks
 from clearhead.errors import KernelError
 from clearhead.positions import ALiBi
 from tests.support.comparing import KERNELS
+from tests.support.native import needs_native
 from tests.support.oracle import Problem, gradients, solve
 
 kernels = pytest.mark.parametrize("kernel", KERNELS)
@@ -133,3 +134,24 @@ def test_pytorchs_causal_flag_takes_no_scale_of_zero_or_below(scale: float) -> N
     output = clearhead.attention(query, key, value, masks.causal(), scale=scale)
     expected = solve(Problem(query, key, value, lambda b, h, i, j: j <= i, scale=scale)).output
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("length", [1, 7, 61])
+def test_the_lowest_number_hides_nothing(kernel: str, length: int) -> None:
+    """Masks of transformers hold it. A row of it alone weighs all keys alike, and its lse is that number."""
+    lowest = torch.finfo(torch.float32).min
+    query = torch.randn(1, 2, length, 11, requires_grad=True)
+    key, value = (torch.randn(1, 2, 67, 11, requires_grad=True) for _ in range(2))
+    bias = torch.zeros(length, 67)
+    bias[0, 1:], bias[-1] = lowest, lowest
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value, masks.bias(bias))
+        if kernel != "sdpa":
+            assert (
+                clearhead.attention(query, key, value, masks.bias(bias), return_lse=True)[1][..., -1] == lowest
+            ).all()
+    output.sum().backward()
+    torch.testing.assert_close(output[:, :, -1], value.mean(2))
+    assert length == 1 or torch.equal(output[:, :, 0], value[:, :, 0])
+    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
