@@ -121,7 +121,7 @@ FAULTS = (
     ),
     Fault(
         "backward_tile.h",
-        "        if (usual) missing[lane] = static_cast<float>(lse[lane] - exact);\n",
+        "        if (usual) tile.missing[lane] = static_cast<float>(tile.lse[lane] - exact);\n",
         "",
         "the rounding of lse is not made up for in gradients",
     ),
@@ -145,11 +145,11 @@ FAULTS = (
     ),
     Fault(
         "driver_backward.cpp",
-        "    clear_bias_gradient(p);\n    if",
-        "    if",
+        "    clear_bias_gradient(p);\n    compute",
+        "    compute",
         "the gradient of a bias is added up twice where a call is repeated",
     ),
-    Fault("documents.cpp", ", p.first_item = d;", ";", "every packed sequence drops the same weights"),
+    Fault("packed_sequences.cpp", ", p.first_item = d;", ";", "every packed sequence drops the same weights"),
     Fault(
         "row_results.h",
         "entropy = sum * factor * (lse - row_max);",

@@ -78,15 +78,6 @@ def test_longest_calls(size: tuple[int, int], kernel: str) -> None:
     compare(Adversary("equal", "equal", *size, upstream="equal"), kernel)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [*LONG, *LONGEST], ids=str)
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("keys", KEYS)
-def test_every_long_call(keys: str, values: str, scale: float, size: tuple[int, int], kernel: str) -> None:
-    compare(Adversary(keys, values, *size, scale, upstream=values), kernel)
-
-
 @on_every_set(
     {"keys": KEYS, "dtype": [torch.bfloat16, torch.float16]}, {"size": [(49, 8209), (3, 8192), (2053, 61)]}, *KERNELS
 )

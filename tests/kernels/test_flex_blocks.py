@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from clearhead import masks
 from clearhead.kernels import _flex_blocks as flex_blocks
 from clearhead.kernels._flex_blocks import Blocks, lower_blocks, table
 from clearhead.masks import Mask
@@ -48,59 +47,21 @@ def test_blocks_and_rule_say_what_the_mask_says(side: int) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flex_blocks, "SIDE", side)
             blocks = lower_blocks(mask, grid)
-        assert not (blocks.partial & blocks.full).any()
-        full = spread(blocks.full, grid, side)
-        found = full | (spread(blocks.partial, grid, side) & rule(blocks, grid, side))
-        assert torch.equal(found.expand_as(visible), visible)
-        computed = spread(blocks.partial | blocks.full, grid, side).expand_as(visible)
-        needed = seen_blocks(visible, side)
-        assert torch.equal(computed, spread(needed, grid, side)), "a block that shows nothing is computed"
+        cells = cells_of_blocks(visible, side)
+        seen, full = cells.any(-1), cells.all(-1)
+        assert torch.equal(blocks.partial.expand_as(seen), seen & ~full), "a block that shows nothing is computed"
+        assert torch.equal(blocks.full.expand_as(full), full), "a whole block asks the rule"
+        partial = spread(blocks.partial, grid, side) & rule(blocks, grid, side)
+        assert torch.equal((spread(blocks.full, grid, side) | partial).expand_as(visible), visible)
 
     compare()
 
 
-def seen_blocks(visible: Tensor, side: int) -> Tensor:
-    """Which blocks show anything in some item and head that the blocks tell apart, as many as the mask has."""
+def cells_of_blocks(visible: Tensor, side: int) -> Tensor:
+    """The cells of each block, hidden beyond the edges, as many as the mask tells apart."""
     rows, columns = -visible.shape[-2] % side, -visible.shape[-1] % side
     padded = torch.nn.functional.pad(visible, (0, columns, 0, rows))
-    return padded.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).transpose(-3, -2).flatten(-2).any(-1)
-
-
-@pytest.mark.parametrize(
-    ("mask", "per_row"),
-    [
-        (masks.sliding_window(255, 0), 3),
-        (masks.causal() & masks.sliding_window(255, 0), 3),
-        (masks.prefix(300), 3),
-        (masks.documents(torch.arange(4096) // 128), 1),
-        (masks.documents(torch.arange(4096) // 100) & masks.causal(), 2),
-    ],
-    ids=lambda value: value.describe() if isinstance(value, Mask) else "",
-)
-def test_blocks_that_are_ruled_out_are_skipped(mask: Mask, per_row: int) -> None:
-    blocks = lower_blocks(mask, Grid(1, 1, 4096, 4096, CPU))
-    counts, _, full_counts, _ = blocks.ordered()
-    assert counts.shape == (1, 1, 32)
-    assert int((counts + full_counts).max()) <= per_row
-
-
-def test_whole_blocks_ask_no_rule() -> None:
-    counts, columns, full_counts, full_columns = lower_blocks(masks.causal(), Grid(1, 1, 512, 512, CPU)).ordered()
-    assert counts[0, 0].tolist() == [1, 1, 1, 1]
-    assert [columns[0, 0, row, 0].item() for row in range(4)] == [0, 1, 2, 3]
-    assert full_counts[0, 0].tolist() == [0, 1, 2, 3]
-    assert full_columns[0, 0, 3, :3].tolist() == [0, 1, 2]
-    assert counts.dtype == columns.dtype == torch.int32
-
-
-def test_cells_are_written_down_for_partial_blocks_alone() -> None:
-    length = 8192
-    blocks = lower_blocks(
-        masks.documents(torch.arange(length) // 1000) & masks.causal(), Grid(1, 1, length, length, CPU)
-    )
-    cells = blocks.rule["cells"].numel()
-    assert cells <= (1 + 3 * 64) * 128 * 128
-    assert cells < length * length / 20
+    return padded.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).transpose(-3, -2).flatten(-2)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 1), (1, 1, 1, 1)], ids=str)

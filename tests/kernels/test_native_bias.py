@@ -74,10 +74,8 @@ def test_threads_add_it_up_in_one_order(count: int) -> None:
 
 def test_a_bias_that_hides_gets_no_gradient_there() -> None:
     bias = torch.randn(1, H, L, S)
-    bias[:, :, 3:50, 20:] = -torch.inf
-    bias[:, :, 60] = -torch.inf
-    found = gradients("native", bias, torch.float32)[-1]
-    assert not found[bias == -torch.inf].any()
+    bias[:, :, 3:50, 20:] = bias[:, :, 60] = -torch.inf
+    assert not gradients("native", bias, torch.float32)[-1][bias == -torch.inf].any()
     assert_exact(bias)
 
 
@@ -91,16 +89,6 @@ def test_of_half_precision(options: dict[str, object], instructions: str) -> Non
     )
     assert found["b"].dtype == torch.bfloat16
     require_half_as_good(found, reference, exact, torch.bfloat16)
-
-
-def test_can_be_differentiated_again() -> None:
-    bias = torch.randn(1, 2, 5, 7, dtype=torch.float32, requires_grad=True)
-    query, key = torch.randn(1, 2, 5, 3), torch.randn(1, 2, 7, 3)
-    with clearhead.use_kernel("native"):
-        output = clearhead.attention(query, key, key, masks.bias(bias))
-    (first,) = torch.autograd.grad(output.square().sum(), bias, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), bias)
-    assert second.abs().max() > 0
 
 
 @pytest.mark.parametrize("shape", [(L, S), (1, H, 1, S), (B, 1, L, S)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,15 +19,17 @@ from clearhead.kernels._native_plan import plan_of
 DIM = 67
 #: Scores of the heaviest keys; all other scores are at most about half as large.
 SCORE = 33.0
-KERNELS = ["chunked", *instruction_sets()]
-#: Rows and keys: one block, several, and so few rows that the keys are split into parts.
-SIZES = [(31, 31), (53, 211), (7, 4999)]
+SETS = instruction_sets()
+on_every_set = pytest.mark.parametrize("kernel", SETS)
+on_ours = pytest.mark.parametrize("kernel", ["chunked", *SETS])
+#: Rows and keys: one block, several, and so few rows that the keys are split into chunks.
+SIZES = pytest.mark.parametrize(("length", "keys"), [(31, 31), (53, 211), (7, 4999)])
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
 
 
 def saturated(length: int, keys: int, kv_heads: int = 2) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Query, key and value; query i has its largest score with key i · keys / length."""
+    """Query, key and value, and the output's gradient; query i has its largest score with key i · keys / length."""
     torch.manual_seed(length)
     key = torch.nn.functional.normalize(torch.randn(1, kv_heads, keys, DIM), dim=-1)
     heaviest = torch.arange(length) * keys // length
@@ -35,55 +38,36 @@ def saturated(length: int, keys: int, kv_heads: int = 2) -> tuple[tuple[Tensor, 
     return (query, key, value), torch.randn(1, 2 * kv_heads, length, DIM)
 
 
-def gradients(attend: Attention, tensors: tuple[Tensor, ...], gradient: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query and key, and of `more` tensors that `attend` reads."""
-    wanted = [tensor.requires_grad_() for tensor in (*tensors, *more)]
-    query, key, _, *rest = torch.autograd.grad(attend(*wanted[:3]), wanted, gradient)
-    return query, key, *rest
-
-
-def on(kernel: str, attend: Attention) -> Attention:
-    """The same attention on `chunked`, or on the native kernel with an instruction set."""
-
-    def forced(*tensors: Tensor) -> Tensor:
-        if kernel == "chunked":
-            with clearhead.use_kernel(kernel):
-                return attend(*tensors)
-        with clearhead.use_kernel("native"):
-            return attend(*tensors)
-
-    return forced
-
-
-def copies(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(tensor.detach().to(dtype, copy=True) for tensor in tensors)
+def gradients(kernel: str | None, attend: Attention, dtype: torch.dtype, gradient: Tensor, *tensors: Tensor) -> Any:
+    """Gradients of copies of the tensors but for the value, on `chunked`, an instruction set or without a choice."""
+    inputs = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
+    native = kernel in SETS
+    with (
+        use_instruction_set(kernel) if native else nullcontext(),
+        clearhead.use_kernel("native" if native else kernel) if kernel else nullcontext(),
+    ):
+        query, key, _, *others = torch.autograd.grad(attend(*inputs), inputs, gradient.to(dtype))
+    return query, key, *others
 
 
 def errors(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
     pairs = zip(found, exact, strict=True)
-    return [float((one.double() - other).abs().max() / other.abs().max()) for one, other in pairs]
+    return [float((tensor.double() - right).abs().max() / right.abs().max()) for tensor, right in pairs]
 
 
-def kernel_gradients(kernel: str, attend: Attention, *arguments: Any) -> tuple[Tensor, ...]:
-    if kernel == "chunked":
-        return gradients(on(kernel, attend), *arguments)
-    with use_instruction_set(kernel):
-        return gradients(on(kernel, attend), *arguments)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("length", "keys"), SIZES)
+@on_ours
+@SIZES
 def test_gradients_are_as_near_to_float64_as_those_of_sdpa(length: int, keys: int, kernel: str) -> None:
     tensors, gradient = saturated(length, keys)
 
-    def sdpa(*three: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(*three, enable_gqa=True)
+    def sdpa(*inputs: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, enable_gqa=True)
 
-    exact = gradients(sdpa, copies(tensors, torch.float64), gradient.double())
+    exact = gradients(None, sdpa, torch.float64, gradient, *tensors)
     assert all(tensor.abs().max() < 1e-3 for tensor in exact)
-    allowed = errors(gradients(sdpa, copies(tensors, torch.float32), gradient), exact)
-    found = errors(kernel_gradients(kernel, clearhead.attention, copies(tensors, torch.float32), gradient), exact)
-    assert all(one <= 1.5 * other for one, other in zip(found, allowed, strict=True)), (found, allowed)
+    allowed = errors(gradients(None, sdpa, torch.float32, gradient, *tensors), exact)
+    found = errors(gradients(kernel, clearhead.attention, torch.float32, gradient, *tensors), exact)
+    assert all(error <= 1.5 * limit for error, limit in zip(found, allowed, strict=True)), (found, allowed)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -92,74 +76,58 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 40.0},
     "sinks": {"sinks": torch.tensor([20.0, -3.0, 11.0, 17.0])},
     "dropout": {"dropout_p": 0.3},
+    "bias": {"bias": True},
+    "bias and softcap": {"bias": True, "softcap": 40.0},
 }
 
 
-@pytest.mark.parametrize("kernel", instruction_sets())
+@on_every_set
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(("length", "keys"), [(31, 31), (53, 211), (7, 4999)])
+@SIZES
 def test_options_leave_the_native_kernel_exact(length: int, keys: int, option: str, kernel: str) -> None:
     tensors, gradient = saturated(length, keys)
+    if "bias" in OPTIONS[option]:
+        tensors = (*tensors, torch.randn(1, 4, length, keys))
 
-    def attend(*three: Tensor) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *bias: Tensor) -> Tensor:
         torch.manual_seed(3)
-        options = {name: x.to(three[0].dtype) if isinstance(x, Tensor) else x for name, x in OPTIONS[option].items()}
-        return clearhead.attention(*three, **options)
+        options = {name: x.to(query.dtype) if isinstance(x, Tensor) else x for name, x in OPTIONS[option].items()}
+        if options.pop("bias", False):
+            options["mask"] = masks.bias(*bias)
+        return clearhead.attention(query, key, value, **options)
 
-    exact = gradients(on("chunked", attend), copies(tensors, torch.float64), gradient.double())
-    found = errors(kernel_gradients(kernel, attend, copies(tensors, torch.float32), gradient), exact)
+    exact = gradients("chunked", attend, torch.float64, gradient, *tensors)
+    found = errors(gradients(kernel, attend, torch.float32, gradient, *tensors), exact)
     assert max(found) <= 1e-4, found
 
 
-@pytest.mark.parametrize("kernel", instruction_sets())
-@pytest.mark.parametrize("softcap", [None, 40.0])
-def test_a_bias_that_learns(softcap: float | None, kernel: str) -> None:
-    tensors, gradient = saturated(53, 211)
-    bias = torch.randn(1, 4, 53, 211)
-
-    def results(kernel: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        (of_dtype,) = copies((bias,), dtype)
-
-        def attend(*three: Tensor) -> Tensor:
-            return clearhead.attention(*three, mask=masks.bias(of_dtype), softcap=softcap)
-
-        return kernel_gradients(kernel, attend, copies(tensors, dtype), gradient.to(dtype), of_dtype)
-
-    found = errors(results(kernel, torch.float32), results("chunked", torch.float64))
-    assert max(found) <= 1e-4, found
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_row_of_one_key_has_no_gradient(kernel: str) -> None:
+@on_ours
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_a_row_of_one_key_has_no_gradient_but_for_nan(poisoned: bool, kernel: str) -> None:
     tensors, gradient = saturated(1, 1)
-    assert all(not tensor.any() for tensor in kernel_gradients(kernel, clearhead.attention, tensors, gradient))
+    if poisoned:
+        gradient[0, 0, 0, 5] = float("nan")
+    found = gradients(kernel, clearhead.attention, torch.float32, gradient, *tensors)
+    assert all(tensor.isnan().any() if poisoned else not tensor.any() for tensor in found)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_nan_in_the_gradient_of_a_heavy_row_is_not_lost(kernel: str) -> None:
-    tensors, gradient = saturated(1, 1)
-    gradient[0, 0, 0, 5] = float("nan")
-    assert all(tensor.isnan().any() for tensor in kernel_gradients(kernel, clearhead.attention, tensors, gradient))
-
-
-@pytest.mark.parametrize("isa", instruction_sets())
-def test_some_keys_of_a_larger_call_add_up(isa: str) -> None:
+@on_every_set
+def test_some_keys_of_a_larger_call_add_up(kernel: str) -> None:
     """Σ ds over some of the keys is not known: no gradient may be taken from those of the other keys."""
     (query, key, value), gradient = saturated(53, 211)
     query = query / 5  # so that the largest weights are between one half and 1
 
-    with use_instruction_set(isa):
-        whole = NativeArguments(query, key, value, scale=DIM**-0.5)
-        plan = plan_of(whole, differentiable=True)
+    with use_instruction_set(kernel):
+        arguments = NativeArguments(query, key, value, scale=DIM**-0.5)
+        plan = plan_of(arguments, differentiable=True)
         lse = plan.empty_lse(query)
-        output = plan.forward(whole, lse)
-        parts = []
+        output = plan.forward(arguments, lse)
+        shards = []
         for some in (slice(0, 101), slice(101, 211)):
-            three = (query, key[:, :, some].contiguous(), value[:, :, some].contiguous())
-            part = NativeArguments(*three, scale=DIM**-0.5)
-            parts.append(plan_of(part, differentiable=True).backward(part, output, lse, gradient, whole_rows=False)[:3])
-    found = (parts[0][0] + parts[1][0], *(torch.cat([one[n], other[n]], 2) for n in (1, 2) for one, other in [parts]))
-    tensors = copies((query, key, value), torch.float64)
-    wanted = [tensor.requires_grad_() for tensor in tensors]
-    exact = torch.autograd.grad(on("chunked", clearhead.attention)(*wanted), wanted, gradient.double())
+            shard = arguments._replace(key=key[:, :, some].contiguous(), value=value[:, :, some].contiguous())
+            plan = plan_of(shard, differentiable=True)
+            shards.append(plan.backward(shard, output, lse, gradient, whole_rows=False)[:3])
+    first, second = shards
+    found = (first[0] + second[0], torch.cat([first[1], second[1]], 2))
+    exact = gradients("chunked", clearhead.attention, torch.float64, gradient, query, key, value)
     assert max(errors(found, exact)) <= 1e-5

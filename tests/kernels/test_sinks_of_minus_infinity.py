@@ -35,21 +35,3 @@ def test_is_none(dtype: torch.dtype, mask: masks.Mask | None, create_graph: bool
     assert not gradient.any()
     for one, other in zip(found, results(None), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCES[dtype])
-
-
-def test_beside_others() -> None:
-    query, key = torch.randn(B, H, L, D), torch.randn(B, H, S, D)
-    sinks = torch.tensor([float("-inf"), 0.5, -2.0])
-    output, lse = clearhead.attention(query, key, key, BLIND, sinks=sinks, return_lse=True)
-    _, without = clearhead.attention(query, key, key, BLIND, return_lse=True)
-    assert not output[1].any()
-    torch.testing.assert_close(lse[1], sinks[:, None].expand(H, L))
-    torch.testing.assert_close(lse[0], torch.logaddexp(without[0], sinks[:, None]))
-
-
-def test_statistics_of_it() -> None:
-    query, key = torch.randn(B, H, L, D), torch.randn(B, H, S, D)
-    sinks = torch.full((H,), float("-inf"))
-    found = clearhead.attention_statistics(query, key, BLIND, sinks=sinks)
-    expected = clearhead.attention_statistics(query, key, BLIND)
-    torch.testing.assert_close(found.entropy, expected.entropy)

@@ -46,11 +46,8 @@ def test_attention(name: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("average", [False, True])
 def test_weights(average: bool) -> None:
-    marks, query, key = (
-        torch.ones(L, L).tril().bool(),
-        torch.randn(B, H, L, D, requires_grad=True),
-        torch.randn(B, H, L, D),
-    )
+    marks, query = torch.ones(L, L).tril().bool(), torch.randn(B, H, L, D, requires_grad=True)
+    key = torch.randn(B, H, L, D)
     weights = clearhead.attention_weights(query, key, marks, average_attn_weights=average)
     marks.fill_(True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -61,7 +58,5 @@ def test_masks_made_in_inference_mode_train() -> None:
     with torch.inference_mode():
         mask = masks.keep(torch.ones(L, L, dtype=torch.bool).tril())
     x = torch.randn(B, H, L, D, requires_grad=True)
-    found = [
-        torch.autograd.grad(clearhead.attention(x, x, x, each).square().sum(), x) for each in (mask, masks.causal())
-    ]
-    torch.testing.assert_close(*found)
+    losses = (clearhead.attention(x, x, x, each).square().sum() for each in (mask, masks.causal()))
+    torch.testing.assert_close(*(torch.autograd.grad(loss, x) for loss in losses))

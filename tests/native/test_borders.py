@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import clearhead
-from clearhead import masks
 from clearhead._native import use_instruction_set
 from clearhead.kernels._native_arguments import NativeArguments
 from clearhead.kernels._native_plan import plan_of
@@ -49,13 +48,34 @@ def request(query: Tensor, key: Tensor, value: Tensor, high: int) -> NativeArgum
     return NativeArguments(query, key, value, scale=0.4, low=-length, high=min(high, count), stop=count)
 
 
+def operands(sizes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Query, key, value and the output's gradient."""
+    length, count, dim, value_dim = sizes
+    shapes = ((length, dim), (count, dim), (count, value_dim), (length, value_dim))
+    return [torch.randn(2, 2, *shape).to(dtype) for shape in shapes]
+
+
+def between_nan(tensors: list[Tensor]) -> list[Tensor]:
+    return [Guarded().empty(*x.shape, dtype=x.dtype, border=torch.nan).copy_(x) for x in tensors]
+
+
+def everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, high: int = 1000) -> tuple[Tensor, ...]:
+    """Outputs, lse, and gradients."""
+    call = request(query, key, value, high)
+    plan = plan_of(call, differentiable=True)
+    lse = plan.empty_lse(query)
+    output = plan.forward(call, lse)
+    lse_gradient = torch.linspace(-1, 1, lse.numel()).view(lse.shape)
+    gradients = plan.backward(call, output, lse, gradient, lse_gradient)
+    return plan_of(call).forward(call), output, lse, *gradients
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_written_outside(
     sizes: tuple[int, ...], high: int, dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    length, count, dim, value_dim = sizes
     guarded = Guarded()
 
     def new_empty(self: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -69,26 +89,18 @@ def test_nothing_is_written_outside(
     monkeypatch.setattr(
         torch, "empty_like", lambda tensor, dtype=None: guarded.empty(*tensor.shape, dtype=dtype or tensor.dtype)
     )
-    sides = ((length, dim), (count, dim), (count, value_dim))
-    query, key, value = (torch.randn(2, 2, *size).to(dtype) for size in sides)
-    lse = guarded.empty(2, 2, length, dtype=torch.float64)
-    call = request(query, key, value, high)
-    rounded, plan = plan_of(call).forward(call), plan_of(call, differentiable=True)
-    output = plan.forward(call, lse)
-    upstream = torch.randn(output.shape).to(dtype), torch.randn(2, 2, length)
-    found = (rounded, output, lse, *plan.backward(call, output, lse, *upstream))
+    found = everything(*operands(sizes, dtype), high=high)
     assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
     assert guarded.untouched()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64)])
+@pytest.mark.parametrize("sizes", SIZES[:-1])
 @pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
 @pytest.mark.parametrize("averages", [False, True], ids=["weights", "their mean"])
 def test_statistics_write_nothing_outside(sizes: tuple[int, ...], high: int, averages: bool, instructions: str) -> None:
-    length, count, dim, value_dim = sizes
+    length, count, _, value_dim = sizes
     guarded = Guarded()
-    shapes = ((2, 2, length, dim), (2, 2, count, dim), (2, 2, count, value_dim))
-    query, key, value = (Guarded().empty(*shape, border=torch.nan).copy_(torch.randn(shape)) for shape in shapes)
+    query, key, value, _ = between_nan(operands(sizes))
     rows = [guarded.empty(2, 2, length) for _ in range(5)]
     columns = [guarded.empty(2, 2, count).zero_() for _ in range(2)]
     top_k = min(3, count)
@@ -128,20 +140,9 @@ def _flat(shape: tuple[object, ...]) -> tuple[int, ...]:
 def test_what_lies_beside_the_inputs_does_not_matter(
     sizes: tuple[int, ...], dtype: torch.dtype, instructions: str
 ) -> None:
-    length, count, dim, value_dim = sizes
-    shapes = ((2, 2, length, dim), (2, 2, count, dim), (2, 2, count, value_dim), (2, 2, length, value_dim))
-    plain = [torch.randn(shape).to(dtype) for shape in shapes]
-    inside = [Guarded().empty(*x.shape, dtype=dtype, border=torch.nan).copy_(x) for x in plain]
-    for expected, found in zip(_everything(*plain), _everything(*inside), strict=True):
+    plain = operands(sizes, dtype)
+    for expected, found in zip(everything(*plain), everything(*between_nan(plain)), strict=True):
         assert torch.equal(found, expected)
-
-
-def _everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    call = request(query, key, value, 1000)
-    plan = plan_of(call, differentiable=True)
-    lse = plan.empty_lse(query)
-    output = plan.forward(call, lse)
-    return output, lse, *plan.backward(call, output, lse, gradient)
 
 
 def test_several_threads_at_once() -> None:
@@ -182,15 +183,3 @@ def test_a_forked_child_computes_too() -> None:
 def test_an_unknown_instruction_set() -> None:
     with pytest.raises(clearhead.errors.ArgumentError, match="name: expected an instruction set of this processor"):
         use_instruction_set("mmx")
-
-
-def test_masks_outside_their_strides_are_not_read(instructions: str) -> None:
-    """A mask that is a view of a larger one, whose rest would hide everything."""
-    wide = torch.zeros(2, 3, 70, 200, dtype=torch.bool)
-    visible = wide[:, :, 3:64, 5:154]
-    visible[...] = True
-    query, key = torch.randn(2, 3, 61, 5), torch.randn(2, 3, 149, 5)
-    with clearhead.use_kernel("native"):
-        output = clearhead.attention(query, key, key, masks.keep(visible))
-        expected = clearhead.attention(query, key, key)
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)

@@ -70,6 +70,14 @@ def case_of(name: str, length: int, count: int) -> Case:
     return {}, {"visible": seen}, seen.expand(whole)
 
 
+def operands(
+    length: int, count: int, *, kv_heads: int = KV_HEADS, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    """Query, key, value and the output's gradient."""
+    shapes = ((HEADS, length, DIM), (kv_heads, count, DIM), (kv_heads, count, VALUE_DIM), (HEADS, length, VALUE_DIM))
+    return tuple(torch.randn(BATCH, *shape).to(dtype) for shape in shapes)
+
+
 NAMES = ["band", "spans", "padding", "padding, bias", "padding, causal", "cells", "cells, bias", "cells, causal"]
 
 
@@ -95,8 +103,7 @@ def test_nothing_of_it_is_seen(
     options = {"softcap": 1.5} if math.isfinite(poison) else {}
     band, given, seen = case_of(name, length, count)
     torch.manual_seed(3)
-    shapes = ((HEADS, length, DIM), (KV_HEADS, count, DIM), (KV_HEADS, count, VALUE_DIM), (HEADS, length, VALUE_DIM))
-    query, key, value, gradient = (torch.randn(BATCH, *shape).to(dtype) for shape in shapes)
+    query, key, value, gradient = operands(length, count, dtype=dtype)
     rows = ~seen.any(-1)[..., None]  # (B, H, L, 1)
     keys = ~seen.any(-2).unflatten(1, (KV_HEADS, -1)).any(2)[..., None]  # (B, Hkv, S, 1)
     assert rows.any() or keys.any()
@@ -106,18 +113,15 @@ def test_nothing_of_it_is_seen(
     for kind in ("output", "query", "key", "value", "lse"):
         largest = float(clean[kind].masked_fill(clean[kind].isinf(), 0).abs().max())
         torch.testing.assert_close(found[kind], clean[kind], rtol=0, atol=1e-5 * max(1.0, largest))
-    assert not found["output"].masked_select(rows).any()
-    assert not found["query"].masked_select(rows).any()
-    assert not found["key"].masked_select(keys).any()
-    assert not found["value"].masked_select(keys).any()
+    for kind, hidden in {"output": rows, "query": rows, "key": keys, "value": keys}.items():
+        assert not found[kind].masked_select(hidden).any()
 
 
 def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
     length, count = 61, 307
     seen = _rows_and_keys(length, count)
     bias = bias_of(seen)[:1].contiguous()
-    shapes = ((HEADS, length, DIM), (HEADS, count, DIM), (HEADS, count, VALUE_DIM), (HEADS, length, VALUE_DIM))
-    query, key, value, gradient = (torch.randn(BATCH, *shape) for shape in shapes)
+    query, key, value, gradient = operands(length, count, kv_heads=HEADS)
     keys = ~seen[:1].any(-2)[..., None].expand(BATCH, -1, -1, -1)
     layouts = [Layout.of(tensor) for tensor in (query, key, value)]
     plan = NativePlan(
@@ -140,8 +144,7 @@ def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
 def test_statistics_are_not_counted_twice(average: bool, instructions: str) -> None:
     length, count = 61, 307
     seen = _padding(length, count)
-    shapes = ((HEADS, length, DIM), (KV_HEADS, count, DIM), (KV_HEADS, count, VALUE_DIM))
-    query, key, value = (torch.randn(BATCH, *shape) for shape in shapes)
+    query, key, value, _ = operands(length, count)
     plan = NativePlan(torch.float32, *map(Layout.of, (query, key, value)), scale=0.4, visible=Layout.of(seen))
     found: list[list[Tensor]] = []
     for poison in (0.0, torch.nan):
@@ -163,13 +166,3 @@ def test_statistics_are_not_counted_twice(average: bool, instructions: str) -> N
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
     torch.testing.assert_close(found[0][1].sum(-1), torch.ones(BATCH, 1 if average else HEADS, length))
-
-
-def test_nan_that_is_visible_stays() -> None:
-    query, key = torch.randn(1, 1, 5, 4), torch.randn(1, 1, 7, 4)
-    key[:, :, 2] = torch.nan
-    seen = torch.ones(1, 1, 5, 7, dtype=torch.bool)
-    seen[:, :, 1:, 2] = False
-    found = run({}, {"visible": seen}, (query, key, key), torch.ones(1, 1, 5, 4))
-    assert found["output"][:, :, 0].isnan().all()
-    assert found["key"][:, :, 2].isnan().any()

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import clearhead
 import clearhead._layer.plan
 import clearhead.kernels._weights
 from clearhead import masks
-from clearhead._call.request import Request, WeightsWanted
+from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead.kernels._native_statistics import native_weights
 from clearhead.kernels._weights import compute_weights
@@ -45,18 +44,9 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return passes
 
 
-def attention_with_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: masks.Mask | Tensor | None = None,
-    *,
-    average_attn_weights: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    weights: WeightsWanted = "average" if average_attn_weights else "heads"
-    request = Request(mask, weights=weights, **options)
-    results = clearhead._layer.plan.attend(query, key, value, request, read_environment())
+def attention_with_weights(*inputs: Tensor, average: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+    request = Request(weights="average" if average else "heads", **options)
+    results = clearhead._layer.plan.attend(*inputs, request, read_environment())
     assert results.weights is not None
     return results.output, results.weights
 
@@ -96,7 +86,7 @@ def _exact_weights(case: Case, average: bool) -> Tensor:
 def test_one_pass_gives_what_two_give(name: str, average: bool, instructions: str, ran: list[str]) -> None:
     inputs, options = arguments_of(CASES[name], torch.float32)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
-    output, weights = attention_with_weights(query, key, value, average_attn_weights=average, **options)
+    output, weights = attention_with_weights(query, key, value, average=average, **options)
     assert not ran
     expected = clearhead.attention(query, key, value, **options)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
@@ -125,11 +115,10 @@ def _gradients(case: Case, dtype: torch.dtype, of: str, *, create_graph: bool = 
     options["sinks"] = inputs.get("sinks")
     results = attention_with_weights(inputs["query"], inputs["key"], inputs["value"], **options)
     random = torch.Generator().manual_seed(11)
-    factors = [torch.randn(one.shape, generator=random, dtype=torch.float64).to(dtype) for one in results]
-    losses = [(one * factor).sum() for one, factor in zip(results, factors, strict=True)]
+    factors = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(dtype) for x in results]
+    losses = [(x * factor).sum() for x, factor in zip(results, factors, strict=True)]
     loss = {"output": losses[0], "weights": losses[1], "both": sum(losses)}[of]
-    found = torch.autograd.grad(loss, list(inputs.values()), create_graph=create_graph, materialize_grads=True)
-    return found
+    return torch.autograd.grad(loss, list(inputs.values()), create_graph=create_graph, materialize_grads=True)
 
 
 @pytest.mark.parametrize("of", ["output", "weights", "both"])
@@ -139,28 +128,10 @@ def test_second_derivatives(of: str, ran: list[str]) -> None:
     ran.clear()
     found = _gradients(case, torch.float32, of, create_graph=True)
     assert not ran
-    for one, expected in zip(found, exact, strict=True):
-        torch.testing.assert_close(
-            one.double(), expected, rtol=0, atol=1e-5 * max(1.0, float(expected.detach().abs().max()))
-        )
-        assert one.requires_grad == expected.requires_grad
-
-
-def test_learnt_biases_get_their_gradients() -> None:
-    """Of a bias that the kernel differentiates, and of one that it leaves to others."""
-    query, key = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 11, 5)
-    for shape in ((1, 3, 7, 11), (7, 11)):
-        bias = torch.randn(shape)
-        found, exact = (_bias_gradient(query.to(t), key.to(t), bias.to(t)) for t in (torch.float32, torch.float64))
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
-
-
-def _bias_gradient(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    bias = bias.clone().requires_grad_()
-    output, weights = attention_with_weights(query, key, key, masks.bias(bias))
-    (output.square().sum() + weights.square().sum()).backward()
-    assert bias.grad is not None
-    return bias.grad
+    for gradient, expected in zip(found, exact, strict=True):
+        atol = 1e-5 * max(1.0, float(expected.detach().abs().max()))
+        torch.testing.assert_close(gradient.double(), expected, rtol=0, atol=atol)
+        assert gradient.requires_grad == expected.requires_grad
 
 
 def test_the_same_bits_with_and_without_gradients_and_watched(ran: list[str]) -> None:
@@ -178,55 +149,23 @@ def test_the_same_bits_with_and_without_gradients_and_watched(ran: list[str]) ->
         assert all(torch.equal(one, two) for one, two in zip(wanted, other, strict=True))
 
 
-def test_others_get_two_passes(ran: list[str]) -> None:
-    x = torch.randn(2, 3, 7, 5)
-    attention_with_weights(x, x, x, dropout_p=0.5)
-    attention_with_weights(x.bfloat16(), x.bfloat16(), x.bfloat16())
-    assert ran.count("native_weights") == 2
-    attention_with_weights(x.double(), x.double(), x.double())
-    for forced in ("chunked", "reference"):
-        with clearhead.use_kernel(forced):
-            attention_with_weights(x, x, x)
-    assert ran.count("native_weights") == 2
-
-
 @pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
 @pytest.mark.parametrize("name", ["causal", "keep"])
 def test_a_forced_kernel_computes_weights_too(name: str, average: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = {"causal": masks.causal(), "keep": masks.keep(torch.ones(7, 7).tril(-1).bool())}[name]
     x = torch.randn(2, 3, 7, 5, requires_grad=True)
-    expected = attention_with_weights(*(x.double(),) * 3, mask, average_attn_weights=average)
+    expected = attention_with_weights(*(x.double(),) * 3, mask=mask, average=average)
     monkeypatch.setattr(clearhead.kernels._native_statistics, "refuses", lambda call: pytest.fail("native"))
     for forced in ("chunked", "reference"):
         with clearhead.use_kernel(forced):
-            found = attention_with_weights(x, x, x, mask, average_attn_weights=average)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
-            first, second = (torch.autograd.grad(each.square().sum(), x, retain_graph=True)[0] for each in (one, other))
-            torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+            found = attention_with_weights(x, x, x, mask=mask, average=average)
+        for result, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)
+            gradients = [torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (result, exact)]
+            torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
     message = r"use_kernel\('sdpa'\): this kernel cannot run the call: it gives no weights. Leave the choice"
     with clearhead.use_kernel("sdpa"), pytest.raises(clearhead.errors.KernelError, match=message):
-        attention_with_weights(x, x, x, mask)
-
-
-def test_half_inputs_give_float32_weights(instructions: str) -> None:
-    query, key, value = (torch.randn(2, 4, 61, 16).bfloat16() for _ in range(3))
-    output, weights = attention_with_weights(query, key, value, masks.causal(), average_attn_weights=True)
-    assert (output.dtype, weights.dtype) == (torch.bfloat16, torch.float32)
-    exact = clearhead.attention_weights(query.double(), key.double(), masks.causal(), average_attn_weights=True)
-    torch.testing.assert_close(weights.double(), exact, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
-@torch.no_grad()
-def test_recorded_graphs_compute_weights_again(average: bool) -> None:
-    """A graph of operations must not take the weights of its example for given."""
-    attend = clearhead.MultiHeadAttention(12, 3)
-    example, other = torch.randn(2, 5, 12), torch.randn(2, 5, 12)
-    found = make_fx(lambda x: attend(x, need_weights=True, average_attn_weights=average))(example)(other)
-    expected = attend(other, need_weights=True, average_attn_weights=average)
-    for one, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, exact, rtol=0, atol=1e-6)
+        attention_with_weights(x, x, x, mask=mask)
 
 
 def test_few_rows_do_not_write_a_rule_down() -> None:
@@ -246,9 +185,9 @@ def test_few_rows_do_not_write_a_rule_down() -> None:
 
 def test_the_same_bits_whatever_the_threads() -> None:
     query, key = torch.randn(2, 6, 499, 8), torch.randn(2, 3, 131, 8)
-    results = []
-    for count in (1, 2, 3):
-        with threads(count):
-            results.append([clearhead.attention_weights(query, key, average_attn_weights=x) for x in (False, True)])
-    for other in results[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(other, results[0], strict=True))
+    for average in (False, True):
+        results = []
+        for count in (1, 2, 3):
+            with threads(count):
+                results.append(clearhead.attention_weights(query, key, average_attn_weights=average))
+        assert all(torch.equal(weights, results[0]) for weights in results[1:])

@@ -13,7 +13,8 @@ namespace clearhead::ISA {
 
 // Working memory of one task.
 struct BackwardRoom {
-    float *keys, *values, *weights, *gradients, *slopes;
+    WidenedBlock block;
+    float *weights, *gradients, *slopes;
     MaskScratch masks;
 };
 
@@ -25,10 +26,8 @@ static void product(const float* left, int64_t stride, int64_t columns, const fl
         between(j / STEP);
         Floats acc[STEP][V] = {};
         multiply<true>(acc, left + j * stride, stride, right, V * LANES, columns);
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) store(to + ((j + t) * V + v) * LANES, acc[t][v]);
+        UNROLL for (int t = 0; t < STEP; t++)
+            UNROLL for (int v = 0; v < V; v++) store(to + ((j + t) * V + v) * LANES, acc[t][v]);
     }
 }
 
@@ -38,29 +37,14 @@ static void add_columns(const float* left, int64_t rows, const float* right, int
     for (int64_t j = 0; j < keys; j += STEP) {
         Floats acc[STEP][V] = {};
         multiply<true>(acc, left + j * rows, rows, right, stride, rows);
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
-                float* place = to + (j + t) * stride + v * LANES;
-                store(place, load(place) + acc[t][v]);
-            }
+        add_sums(acc, to + j * stride, stride);
     }
 }
 
 static void add_products(const float* left, int64_t rows, const float* right, int64_t stride, int64_t keys, float* to) {
-    for (int64_t d = 0; d < stride;) {
-        const int64_t left_over = (stride - d) / LANES;
-        if (left_over >= 3 && left_over != 4) {
-            add_columns<3>(left, rows, right + d, stride, keys, to + d);
-            d += 3 * LANES;
-        } else if (left_over >= 2) {
-            add_columns<2>(left, rows, right + d, stride, keys, to + d);
-            d += 2 * LANES;
-        } else {
-            add_columns<1>(left, rows, right + d, stride, keys, to + d);
-            d += LANES;
-        }
+    for (int64_t d = 0, vectors; d < stride; d += vectors * LANES) {
+        vectors = columns_at_once((stride - d) / LANES);
+        by_vectors(vectors, [&](auto v) { add_columns<v.value>(left, rows, right + d, stride, keys, to + d); });
     }
 }
 
@@ -70,8 +54,7 @@ static void recompute_probs(const Problem& p, const float* lse, int64_t count, c
                         float* slopes) {
     const float factor = p.softcap != 0 ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             const int64_t place = (j * V + v) * LANES;
             Floats x = rounded(load(weights + place) * factor);
             if (p.softcap != 0) {
@@ -90,16 +73,14 @@ static void differentiate(const Problem& p, BackwardTile& tile, int64_t batch, i
                           float* weights, float* gradients) {
     [[maybe_unused]] Floats light_sum[V] = {};
     for (int64_t j = 0; j < count; j += GROUP)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
             if (p.drop_below) dropout_mask(p, tile.rows, batch, v, key + j, kept);
             const Floats correction = load(tile.correction + v * LANES);
             [[maybe_unused]] const Floats above = load(tile.heavy_above + v * LANES);
             [[maybe_unused]] Ints heavy_key = load(tile.heavy_key + v * LANES);
             Floats ds[GROUP];
-#pragma GCC unroll 8
-            for (int t = 0; t < GROUP; t++) {
+            UNROLL for (int t = 0; t < GROUP; t++) {
                 const int64_t place = ((j + t) * V + v) * LANES;
                 const Floats weight = load(weights + place);
                 Floats x = load(gradients + place);
@@ -133,22 +114,13 @@ static void keep_heavy_slopes(BackwardTile& tile, int64_t start, int64_t stop, c
 }
 
 // ds, which is what a bias has for a gradient, from the lanes back into its rows.
-template <int V>
 static void add_to_bias_gradient(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
                                  const float* gradients, const float* factors) {
-    stop = smaller(stop, p.keys);
-    for (int v = 0; v < V; v++)
-        for (int64_t j = start; j < stop; j += LANES) {
-            const int64_t count = smaller(LANES, stop - j);
-            Floats square[LANES];
-            for (int64_t r = 0; r < LANES; r++)
-                square[r] = r < count ? load(gradients + ((j - start + r) * V + v) * LANES) : Floats{};
-            transpose(square);
-            for (int64_t lane = v * LANES; lane < smaller(rows.count, (v + 1) * LANES); lane++) {
-                float* to = p.bias_gradient.at<float>(batch, rows.head[lane], rows.row[lane]) + j;
-                store_some(to, load_some(to, count) + square[lane - v * LANES] * factors[lane], count);
-            }
-        }
+    const int64_t columns = smaller(stop, p.keys) - start;
+    each_row_vector(gradients, rows, columns, [&](int64_t lane, int64_t j, Floats ds, int64_t count) {
+        float* to = p.bias_gradient.at<float>(batch, rows.head[lane], rows.row[lane]) + start + j;
+        store_some(to, load_some(to, count) + ds * factors[lane], count);
+    });
 }
 
 // The same products with the queries in the order in which decoding has summed them: where scores are large, weights
@@ -185,7 +157,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
     differentiate<V, HEAVY>(p, tile, batch, start, count, room.weights, room.gradients);
     if (HEAVY && p.softcap != 0) keep_heavy_slopes(tile, start, stop, room.slopes);
-    if (p.bias_gradient.data) add_to_bias_gradient<V>(p, tile.rows, batch, start, stop, room.gradients, tile.missing);
+    if (p.bias_gradient.data) add_to_bias_gradient(p, tile.rows, batch, start, stop, room.gradients, tile.missing);
     if (p.softcap != 0)
         for (int64_t place = 0; place < count * rows; place += LANES)
             store(room.gradients + place, load(room.gradients + place) * load(room.slopes + place));
@@ -193,15 +165,8 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     add_products(room.gradients, rows, tile.query_rows, lanes_up(p.dim), count, key_sums);
     for (int64_t d = 0; d < p.dim; d += STEP) {
         Floats acc[STEP][V] = {};
-        float* sums = tile.query_sums + d * rows;
         multiply<false>(acc, keys + d, key_stride, room.gradients, rows, count);
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
-                float* place = sums + (t * V + v) * LANES;
-                store(place, load(place) + acc[t][v]);
-            }
+        add_sums(acc, tile.sums + d * rows, rows);
     }
 }
 
@@ -219,38 +184,18 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
     constexpr bool HEAVY = sizeof(T) == sizeof(float);  // in half precision the rounding of the results is larger
     const int64_t b = task.batch;
     BackwardTile tiles[8];
-    int64_t count = 0, key_start = p.keys, key_stop = 0;
-    for (int64_t start = row_start; start < row_stop; start += TILE, count++) {
-        describe_rows(p, b, task.kv_head, start, row_stop, tiles[count].rows);
-        if (task.masks) tiles[count].rows.masks = task.masks + (start - task.row_start) / TILE * masks_size(p);
-        prepare<T>(p, b, tiles[count], scratch);
-        key_start = smaller(key_start, tiles[count].rows.lowest_first);
-        key_stop = larger(key_stop, tiles[count].rows.highest_last);
-    }
-    const int64_t key_stride = step_up(p.dim), key_width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
+    const int64_t count = describe_tiles(p, task, row_start, row_stop, tiles,
+                                         [&](BackwardTile& tile) { prepare<T>(p, b, tile, scratch); });
+    const int64_t key_width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
     float* value_sums = sums + keys_summed(p) * key_width;
-    const int64_t first = key_start / BLOCK * BLOCK, run = run_length((key_stop - first) / BLOCK) * BLOCK;
-    for (int64_t block = first; block < key_stop; block += BLOCK) {
-        for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++)
-            end_query_run(tiles[n], step_up(p.dim) * tiles[n].rows.vectors * LANES);
-        const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP);
-        widen_rows(p.key.at<T>(b, task.kv_head, block), p.key.row, end - block, p.dim, room.keys, key_stride, padded);
-        widen_rows(p.value.at<T>(b, task.kv_head, block), p.value.row, end - block, p.value_dim, room.values,
-                   p.value_dim, padded);
-        for (int64_t n = 0; n < count; n++) {
-            fetch_part<T>(p, b, task.kv_head, block + BLOCK, n, count);
-            int64_t start = block, stop = block + padded;
-            trim(tiles[n].rows, start, stop);
-            if (start >= stop) continue;
-            const bool last = n + 1 == count;
-            const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
-            const float *k = room.keys + (start - block) * key_stride, *v = room.values + (start - block) * p.value_dim;
-            float *dk = sums + start * key_width, *dv = value_sums + start * value_width;
-            by_vectors(tiles[n].rows.vectors, [&](auto vectors) {
-                attend_back<vectors.value, HEAVY>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
-            });
-        }
-    }
+    each_block<T>(
+        p, task, tiles, count, room.block,
+        [&](BackwardTile& tile) { end_query_run(tile, step_up(p.dim) * tile.rows.vectors * LANES); },
+        [&](auto vectors, BackwardTile& tile, int64_t start, int64_t stop, const float* keys, const float* values,
+            const NextMasks& next) {
+            attend_back<vectors.value, HEAVY>(p, tile, b, start, stop, room, next, keys, values, sums + start * key_width,
+                                              value_sums + start * value_width);
+        });
     for (int64_t n = 0; n < count; n++) {
         float factors[TILE];
         for (int lane = 0; lane < TILE; lane++) factors[lane] = p.scale * tiles[n].missing[lane];
@@ -260,10 +205,10 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
 }
 
 template <class T>
-static void backward_typed(const Problem& p, const Task& task, float* sums, float* scratch) {
+static void backward(const Problem& p, const Task& task, float* sums, float* scratch) {
     BackwardRoom room;
-    room.keys = take(scratch, BLOCK * step_up(p.dim));
-    room.values = take(scratch, BLOCK * p.value_dim);
+    float* keys = take(scratch, BLOCK * step_up(p.dim));
+    room.block = {keys, take(scratch, BLOCK * p.value_dim), step_up(p.dim), p.value_dim};
     room.weights = take(scratch, BLOCK * TILE);
     room.gradients = take(scratch, BLOCK * TILE);
     room.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));

@@ -14,14 +14,11 @@ namespace clearhead::ISA {
 constexpr int BACKWARD_BLOCK = 64;          // keys of a unit, packed for all tiles
 constexpr int64_t TILES_BYTES = 768 * 1024;  // of tiles at once, which have to stay in the second cache
 
-struct PairBackwardTile {
-    Rows rows;
+struct PairBackwardTile : QuerySums {
     Pair *query, *gradient;              // (pairs of D × V·LANES), (pairs of Dv × V·LANES)
     Pair *query_twice, *gradient_twice;  // (V·LANES × D), (V·LANES × Dv), each number twice
-    float *query_sums, *query_totals;    // (D × V·LANES), of a run of keys, and of those before or null
-    float lse[TILE], correction[TILE], missing[TILE];  // as in backward.h
-    bool misses;                                       // whether `missing` is more than the rounding of weights
-    int64_t summed;                                    // keys of this run
+    bool misses;                         // whether `missing` is more than the rounding of weights
+    int64_t summed;                      // keys of this run
 };
 
 struct PairBackwardRoom {
@@ -71,7 +68,7 @@ static void sums_behind(const Problem& p, const Unit<PairBackwardTile>& unit, co
     due.of_before[0] = {weights, {tile.gradient_twice, value_width}, 1, lanes, unit.count, value_width / LANES,
                         value_sums, true};
     due.of_before[1] = {gradients, {tile.query_twice, width}, 1, lanes, unit.count, width / LANES, key_sums, true};
-    due.of_before[2] = {keys, gradients, 1, unit.count, height_up(p.dim), vectors, {tile.query_sums, lanes}, true};
+    due.of_before[2] = {keys, gradients, 1, unit.count, height_up(p.dim), vectors, {tile.sums, lanes}, true};
 }
 
 // Scores and dp to weights and ds in their places, as pairs. If not PLAIN, there may be dropout, scores may be weights
@@ -83,8 +80,7 @@ static void differentiate_pairs(const Problem& p, const Unit<PairBackwardTile>& 
     const bool drop = !PLAIN && p.drop_below;
     const float factor = p.scale * LOG2E;
     for (int64_t j = 0; j < unit.count; j += GROUP)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
             if (drop) dropout_mask(p, tile.rows, batch, v, unit.start + j, kept);
             const Floats lse = load(tile.lse + v * LANES), correction = load(tile.correction + v * LANES);
@@ -110,7 +106,7 @@ static void finish_gradients(const Problem& p, const Unit<PairBackwardTile>& uni
     if (p.bias_gradient.data) {
         float factors[TILE];  // which the weights had already
         for (float& factor : factors) factor = 1;
-        add_to_bias_gradient<V>(p, unit.tile->rows, batch, unit.start, unit.start + unit.count, gradients, factors);
+        add_to_bias_gradient(p, unit.tile->rows, batch, unit.start, unit.start + unit.count, gradients, factors);
     }
     for (int64_t place = 0; place < unit.count * V * LANES; place += LANES) {
         Floats x = load(gradients + place);
@@ -152,15 +148,15 @@ static void prepare_pairs(const Problem& p, int64_t batch, PairBackwardTile& til
     tile.gradient = take_pairs(scratch, pairs_up(p.value_dim) * lanes);
     tile.query_twice = take_pairs(scratch, lanes_up(p.dim) * lanes);
     tile.gradient_twice = take_pairs(scratch, lanes_up(p.value_dim) * lanes);
-    tile.query_sums = take(scratch, height * lanes);
-    tile.query_totals = p.keys > PAIR_RUN ? take(scratch, height * lanes) : nullptr;
+    tile.sums = take(scratch, height * lanes);
+    tile.totals = p.keys > PAIR_RUN ? take(scratch, height * lanes) : nullptr;
     tile.summed = 0;
     rows_to_pairs(p.query, tile.rows, batch, p.dim, pairs_up(p.dim), false, tile.query);
     rows_to_pairs(p.output_gradient, tile.rows, batch, p.value_dim, pairs_up(p.value_dim), false, tile.gradient);
     rows_twice(p.query, tile.rows, batch, p.dim, tile.query_twice);
     rows_twice(p.output_gradient, tile.rows, batch, p.value_dim, tile.gradient_twice);
     clear_query_sums(tile, height * lanes);
-    correct<BFloat16>(p, batch, tile.rows, tile.lse, tile.correction, tile.missing);
+    correct<BFloat16>(p, batch, tile);
     tile.misses = false;
     for (const float factor : tile.missing) tile.misses = tile.misses || fabsf(factor - 1) > 0x1p-13f;
 }
@@ -207,7 +203,7 @@ static void backward_tiles(const Problem& p, const Task& task, PairBackwardTile*
 }
 
 template <>
-void backward_typed<BFloat16>(const Problem& p, const Task& task, float* sums, float* scratch) {
+void backward<BFloat16>(const Problem& p, const Task& task, float* sums, float* scratch) {
     PairBackwardRoom room;
     room.copied_keys = take_pairs(scratch, BACKWARD_BLOCK * pairs_up(p.dim));
     room.copied_values = take_pairs(scratch, BACKWARD_BLOCK * pairs_up(p.value_dim));
@@ -221,13 +217,9 @@ void backward_typed<BFloat16>(const Problem& p, const Task& task, float* sums, f
     for (int64_t row = task.row_start; row < task.row_stop; row += step) {
         PairBackwardTile tiles[MOST_TILES];
         float *memory = scratch, factors[TILE];
-        int64_t count = 0;
         const int64_t stop = smaller(row + step, task.row_stop);
-        for (int64_t start = row; start < stop; start += TILE, count++) {
-            describe_rows(p, task.batch, task.kv_head, start, stop, tiles[count].rows);
-            if (task.masks) tiles[count].rows.masks = task.masks + (start - task.row_start) / TILE * masks_size(p);
-            prepare_pairs(p, task.batch, tiles[count], memory);
-        }
+        const int64_t count = describe_tiles(
+            p, task, row, stop, tiles, [&](PairBackwardTile& tile) { prepare_pairs(p, task.batch, tile, memory); });
         backward_tiles(p, task, tiles, count, room, sums);
         for (float& factor : factors) factor = p.scale;
         for (int64_t n = 0; n < count; n++)

@@ -37,8 +37,8 @@ constexpr Argument EXTRAS[] = {
     {"visible", TO(problem.visible.data)},
     {"bias", TO(problem.bias.data)},
     {"seed", read_seed},
-    {"cu_seqlens_q", TO(documents.rows)},
-    {"cu_seqlens_k", TO(documents.keys)},
+    {"cu_seqlens_q", TO(sequences.rows)},
+    {"cu_seqlens_k", TO(sequences.keys)},
     {"num_heads", TO(problem.all_heads)},  // 0: those of the plan
     {"head", TO(problem.first_head)},
     {"row", TO(problem.first_row)},

@@ -10,7 +10,7 @@ namespace clearhead {
 // The problem of a plan with the addresses of one call.
 struct Call {
     Problem problem;
-    Documents documents;
+    PackedSequences sequences;
     int64_t threads, set;  // set: which instruction set
 };
 

@@ -1,5 +1,8 @@
 // Which rows see a key, and which keys some row sees; and problems in which what is hidden altogether holds no NaN.
 #pragma once
+#include <memory>
+#include <vector>
+
 #include "problem.h"
 
 namespace clearhead {
@@ -32,36 +35,31 @@ struct FullyMasked {
 FullyMasked find_coverage(const CoverageSearch& search);
 
 // A problem with copies of operands in which fully masked rows, and keys and values that are masked for every row, are
-// zero: their weights are zero, but zero times NaN is NaN.
+// zero: their weights are zero, but zero times NaN is NaN. Throws std::bad_alloc if there is no memory.
 class Isolated {
   public:
     explicit Isolated(const Problem& problem);
-    ~Isolated();
-    Isolated(const Isolated&) = delete;
 
-    bool enough_memory() const { return enough_memory_; }
     bool any() const { return hidden_.rows || hidden_.keys; }
     const Problem& problem() const { return copy_; }
     // Sets the gradients of what is hidden to zero.
     void clear_gradients() const;
 
   private:
-    bool row_seen(int64_t batch, int64_t head, int64_t row) const;
-    bool key_seen(int64_t batch, int64_t kv_head, int64_t key) const;
-    void* allocate(int64_t bytes);
-    void copy_rows(View Problem::* view, int64_t columns);
-    void copy_keys(View Problem::* view, int64_t columns);
-    void copy_lse_gradient();
-
-    static constexpr int MOST_COPIES = 7;
+    enum class Axis { rows, keys };
+    // work(batch, head, row or key, whether it is seen); none if all are.
+    template <class Work>
+    void each(Axis axis, const Work& work) const;
+    bool seen(Axis axis, int64_t batch, int64_t head, int64_t index) const;
+    void copy_operand(View Problem::* view, Axis axis, int64_t columns);
+    void clear(const View& view, Axis axis, int64_t columns) const;
+    char* allocate(int64_t bytes);
 
     const Problem& problem_;
     Problem copy_;
     CoverageSearch search_ = {};
     FullyMasked hidden_ = {false, false};
-    bool enough_memory_ = true;
-    void* memory_[MOST_COPIES] = {};
-    int count_ = 0;
+    std::vector<std::unique_ptr<char[]>> memory_;
 };
 
 // Whether masks may hide a row or a key altogether, judged without reading tensors.

@@ -34,11 +34,9 @@ INLINE int64_t distance(int64_t stride, int64_t columns) {
 template <class T, int R>
 INLINE void multiply_keys(const float* query, int64_t width, const T* const (&key)[BESIDE], int64_t j, int64_t count,
                           Floats (&acc)[R][BESIDE]) {
-#pragma GCC unroll 4
-    for (int k = 0; k < BESIDE; k++) {
+    UNROLL for (int k = 0; k < BESIDE; k++) {
         const Floats x = load_some(key[k] + j, count);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) acc[r][k] += x * load(query + r * width);
+        UNROLL for (int r = 0; r < R; r++) acc[r][k] += x * load(query + r * width);
     }
 }
 
@@ -72,11 +70,9 @@ INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, i
         for (int v = 0; v < N; v++) acc[r][v] = load(output + r * width + v * LANES);
     for (int64_t t = 0; t < count; t++) {
         fetch(value + t * stride + ahead, fetched);
-#pragma GCC unroll 4
-        for (int v = 0; v < N; v++) {
+        UNROLL for (int v = 0; v < N; v++) {
             const Floats x = load_some(value + t * stride + v * LANES, columns - v * LANES);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) acc[r][v] += weights[r][t] * x;
+            UNROLL for (int r = 0; r < R; r++) acc[r][v] += weights[r][t] * x;
         }
     }
     for (int r = 0; r < R; r++)
@@ -168,7 +164,7 @@ static void decode_chunk(const Problem& p, const Rows& rows, int64_t batch, int6
 }
 
 template <class T>
-static void decode_typed(const Problem& p, const Task& task, float* partial, float* scratch) {
+static void decode(const Problem& p, const Task& task, float* partial, float* scratch) {
     const int64_t b = task.batch, h = task.kv_head, count = p.folded_rows(), width = lanes_up(p.dim);
     Rows rows;
     describe_rows(p, b, h, 0, count, rows);
@@ -197,7 +193,7 @@ static void decode_typed(const Problem& p, const Task& task, float* partial, flo
 
 // Joins the partial results of one key/value head and writes outputs and lse.
 template <class T>
-static void merge_typed(const Problem& p, int64_t batch, int64_t kv_head, float* partials, int64_t count) {
+static void merge(const Problem& p, int64_t batch, int64_t kv_head, float* partials, int64_t count) {
     const int64_t rows = p.folded_rows(), width = lanes_up(p.value_dim), size = partial_size(p);
     for (int64_t r = 0; r < rows; r++) {
         float top = LOWEST, total = 0;

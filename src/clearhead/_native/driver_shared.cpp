@@ -1,7 +1,5 @@
 #include "driver_shared.h"
 
-#include <string.h>
-
 #include <atomic>
 
 namespace clearhead {
@@ -28,8 +26,8 @@ bool any_above(const char* row, int64_t count, Bits limit) {
 }  // namespace
 
 bool decodes(const Kernels& kernels, const Problem& p) {
-    const bool pairs = kernels.pairs && p.type == Type::bfloat16;
-    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
+    const int64_t of_many_keys = kernels.without_pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS;
+    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : of_many_keys);
 }
 
 bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes,

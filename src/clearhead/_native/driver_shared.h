@@ -1,13 +1,19 @@
 // What the drivers of all passes share.
 #pragma once
+#include "coverage.h"
+#include "driver.h"
 #include "parallel.h"
-#include "problem.h"
 
 namespace clearhead {
 
 constexpr int64_t TASKS_PER_THREAD = 4;       // enough that the last ones to finish do not keep the others waiting
 constexpr int64_t MASK_FLOATS = 1024 * 1024;  // packed at a time, for each thread
 constexpr int64_t FEWEST_SCORES = 64 * 1024;  // of a head that make packing its mask worth while
+
+// Rows of a key/value head, which is counted through the batch, against all keys.
+inline Task task_of(const Problem& p, int64_t head, int64_t row_start, int64_t row_stop, const float* masks = nullptr) {
+    return {head / p.kv_heads, head % p.kv_heads, row_start, row_stop, 0, p.keys, masks};
+}
 
 // Whether rows are so few that a tile would be mostly empty.
 bool decodes(const Kernels& kernels, const Problem& p);
@@ -38,9 +44,9 @@ struct SharedMasks {
 
     // Packs `count` runs of `rows` rows of planes; place(index) says which plane and row the run begins at.
     template <class Place>
-    bool pack(int64_t count, int64_t rows, int64_t threads, float* to, const Place& place) const {
+    void pack(int64_t count, int64_t rows, int64_t threads, float* to, const Place& place) const {
         const int64_t tiles = divide_up(rows, kernels.tile_rows);
-        return parallel_for(count * tiles, threads, 16, [&](int64_t index, float*) {
+        parallel_for(count * tiles, threads, 16, [&](int64_t index, float*) {
             const auto [plane, start] = place(index / tiles);
             const int64_t row = start + index % tiles * kernels.tile_rows;
             if (row < p.folded_rows()) kernels.pack_masks(p, plane, row, to + index * kernels.masks_size(p));

@@ -60,13 +60,10 @@ template <int V>
 INLINE void multiply_exactly(Doubles (&acc)[EXACT_STEP][2 * V], const float* rows, const double* query, int64_t dim) {
     for (int64_t k = 0; k < dim; k++) {
         Doubles right[2 * V];
-#pragma GCC unroll 8
-        for (int h = 0; h < 2 * V; h++) right[h] = load(query + (k * 2 * V + h) * HALF);
-#pragma GCC unroll 4
-        for (int t = 0; t < EXACT_STEP; t++) {
+        UNROLL for (int h = 0; h < 2 * V; h++) right[h] = load(query + (k * 2 * V + h) * HALF);
+        UNROLL for (int t = 0; t < EXACT_STEP; t++) {
             const double left = rows[t * dim + k];
-#pragma GCC unroll 8
-            for (int h = 0; h < 2 * V; h++) acc[t][h] += left * right[h];
+            UNROLL for (int h = 0; h < 2 * V; h++) acc[t][h] += left * right[h];
         }
     }
 }
@@ -81,8 +78,7 @@ static void score_keys_exactly(const Problem& p, const float* rows, int64_t coun
     for (int64_t j = 0; j < count; j += EXACT_STEP) {
         Doubles acc[EXACT_STEP][2 * V] = {};
         multiply_exactly<V>(acc, rows + j * p.dim, query, p.dim);
-#pragma GCC unroll 4
-        for (int t = 0; t < EXACT_STEP; t++)
+        UNROLL for (int t = 0; t < EXACT_STEP; t++)
             for (int h = 0; h < 2 * V; h++) {
                 Doubles x = acc[t][h] * factor;
                 [[maybe_unused]] const Doubles raw = x;

@@ -16,12 +16,8 @@ constexpr int PAIR_CHUNK = 512;  // keys that are packed at once
 constexpr int PAIR_RUN = 1024;   // keys that are summed without a total: tile registers add to the sums there are
 constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new row maximum
 
-struct PairTile {
-    Rows rows;
-    Pair* query;    // (pairs of D × V·LANES)
-    float *output, *total;  // (Dv × V·LANES), height padded; null where there is but one run
-    float row_max[TILE], sum[TILE];
-    float total_max[TILE], total_sum[TILE];
+struct PairTile : RowSums {  // whose Dv is padded
+    Pair* query;     // (pairs of D × V·LANES)
     int64_t summed;  // keys of this run
 };
 
@@ -51,8 +47,7 @@ template <int V, MaskForm FORM>
 static void adjust(const Problem& p, const Unit<PairTile>& unit, float* scores) {
     const float scale = fabsf(p.scale);
     for (int64_t j = 0; j < unit.count; j++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             float* score = scores + (j * V + v) * LANES;
             Floats x = load(score);
             x = p.softcap != 0 ? tanh(x * (scale / p.softcap)) * (p.softcap * LOG2E) : rounded(x * (scale * LOG2E));
@@ -77,13 +72,11 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int
                                const Floats (&row_maxima)[V], Floats (&sums)[V], const Beside& beside) {
     for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < unit.count; j += GROUP)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
             if (DROP) dropout_mask(p, unit.tile->rows, batch, v, unit.start + j, kept);
             beside();
-#pragma GCC unroll 4
-            for (int t = 0; t < GROUP; t += 2) {
+            UNROLL for (int t = 0; t < GROUP; t += 2) {
                 float* to = scores + ((j + t) * V + v) * LANES;
                 Floats x = exp2_of_weight(load(to) * factor - row_maxima[v]);
                 Floats y = exp2_of_weight(load(to + V * LANES) * factor - row_maxima[v]);
@@ -111,8 +104,7 @@ INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&found)
     }
     const int64_t height = height_up(p.value_dim);
     for (int64_t d = 0; d < height; d++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             float* output = tile.output + (d * V + v) * LANES;
             store(output, load(output) * rescale[v]);
         }
@@ -126,8 +118,7 @@ static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t ba
     Floats row_maxima[V], sums[V];
     for (int v = 0; v < V; v++) row_maxima[v] = splat(LOWEST);
     for (int64_t j = 0; j < unit.count; j++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) row_maxima[v] = larger(load(scores + (j * V + v) * LANES), row_maxima[v]);
+        UNROLL for (int v = 0; v < V; v++) row_maxima[v] = larger(load(scores + (j * V + v) * LANES), row_maxima[v]);
     for (int v = 0; v < V; v++) row_maxima[v] *= factor;
     raise_maxima<V>(p, tile, row_maxima, due);
     const auto beside = [&] {
@@ -155,11 +146,7 @@ INLINE Pair* take_pairs(float*& scratch, int64_t count) { return reinterpret_cas
 
 static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles, float*& scratch) {
     const int64_t pairs = pairs_up(p.dim), height = height_up(p.value_dim);
-    int64_t count = 0;
-    for (int64_t start = task.row_start; start < task.row_stop; start += TILE, count++) {
-        PairTile& tile = tiles[count];
-        describe_rows(p, task.batch, task.kv_head, start, task.row_stop, tile.rows);
-        if (task.masks) tile.rows.masks = task.masks + count * masks_size(p);
+    return describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](PairTile& tile) {
         const int64_t lanes = tile.rows.vectors * LANES;
         tile.query = take_pairs(scratch, pairs * lanes);
         tile.output = take(scratch, height * lanes);
@@ -168,12 +155,11 @@ static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles
         tile.total = p.keys > PAIR_RUN ? take(scratch, height * lanes) : nullptr;
         tile.summed = 0;
         clear_sums(tile, height * lanes);
-    }
-    return count;
+    });
 }
 
 template <>
-void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch) {
+void forward<BFloat16>(const Problem& p, const Task& task, float* scratch) {
     const int64_t height = height_up(p.value_dim);
     PairRoom room;
     room.copied = take_pairs(scratch, PAIR_CHUNK * pairs_up(p.dim));

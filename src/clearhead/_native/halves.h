@@ -7,36 +7,23 @@ namespace clearhead::ISA {
 struct BFloat16 {
     uint16_t bits;
 };
-#ifdef __FLT16_MANT_DIG__
-typedef _Float16 Float16;
-#else
-struct Float16 {  // of compilers that have none of their own
+struct Float16 {
     uint16_t bits;
 };
-#endif
 
-INLINE float widen(float x) { return x; }
-INLINE float widen(BFloat16 x) {
-    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+INLINE float with_bits(uint32_t bits) {
     float result;
     memcpy(&result, &bits, 4);
     return result;
 }
+INLINE float widen(float x) { return x; }
+INLINE float widen(BFloat16 x) { return with_bits(static_cast<uint32_t>(x.bits) << 16); }
 INLINE void narrow(float x, float* to) { *to = x; }
 INLINE void narrow(float x, BFloat16* to) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
     to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-#ifdef __FLT16_MANT_DIG__
-INLINE float widen(Float16 x) { return static_cast<float>(x); }
-INLINE void narrow(float x, Float16* to) { *to = static_cast<Float16>(x); }
-#else
-INLINE float with_bits(uint32_t bits) {
-    float result;
-    memcpy(&result, &bits, 4);
-    return result;
 }
 INLINE float widen(Float16 x) {
     const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
@@ -60,7 +47,6 @@ INLINE void narrow(float x, Float16* to) {
     }
     to->bits = static_cast<uint16_t>(bits | (sign >> 16 & 0x8000));
 }
-#endif
 
 INLINE Floats load_wide(const float* from) { return load(from); }
 INLINE void store_narrow(float* to, Floats x) { store(to, x); }

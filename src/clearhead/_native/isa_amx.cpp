@@ -1,13 +1,7 @@
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #ifdef COMPILES_AMX
 #include <cpuid.h>
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -29,7 +23,7 @@ bool may_use_tiles() {
 
 // Before the pragma, so that it runs on every processor.
 bool supported() {
-    return clearhead::avx512_kernels.supported() && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
+    return clearhead::avx512_set.supported() && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
 }
 
 }  // namespace
@@ -42,5 +36,5 @@ bool supported() {
 #define HAS_AMX
 #include "kernel_pairs.h"
 
-constexpr clearhead::PairKernels clearhead::amx_pairs = clearhead::amx::table("amx", supported);
+constexpr clearhead::InstructionSet clearhead::amx_pairs = clearhead::amx::table("amx", supported);
 #endif

@@ -5,28 +5,11 @@
 
 namespace clearhead::ISA {
 
-static int64_t scratch_of_forward(const Problem& p, int64_t task_rows) {
-    if (p.type != Type::bfloat16) return avx512_kernels.forward_scratch(p, task_rows);
-    return forward_scratch<BFloat16>(p, task_rows);
-}
-
-static void forward(const Problem& p, const Task& task, float* scratch) {
-    if (p.type != Type::bfloat16) return avx512_kernels.forward(p, task, scratch);
-    forward_typed<BFloat16>(p, task, scratch);
-}
-
-static int64_t scratch_of_backward(const Problem& p, int64_t task_rows) {
-    if (p.type != Type::bfloat16 || p.few) return avx512_kernels.backward_scratch(p, task_rows);
-    return backward_scratch_of_pairs(p, task_rows);
-}
-
-static void backward(const Problem& p, const Task& task, float* sums, float* scratch) {
-    if (p.type != Type::bfloat16 || p.few) return avx512_kernels.backward(p, task, sums, scratch);
-    backward_typed<BFloat16>(p, task, sums, scratch);
-}
-
-constexpr PairKernels table(const char* name, bool (*supported)()) {
-    return {name, supported, scratch_of_forward, forward, scratch_of_backward, backward};
+constexpr InstructionSet table(const char* name, bool (*supported)()) {
+    Kernels pairs = {};
+    pairs.forward_scratch = forward_scratch<BFloat16>, pairs.forward = forward<BFloat16>;
+    pairs.backward_scratch = backward_scratch_of_pairs, pairs.backward = backward<BFloat16>;
+    return {name, supported, {{}, pairs, {}}};
 }
 
 }  // namespace clearhead::ISA

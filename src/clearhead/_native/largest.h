@@ -70,8 +70,7 @@ INLINE void note(Largest& largest, int64_t lane, float score, int64_t key) {
 // Notes which scores of a piece, whose row maxima are given, are above their row's limit.
 template <int V>
 INLINE void find_largest(Largest& largest, const float* scores, const float* row_maxima, int64_t key) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) {
+    UNROLL for (int v = 0; v < V; v++) {
         const float* limit = largest.limit + v * LANES;
         if (!bits(load(row_maxima + v * LANES) > load(limit))) continue;
         for (int t = 0; t < PIECE; t++) {

@@ -57,8 +57,7 @@ static void write_distance(const Problem& p, const Statistics& s, const ScorePan
     each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
         Floats sums[V] = {};
         for (int64_t j = start; j < smaller(stop, p.keys); j++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
+            UNROLL for (int v = 0; v < V; v++) {
                 const Floats away = load(place + v * LANES) - static_cast<float>(j);
                 sums[v] += load(panel.at(j) + v * LANES) * larger(away, -away);
             }

@@ -8,7 +8,7 @@
 namespace clearhead {
 
 // The instruction sets this was built for, the one with the most features first.
-extern const Kernels* const INSTRUCTION_SETS[];
+extern const InstructionSet* const INSTRUCTION_SETS[];
 extern const int64_t INSTRUCTION_SET_COUNT;
 
 // Adds the type to a module; false with a Python error.

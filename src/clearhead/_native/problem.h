@@ -1,8 +1,17 @@
 // One attention request as the Python side hands it over: pointers, sizes and strides (in elements), nothing of torch.
+// A source of an instruction set includes this before its target pragma: library headers are for every processor.
 #pragma once
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
+
+#include <type_traits>
+#include <utility>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 // Compilers that know AVX-512-BF16's functions and AMX's instructions, and take target options from a pragma.
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
@@ -12,7 +21,15 @@
 #endif
 #endif
 
+// Internal linkage: the linker must not merge copies that are compiled for different instruction sets.
+#define INLINE static inline __attribute__((always_inline))
+
 namespace clearhead {
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t round_up(int64_t x, int64_t step) { return divide_up(x, step) * step; }
 
 enum class Type : int64_t { float32, bfloat16, float16 };
 
@@ -23,8 +40,7 @@ constexpr int MOST_TILES = 16;  // of one task: they share a block's keys and va
 constexpr int64_t RUN = 32;  // fewer blocks need no total
 
 inline int64_t run_length(int64_t blocks, int64_t least = RUN) {
-    const int64_t root = static_cast<int64_t>(sqrt(static_cast<double>(blocks)));
-    return root < least ? least : root;
+    return larger(least, static_cast<int64_t>(sqrt(static_cast<double>(blocks))));
 }
 
 // (batch, head, row, column); columns of matrices are contiguous, those of masks need not be.
@@ -138,11 +154,9 @@ struct Task {
 // Received or viewers of a task have so many numbers, the last of which mean nothing: whole vectors are written.
 inline int64_t columns_of(const Problem& p) { return p.keys + 16; }
 
-// One instruction set's functions. Scratch is counted in floats and aligned to 64 bytes.
+// One instruction set's functions for one type of tensors. Scratch is counted in floats and aligned to 64 bytes.
 struct Kernels {
-    const char* name;
     int64_t tile_rows;
-    bool (*supported)();
     int64_t (*masks_size)(const Problem&);  // of a tile, packed
     void (*pack_masks)(const Problem&, int64_t batch, int64_t row_start, float* to);
     int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
@@ -157,22 +171,19 @@ struct Kernels {
     void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
     int64_t (*statistics_scratch)(const Problem&, const Statistics&);
     void (*statistics)(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
-    bool pairs = false;  // whether the forward pass multiplies bfloat16 in pairs
+    const Kernels* without_pairs;  // those of AVX-512, if these multiply pairs of bfloat16; else null
+};
+
+struct InstructionSet {
+    const char* name;
+    bool (*supported)();
+    Kernels of_type[3];  // by `Type`
 };
 
 // Tables are constants: code of an instruction set must not run when the module is loaded, on whatever processor.
-extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
+extern const InstructionSet avx512_set, avx2_set, generic_set;
 
-// What an instruction set with products of bfloat16 pairs does otherwise than plain AVX-512.
-struct PairKernels {
-    const char* name;
-    bool (*supported)();
-    int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
-    void (*forward)(const Problem&, const Task&, float* scratch);
-    int64_t (*backward_scratch)(const Problem&, int64_t task_rows);
-    void (*backward)(const Problem&, const Task&, float* sums, float* scratch);
-};
-
-extern const PairKernels amx_pairs, avx512_bf16_pairs;
+// Of these only the forward and the backward pass of bfloat16; everything else is that of AVX-512.
+extern const InstructionSet amx_pairs, avx512_bf16_pairs;
 
 }  // namespace clearhead

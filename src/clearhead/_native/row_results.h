@@ -58,8 +58,7 @@ static void receive_part(const ScorePanel& panel, int64_t start, int64_t stop, f
     const float* weights = panel.at(start);
     for (int64_t j = 0; j < stop - start; j++, weights += V * LANES) {
         Floats x = load(lanes + j * LANES);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) x += load(weights + v * LANES) * factors[v];
+        UNROLL for (int v = 0; v < V; v++) x += load(weights + v * LANES) * factors[v];
         store(lanes + j * LANES, x);
     }
 }
@@ -87,8 +86,7 @@ static void receive(const Problem& p, const ScorePanel* panels, int64_t count, c
         }
         for (int64_t j = 0; any && j < smaller(BLOCK, p.keys - block); j += LANES) {
             Floats square[LANES];
-#pragma GCC unroll 16
-            for (int t = 0; t < LANES; t++) square[t] = load(lanes + (j + t) * LANES);
+            UNROLL for (int t = 0; t < LANES; t++) square[t] = load(lanes + (j + t) * LANES);
             add_with_error(sums(square), to.received + block + j, to.lost + block + j);
         }
     }

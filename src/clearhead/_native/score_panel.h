@@ -88,12 +88,10 @@ INLINE void each_part(const ScorePanel& panel, const Work& work) {
 template <int V, int KEYS, class Cell>
 INLINE void add_some_columns(int64_t j, float* to, const Cell& cell) {
     Floats square[LANES];
-#pragma GCC unroll 16
-    for (int t = 0; t < LANES; t++) {
+    UNROLL for (int t = 0; t < LANES; t++) {
         square[t] = Floats{};
         if (t >= KEYS) continue;
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
+        UNROLL for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
     }
     store(to + j, load(to + j) + sums(square));
 }

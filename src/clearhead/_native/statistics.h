@@ -65,11 +65,9 @@ static void weigh_part(ScorePanel& panel, const Part<T>& part) {
     for (int64_t j = 0; j < part.count(); j += GROUP) {
         float* scores = panel.at(part.start + j);
         if (panel.largest.count) find_largest<V>(panel.largest, scores, maxima_of + j / PIECE * V * LANES, part.start + j);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             Floats x[GROUP];
-#pragma GCC unroll 8
-            for (int t = 0; t < GROUP; t++) {
+            UNROLL for (int t = 0; t < GROUP; t++) {
                 float* place = scores + (t * V + v) * LANES;
                 const Floats shifted = larger(lowest, load(place) - row_maxima[v]);  // in this order NaN stays NaN
                 x[t] = exp2_within(shifted);
@@ -92,15 +90,8 @@ static void mix_part(ScorePanel& panel, const Part<T>& part, int64_t width) {
     for (int64_t d = 0; d < width; d += STEP) {
         fetch_next(part.next, d, STEP, width);
         Floats acc[STEP][V] = {};
-        float* output = panel.tile.output + d * V * LANES;
         multiply<false>(acc, part.rows + d, width, weights, V * LANES, part.count());
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
-                float* place = output + (t * V + v) * LANES;
-                store(place, load(place) + acc[t][v]);
-            }
+        add_sums(acc, panel.tile.output + d * V * LANES, V * LANES);
     }
 }
 
@@ -169,7 +160,7 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
 // work(panel, part) for the parts of all panels, block by block, from the first or from the last. Rows that lie in
 // memory as they are needed are read there; without `memory` none are.
 template <class T, class Work>
-static void each_block(const Problem& p, const View& view, int64_t columns, int64_t width, const Task& task,
+static void each_panel_block(const Problem& p, const View& view, int64_t columns, int64_t width, const Task& task,
                        ScorePanel* panels, int64_t count, bool backwards, float* memory, const Work& work) {
     int64_t first = round_up(p.keys, BLOCK), last = 0;
     for (int64_t n = 0; n < count; n++) {
@@ -221,11 +212,11 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
         });
     };
     if (s.exact) widen_query(p, panels[0], exact);
-    each_block<T>(p, p.key, p.dim, p.dim, task, panels, count, false, block_rows, score);
+    each_panel_block<T>(p, p.key, p.dim, p.dim, task, panels, count, false, block_rows, score);
     if (s.exact) by_vectors(panels[0].tile.rows.vectors, [&](auto v) { store_shifted<v.value>(panels[0], exact); });
     for (int64_t n = 0; s.stripes && n < count; n++) find_stripes(p, s, panels[n], b);
     for (int64_t n = 0; s.top && n < count; n++) expect_largest(panels[n]);
-    each_block<T>(p, p.value, p.value_dim, width, task, panels, count, true, width ? block_rows : nullptr, weigh);
+    each_panel_block<T>(p, p.value, p.value_dim, width, task, panels, count, true, width ? block_rows : nullptr, weigh);
     for (int64_t n = 0; n < count; n++) {
         add_panel_totals(panels[n], width * panels[n].tile.rows.vectors * LANES);
         finish_rows(p, s, panels[n], b);
@@ -233,8 +224,8 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
         if (width) write_output<T>(p, s, panels[n], b);
         if (s.sink) write_sink(p, s, panels[n], b);
         if (s.stripes) write_stripes(p, s, panels[n], b);
+        if (s.weights.data) write_weights(p, s, panels[n], b);
         by_vectors(panels[n].tile.rows.vectors, [&](auto v) {
-            if (s.weights.data) write_weights<v.value>(p, s, panels[n], b);
             if (sums.map) pool<v.value>(p, s, panels[n], sums);
             if (s.distance) write_distance<v.value>(p, s, panels[n], b);
         });
@@ -243,7 +234,7 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
 }
 
 template <class T>
-static void statistics_typed(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums,
+static void statistics(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums,
                              float* scratch) {
     const int64_t together = panels_together(p, s);
     float* block_rows = take(scratch, (BLOCK + GROUP) * larger(p.dim, width_of_output(p)));

@@ -14,6 +14,9 @@ constexpr int KEY_STEP = 32;    // at multiples of this where pairs of bfloat16 
 INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
 INLINE int64_t lanes_up(int64_t x) { return round_up(x, LANES); }
 
+// How many of so many vectors of columns are summed in registers at once.
+INLINE int64_t columns_at_once(int64_t vectors) { return vectors >= 3 && vectors != 4 ? 3 : smaller(vectors, 2); }
+
 // acc[t] += Σ_k a(t, k) · b[k]: STEP numbers times V vectors for each k, all sums in registers.
 // a(t, k) is a[t·lda + k] if ALONG, else a[k·lda + t].
 template <bool ALONG, int V>
@@ -21,15 +24,22 @@ INLINE void multiply(Floats (&acc)[STEP][V], const float* __restrict a, int64_t 
                      int64_t ldb, int64_t count) {
     for (int64_t k = 0; k < count; k++) {
         Floats right[V];
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) right[v] = load(b + k * ldb + v * LANES);
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++) {
+        UNROLL for (int v = 0; v < V; v++) right[v] = load(b + k * ldb + v * LANES);
+        UNROLL for (int t = 0; t < STEP; t++) {
             const float left = ALONG ? a[t * lda + k] : a[k * lda + t];
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) acc[t][v] += left * right[v];
+            UNROLL for (int v = 0; v < V; v++) acc[t][v] += left * right[v];
         }
     }
+}
+
+// Adds sums to where they belong, rows of V vectors that lie `stride` apart.
+template <int V>
+INLINE void add_sums(const Floats (&acc)[STEP][V], float* to, int64_t stride) {
+    UNROLL for (int t = 0; t < STEP; t++)
+        UNROLL for (int v = 0; v < V; v++) {
+            float* place = to + t * stride + v * LANES;
+            store(place, load(place) + acc[t][v]);
+        }
 }
 
 template <int N>
@@ -55,7 +65,7 @@ struct Rows {
 static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, Rows& rows) {
     rows.start = start;
     rows.count = smaller(TILE, stop - start);
-    rows.vectors = (rows.count + LANES - 1) / LANES;
+    rows.vectors = divide_up(rows.count, LANES);
     rows.masks = nullptr;
     rows.lowest_first = rows.lowest_last = INT32_MAX;
     rows.highest_first = rows.highest_last = 0;
@@ -115,43 +125,51 @@ INLINE void fetch_part(const Problem& p, int64_t batch, int64_t kv_head, int64_t
     }
 }
 
-// Rows into lanes: the (TILE rows × columns) of a tile to (columns × V·LANES), times a factor; no row, no number.
-template <class T>
-static void rows_to_lanes(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor, float* to) {
-    const int64_t width = rows.vectors * LANES;
-    for (int64_t v = 0; v < rows.vectors; v++)
+// Rows into columns, whose numbers lie `stride` apart; vector(row, column) is LANES numbers of a row from a column on.
+template <class Vector>
+INLINE void transpose_rows(int64_t rows, int64_t columns, int64_t stride, float* to, const Vector& vector) {
+    for (int64_t i = 0; i < rows; i += LANES)
         for (int64_t j = 0; j < columns; j += LANES) {
             Floats square[LANES];
-            for (int r = 0; r < LANES; r++) {
-                const int64_t lane = v * LANES + r;
-                square[r] = Floats{};
-                if (lane < rows.count)
-                    square[r] = factor * load_some(view.at<T>(batch, rows.head[lane], rows.row[lane]) + j, columns - j);
-            }
+            for (int r = 0; r < LANES; r++) square[r] = vector(i + r, j);
             transpose(square);
-            const int64_t count = smaller(LANES, columns - j);
-            for (int64_t r = 0; r < count; r++) store(to + (j + r) * width + v * LANES, square[r]);
+            for (int64_t r = 0; r < smaller(LANES, columns - j); r++) store(to + (j + r) * stride + i, square[r]);
         }
 }
 
-// The reverse, each row times its factor.
+// Rows into lanes: the (TILE rows × columns) of a tile to (columns × V·LANES), times a factor; zeros where there is no row.
 template <class T>
-static void lanes_to_rows(const float* from, const Rows& rows, int64_t batch, int64_t columns, const float* factors,
-                          const View& view) {
+static void rows_to_lanes(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor, float* to) {
     const int64_t width = rows.vectors * LANES;
-    for (int64_t v = 0; v < rows.vectors; v++)
+    transpose_rows(width, columns, width, to, [&](int64_t lane, int64_t j) {
+        if (lane >= rows.count) return Floats{};
+        return factor * load_some(view.at<T>(batch, rows.head[lane], rows.row[lane]) + j, columns - j);
+    });
+}
+
+// The reverse: write(lane, j, vector, count) for `count` numbers of a row from column j on.
+template <class Write>
+INLINE void each_row_vector(const float* from, const Rows& rows, int64_t columns, const Write& write) {
+    const int64_t width = rows.vectors * LANES;
+    for (int64_t first = 0; first < width; first += LANES)
         for (int64_t j = 0; j < columns; j += LANES) {
             Floats square[LANES];
             const int64_t count = smaller(LANES, columns - j);
             for (int64_t r = 0; r < LANES; r++)
-                square[r] = r < count ? load(from + (j + r) * width + v * LANES) : Floats{};
+                square[r] = r < count ? load(from + (j + r) * width + first) : Floats{};
             transpose(square);
-            for (int64_t r = 0; r < LANES; r++) {
-                const int64_t lane = v * LANES + r;
-                if (lane >= rows.count) break;
-                store_some(view.at<T>(batch, rows.head[lane], rows.row[lane]) + j, square[r] * factors[lane], count);
-            }
+            for (int64_t lane = first; lane < smaller(rows.count, first + LANES); lane++)
+                write(lane, j, square[lane - first], count);
         }
+}
+
+// Writes the columns of a tile as rows, each times its factor.
+template <class T>
+static void lanes_to_rows(const float* from, const Rows& rows, int64_t batch, int64_t columns, const float* factors,
+                          const View& view) {
+    each_row_vector(from, rows, columns, [&](int64_t lane, int64_t j, Floats x, int64_t count) {
+        store_some(view.at<T>(batch, rows.head[lane], rows.row[lane]) + j, x * factors[lane], count);
+    });
 }
 
 // Which keys of a group of the whole call are kept for the rows of one vector: all ones or zero.

@@ -88,11 +88,9 @@ static Coverage bits_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
 // A square of numbers whose rows begin at from[0 … LANES − 1], transposed.
 INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats (&square)[LANES]) {
 #if LANES == 16
-#pragma GCC unroll 4
-    for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
+    UNROLL for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
         __m512 x[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
+        UNROLL for (int k = 0; k < 4; k++) {
             x[k] = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + j + q));
             x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[4 + k] + j + q), 1);
             x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[8 + k] + j + q), 2);
@@ -137,8 +135,7 @@ static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
                 load_some_transposed(from, j, p.bias.column, p.keys - j, square);
             }
             const int64_t key = j - start;
-#pragma GCC unroll 16
-            for (int r = 0; r < LANES; r++) {
+            UNROLL for (int r = 0; r < LANES; r++) {
                 Floats added = in_units_of_log2(square[r], unit);
                 if (bits) added = hide(added, bits[v * BLOCK + key + r]);
                 best = larger(added, best);

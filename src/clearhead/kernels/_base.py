@@ -99,18 +99,21 @@ class Kernel(ABC):
         return False
 
 
+def applicable(reasons: dict[str, bool]) -> list[Refusal]:
+    """A refusal for each reason that applies."""
+    return [Refusal(reason) for reason, applies in reasons.items() if applies]
+
+
 def refusals_of_heads(mask: Mask, grid: Grid) -> list[Refusal]:
     """Against a mask whose lowering would be as large as the scores."""
-    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
-        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
-    return []
+    differs = mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid))
+    return applicable({"the mask differs between heads and would have to be built whole, (B, H, L, S)": differs})
 
 
 def refusals_of_half(spec: AttentionSpec) -> list[Refusal]:
     """Against half precision in kernels of PyTorch's on the CPU."""
-    if spec.device.type == "cpu" and spec.dtype in (torch.bfloat16, torch.float16):
-        return [Refusal("on the CPU it rounds weights to half precision, which can more than double the error")]
-    return []
+    half = spec.device.type == "cpu" and spec.dtype in (torch.bfloat16, torch.float16)
+    return applicable({"on the CPU it rounds weights to half precision, which can more than double the error": half})
 
 
 def rows_interleave(tensor: Tensor) -> bool:

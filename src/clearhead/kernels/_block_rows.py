@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._call.call import AttentionCall
 from ..masks._grid import Block
-from ._blocks import block_scores, grouped
+from ._blocks import block_scores, block_sinks, grouped
 
 GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
 
@@ -145,9 +145,7 @@ class BlockRows:
 
     @property
     def _sinks(self) -> Tensor | None:
-        if self.call.request.sinks is None:
-            return None
-        return self.call.request.sinks[self.block.heads].to(self._scores.dtype)[None, :, None, None]
+        return block_sinks(self.call, self.block, self._scores.dtype)
 
 
 def _group_maxima(scores: Tensor) -> Tensor:

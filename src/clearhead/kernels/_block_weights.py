@@ -7,16 +7,14 @@ from torch import Tensor
 
 from .._call.call import AttentionCall
 from ..masks._grid import Block
-from ._blocks import LongSum
+from ._blocks import LongSum, block_sinks
 
 _PLAIN_KEYS = 4096  # whose weights PyTorch's softmax sums well enough
 
 
 def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of whole rows, in place: p (b, h, l, s) and lse (b, h, l, 1)."""
-    sinks = call.request.sinks
-    if sinks is not None:
-        sinks = sinks[block.heads].to(scores.dtype)[None, :, None, None]
+    sinks = block_sinks(call, block, scores.dtype)
     if scores.shape[-1] == 0:
         lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
         return scores, lse if sinks is None else torch.logaddexp(lse, sinks)

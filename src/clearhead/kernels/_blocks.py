@@ -191,6 +191,12 @@ def block_scores(
     return scores, tanh
 
 
+def block_sinks(call: AttentionCall, block: Block, dtype: torch.dtype) -> Tensor | None:
+    """The sinks of the block's heads, (1, h, 1, 1), or ``None``."""
+    sinks = call.request.sinks
+    return None if sinks is None else sinks[block.heads].to(dtype)[None, :, None, None]
+
+
 def exact_dtype(call: AttentionCall) -> torch.dtype:
     """float64 up to `EXACT_KEYS`, the compute dtype beyond.
 
@@ -249,5 +255,5 @@ def long_product(left: Tensor, right: Tensor) -> Tensor:
     """Matrix product (…, n, m) by (…, m, k); on the CPU, where PyTorch may sum one by one, in parts of m."""
     if left.shape[-1] <= _TERMS or left.device.type != "cpu":
         return left @ right
-    pairs = zip(left.split(_TERMS, -1), right.split(_TERMS, -2), strict=True)
-    return torch.stack([one @ other for one, other in pairs]).sum(0)
+    factors = zip(left.split(_TERMS, -1), right.split(_TERMS, -2), strict=True)
+    return torch.stack([rows @ columns for rows, columns in factors]).sum(0)

@@ -77,7 +77,7 @@ class _Chunked(torch.autograd.Function):
         lse, *inputs = ctx.saved_tensors[: ctx.count]
 
         def by_blocks() -> tuple[Tensor, ...]:
-            return _backward(ctx.rebuild(*inputs), lse, *gradients)
+            return chunked_gradients(ctx.rebuild(*inputs), lse, *gradients)
 
         return backward_pass(ctx, gradients, inputs, by_blocks, recompute_by_reference(ctx.rebuild))
 
@@ -105,21 +105,7 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
     return output
 
 
-def gradients_of_some_keys(
-    call: AttentionCall, lse: Tensor, correction: Tensor, output_gradient: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of a call that holds some of the keys of a larger one, in the order of `call.inputs` without sinks.
-
-    Args:
-        call: without sinks.
-        lse: (B, H, L) of all keys, sinks included.
-        correction: δ = dO·o (B, H, L) of all keys.
-        output_gradient: dO (B, H, L, Dv).
-    """
-    return _backward(call, lse, output_gradient, None, correction)
-
-
-def _backward(
+def chunked_gradients(
     call: AttentionCall,
     lse: Tensor,
     output_gradient: Tensor | None,

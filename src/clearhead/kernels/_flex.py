@@ -20,7 +20,7 @@ from .._torch_private import has_avx2, mark_static, sizes_apart
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._structure import structure_of
-from ._base import Kernel, Plan, Refusal, refusals_of_half
+from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half
 from ._flex_blocks import SIDE, lower_blocks, table
 
 _LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
@@ -40,21 +40,19 @@ class FlexKernel(Kernel):
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         if spec.tracing:
             return (Refusal("it compiles a graph of its own and fits into no other"),)
-        reasons: list[Refusal] = []
-        if spec.transformed:
-            reasons.append(Refusal("torch.func cannot transform it, or derive it forwards"))
-        if spec.lse:
-            reasons.append(Refusal("it gives out no log-sum-exp"))
-        if spec.sinks:
-            reasons.append(Refusal("it has no sinks"))
-        if spec.dropout_p > 0:
-            reasons.append(Refusal("it has no dropout"))
-        if spec.empty:
-            reasons.append(Refusal("a size is 0"))
-        if spec.dtype == torch.float64:
-            reasons.append(Refusal("it computes in float32, not in float64"))
-        if mask is not None and any(part.has_bias and not structure_of(part, grid).biases for part in mask.parts()):
-            reasons.append(Refusal("a computed bias would have to be built whole, (B, H, L, S)"))
+        parts = () if mask is None else mask.parts()
+        computed = any(part.has_bias and not structure_of(part, grid).biases for part in parts)
+        reasons = applicable(
+            {
+                "torch.func cannot transform it, or derive it forwards": spec.transformed,
+                "it gives out no log-sum-exp": spec.lse,
+                "it has no sinks": spec.sinks,
+                "it has no dropout": spec.dropout_p > 0,
+                "a size is 0": spec.empty,
+                "it computes in float32, not in float64": spec.dtype == torch.float64,
+                "a computed bias would have to be built whole, (B, H, L, S)": computed,
+            }
+        )
         return (*reasons, *_reasons_of_device(spec, mask))
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
@@ -176,15 +174,17 @@ def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
         return reasons
     if spec.device.type != "cpu":
         return [Refusal("PyTorch has it for CPUs and CUDA devices only")]
-    reasons = []
-    if spec.needs_gradients:
-        reasons.append(Refusal("it has no backward on the CPU"))
-    reasons += refusals_of_half(spec)
-    if not _builds_for_this_cpu():
-        reasons.append(Refusal("PyTorch builds it for x86 processors with AVX2 alone, on Linux and Windows"))
-    elif not _finds_compiler():
-        reasons.append(Refusal("there is no C++ compiler to build it with"))
-    return reasons
+    builds = _builds_for_this_cpu()
+    return [
+        *applicable({"it has no backward on the CPU": spec.needs_gradients}),
+        *refusals_of_half(spec),
+        *applicable(
+            {
+                "PyTorch builds it for x86 processors with AVX2 alone, on Linux and Windows": not builds,
+                "there is no C++ compiler to build it with": builds and not _finds_compiler(),
+            }
+        ),
+    ]
 
 
 def _builds_for_this_cpu() -> bool:

@@ -124,7 +124,7 @@ class NativePlan:
             bias_gradient=None if bias_gradient is None else strides_of_bias_gradient(bias_gradient),
             dropout_threshold=round(dropout_p * _LEVELS),
             wide_output=differentiable,
-            documents=sequences,
+            sequences=sequences,
         )
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = plan.forward, plan.backward, plan.statistics

@@ -9,11 +9,9 @@ Strides = tuple[int, ...]
 
 def contiguous_strides(shape: tuple[int, ...]) -> Strides:
     """Those of a new tensor, also where a size is 0."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(1, size))
     return tuple(reversed(strides))
 
 

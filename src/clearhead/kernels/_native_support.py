@@ -28,14 +28,11 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
         reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
     if spec.sequences is not None:
         reasons += _reasons_of_packed(spec, mask, grid)
-    reasons += _reasons_of_a_graph() if spec.tracing else _reasons_of_values(spec, mask, grid)
+    if not spec.tracing:
+        reasons += _reasons_of_values(spec, mask, grid)
+    elif torch.compiler.is_exporting() or torch.jit.is_tracing():
+        reasons.append(Refusal("an exported graph holds PyTorch's own operators only"))
     return tuple(reasons)
-
-
-def _reasons_of_a_graph() -> list[Refusal]:
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return [Refusal("an exported graph holds PyTorch's own operators only")]
-    return []
 
 
 def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:

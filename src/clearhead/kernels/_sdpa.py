@@ -17,7 +17,7 @@ from .._torch_private import fused_sdpa_choice, sdpa_settings
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
-from ._base import Kernel, Plan, Refusal, refusals_of_half, refusals_of_heads, rows_interleave
+from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
 
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
@@ -35,23 +35,19 @@ class SdpaKernel(Kernel):
     isolates_queries: ClassVar[bool] = True
 
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        reasons: list[Refusal] = []
-        if spec.lse:
-            reasons.append(Refusal("PyTorch does not give out the log-sum-exp"))
-        if spec.softcap is not None:
-            reasons.append(Refusal("it has no soft-cap"))
-        if spec.scale <= 0 and _is_flagged_causal(spec, mask, grid):
-            reasons.append(Refusal("its causal path gives NaN for a scale of 0 or below"))
-        if spec.sinks:
-            reasons.append(Refusal("it has no sinks"))
-        if spec.in_larger:
-            reasons.append(Refusal("each process would drop different weights"))
-        if spec.empty:
-            reasons.append(Refusal("a size is 0"))
-        if spec.learns_bias:
-            reasons.append(Refusal("its fused kernels give no gradient for a bias"))
-        if spec.transformed:
-            reasons.append(Refusal("torch.func cannot transform it twice, or derive it forwards"))
+        causal_nan = spec.scale <= 0 and _is_flagged_causal(spec, mask, grid)
+        reasons = applicable(
+            {
+                "PyTorch does not give out the log-sum-exp": spec.lse,
+                "it has no soft-cap": spec.softcap is not None,
+                "its causal path gives NaN for a scale of 0 or below": causal_nan,
+                "it has no sinks": spec.sinks,
+                "each process would drop different weights": spec.in_larger,
+                "a size is 0": spec.empty,
+                "its fused kernels give no gradient for a bias": spec.learns_bias,
+                "torch.func cannot transform it twice, or derive it forwards": spec.transformed,
+            }
+        )
         if not spec.tracing:
             reasons += _reasons_of_values(spec, mask, grid)
             if not reasons and not _is_fused(spec, mask, grid):
@@ -200,19 +196,21 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
     an empty softmax, forward or backward.
     """
     masked = call.coverage.masked_queries
-    visible, found = additive(mask, call.grid, call.spec.compute_dtype)
-    if visible is not None and found is None and is_tracing():  # a graph is smaller with a bool tensor
-        found = visible if masked is None else visible | masked
-    elif visible is not None:
-        if masked is not None:
-            visible = visible | masked
-        nothing = visible.new_zeros((), dtype=call.query.dtype) if found is None else found
-        found = torch.where(visible, nothing, float("-inf"))
-    if found is not None and masked is not None and found.dtype != torch.bool:
-        found = found.masked_fill(masked, 0)
-    if found is None:
+    visible, bias = additive(mask, call.grid, call.spec.compute_dtype)
+    if visible is not None and masked is not None:
+        visible = visible | masked
+    if visible is not None and bias is None and is_tracing():  # a graph is smaller with a bool tensor
+        lowered = visible
+    else:
+        lowered = bias
+        if visible is not None:
+            added = visible.new_zeros((), dtype=call.query.dtype) if bias is None else bias
+            lowered = torch.where(visible, added, float("-inf"))
+        if lowered is not None and masked is not None:
+            lowered = lowered.masked_fill(masked, 0)
+    if lowered is None:
         return None
-    return _with_whole_rows(found if group == 1 else _fold_mask(found, call), call.key.shape[2])
+    return _with_whole_rows(lowered if group == 1 else _fold_mask(lowered, call), call.key.shape[2])
 
 
 def _with_whole_rows(mask: Tensor, keys: int) -> Tensor:
@@ -222,5 +220,5 @@ def _with_whole_rows(mask: Tensor, keys: int) -> Tensor:
     """
     if mask.is_cpu or (mask.shape[3] == keys and mask.stride(3) == 1):
         return mask
-    once = mask[tuple(slice(0, 1) if step == 0 else slice(None) for step in mask.stride()[:3])]
-    return once.expand(-1, -1, -1, keys).contiguous().expand(*mask.shape[:3], keys)
+    distinct = mask[tuple(slice(0, 1) if step == 0 else slice(None) for step in mask.stride()[:3])]
+    return distinct.expand(-1, -1, -1, keys).contiguous().expand(*mask.shape[:3], keys)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall, zero_hidden
-from ._chunked import gradients_of_some_keys as chunked_gradients
+from ._chunked import chunked_gradients
 from ._native import native_gradients_of_some_keys
 from ._native_support import native_refusals
 
@@ -50,5 +50,5 @@ def gradients_of_some_keys(
     """
     if not learns and not native_refusals(call.spec, call.mask, call.grid):
         return native_gradients_of_some_keys(call, output, lse.double().contiguous(), output_gradient)
-    found = chunked_gradients(zero_hidden(call), lse, correction, output_gradient)
-    return found if learns else found[:3]
+    gradients = chunked_gradients(zero_hidden(call), lse, output_gradient, None, correction)
+    return gradients if learns else gradients[:3]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._call.call import AttentionCall
 from ._block_weights import block_weights, product_gradient
-from ._blocks import LongSum, block_scores, grouped, grouped_transposed, score_blocks
+from ._blocks import LongSum, block_scores, block_sinks, grouped, grouped_transposed, score_blocks
 from ._reference import reference_weights
 
 
@@ -29,9 +29,9 @@ def weights_gradients(
         else:
             weights_gradient = gradient[block.batch, block.heads, place, block.columns].to(dtype)
         mean = (weights * weights_gradient).sum(-1, keepdim=True)
-        if call.request.sinks is not None and sinks_gradient is not None:
-            of_sinks = (call.request.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
-            sinks_gradient.run[block.heads] -= (of_sinks * mean).sum((0, 2, 3))
+        sinks = block_sinks(call, block, dtype)
+        if sinks is not None and sinks_gradient is not None:
+            sinks_gradient.run[block.heads] -= ((sinks - lse).exp() * mean).sum((0, 2, 3))
         scores_gradient = weights * (weights_gradient - mean)
         product_gradient(call, block, scores_gradient, tanh, bias_gradients)
         # A row may be chosen more than once: its gradients add up.
