@@ -50,9 +50,8 @@ class MultiHeadAttention(nn.Module):
 
         head_h = attention(query Wq_h, key Wk_h, value Wv_h);  output = concat(head_1 … head_H) Wo
 
-    Source: Vaswani et al., "Attention is all you need", 2017. The four projections are ordinary `Linear` submodules.
-    Hooks, LoRA and quantisation on them take effect, and each can be replaced. Newer models add parts: a position
-    part, norms, a mask, a cache.
+    Source: Vaswani et al., "Attention is all you need", 2017. The four projections are ordinary `Linear` submodules:
+    hooks, LoRA and quantisation on them take effect. Newer models add a position part, norms, a mask or a cache.
 
     Args:
         embed_dim: E, the size of the output. The query has the same size unless `qdim` is passed.
