@@ -30,7 +30,7 @@ def hidden_mask(
             # A causal mask would hide the appended keys, which come last, from most queries.
             translated.append(causal() if appended == 0 else Or(causal(), Not(prefix(grid.key_length))))
         if attn_mask is not None:
-            translated.append(_tensor_mask(_per_score(attn_mask, grid), appended))
+            translated.append(_tensor_mask(_four_dimensional(attn_mask, grid), appended))
         if key_padding_mask is not None:
             translated.append(_tensor_mask(_per_key(key_padding_mask, grid), appended))
         return all_of(translated)
@@ -46,20 +46,26 @@ def _tensor_mask(tensor: Tensor, appended: int) -> Mask:
     return bias(tensor) if tensor.is_floating_point() else drop(tensor)
 
 
-def _per_score(attn_mask: Tensor, grid: Grid) -> Tensor:
-    """(L, S), (N·H, L, S), (N, L, S) or (N, H, L, S) → the same with (N, H, L, S) for (N·H, L, S)."""
+def _four_dimensional(attn_mask: Tensor, grid: Grid) -> Tensor:
+    """(L, S), (N·H, L, S), (N, L, S) or (N, H, L, S) → (1 or N, 1 or H, L, S)."""
     require_bool_or_float("attn_mask", attn_mask, "True = hidden")
     batch, heads, scores = grid.batch_size, grid.num_heads, (grid.query_length, grid.key_length)
     shape, of_heads = tuple(attn_mask.shape), (batch * heads, *scores)
+    of_items, full = (batch, *scores), (batch, heads, *scores)
+    if shape == scores:
+        return attn_mask[None, None]
     if shape == of_heads:
         return attn_mask.unflatten(0, (batch, heads))
-    shapes: dict[str, tuple[int, ...]] = {"(L, S)": scores, "(N·H, L, S)": of_heads, "(N, L, S)": (batch, *scores)}
-    shapes["(N, H, L, S)"] = (batch, heads, *scores)
-    if all(shape != accepted for accepted in shapes.values()):
-        *others, last = (f"{name} = {shape_text(accepted)}" for name, accepted in shapes.items())
-        fix = "Marks per key, (N, S), go into key_padding_mask." if shape == (batch, grid.key_length) else ""
-        raise ShapeError("attn_mask", expected=f"{', '.join(others)} or {last}", got=shape_text(shape), fix=fix)
-    return attn_mask
+    if shape == of_items:
+        return attn_mask[:, None]
+    if shape == full:
+        return attn_mask
+    expected = (
+        f"(L, S) = {shape_text(scores)}, (N·H, L, S) = {shape_text(of_heads)}, (N, L, S) = {shape_text(of_items)}"
+    )
+    expected = f"{expected} or (N, H, L, S) = {shape_text(full)}"
+    fix = "Marks per key, (N, S), go into key_padding_mask." if shape == (batch, grid.key_length) else ""
+    raise ShapeError("attn_mask", expected=expected, got=shape_text(shape), fix=fix)
 
 
 def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
