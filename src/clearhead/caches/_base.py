@@ -1,4 +1,4 @@
-"""What the caches share: preallocated tensors, checks of arguments, and restoring caches after a refused call."""
+"""The common parts of caches: preallocated tensors, checks of arguments, and restoring after a refused call."""
 
 from __future__ import annotations
 
