@@ -83,6 +83,21 @@ class Buffered(Cache):
     def length(self) -> int:
         return self._length
 
+    @property
+    def _slots_in_use(self) -> int:
+        """The number of first slots with keys and values."""
+        return self._length
+
+    @property
+    def key(self) -> Tensor:
+        """(B, Hkv, S, D), the stored keys: a view."""
+        return self._key[:, :, : self._slots_in_use]
+
+    @property
+    def value(self) -> Tensor:
+        """(B, Hkv, S, Dv), the stored values: a view."""
+        return self._value[:, :, : self._slots_in_use]
+
     def next_positions(self, count: int) -> Positions:
         integer("count", count, least=0)
         last = self._last_positions()

@@ -84,16 +84,6 @@ class SlidingKVCache(Buffered):
         positions = self._ring_positions(self._length, self._furthest)[:, : self._slots_in_use]
         return positions.expand(self._key.shape[0], -1)
 
-    @property
-    def key(self) -> Tensor:
-        """(B, Hkv, S, D), the keys in the ring: a view."""
-        return self._key[:, :, : self._slots_in_use]
-
-    @property
-    def value(self) -> Tensor:
-        """(B, Hkv, S, Dv), a view."""
-        return self._value[:, :, : self._slots_in_use]
-
     def _last_positions(self) -> Tensor | None:
         return None if self._rings is None else self._rings.positions.amax(1)
 
