@@ -20,7 +20,7 @@ from clearhead.errors import ClearheadError
 from clearhead.masks import Mask
 from tests.malformed.values import OwnError, any_value, changed_tensor
 
-__all__ = ["CASES", "Call", "Case", "Outcome", "case", "malformed", "outcome_of", "valid"]
+__all__ = ["CASES", "Call", "Case", "case", "malformed", "problem_of", "valid"]
 
 
 @dataclass
@@ -81,17 +81,6 @@ def case(name: str, /, *, weight: int = 4, arguments: tuple[str, ...] = (), **al
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a malformed call; `problem` is empty where it is as it should be."""
-
-    case: str
-    changed: tuple[str, ...]
-    problem: str = ""
-    message: str = ""
-    detail: str = ""
-
-
-@dataclass(frozen=True)
 class Malformed:
     """A case's call with some of its arguments replaced."""
 
@@ -137,31 +126,26 @@ def _malformed(rng: random.Random, names: list[str]) -> Malformed:
     return Malformed(known, call, tuple(dict.fromkeys(changed)), signature_changed)
 
 
-def outcome_of(attempt: Malformed) -> Outcome:
-    """Make the call and judge it."""
-    found = _first_outcome(attempt)
-    if found.problem or not found.message or attempt.call.after is None:
-        return found
+def problem_of(attempt: Malformed) -> str:
+    """The problem of a call that neither computes nor names the argument, or that changes its object; else empty."""
+    problem, refusal = _outcome(attempt)
+    if problem or not refusal or attempt.call.after is None:
+        return problem
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
-            fresh = _fresh_result(attempt.case)
+            fresh = attempt.case.make().after
+            torch.manual_seed(_SEED + 1)
+            expected = None if fresh is None else fresh()
             torch.manual_seed(_SEED + 1)
             again = attempt.call.after()
     except Exception as error:
-        return _problem(attempt, f"unusable after a refused call: {type(error).__name__}", str(error), _where(error))
-    if not _same(again, fresh):
-        return _problem(attempt, "changed by a refused call", found.message, "")
-    return found
+        return f"unusable after a refused call: {_raised(error)}"
+    return "" if _same(again, expected) else f"changed by a refused call: {refusal}"
 
 
-def _fresh_result(known: Case) -> Any:
-    after = known.make().after
-    torch.manual_seed(_SEED + 1)
-    return None if after is None else after()
-
-
-def _first_outcome(attempt: Malformed) -> Outcome:
+def _outcome(attempt: Malformed) -> tuple[str, str]:
+    """A problem, and the message of a refusal."""
     given = attempt.call.arguments
     conflict = any(isinstance(given.get(name), _FITTING) for name in attempt.changed)
     about = {*attempt.changed, *given} if conflict else set(attempt.changed)
@@ -172,22 +156,17 @@ def _first_outcome(attempt: Malformed) -> Outcome:
             attempt.call.function(**attempt.call.arguments)
         except ClearheadError as error:
             message = str(error)
-            if not any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in named):
-                return _problem(attempt, f"{type(error).__name__} that does not name it", message, _where(error))
-            return Outcome(attempt.case.name, attempt.changed, message=message)
+            is_named = any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in named)
+            return "" if is_named else f"it does not name the argument: {_raised(error)}", message
         except OwnError:
-            return Outcome(attempt.case.name, attempt.changed)
-        except TypeError as error:
-            if attempt.signature_changed and re.search(_BINDING, str(error)):
-                return Outcome(attempt.case.name, attempt.changed)
-            return _problem(attempt, "TypeError", str(error), _where(error))
+            return "", ""
         except Exception as error:
-            return _problem(attempt, type(error).__name__, str(error), _where(error))
+            is_binding = isinstance(error, TypeError) and re.search(_BINDING, str(error))
+            return "" if attempt.signature_changed and is_binding else _raised(error), ""
     for warning in warned:
         if not any(re.search(known, str(warning.message)) for known in _WARNINGS):
-            where = f"{warning.filename}:{warning.lineno}"
-            return _problem(attempt, f"warns {warning.category.__name__}", str(warning.message), where)
-    return Outcome(attempt.case.name, attempt.changed)
+            return f"{warning.filename}:{warning.lineno} warns {warning.category.__name__}: {warning.message}", ""
+    return "", ""
 
 
 _BINDING = r"missing \d+ required|unexpected keyword argument|positional arguments? but|multiple values for argument"
@@ -195,14 +174,11 @@ _BINDING = r"missing \d+ required|unexpected keyword argument|positional argumen
 _WARNINGS = (r"^record: ", r"Initializing zero-element tensors is a no-op")
 
 
-def _problem(attempt: Malformed, problem: str, message: str, detail: str) -> Outcome:
-    return Outcome(attempt.case.name, attempt.changed, problem, message, f"{detail}\n      {attempt!r}")
-
-
-def _where(error: BaseException) -> str:
+def _raised(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/clearhead/" in frame.filename] or list(frames)
-    return " < ".join(f"{frame.filename.rsplit('clearhead/', 1)[-1]}:{frame.lineno}" for frame in reversed(own[-3:]))
+    ours = [frame for frame in frames if "/clearhead/" in frame.filename] or list(frames)
+    places = (f"{frame.filename.rsplit('clearhead/', 1)[-1]}:{frame.lineno}" for frame in reversed(ours[-3:]))
+    return f"{type(error).__name__}: {error}\n{' < '.join(places)}"
 
 
 def _parameters(known: Case, call: Call) -> list[str]:

@@ -56,31 +56,12 @@ def _after() -> Any:
     return model()(x()), rec.summary()["entropy"]["self_attn"]
 
 
-@case(
-    "record",
-    weight=10,
-    arguments=(
-        *(
-            "model",
-            "statistics",
-            "layers",
-            "heads",
-            "query_mask",
-            "keep",
-            "queries",
-            "top_k",
-            "map_size",
-            "map_pooling",
-        ),
-        *("sink_keys", "offsets", "per"),
-    ),
+OPTIONS: dict[str, Any] = {"statistics": ("entropy", "rows", "offset"), "layers": [0], "heads": [0, 2], "queries": [0]}
+OPTIONS |= {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "offsets": (-1,)}
+OTHERS = ("top_k", "map_size", "map_pooling", "sink_keys", "per")
+case("record", weight=10, arguments=("model", *OPTIONS, *OTHERS))(
+    lambda: valid(_record, after=_after, model=model(), **OPTIONS)
 )
-def _() -> Call:
-    given = {"model": model(), "statistics": ("entropy", "rows", "offset"), "layers": [0], "heads": [0, 2]}
-    more = {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "queries": [0], "offsets": (-1,)}
-    return valid(_record, after=_after, **given, **more)
-
-
 case("record[...]", name="recorded")(lambda: valid(lambda name: recorded()[name], name="self_attn"))
 case("record[...][...]")(lambda: valid(lambda index: recorded()["self_attn"][index], index=0))
 case("record.name_of")(lambda: valid(recorded().name_of, layer=0))
@@ -148,23 +129,22 @@ def walked() -> Any:
 case("walkthrough[...]")(lambda: valid(lambda name: walked()[name], name="scores"))
 
 
-@case("monitor", weight=6)
-def _() -> Call:
-    def run(**given: Any) -> Any:
-        to = given.get("to")
-        if callable(to):
-            given["to"] = users_own(to)
-        with clearhead.monitor(**given):
-            return model()(x())
-
-    given = {"model": model(), "every": 2, "statistics": ("entropy", "sink"), "to": lambda step, values: None}
-    return valid(run, after=_after, **given, entropy_threshold=0.1, logit_threshold=9.0)
+MONITOR: dict[str, Any] = {"every": 2, "statistics": ("entropy", "sink"), "to": lambda step, values: None}
+MONITOR |= {"entropy_threshold": 0.1, "logit_threshold": 9.0}
 
 
-@case("integrations.transformers.AttentionMonitorCallback", weight=3)
-def _() -> Call:
-    given = {"every": 2, "statistics": ("entropy", "sink"), "to": lambda step, values: None}
-    return valid(AttentionMonitorCallback, **given, entropy_threshold=0.1, logit_threshold=9.0)
+def _monitored(**given: Any) -> Any:
+    to = given.get("to")
+    if callable(to):
+        given["to"] = users_own(to)
+    with clearhead.monitor(**given):
+        return model()(x())
+
+
+case("monitor", weight=6, arguments=("model", *MONITOR))(
+    lambda: valid(_monitored, after=_after, model=model(), **MONITOR)
+)
+case("integrations.transformers.AttentionMonitorCallback", weight=3)(lambda: valid(AttentionMonitorCallback, **MONITOR))
 
 
 @case("qk_clip_", weight=6)

@@ -50,74 +50,50 @@ def vision_record() -> Any:
     return rec
 
 
-@case("plot.page", weight=2)
-def _() -> Call:
-    given = {"rec": recorded(), "tokens": [NAMES, NAMES], "layer": 0, "head": 1, "labels": ["a", "b"], "title": "t"}
-    return valid(plot.page, **given)
+TOKENS = {"tokens": [NAMES, NAMES]}
+CELL = {"layer": 0, "head": 1, "item": 0}
+ROLLOUT = {"item": 0, "layers": [0], "residual": 0.5}
 
 
-case("record.page", weight=2)(lambda: valid(recorded().page, tokens=[NAMES, NAMES], key_tokens=[NAMES, NAMES]))
+def _drawn(draw: Any, **arguments: Any) -> Call:
+    return valid(_closing(draw), **arguments)
+
+
+def _given() -> Any:
+    return plot.given([torch.eye(3).expand(2, 3, 3)])
+
+
+case("plot.page", weight=2)(
+    lambda: valid(plot.page, rec=recorded(), **TOKENS, layer=0, head=1, labels=["a", "b"], title="t")
+)
+case("record.page", weight=2)(lambda: valid(recorded().page, **TOKENS, key_tokens=[NAMES, NAMES]))
 case("plot.page, crops", weight=2)(lambda: valid(plot.page, rec=recorded(), crops=[(0, 1, slice(0, 3), slice(0, 2))]))
-case("plot.plot_heads", weight=1)(lambda: valid(_closing(plot.plot_heads), rec=recorded(), statistic="entropy"))
-
-
-@case("plot.plot_map", weight=1)
-def _() -> Call:
-    given = {"layer": 0, "head": 1, "tokens": [NAMES, NAMES], "item": 0, "words": True}
-    return valid(_closing(plot.plot_map), rec=recorded(), **given)
-
-
-@case("plot.plot_received", weight=1)
-def _() -> Call:
-    given = {"layer": 0, "head": 1, "tokens": [NAMES, NAMES], "item": 0}
-    return valid(_closing(plot.plot_received), rec=recorded(), **given)
-
-
-@case("plot.plot_rollout", weight=1, layers="layer")
-def _() -> Call:
-    given = {"targets": 0, "tokens": [NAMES, NAMES], "item": 0, "layers": [0], "residual": 0.5}
-    return valid(_closing(plot.plot_rollout), rec=recorded(), **given)
-
-
-@case("plot.plot_rollout of patches", weight=1, layers="layer")
-def _() -> Call:
-    given = {"targets": 0, "grid": (2, 2), "image": torch.rand(4, 4, 3), "item": 0}
-    return valid(_closing(plot.plot_rollout), rec=recorded(), **given)
-
-
-@case("plot.compare", weight=2)
-def _() -> Call:
-    given = {"rec": recorded(), "other": recorded(), "tokens": [NAMES, NAMES], "other_tokens": [NAMES, NAMES]}
-    return valid(plot.compare, **given)
-
-
-@case("plot.Comparison", weight=2)
-def _() -> Call:
-    given = {"first": recorded(), "second": recorded(), "tokens": [NAMES, NAMES], "other_tokens": [NAMES, NAMES]}
-    return valid(plot.Comparison, **given)
-
-
-@case("plot.plot_image", weight=1)
-def _() -> Call:
-    given = {"image": torch.rand(4, 4, 3), "layer": 0, "head": 1, "query": (0, 1), "item": 0}
-    return valid(_closing(plot.plot_image), rec=vision_record(), **given)
-
-
+case("plot.plot_heads", weight=1)(lambda: _drawn(plot.plot_heads, rec=recorded(), statistic="entropy"))
+case("plot.plot_map", weight=1)(lambda: _drawn(plot.plot_map, rec=recorded(), **CELL, **TOKENS, words=True))
+case("plot.plot_received", weight=1)(lambda: _drawn(plot.plot_received, rec=recorded(), **CELL, **TOKENS))
+case("plot.plot_rollout", weight=1, layers="layer")(
+    lambda: _drawn(plot.plot_rollout, rec=recorded(), targets=0, **TOKENS, **ROLLOUT)
+)
+case("plot.plot_rollout of patches", weight=1, layers="layer")(
+    lambda: _drawn(plot.plot_rollout, rec=recorded(), targets=0, grid=(2, 2), image=torch.rand(4, 4, 3), **ROLLOUT)
+)
+case("plot.compare", weight=2)(
+    lambda: valid(plot.compare, rec=recorded(), other=recorded(), **TOKENS, other_tokens=[NAMES, NAMES])
+)
+case("plot.Comparison", weight=2)(
+    lambda: valid(plot.Comparison, first=recorded(), second=recorded(), **TOKENS, other_tokens=[NAMES, NAMES])
+)
+case("plot.plot_image", weight=1)(
+    lambda: _drawn(plot.plot_image, rec=vision_record(), image=torch.rand(4, 4, 3), query=(0, 1), **CELL)
+)
 case("plot.given")(lambda: valid(plot.given, weights=[torch.eye(3).expand(2, 3, 3)], names=["a"]))
-case("plot.given, its methods", weight=4)(
-    lambda: valid(plot.given([torch.eye(3).expand(2, 3, 3)]).weights, layer=0, head=1, queries=[0], call=0)
-)
+case("plot.given, its methods", weight=4)(lambda: valid(_given().weights, layer=0, head=1, queries=[0], call=0))
 case("plot.given, rollout", weight=2, layers="layer")(
-    lambda: valid(plot.given([torch.eye(3).expand(2, 3, 3)]).rollout, targets=[0], layers=[0], residual=0.5)
+    lambda: valid(_given().rollout, targets=[0], layers=[0], residual=0.5)
 )
-
-
-@case("plot.Tokens", arguments=("names", "special", "words"), names=("tokens", "token"))
-def _() -> Call:
-    given = {"names": NAMES, "special": [False] * 5, "words": [0, 1, 2, 3, 3]}
-    return valid(lambda **given: Tokens(**given).word_names(), **given)
-
-
+case("plot.Tokens", arguments=("names", "special", "words"), names=("tokens", "token"))(
+    lambda: valid(lambda **given: Tokens(**given).word_names(), names=NAMES, special=[False] * 5, words=[0, 1, 2, 3, 3])
+)
 case("plot.Tokens.cut", weight=2)(lambda: valid(Tokens(NAMES).cut, start=0, stop=2))
 
 

@@ -15,7 +15,7 @@ import clearhead
 import clearhead.integrations.transformers
 from clearhead import caches, checkpoints, masks, plot, positions, transformer
 from tests.malformed import cases  # noqa: F401  (registers them)
-from tests.malformed.calls import CASES, malformed, outcome_of
+from tests.malformed.calls import CASES, malformed, problem_of
 
 CALLS = 2_000
 MANY_CALLS = 100_000
@@ -38,8 +38,9 @@ def test_many_malformed_calls_compute_or_name_the_argument(rng: random.Random) -
 
 
 def _require_clear(rng: random.Random) -> None:
-    outcome = outcome_of(malformed(rng, NAMES))
-    assert not outcome.problem, f"{outcome.case}: {outcome.problem}: {outcome.message}\n{outcome.detail}"
+    attempt = malformed(rng, NAMES)
+    problem = problem_of(attempt)
+    assert not problem, f"{attempt!r}: {problem}"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""What the caches share: preallocated tensors, checks of arguments, and restoring caches after a refused call."""
+"""The common parts of caches: preallocated tensors, checks of arguments, and restoring after a refused call."""
 
 from __future__ import annotations
 
@@ -82,6 +82,21 @@ class Buffered(Cache):
     @property
     def length(self) -> int:
         return self._length
+
+    @property
+    def _slots_in_use(self) -> int:
+        """The number of first slots with keys and values."""
+        return self._length
+
+    @property
+    def key(self) -> Tensor:
+        """(B, Hkv, S, D), the stored keys: a view."""
+        return self._key[:, :, : self._slots_in_use]
+
+    @property
+    def value(self) -> Tensor:
+        """(B, Hkv, S, Dv), the stored values: a view."""
+        return self._value[:, :, : self._slots_in_use]
 
     def next_positions(self, count: int) -> Positions:
         integer("count", count, least=0)

@@ -72,16 +72,6 @@ class KVCache(Buffered):
             return self._lengths
         return torch.full((self._key.shape[0],), self._length, dtype=torch.int64, device=self._key.device)
 
-    @property
-    def key(self) -> Tensor:
-        """(B, Hkv, length, D), a view."""
-        return self._key[:, :, : self._length]
-
-    @property
-    def value(self) -> Tensor:
-        """(B, Hkv, length, Dv), a view."""
-        return self._value[:, :, : self._length]
-
     def _last_positions(self) -> Tensor | None:
         return None if self._positions is None or self._length == 0 else self._positions[:, : self._length].amax(1)
 

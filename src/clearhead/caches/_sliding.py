@@ -23,14 +23,14 @@ _FAR = 1 << 62  # no limit to the right: that is the causal mask's task
 class SlidingKVCache(Buffered):
     """The last `window` tokens in a ring buffer. Memory and time per token do not grow with the length of the text.
 
-    The cache has a mask of its own: a query at position i sees keys from i − window + 1 to i, like
+    The cache has a mask of its own: keys from i − window + 1 to i are visible to a query at position i, like
     ``masks.sliding_window(window - 1, 0)``. One call with many tokens therefore equals single steps. Padding
     (position −1) uses no slot.
 
     Args:
         batch_size: B.
         num_kv_heads: Hkv.
-        window: the most tokens that a query sees, its own included.
+        window: the number of visible tokens of each query, its own included.
         head_dim: D.
         value_head_dim: Dv. Default D.
         max_crop: the most tokens that `crop` can remove. Default 0.
@@ -83,16 +83,6 @@ class SlidingKVCache(Buffered):
             return self._rings.positions
         positions = self._ring_positions(self._length, self._furthest)[:, : self._slots_in_use]
         return positions.expand(self._key.shape[0], -1)
-
-    @property
-    def key(self) -> Tensor:
-        """(B, Hkv, S, D), the keys in the ring: a view."""
-        return self._key[:, :, : self._slots_in_use]
-
-    @property
-    def value(self) -> Tensor:
-        """(B, Hkv, S, Dv), a view."""
-        return self._value[:, :, : self._slots_in_use]
 
     def _last_positions(self) -> Tensor | None:
         return None if self._rings is None else self._rings.positions.amax(1)
@@ -174,7 +164,7 @@ class SlidingKVCache(Buffered):
             return KeyValues(self._key[:, :, :slots], self._value[:, :, :slots], positions, window & Present())
         ring_positions = self._ring_positions(start, self._furthest)
         new_positions = torch.arange(start, stop, device=key.device)[None]
-        # Copies, because the first of these queries see keys that the last of these keys overwrite.
+        # Copies, because the last of these keys overwrite keys that are visible to the first of these queries.
         copies = torch.cat((self._key[:, :, :slots], key), 2), torch.cat((self._value[:, :, :slots], value), 2)
         count = min(stop - start, slots)
         written = torch.arange(stop - count, stop, device=key.device) % slots

@@ -1,7 +1,7 @@
 """The base class of all masks.
 
-A mask stays a description until a kernel lowers it. `visible` returns the cells of a block in which the query sees the
-key, `bias` the numbers that are added to their scores, and `structure` the facts about a grid that need no evaluation.
+A mask stays a description until a kernel lowers it. `visible` returns the visible cells of a block. `bias` returns the
+numbers that are added to their scores. `structure` returns the facts about a grid that need no evaluation.
 
 Files that define masks import `Mask` from here, so its methods import these files only when they are called.
 """
@@ -183,7 +183,7 @@ class Mask(ABC):
         key_positions: Tensor | int | None = None,
         device: torch.device | str | None = None,
     ) -> Mask:
-        """Fix the mask for one grid, so that many calls lower it once.
+        """Fix the mask for one grid. All calls then share one lowering.
 
         The result is a snapshot: later writes to the mask's tensors, or to positions, do not change it. (Variables that
         a function of `masks.mask_mod` reads besides its arguments are not copied, and must not change.) The stacks of

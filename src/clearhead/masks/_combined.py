@@ -135,15 +135,15 @@ class Wrapping(Mask):
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
 
-    def place(self, block: Block) -> Block:
+    def inner_block(self, block: Block) -> Block:
         """The block of the other mask that corresponds to a block of this one."""
         return block
 
     def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(self.place(block))
+        return self._mask.visible(self.inner_block(block))
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(self.place(block), dtype)
+        return self._mask.bias(self.inner_block(block), dtype)
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return self._mask.bias_tensors()
@@ -153,7 +153,7 @@ class Wrapping(Mask):
         return self._mask.with_bias_tensors(tensors)
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, self.place(block), scores_gradient)
+        self._mask.add_bias_gradients(gradients, self.inner_block(block), scores_gradient)
 
     def parts(self) -> tuple[Mask, ...]:
         return self._mask.parts()

@@ -23,7 +23,7 @@ _FEW_CELLS = 1 << 16  # up to this size, evaluating all cells takes no longer
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which queries see any key, and which keys any query sees; ``None`` for all.
+    """The queries with a visible key, and the keys that are visible to a query; ``None`` for all.
 
     Args:
         queries: bool (1 or B, 1 or H, L, 1).
@@ -61,7 +61,7 @@ def coverage(mask: Mask, grid: Grid) -> Coverage:
 def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
     structure = structure_of(mask, grid)
     band = structure.only_band(grid)
-    # Every query sees the first key, and the last query sees all keys. This holds while tracing too.
+    # The first key is visible to all queries, and all keys to the last query. This holds while tracing too.
     if band is not None and band.is_causal(grid) and grid.query_length >= grid.key_length:
         return COVERS_ALL
     # The other cases read values, which a graph cannot, or borders, which an empty mask lacks.
@@ -103,8 +103,8 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor, Tenso
 
 
 def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(1 or B, L) and (1 or B, S), if a query sees a key whenever both are marked."""
-    # A marked query sees a key only if one is marked, and a marked key is seen only if a query is marked.
+    """(1 or B, L) and (1 or B, S), if a key is visible to a query whenever both are marked."""
+    # A marked query is covered only if a key is marked, and a marked key only if a query is marked.
     every = torch.ones(1, 1, dtype=torch.bool, device=grid.device)
     covered_queries = every if keys is None else keys.any(1, keepdim=True)
     covered_keys = every if queries is None else queries.any(1, keepdim=True)
@@ -141,8 +141,8 @@ def _any_key(first: Tensor, stop: Tensor, keys: Tensor | None, grid: Grid) -> Te
 class _Search:
     """Evaluates cells until the coverage of every query and every key is known.
 
-    In most masks a few rows together see all keys, and all queries see one of a few columns. The borders are therefore
-    evaluated first, and then only the rows and columns that they leave open.
+    In most masks a few rows cover all keys, and a few columns cover all queries. The borders are therefore evaluated
+    first, and then only the rows and columns that they leave open.
     """
 
     def __init__(self, mask: Mask, grid: Grid) -> None:

@@ -1,4 +1,4 @@
-"""The mask of packed sequences, each of which sees only itself."""
+"""The mask of packed sequences, whose queries attend only to their own sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORTH_WAITING = 1 << 22  # scores; for fewer, a synchronisation with an acceler
 
 
 def documents(ids: Tensor) -> Mask:
-    """Let queries see only keys of their own document: id of query = id of key.
+    """Let queries attend only to keys of their own document: id of query = id of key.
 
     Args:
         ids: integer tensor (T,) or (B, T): the document of each position. Without explicit positions T must equal L

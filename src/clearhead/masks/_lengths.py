@@ -16,10 +16,10 @@ from ._structure import UNKNOWN, RowRanges, Structure
 
 
 def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
-    """Let queries see only the first `key_lengths` keys of their batch item: right padding.
+    """Let queries attend only to the first `key_lengths` keys of their batch item: right padding.
 
-    With `query_lengths`, queries that are padding see no key: attention returns zero for them, and a module
-    ``out_proj(0)``. Modules remove them from the batch if that is faster.
+    With `query_lengths`, all keys are masked for queries that are padding. Attention returns zero for them, and a
+    module ``out_proj(0)``. Modules remove them from the batch if that is faster.
 
     Args:
         key_lengths: integer tensor (B,), one length per batch item, or (B, L), one per query
@@ -80,7 +80,7 @@ class _Counts(OfTensor):
 
 @final
 class Lengths(_Counts):
-    """`lengths` and `prefix` with a tensor: the number of first keys that each query sees."""
+    """`lengths` and `prefix` with a tensor: the number of first keys that are visible to each query."""
 
     def __init__(self, lengths: Tensor, name: Literal["lengths", "prefix"]) -> None:
         super().__init__(name, "key_lengths" if name == "lengths" else "n", lengths)

@@ -23,7 +23,7 @@ def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
 
 
 def hides_nothing(mask: Mask, grid: Grid) -> bool:
-    """Whether every query sees every key by the structure of the mask, as a single last query does under `causal`."""
+    """Whether the structure of the mask shows that it hides nothing, as `causal` does for a single last query."""
     # A graph holds for all lengths, and this only for some of them.
     if is_tracing():
         return False
@@ -97,7 +97,7 @@ def dense_mask(mask: Mask, grid: Grid) -> Tensor:
 def row_blocks(
     mask: Mask | None, grid: Grid, cells: int, fewest_rows: int = 1
 ) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Cut the rows into blocks that fit a budget, each with the columns that its rows can see.
+    """Cut the rows into blocks that fit a budget, each with the columns that can be visible to its rows.
 
     r rows under a window of w columns touch w + r − 1 columns. Blocks have so few rows that at least about half of
     their cells are visible.
@@ -117,7 +117,7 @@ def row_blocks(
     while start < grid.query_length:
         rows, columns = _block_from(start, structure, grid, cells, fewest_rows)
         count, width = rows.stop - start, columns[1] - columns[0]
-        while columns[1] - columns[0] <= width:  # the next rows often see as many columns
+        while columns[1] - columns[0] <= width:  # the next rows often have as many columns
             yield rows, columns
             start = rows.stop
             if start == grid.query_length:
@@ -128,19 +128,19 @@ def row_blocks(
 def _block_from(
     start: int, structure: Structure, grid: Grid, cells: int, fewest_rows: int
 ) -> tuple[slice, tuple[int, int]]:
-    """The block that begins at a row: all rows that fit, or only the rows that see about the first row's columns."""
+    """The block that begins at a row: all rows that fit, or only the rows with about the columns of the first row."""
     remaining = grid.query_length - start
     rows, columns = _range(structure, grid, start, 1)
     first_width = max(1, columns[1] - columns[0])
     most = min(remaining, max(fewest_rows, cells // first_width))
-    # As many rows as fit the budget, if they see few more columns than the first one. Under a sliding window as many
+    # All rows that fit the budget, if they have few more columns than the first one. Under a sliding window as many
     # rows as its width, or half as many, so that most cells of the block are visible.
     for count in (most, first_width, first_width // 2):
         count = min(most, max(count, _ENOUGH_ROWS))
         rows, columns = _range(structure, grid, start, count)
         if columns[1] - columns[0] <= first_width + first_width // 4:
             break
-    # Later rows may see more columns than the first, so the block can exceed the budget.
+    # Later rows may have more columns than the first, so the block can exceed the budget.
     while (count := rows.stop - start) > fewest_rows and count * (width := columns[1] - columns[0]) > cells:
         rows, columns = _range(structure, grid, start, min(remaining, max(fewest_rows, cells // width)))
     return rows, columns

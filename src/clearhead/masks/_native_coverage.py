@@ -23,7 +23,7 @@ _HIDING = {
 
 
 def find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-    """Which queries see a key, (1 or B, 1 or H, L), and which keys any query sees, (1 or B, 1 or H, S).
+    """The queries with a visible key, (1 or B, 1 or H, L), and the keys visible to a query, (1 or B, 1 or H, S).
 
     Returns:
         Two bool tensors, each ``None`` for all. Or ``None`` if the extension cannot read the mask: if the structure is

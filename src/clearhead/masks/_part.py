@@ -15,32 +15,34 @@ from ._grid import Block, Grid, Index, Offset, Sizes, ends_of, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
 
 
-def part_of(mask: Mask | None, offset: Offset, whole: Grid | None = None, columns: Tensor | None = None) -> Mask | None:
+def part_of(
+    mask: Mask | None, offset: Offset, full_grid: Grid | None = None, columns: Tensor | None = None
+) -> Mask | None:
     """The mask of a call that is a part of a larger attention.
 
     Args:
         mask: of the larger attention; its tensors line up with all heads, rows and columns.
         offset: the place of the call in the larger attention.
-        whole: sizes and positions of the larger attention. Default: those of the call, which has all rows and columns.
+        full_grid: sizes and positions of the larger attention. Default: those of the call, with all rows and columns.
         columns: (s,) the call's columns, ascending. Default: consecutive columns from the offset's column on.
 
     Returns:
         ``None`` for ``None``, and the mask itself if it is the same for every part.
     """
-    if mask is None or (whole is None and mask.fits_any_call):
+    if mask is None or (full_grid is None and mask.fits_any_call):
         return mask
-    return PartMask(mask, offset, whole, columns)
+    return PartMask(mask, offset, full_grid, columns)
 
 
 @final
 class PartMask(Wrapping):
     """See `part_of`. It translates block coordinates, then delegates."""
 
-    def __init__(self, mask: Mask, offset: Offset, whole: Grid | None, columns: Tensor | None) -> None:
+    def __init__(self, mask: Mask, offset: Offset, full_grid: Grid | None, columns: Tensor | None) -> None:
         super().__init__(mask)
-        self._offset, self._whole, self._columns = offset, whole, columns
+        self._offset, self._full_grid, self._columns = offset, full_grid, columns
 
-    def place(self, block: Block) -> Block:
+    def inner_block(self, block: Block) -> Block:
         grid, offset = block.grid, self._offset
         # The larger grid has the absolute positions; only head, row and column numbers move.
         heads = cast(slice, _moved(block.heads, offset.head, grid.num_heads))
@@ -52,26 +54,26 @@ class PartMask(Wrapping):
         return Block(self._grid(grid), block.batch, heads, rows, columns)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return PartMask(self._mask.with_bias_tensors(tensors), self._offset, self._whole, self._columns)
+        return PartMask(self._mask.with_bias_tensors(tensors), self._offset, self._full_grid, self._columns)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        positions = () if self._whole is None else (self._whole.query_positions, self._whole.key_positions)
+        positions = () if self._full_grid is None else (self._full_grid.query_positions, self._full_grid.key_positions)
         return *self._mask.tensors(), *(tensor for tensor in positions if isinstance(tensor, Tensor))
 
     def validate(self, grid: Grid) -> None:
         # Slicing beyond the end of a tensor would silently return fewer rows.
-        whole, offset = self._grid(grid), self._offset
+        full_grid, offset = self._grid(grid), self._offset
         ends = {
-            "H": (offset.head + grid.num_heads, whole.num_heads),
-            "L": (offset.row + grid.query_length, whole.query_length),
+            "H": (offset.head + grid.num_heads, full_grid.num_heads),
+            "L": (offset.row + grid.query_length, full_grid.query_length),
         }
         if self._columns is None:
-            ends["S"] = offset.column + grid.key_length, whole.key_length
+            ends["S"] = offset.column + grid.key_length, full_grid.key_length
         for name, (end, most) in ends.items():
             if end > most:
                 expected, got = f"a call within {name} = {most} of the whole", f"one that ends at {end}"
                 raise ShapeError("mask", expected=expected, got=got)
-        self._mask.validate(whole)
+        self._mask.validate(full_grid)
 
     def sizes(self) -> Sizes:
         # Heads, rows and columns of the larger attention do not determine those of the call.
@@ -83,11 +85,11 @@ class PartMask(Wrapping):
         return self._cut(self._mask.structure(self._grid(grid)), grid)
 
     def signature(self) -> Hashable | None:
-        signature, whole = self._mask.signature(), self._whole
+        signature, full_grid = self._mask.signature(), self._full_grid
         if signature is None or self._columns is not None:
             return None
-        sizes = None if whole is None else (whole.query_length, whole.key_length)
-        positions = () if whole is None else (_layout(whole.query_positions), _layout(whole.key_positions))
+        sizes = None if full_grid is None else (full_grid.query_length, full_grid.key_length)
+        positions = () if full_grid is None else (_layout(full_grid.query_positions), _layout(full_grid.key_positions))
         return "part", self._offset, sizes, positions, signature
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
@@ -101,26 +103,26 @@ class PartMask(Wrapping):
         if len(parts) == 1:
             return (self,)
         # Each part moves separately, so rules that fit every call keep their class and structure.
-        moved = (part_of(part, self._offset, self._whole, self._columns) for part in parts)
+        moved = (part_of(part, self._offset, self._full_grid, self._columns) for part in parts)
         return tuple(part for part in moved if part is not None)
 
     def _grid(self, grid: Grid) -> Grid:
         """The grid of the larger attention."""
-        if self._whole is not None:
-            return self._whole
+        if self._full_grid is not None:
+            return self._full_grid
         # Stored with the call's grid, so that results for the larger grid are computed once. It has a memo of its own,
         # because results of the two grids differ.
         if self._offset.num_heads not in grid.memo:
             grid.memo[self._offset.num_heads] = replace(grid, num_heads=self._offset.num_heads, memo={})
         return grid.memo[self._offset.num_heads]
 
-    def _cut(self, whole: Structure, grid: Grid) -> Structure:
+    def _cut(self, structure: Structure, grid: Grid) -> Structure:
         """The call's part of a structure of the larger attention."""
         _, head, row, column, _ = self._offset
         rows, columns = slice(row, row + grid.query_length), slice(column, column + grid.key_length)
         heads = slice(head, head + grid.num_heads)
         block = Block(grid, heads=heads, rows=rows, columns=columns)
-        band, ranges = whole.band, whole.rows
+        band, ranges = structure.band, structure.rows
         if band is not None:
             # The band is relative to row numbers: the row offset moves it right, and the column offset moves it left.
             moved = Band(band.low + row - column, band.high + row - column, max(0, band.stop - column))
@@ -129,14 +131,14 @@ class PartMask(Wrapping):
             first = None if ranges.first is None else take(ranges.first, 1, rows) - column  # (1 or B, 1 or l)
             ranges = RowRanges(first, take(ranges.stop, 1, rows) - column)
         return Structure(
-            whole.exact,
+            structure.exact,
             band,
             ranges,
-            None if whole.queries is None else take(whole.queries, 1, rows),
-            None if whole.keys is None else take(whole.keys, 1, columns),
-            tuple(block.cut(tensor) for tensor in whole.tensors),
-            tuple(block.cut(bias) for bias in whole.biases),
-            tuple(self._cut(alternative, grid) for alternative in whole.either),
+            None if structure.queries is None else take(structure.queries, 1, rows),
+            None if structure.keys is None else take(structure.keys, 1, columns),
+            tuple(block.cut(tensor) for tensor in structure.tensors),
+            tuple(block.cut(bias) for bias in structure.biases),
+            tuple(self._cut(alternative, grid) for alternative in structure.either),
         )
 
 

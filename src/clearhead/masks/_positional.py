@@ -25,11 +25,11 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def causal(align: Align = "top_left") -> Mask:
-    """Let each query see its own and earlier positions: query i sees key j if j ≤ i.
+    """Let each query attend to its own and earlier positions: key j is visible to query i if j ≤ i.
 
     Args:
         align: the corner of the L × S matrix in which the diagonal starts, if L ≠ S. ``"top_left"`` (default, as in
-            PyTorch's `is_causal`): j ≤ i. ``"bottom_right"``: j ≤ i + S − L, so the last query sees every key.
+            PyTorch's `is_causal`): j ≤ i. ``"bottom_right"``: j ≤ i + S − L, so every key is visible to the last query.
             With explicit positions both mean key position ≤ query position.
 
     Raises:
@@ -45,7 +45,7 @@ def causal(align: Align = "top_left") -> Mask:
 
 
 def sliding_window(left: int, right: int) -> Mask:
-    """Let each query see a window around its position, both ends included: i − left ≤ j ≤ i + right.
+    """Let each query attend to a window around its position, both ends included: i − left ≤ j ≤ i + right.
 
     Args:
         left: the number of visible positions before the query, ≥ 0.
@@ -68,7 +68,7 @@ def sliding_window(left: int, right: int) -> Mask:
 
 
 def prefix(n: int | Tensor) -> Mask:
-    """Let every query see the first n positions.
+    """Let every query attend to the first n positions.
 
     ``causal() | prefix(n)`` is a prefix language model.
 
@@ -128,7 +128,7 @@ class _Rule(Mask):
 
 
 class _Diagonals(_Rule):
-    """Query i sees key j if j − i is within limits. If positions count up, this is a band."""
+    """Key j is visible to query i if j − i is within limits. If positions count up, this is a band."""
 
     @abstractmethod
     def limits(self, grid: Grid) -> tuple[int | None, int]:
@@ -152,9 +152,9 @@ class _Diagonals(_Rule):
         if grid.shift is None:
             return UNKNOWN
         low, high = self.limits(grid)
-        whole = Band.whole(grid)
-        lowest = whole.low if low is None else grid.shift + low
-        return Structure(band=whole.meet(Band(lowest, grid.shift + high, whole.stop)))
+        full = Band.whole(grid)
+        lowest = full.low if low is None else grid.shift + low
+        return Structure(band=full.meet(Band(lowest, grid.shift + high, full.stop)))
 
 
 @final
@@ -223,12 +223,12 @@ class Prefix(_Rule):
         return block.k < self.n
 
     def structure(self, grid: Grid) -> Structure:
-        first, whole = grid.key_positions, Band.whole(grid)
+        first, full = grid.key_positions, Band.whole(grid)
         if isinstance(first, Tensor):
             return UNKNOWN
         # The prefix counts from position 0, not from the call's first key.
-        stop = max(0, min(self.n - (first or 0), whole.stop))
-        return Structure(band=Band(whole.low, whole.high, stop))
+        stop = max(0, min(self.n - (first or 0), full.stop))
+        return Structure(band=Band(full.low, full.high, stop))
 
     def describe(self) -> str:
         return f"prefix({self.n})"

@@ -10,7 +10,7 @@ class MaskReport:
     """The findings of `Mask.check`; ``ok`` if there are none.
 
     Args:
-        description: the mask as its user would write it.
+        description: the mask as a user writes it.
         findings: one sentence each.
 
     Example:

@@ -30,12 +30,12 @@ def both(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Band:
-    """Row i sees column j where i + low ≤ j ≤ i + high and j < stop.
+    """Column j is visible to row i if i + low ≤ j ≤ i + high and j < stop.
 
     Args:
         low: first column of a row, relative to the row's number.
         high: last column of a row, relative to the row's number.
-        stop: one past the last column that any row sees.
+        stop: one past the last column that is visible to any row.
     """
 
     low: int
@@ -44,7 +44,7 @@ class Band:
 
     @staticmethod
     def whole(grid: Grid) -> Band:
-        """The band in which every row sees every column."""
+        """The band in which every column is visible to every row."""
         # Row numbers are below L, so −L and S limit nothing.
         return Band(-grid.query_length, grid.key_length, grid.key_length)
 
@@ -53,28 +53,28 @@ class Band:
         return Band(max(self.low, other.low), min(self.high, other.high), min(self.stop, other.stop))
 
     def rows(self, grid: Grid) -> tuple[int, int]:
-        """First and one past the last row that sees any column."""
+        """First and one past the last row with visible columns."""
         if self.low > self.high or self.stop <= 0:
             return 0, 0
-        # Row i sees columns if i + high ≥ 0 and i + low < stop.
+        # Row i has visible columns if i + high ≥ 0 and i + low < stop.
         first, stop = max(0, -self.high), min(grid.query_length, self.stop - self.low)
         return (first, stop) if first < stop else (0, 0)
 
     def columns(self, grid: Grid) -> tuple[int, int]:
-        """First and one past the last column that any row sees."""
+        """First and one past the last column that is visible to any row."""
         if self.low > self.high:
             return 0, 0
         first, stop = max(0, self.low), min(self.stop, grid.query_length + self.high)
         return (first, stop) if first < stop else (0, 0)
 
     def shows_all(self, grid: Grid) -> bool:
-        """Whether every row sees every column."""
+        """Whether every column is visible to every row."""
         keys = grid.key_length
         return grid.query_length - 1 + self.low <= 0 and self.high >= keys - 1 and self.stop >= keys
 
     def is_causal(self, grid: Grid) -> bool:
         """Whether the band is exactly j ≤ i."""
-        # At low = 1 − L the last row, L − 1, still sees column 0.
+        # At low = 1 − L, column 0 is still visible to the last row, L − 1.
         return self.high == 0 and self.low <= 1 - grid.query_length and self.stop >= grid.key_length
 
     def outline(self, block: Block) -> tuple[int, ...] | None:
@@ -87,7 +87,7 @@ class Band:
 
 @dataclass(frozen=True)
 class RowRanges:
-    """Each row sees one range of columns, which may extend beyond the grid.
+    """One range of visible columns for each row. It may extend beyond the grid.
 
     Args:
         first: first column, integers (1 or B, 1 or L); ``None`` for 0.
@@ -102,7 +102,7 @@ class RowRanges:
         return RowRanges(joined(self.first, other.first, torch.maximum), torch.minimum(self.stop, other.stop))
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        """First and one past the last column that any of these rows sees; all columns if values cannot be read."""
+        """First and one past the last column that is visible to these rows; all columns if values cannot be read."""
         # If all rows of an item have one range, every block has the same columns, and reading it saves nothing.
         if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop or is_tracing() or is_transformed():
             return 0, grid.key_length
@@ -126,7 +126,7 @@ class RowRanges:
 
 @dataclass(frozen=True)
 class Structure:
-    """A query sees a key if every field allows it. An absent field allows all keys.
+    """A key is visible to a query if every field allows it. An absent field allows all keys.
 
     Args:
         exact: whether the mask hides nothing else. Otherwise the structure is a bound, by which kernels skip blocks.
@@ -201,7 +201,7 @@ class Structure:
         return self.queries, keys
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        """A range of columns that contains all columns that these rows see."""
+        """A range that contains all columns that are visible to these rows."""
         start, stop = 0, grid.key_length
         if self.band is not None:
             start, stop = max(start, rows.start + self.band.low), min(stop, rows.stop + self.band.high, self.band.stop)

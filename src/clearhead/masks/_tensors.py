@@ -19,7 +19,7 @@ from ._structure import Structure
 
 
 def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
-    """Let queries see the keys marked 1 or ``True``.
+    """Let queries attend to the keys marked 1 or ``True``.
 
     Args:
         tensor: bool, or numbers that are all 0 or 1. (L, S); 3-D is (B, L, S) if its first size is B, else
