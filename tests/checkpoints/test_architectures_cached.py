@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from clearhead import masks
-from clearhead.caches import KVCache
 
-from .architectures import CASES, LENGTHS, PROMPT, TYPICAL, B, L, Seen, assert_close, marks, positions_of, token_ids
+from .architectures import CASES, PROMPT, TYPICAL, B, L, Seen, assert_close, marks, positions_of, token_ids
 
 DECODERS = [name for name in TYPICAL if CASES[name].causal]
 
@@ -47,33 +46,4 @@ def test_step_by_step(name: str, padded: bool) -> None:
         output = ours(x, mask=masks.causal(), cache=cache, positions=positions_of(prompt) if padded else None)
         assert_close(output[prompt.bool()], first[1][prompt.bool()])
         for x, expected in steps:
-            assert_close(ours(x, mask=masks.causal(), cache=cache), expected)
-
-
-@pytest.mark.parametrize("name", DECODERS)
-@torch.no_grad()
-def test_step_by_step_after_right_padding(name: str) -> None:
-    """Their model has each row alone: it cannot go on after padding."""
-    case, ids = CASES[name], token_ids()
-    model = case.model()
-    prompts = LENGTHS.clamp(max=PROMPT) - torch.arange(B)
-    steps = L - PROMPT
-    with case.watching(model) as seen:
-        for row in range(B):
-            model(input_ids=ids[row : row + 1, : int(prompts[row]) + steps])
-    for layer in case.layers:
-        ours = case.load(model, layer)
-        cache = case.cache(ours, layer)
-        x = torch.full((B, PROMPT, ours.embed_dim), torch.nan)
-        for row, length in enumerate(prompts):
-            x[row, :length] = seen.x[layer][row][0, :length]
-        real = torch.arange(PROMPT) < prompts[:, None]
-        output = ours(x, mask=masks.causal(), cache=cache, positions=positions_of(real.long()))
-        if isinstance(cache, KVCache):  # in a SlidingKVCache padding takes no slot
-            cache.crop(prompts)
-        rows = [expected[0] for expected in seen.output[layer]]
-        assert_close(output[real], torch.cat([row[:length] for row, length in zip(rows, prompts, strict=True)]))
-        for step in range(steps):
-            x = torch.stack([seen.x[layer][row][0, length + step] for row, length in enumerate(prompts)])[:, None]
-            expected = torch.stack([row[length + step] for row, length in zip(rows, prompts, strict=True)])[:, None]
             assert_close(ours(x, mask=masks.causal(), cache=cache), expected)
