@@ -75,7 +75,7 @@ class BoundedCache(Cache):
             }
         else:
             shape = batch_size, 1, length, 1
-            mask = carrying(Carried(None, self), _unreadable, shape, decoder.dtype, tokens.device)
+            mask = carrying(Carried(None, self), _unreadable, shape, dtype=decoder.dtype, device=tokens.device)
             masks = dict.fromkeys((layer.window for layer in self.layers), mask)
         self._expected = positions, length
         if config.model_type not in _MASK_PER_TYPE:
