@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -165,37 +166,29 @@ def randomised(model: Any) -> Any:
 
 @dataclass
 class Seen:
-    """What went through the attention of some layers, call after call."""
+    """Inputs and outputs of the attention of each layer, call after call."""
 
-    x: dict[int, list[Tensor]] = field(default_factory=dict)
-    output: dict[int, list[Tensor]] = field(default_factory=dict)
+    x: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    output: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
 
 @contextmanager
 def watching(model: nn.Module, x: str, output: str, layers: tuple[int, ...]) -> Iterator[Seen]:
     seen, hooks = Seen(), []
+    for layer in layers:
 
-    def watch(layer: int) -> None:
-        ins, outs = seen.x.setdefault(layer, []), seen.output.setdefault(layer, [])
+        def note_x(_: Any, args: Any, kwargs: Any, *, layer: int = layer) -> None:
+            seen.x[layer].append(args[0] if args else kwargs["hidden_states"])
 
-        def note_x(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            ins.append(args[0] if args else kwargs["hidden_states"])
-
-        def note_output(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            outs.append(result[0] if isinstance(result, tuple) else result)
+        def note_output(_: Any, args: Any, result: Any, *, layer: int = layer) -> None:
+            seen.output[layer].append(result[0] if isinstance(result, tuple) else result)
 
         first, last = (model.get_submodule(name.format(layer=layer)) for name in (x, output))
-        hooks.append(first.register_forward_pre_hook(note_x, with_kwargs=True))
-        hooks.append(last.register_forward_hook(note_output))
-
-    for layer in layers:
-        watch(layer)
-    try:
-        with torch.no_grad():
-            yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
+        hooks += [first.register_forward_pre_hook(note_x, with_kwargs=True), last.register_forward_hook(note_output)]
+    with torch.no_grad():
+        yield seen
+    for hook in hooks:
+        hook.remove()
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:

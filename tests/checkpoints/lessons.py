@@ -88,17 +88,3 @@ class NanoLesson(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         visible = self.get_buffer("bias")[..., : x.shape[1], : x.shape[1]]
         return self.c_proj(attend(*self.c_attn(x).chunk(3, dim=-1), self.n_head, visible))
-
-
-class AnnotatedLesson(nn.Module):
-    """A ModuleList of four, `h` for the number of heads, and −1e9."""
-
-    def __init__(self, h: int, d_model: int) -> None:
-        super().__init__()
-        self.h = h
-        self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        *inputs, output = self.linears
-        q, k, v = (linear(x) for linear, x in zip(inputs, (query, key, value), strict=True))
-        return output(attend(q, k, v, self.h, mask.unsqueeze(1), -1e9))

@@ -12,7 +12,7 @@ import clearhead
 from clearhead import masks
 from clearhead.checkpoints import load
 
-from .lessons import AnnotatedLesson, DiveLesson, NanoLesson, SelfAttentionLesson, TransformerLesson, VisionLesson
+from .lessons import DiveLesson, NanoLesson, SelfAttentionLesson, TransformerLesson, VisionLesson
 
 B, H, D, L, S = 3, 5, 7, 11, 13
 E = H * D
@@ -119,9 +119,12 @@ def test_nano_lesson_is_told_from_gpt2_by_its_shapes() -> None:
 
 
 def test_annotated_lesson() -> None:
-    lesson = AnnotatedLesson(H, E).double()
-    x, mask = normal(B, L, E), padding_and_causal(L)[:, 0]  # (B, L, L)
-    assert_same(load(lesson)(x, mask=masks.keep(mask)), lesson(x, x, x, mask))
+    """A ModuleList of four, and `h` for the number of heads."""
+    lesson = TransformerLesson(E, H).double()
+    annotated = nn.Module()
+    annotated.h, annotated.linears = H, nn.ModuleList((lesson.w_q, lesson.w_k, lesson.w_v, lesson.w_o))
+    x, mask = normal(B, L, E), padding_and_causal(L)
+    assert_same(load(annotated)(x, mask=masks.keep(mask)), lesson(x, x, x, mask))
 
 
 def test_the_copy_is_independent_of_the_source_and_of_the_random_state() -> None:

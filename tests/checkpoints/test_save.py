@@ -10,7 +10,7 @@ import clearhead
 from clearhead.checkpoints import NAMINGS, Naming, identify, load, save
 from clearhead.errors import CheckpointError, DTypeError
 
-from .lessons import AnnotatedLesson, DiveLesson, NanoLesson, SelfAttentionLesson, TransformerLesson, VisionLesson
+from .lessons import DiveLesson, NanoLesson, SelfAttentionLesson, TransformerLesson, VisionLesson
 
 E, H = 35, 5
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,7 +50,6 @@ CLASSES: list[tuple[str, nn.Module]] = [
     ("w_q", TransformerLesson(E, H)),
     ("d2l", DiveLesson(17, 19, 23, E, H)),
     ("timm", VisionLesson(E, H, qkv_bias=False)),
-    ("linears", AnnotatedLesson(H, E)),
     ("nanogpt", NanoLesson(E, H, 7)),
     ("torch", nn.MultiheadAttention(E, H)),
     ("torch", nn.MultiheadAttention(E, H, kdim=17, vdim=19)),

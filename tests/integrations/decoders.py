@@ -13,8 +13,6 @@ from transformers import AttentionInterface
 from clearhead.integrations import transformers as integration
 from tests.checkpoints.architectures import CASES, deepseek, randomised, t5
 
-cache_for: Any = integration.cache_for  # kinds and arguments come from tables
-
 WORDS, PROMPT, NEW, SINKS, BUDGET = 31, 11, 7, 2, 6
 TOTAL = PROMPT + NEW
 #: Tokens of each forward.
@@ -25,6 +23,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "sinks_and_recent": {"budget": BUDGET, "sinks": SINKS},
 }
 DECODERS = ["llama", "mistral", "qwen3", "gemma2", "gpt_oss", "gpt_neox", "gpt2", "deepseek_v2", "deepseek_v3"]
+
+
+def cache_of(model: Any, kind: Any) -> Any:
+    return integration.cache_for(model, kind, **KINDS.get(kind, {}))
 
 
 def model_of(name: str, implementation: str = "clearhead", **settings: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from clearhead.integrations.transformers import cache_for
 from tests.integrations.decoders import (
     BUDGET,
     DECODERS,
@@ -22,13 +23,12 @@ from tests.integrations.decoders import (
     TOTAL,
     Visible,
     batch,
-    cache_for,
+    cache_of,
     cached_logits,
     close,
     dense_logits,
     generated,
     model_of,
-    own_windows,
     positions_of,
     prompt_of,
 )
@@ -37,7 +37,7 @@ from tests.integrations.decoders import (
 def compare_with_dense_mask(model: Any, kind: str, padding: str, window: int | None = None) -> Any:
     """A cache that is filled step by step; its logits are those under the dense mask of what it held."""
     ids, mask = batch(padding)
-    cache, visible = cache_for(model, kind, **KINDS[kind]), Visible(model, mask, window)
+    cache, visible = cache_of(model, kind), Visible(model, mask, window)
     actual = cached_logits(model, cache, ids, mask, STEPS, visible)
     close(actual[mask.bool()], dense_logits(model, ids, mask, visible.layers)[mask.bool()])
     if visible.windows[-1] is None:  # and something did go
@@ -63,17 +63,6 @@ def test_a_layer_whose_own_window_is_wider_than_the_budget_evicts_what_the_windo
     assert int(positions.min()) > TOTAL - window
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_is_as_near_to_float64_as_without_a_cache(kind: str) -> None:
-    model, (ids, mask) = model_of("gemma2").bfloat16(), batch("left")
-    cache, visible = cache_for(model, kind, **KINDS[kind]), Visible(model, mask, KINDS[kind].get("window"))
-    actual = cached_logits(model, cache, ids, mask, STEPS, visible)
-    assert cache.layers[1].keys.dtype == actual.dtype == torch.bfloat16
-    exact, rounded = (dense_logits(m, ids, mask, visible.layers) for m in (copy.deepcopy(model).double(), model))
-    errors = [(exact - logits)[mask.bool()].abs().max() for logits in (actual, rounded)]
-    assert errors[0] <= 2 * errors[1]
-
-
 @torch.no_grad()
 def test_heavy_hitters_are_the_keys_with_the_most_weight_in_the_prompt_and_the_latest() -> None:
     model, prompt = model_of("llama"), batch()[0][:, :PROMPT]
@@ -84,22 +73,6 @@ def test_heavy_hitters_are_the_keys_with_the_most_weight_in_the_prompt_and_the_l
         received[..., -BUDGET // 2 :] = torch.inf
         expected = received.topk(BUDGET).indices.sort(-1).values
         assert torch.equal(layer.positions.sort(-1).values, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
-@torch.no_grad()
-def test_as_many_keys_are_stored_as_the_kind_says(name: str, kind: str) -> None:
-    model, (ids, _) = model_of(name), batch()
-    cache, memory = cache_for(model, kind, **KINDS[kind]), set()
-    most = KINDS[kind].get("window", BUDGET)
-    for start, stop in [(0, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 1, TOTAL)]:
-        model(ids[:, start:stop], past_key_values=cache)
-        for layer, own in zip(cache.layers, own_windows(model), strict=True):
-            assert layer.keys.shape[2] == layer.values.shape[2] == layer.positions.shape[2] <= min(most, own or most)
-        memory.add(sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values)))
-    assert len(memory) == 1
-    assert cache.get_seq_length() == TOTAL
 
 
 # With `generate` ------------------------------------------------------------------------------------------------------
@@ -139,7 +112,7 @@ def definition(kind: str, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "clearhead"])
 def test_generated_logits_are_those_under_the_mask_of_the_definition(implementation: str, kind: str) -> None:
     model, inputs = model_of("llama", implementation), prompt_of("left")
-    output = generated(model, cache_for(model, kind, **KINDS[kind]), **inputs)
+    output = generated(model, cache_of(model, kind), **inputs)
     mask = torch.cat((inputs["attention_mask"], torch.ones(2, NEW, dtype=torch.int64)), 1)
     visible = definition(kind, mask)[:, None].expand(-1, model.config.num_attention_heads, -1, -1)
     expected = dense_logits(model, output.sequences, mask, [visible] * model.config.num_hidden_layers)
@@ -150,9 +123,9 @@ def test_generated_logits_are_those_under_the_mask_of_the_definition(implementat
 def test_beams_have_the_scores_of_their_tokens(kind: str) -> None:
     """A text of a beam, fed by itself, has the score that beam search gave it: its keys were those of its own past."""
     model, beams = model_of("llama"), {"num_beams": 5, "length_penalty": 0.0, "output_scores": True}
-    output = generated(model, cache_for(model, kind, **KINDS[kind]), **prompt_of(), **beams)
+    output = generated(model, cache_of(model, kind), **prompt_of(), **beams)
     assert bool((output.beam_indices != output.beam_indices[:, :1]).any())  # rows did change places
-    ids, cache = output.sequences, cache_for(model, kind, **KINDS[kind])
+    ids, cache = output.sequences, cache_of(model, kind)
     logits = cached_logits(model, cache, ids, torch.ones_like(ids), [PROMPT, *[1] * NEW])
     scores = logits.log_softmax(-1)[:, PROMPT - 1 : -1].gather(2, ids[:, PROMPT:, None])
     torch.testing.assert_close(output.sequences_scores, scores.sum((1, 2)), rtol=1e-5, atol=1e-5)
@@ -161,7 +134,7 @@ def test_beams_have_the_scores_of_their_tokens(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", *KINDS])
 def test_a_chat_goes_on_where_it_ended(kind: str) -> None:
     model, (ids, _) = model_of("qwen3"), batch()
-    cache, other = (cache_for(model, kind, **KINDS.get(kind, {})) for _ in range(2))
+    cache, other = (cache_of(model, kind) for _ in range(2))
     first = generated(model, cache, input_ids=ids[:, :PROMPT], max_new_tokens=3).sequences
     said = torch.cat((first, ids[:, :5]), 1)
     pickled = pickle.loads(pickle.dumps(cache))
@@ -176,7 +149,7 @@ def test_a_chat_goes_on_where_it_ended(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", *KINDS])
 def test_rows_are_repeated_and_selected(kind: str) -> None:
     model, (ids, mask) = model_of("llama"), batch("left")
-    cache = cache_for(model, kind, **KINDS.get(kind, {}))
+    cache = cache_of(model, kind)
     cached_logits(model, cache, ids, mask, [PROMPT])
     other, rows = copy.deepcopy(cache), torch.tensor([0, 0, 1, 1])
     cache.batch_repeat_interleave(2)
@@ -189,7 +162,7 @@ def test_rows_are_repeated_and_selected(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", *KINDS])
 def test_a_cache_that_is_reset_begins_anew(kind: str) -> None:
     model, inputs = model_of("gemma2"), prompt_of("left")
-    cache = cache_for(model, kind, **KINDS.get(kind, {}))
+    cache = cache_of(model, kind)
     first = generated(model, cache, **inputs).sequences
     cache.reset()
     assert cache.get_seq_length() == 0
@@ -200,9 +173,9 @@ def test_a_cache_that_is_reset_begins_anew(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["full", "heavy_hitters"])
 def test_a_prompt_of_embeddings(kind: str) -> None:
     model, inputs = model_of("llama"), prompt_of("left")
-    expected = generated(model, cache_for(model, kind, **KINDS.get(kind, {})), **inputs).sequences[:, PROMPT:]
+    expected = generated(model, cache_of(model, kind), **inputs).sequences[:, PROMPT:]
     embedded = {"inputs_embeds": model.model.embed_tokens(inputs.pop("input_ids")).detach(), **inputs}
-    assert torch.equal(generated(model, cache_for(model, kind, **KINDS.get(kind, {})), **embedded).sequences, expected)
+    assert torch.equal(generated(model, cache_of(model, kind), **embedded).sequences, expected)
 
 
 def test_weights_of_what_is_held_are_returned() -> None:
@@ -220,7 +193,7 @@ def test_a_model_goes_on_as_before_with_its_own_caches() -> None:
     model, inputs = model_of("gemma2"), prompt_of("left")
     before = generated(model, DynamicCache(config=model.config), **inputs).sequences
     for kind in (*KINDS, *KINDS):
-        cache_for(model, kind, **KINDS[kind])
+        cache_of(model, kind)
     assert len(model.model._forward_pre_hooks) == len(model.model._forward_hooks) == 1
     assert torch.equal(generated(model, DynamicCache(config=model.config), **inputs).sequences, before)
     assert torch.equal(generated(copy.deepcopy(model), cache_for(model), **inputs).sequences, before)
@@ -231,7 +204,7 @@ def test_a_model_goes_on_as_before_with_its_own_caches() -> None:
 @torch.no_grad()
 def test_a_decoder_without_a_head_is_served_by_names_and_by_places(name: str, kind: str) -> None:
     model, (ids, mask) = model_of(name, "eager"), batch("left")
-    expected, cache = (cache_for(each, kind, **KINDS.get(kind, {})) for each in (model, model.base_model))
+    expected, cache = (cache_of(each, kind) for each in (model, model.base_model))
     cached_logits(model, expected, ids, mask, [PROMPT, NEW])
     for start, stop in ((0, PROMPT), (PROMPT, TOTAL)):
         new, so_far, positions = ids[:, start:stop], mask[:, :stop], positions_of(mask)[:, start:stop]
@@ -246,9 +219,9 @@ def test_a_decoder_without_a_head_is_served_by_names_and_by_places(name: str, ki
 def test_a_model_inside_peft_is_served() -> None:
     peft = pytest.importorskip("peft")
     model, inputs, kind = model_of("llama"), prompt_of("left"), "sinks_and_recent"
-    expected = generated(model, cache_for(model, kind, **KINDS[kind]), **inputs).sequences
+    expected = generated(model, cache_of(model, kind), **inputs).sequences
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    actual = generated(wrapped, cache_for(wrapped, kind, **KINDS[kind]), **inputs).sequences
+    actual = generated(wrapped, cache_of(wrapped, kind), **inputs).sequences
     assert torch.equal(actual, expected)  # new adapters change nothing
 
 

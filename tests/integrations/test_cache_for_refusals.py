@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from clearhead.errors import ArgumentError, CacheError, ClearheadError, DTypeError, ShapeError
+from clearhead.integrations.transformers import cache_for
 from tests.checkpoints.architectures import CASES
 from tests.integrations.decoders import (
     KINDS,
@@ -19,7 +20,7 @@ from tests.integrations.decoders import (
     STEPS,
     TOTAL,
     batch,
-    cache_for,
+    cache_of,
     cached_logits,
     close,
     generated,
@@ -88,7 +89,7 @@ def test_models_that_cannot_be_served(make: Callable[[], Any], kind: str, messag
     model = make()
     before = state(model) if hasattr(model, "config") else None
     with pytest.raises(ClearheadError, match=message):
-        cache_for(model, kind, **KINDS.get(kind, {}))
+        cache_of(model, kind)
     assert before is None or state(model) == before
 
 
@@ -113,8 +114,8 @@ def test_another_batch_is_refused(name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_cache_cannot_take_is_refused_before_anything_is_written(kind: str) -> None:
     model, (ids, mask) = model_of("llama"), batch("left")
-    cache, step = cache_for(model, kind, **KINDS[kind]), ids[:, PROMPT : PROMPT + 1]
-    expected = cached_logits(model, cache_for(model, kind, **KINDS[kind]), ids, mask, STEPS)
+    cache, step = cache_of(model, kind), ids[:, PROMPT : PROMPT + 1]
+    expected = cached_logits(model, cache_of(model, kind), ids, mask, STEPS)
     first = cached_logits(model, cache, ids, mask, STEPS[:1])
 
     def refused(error: type[Exception], match: str, *, by: Any = model, ids: Tensor = step, **told: Any) -> None:
@@ -161,7 +162,7 @@ def test_a_forward_that_was_interrupted_leaves_a_cache_that_says_so() -> None:
 def test_gradients_are_refused(kind: str) -> None:
     model = model_of("llama")
     with pytest.raises(CacheError, match=r"torch.no_grad\(\)"):
-        model(batch()[0], past_key_values=cache_for(model, kind, **KINDS.get(kind, {})))
+        model(batch()[0], past_key_values=cache_of(model, kind))
 
 
 def test_assisted_decoding_takes_tokens_back_from_everything_and_is_refused_by_the_others() -> None:
@@ -172,7 +173,7 @@ def test_assisted_decoding_takes_tokens_back_from_everything_and_is_refused_by_t
     assert torch.equal(generated(model, cache_for(model), **single, **lookup).sequences, plain)
     for kind in KINDS:
         with pytest.raises(CacheError, match="tokens to be taken back"):
-            generated(model, cache_for(model, kind, **KINDS[kind]), **single, **lookup)
+            generated(model, cache_of(model, kind), **single, **lookup)
     cache = cache_for(model, "sliding", window=5)
     generated(model, cache, **single)
     only_forward = r"crop: expected decoding that only goes forward.* cache_for\(model, \"full\"\)"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from clearhead.errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError
 from clearhead.integrations.transformers import attention_forward
+from tests.support.oracle import Problem, solve
 
 B, H, HKV, L, S, D = 2, 6, 3, 5, 7, 4
 
@@ -23,28 +24,10 @@ def tensors(length: int = L, keys: int = S, batch: int = B) -> tuple[Tensor, Ten
     return torch.randn(batch, H, length, D), torch.randn(batch, HKV, keys, D), torch.randn(batch, HKV, keys, D)
 
 
-def formula(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    bias: Tensor | float = 0.0,
-    scale: float = D**-0.5,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Scores, soft-cap, bias, softmax with sinks, in float64 and with repeated heads."""
-    query, key, value = (tensor.double() for tensor in (query, key, value))
-    key, value = (tensor.repeat_interleave(H // HKV, 1) for tensor in (key, value))
-    scores = query @ key.transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + bias
-    if sinks is not None:
-        extra = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, extra], -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]]
-    return (weights @ value).transpose(1, 2), weights
+def formula(*inputs: Tensor, bias: Tensor | None = None, **settings: Any) -> tuple[Tensor, Tensor]:
+    """The output (B, L, H, D) and the weights of the oracle."""
+    answer = solve(Problem(*inputs, lambda *_: True, () if bias is None else (bias,), **settings))
+    return answer.output.transpose(1, 2), answer.weights
 
 
 def hidden(visible: Tensor) -> Tensor:

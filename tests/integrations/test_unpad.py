@@ -124,16 +124,6 @@ def tensors(output: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
-def test_hooks_on_the_encoder_receive_the_batch(rows: Rows) -> None:
-    _, ours = pair(build("BertModel"))
-    shapes: list[torch.Size] = []
-    ours.register_forward_pre_hook(lambda _, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True)
-    ours.register_forward_hook(lambda _, args, output: shapes.append(output[0].shape))
-    ours(**inputs_of("right"))
-    assert rows.unpadded
-    assert [tuple(shape[:2]) for shape in shapes] == [(BATCH, LENGTH)] * 2
-
-
 @pytest.mark.parametrize("kind", ["right", "left"])
 def test_windows_reach_as_far_as_in_the_padded_batch(rows: Rows, kind: str) -> None:
     theirs, ours = pair(build("ModernBertModel"))
@@ -171,20 +161,3 @@ def test_bfloat16(rows: Rows, autocast: bool) -> None:
     assert rows.unpadded
     assert actual.dtype == rounded.dtype
     assert relative_error(actual[real].double(), exact) <= 2 * relative_error(rounded[real].double(), exact)
-
-
-def test_nan_of_one_text_stays_in_it(rows: Rows) -> None:
-    _, ours = pair(without_pooler(build("BertModel")))
-    given = inputs_of("right")
-    mask = given["attention_mask"]
-    embeddings = ours.embeddings.word_embeddings(given["input_ids"]).detach()
-    clean = ours(inputs_embeds=embeddings, attention_mask=mask)[0]
-    embeddings[3, 2] = embeddings[~mask.bool()] = float("nan")
-    embeddings.requires_grad_()
-    poisoned = ours(inputs_embeds=embeddings, attention_mask=mask)[0]
-    assert rows.unpadded
-    others = torch.arange(BATCH) != 3
-    assert torch.equal(poisoned[others], clean[others])
-    assert bool(poisoned[3][mask[3].bool()].isnan().all())
-    (gradient,) = torch.autograd.grad(poisoned[others].square().sum(), embeddings)
-    assert bool(gradient[others].isfinite().all())

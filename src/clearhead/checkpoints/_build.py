@@ -41,7 +41,11 @@ def multi_head(layer: Layer) -> MultiHeadAttention:
         f"  weights: {', '.join(layer.block.naming.keys)} (under {layer.prefix!r})",
         f"  heads: {module.num_heads}, key/value heads {module.num_kv_heads}, head_dim {module.head_dim}",
     ]
-    lines += [f"  {name}: {_in_words(part)}" for name, part in parts.items() if part is not None]
+    lines += [
+        f"  {name}: {part.describe() if isinstance(part, Mask) else part}"
+        for name, part in parts.items()
+        if part is not None
+    ]
     report(module, lines + ["  sinks: one per head"] * (sinks is not None), causal=layer.block.causal)
     return module
 
@@ -60,7 +64,3 @@ def report(module: Attention, lines: list[str], *, causal: bool) -> None:
     dropout = [f"  dropout: {module.dropout}"] if module.dropout else []
     text = "\n".join([*lines, *dropout, f"  the future: {hidden}"])
     module.loaded_from = text  # pyright: ignore[reportArgumentType]
-
-
-def _in_words(part: object) -> str:
-    return part.describe() if isinstance(part, Mask) else str(part)

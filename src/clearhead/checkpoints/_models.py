@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -59,8 +59,8 @@ def from_transformers(source: Source, layer: int, *, config: Any = None, part: s
         >>> attend(torch.randn(2, 7, 12), mask=masks.causal()).shape
         torch.Size([2, 7, 12])
     """
-    model = _open(source, config, part)
-    return model.load(_checked_layer(layer, model), {})
+    load, count = _open(source, config, part)
+    return load(_checked_layer(layer, count))
 
 
 def layers_from_transformers(source: Source, *, config: Any = None, part: str | None = None) -> list[Attention]:
@@ -89,42 +89,29 @@ def layers_from_transformers(source: Source, *, config: Any = None, part: str | 
         >>> [attend.mask.describe() for attend in checkpoints.layers_from_transformers(state, config=config)]
         ['ALiBi(3)', 'ALiBi(3)']
     """
-    model = _open(source, config, part)
-    shared: dict[str, nn.Module] = {}
-    return [model.load(number, shared) for number in range(model.count)]
+    load, count = _open(source, config, part)
+    return [load(number) for number in range(count)]
 
 
-@dataclass(frozen=True)
-class _Model:
-    """A checkpoint and its configuration."""
-
-    tensors: Tensors
-    config: Any
-    blocks: tuple[Block, ...]
-    training: bool
-
-    @property
-    def count(self) -> int:
-        """The number of layers."""
-        return getattr(self.config, self.blocks[0].layers)
-
-    def load(self, number: int, shared: dict[str, nn.Module]) -> Attention:
-        block, root = _find(self, number)
-        layer = Layer(block, self.config, number, root, self.tensors, shared)
-        loaded = (block.build or multi_head)(layer)
-        remember_name(loaded, root.removesuffix("."))
-        _LOGGER.info("loaded attention from %s", loaded.loaded_from)
-        return loaded.train(self.training)
-
-
-def _open(source: Source, config: Any, part: str | None) -> _Model:
+def _open(source: Source, config: Any, part: str | None) -> tuple[Callable[[int], Attention], int]:
+    """The function that loads a layer by its number, and the number of layers."""
     tensors, module = read_source(source)
     config = getattr(module, "config", None) if config is None else config
     blocks = _blocks_of(config, part)
-    if not isinstance(getattr(config, blocks[0].layers, None), int):
+    count = getattr(config, blocks[0].layers, None)
+    if not isinstance(count, int):
         raise without_setting(config, blocks[0].layers)
-    size(f"config.{blocks[0].layers}", getattr(config, blocks[0].layers))
-    return _Model(tensors, config, blocks, module is None or module.training)
+    size(f"config.{blocks[0].layers}", count)
+    shared: dict[str, nn.Module] = {}
+
+    def load(number: int) -> Attention:
+        block, root = _find(tensors, config.model_type, blocks, number)
+        loaded = (block.build or multi_head)(Layer(block, config, number, root, tensors, shared))
+        remember_name(loaded, root.removesuffix("."))
+        _LOGGER.info("loaded attention from %s", loaded.loaded_from)
+        return loaded.train(module is None or module.training)
+
+    return load, count
 
 
 def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
@@ -156,30 +143,30 @@ def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
     return blocks
 
 
-def _checked_layer(layer: object, model: _Model) -> int:
+def _checked_layer(layer: object, count: int) -> int:
     if isinstance(layer, bool) or not isinstance(layer, int):
         fix = "layers_from_transformers reads all layers."
         raise DTypeError("layer", expected="an int", got=type(layer).__name__, fix=fix)
-    if not 0 <= layer < model.count:
-        expected = f"0 … {model.count - 1}, the layers of the model"
+    if not 0 <= layer < count:
+        expected = f"0 … {count - 1}, the layers of the model"
         raise ArgumentError("layer", expected=expected, got=shown(layer))
     return layer
 
 
-def _find(model: _Model, number: int) -> tuple[Block, str]:
+def _find(tensors: Tensors, model_type: str, blocks: tuple[Block, ...], number: int) -> tuple[Block, str]:
     """The block that stores the part, and the root of its path."""
-    matches = [(block, root) for block in model.blocks for root in _roots(model.tensors, block, number)]
+    matches = [(block, root) for block in blocks for root in _roots(tensors, block, number)]
     if len(matches) == 1:
         return matches[0]
-    paths = [block.path.format(layer=number) for block in model.blocks]
+    paths = [block.path.format(layer=number) for block in blocks]
     if matches:
         fix = "Pass the one model that you mean, not what contains several."
         got = "several, under " + ", ".join(repr(root + block.path.format(layer=number)) for block, root in matches)
         raise CheckpointError("source", expected=f"one {paths[0]!r}", got=got, fix=fix)
     raise CheckpointError(
         "source",
-        expected=f"attention of {model.config.model_type} under " + " or ".join(map(repr, paths)),
-        got=listed(list(model.tensors), 6),
+        expected=f"attention of {model_type} under " + " or ".join(map(repr, paths)),
+        got=listed(list(tensors), 6),
         fix="Pass the whole model, or all of its state dict; a sharded checkpoint by the file that has the layer.",
     )
 

@@ -105,13 +105,14 @@ _MASK_BUFFERS = (r"mask", r"causal_mask", r"tril")
 _ROTARY_TABLES = (r"rotary_emb\.inv_freq",)
 
 
-def _linears(name: str, stems: str, description: str, ignored: tuple[str, ...] = ()) -> Naming:
+def _linears(stems: str, description: str, ignored: tuple[str, ...] = (), name: str = "") -> Naming:
+    """A naming of four `Linear`s. Its name is the first stem, unless it has another one."""
     query, key, value, output = stems.split()
-    return Naming.of_linears(name, query, key, value, output, description=description, ignored=ignored)
+    return Naming.of_linears(name or query, query, key, value, output, description=description, ignored=ignored)
 
 
-def _lesson(name: str, stems: str, whose: str = "step-by-step lessons") -> Naming:
-    return _linears(name, stems, f"four separate Linears, {whose}", _MASK_BUFFERS)
+def _lesson(stems: str, whose: str = "step-by-step lessons", name: str = "") -> Naming:
+    return _linears(stems, f"four separate Linears, {whose}", _MASK_BUFFERS, name)
 
 
 def fused(name: str, stems: str, description: str, ignored: tuple[str, ...] = (), transposed: bool = False) -> Naming:
@@ -125,19 +126,19 @@ def fused(name: str, stems: str, description: str, ignored: tuple[str, ...] = ()
 
 NAMINGS: tuple[Naming, ...] = (
     _linears(
-        "clearhead",
         "q_proj k_proj v_proj out_proj",
         "clearhead.MultiHeadAttention; also BART, OPT, CLIP and Whisper",
+        name="clearhead",
     ),
     _linears(
-        "o_proj",
         "q_proj k_proj v_proj o_proj",
         "self-attention lessons; also Llama, Mistral and Qwen2, whose rotary position embeddings are not applied: "
         "these are the weights only",
         _MASK_BUFFERS + _ROTARY_TABLES,
+        "o_proj",
     ),
-    _linears("w_q", "w_q w_k w_v w_o", "lessons that rebuild the original Transformer", _MASK_BUFFERS),
-    _linears("d2l", "W_q W_k W_v W_o", "Dive into Deep Learning, without biases by default"),
+    _linears("w_q w_k w_v w_o", "lessons that rebuild the original Transformer", _MASK_BUFFERS),
+    _linears("W_q W_k W_v W_o", "Dive into Deep Learning, without biases by default", name="d2l"),
     Naming(
         "torch",
         "torch.nn.MultiheadAttention, packed",
@@ -156,15 +157,15 @@ NAMINGS: tuple[Naming, ...] = (
         square=True,
     ),
     _linears(
-        "bert",
         "self.query self.key self.value output.dense",
         "BERT, RoBERTa and ELECTRA in transformers, whose LayerNorm after the block is not part of attention",
         (r"output\.LayerNorm\.(weight|bias|gamma|beta)",),
+        "bert",
     ),
     _linears(
-        "vit",
         "attention.query attention.key attention.value output.dense",
         "ViT, DeiT and DINOv2 in the files of transformers",
+        name="vit",
     ),
     fused("timm", "qkv proj", "Vision Transformers in timm"),
     fused(
@@ -175,18 +176,18 @@ NAMINGS: tuple[Naming, ...] = (
         transposed=True,
     ),
     fused("nanogpt", "c_attn c_proj", "nanoGPT: GPT-2's names on ordinary Linears", (r"bias",)),
-    _lesson("linears", "linears.0 linears.1 linears.2 linears.3", "as in The Annotated Transformer"),
-    _lesson("q", "q k v o"),
-    _lesson("query", "query key value output"),
-    _lesson("query_proj", "query_proj key_proj value_proj output_proj"),
-    _lesson("query_linear", "query_linear key_linear value_linear output_linear"),
-    _lesson("q_linear", "q_linear k_linear v_linear out"),
-    _lesson("linear_q", "linear_q linear_k linear_v linear_out"),
-    _lesson("fc_q", "fc_q fc_k fc_v fc_o"),
-    _lesson("wq", "wq wk wv wo", "lessons and the original files of Llama, whose rotary positions are not applied"),
-    _lesson("Wq", "Wq Wk Wv Wo"),
-    _lesson("W_Q", "W_Q W_K W_V W_O"),
-    _lesson("W_query", "W_query W_key W_value out_proj"),
+    _lesson("linears.0 linears.1 linears.2 linears.3", "as in The Annotated Transformer", "linears"),
+    _lesson("q k v o"),
+    _lesson("query key value output"),
+    _lesson("query_proj key_proj value_proj output_proj"),
+    _lesson("query_linear key_linear value_linear output_linear"),
+    _lesson("q_linear k_linear v_linear out"),
+    _lesson("linear_q linear_k linear_v linear_out"),
+    _lesson("fc_q fc_k fc_v fc_o"),
+    _lesson("wq wk wv wo", "lessons and the original files of Llama, whose rotary positions are not applied"),
+    _lesson("Wq Wk Wv Wo"),
+    _lesson("W_Q W_K W_V W_O"),
+    _lesson("W_query W_key W_value out_proj"),
 )
 
 

@@ -47,7 +47,7 @@ class BoundedCache(Cache):
         # A window, and a policy that needs no weights, keep the same keys in all layers of one window. A layer with one
         # feature runs ahead of them and finds the keys that they will return.
         self._ahead = {} if kind == "heavy_hitters" else {window: BoundedLayer(make, window) for window in windows}
-        self._every_layer = [*self.layers, *self._ahead.values()]
+        self._with_ahead = Cache(layers=[*self.layers, *self._ahead.values()])
         self._expected: tuple[Tensor | int, int] | None = None  # positions of the forward's tokens, and how many
 
     def __repr__(self) -> str:
@@ -69,13 +69,10 @@ class BoundedCache(Cache):
         self._require_ready(config, batch_size)
         positions = self._positions(attention_mask, batch_size, length)
         if self._ahead:
-            masks = {
-                window: _as_implemented(config, _visible_ahead(layer, tokens, positions), decoder.dtype)
-                for window, layer in self._ahead.items()
-            }
+            masks = {window: _mask_ahead(decoder, layer, tokens, positions) for window, layer in self._ahead.items()}
         else:
             shape = batch_size, 1, length, 1
-            mask = carrying(Carried(None, self), _unreadable, shape, decoder.dtype, tokens.device)
+            mask = carrying(Carried(None, self), _unreadable, shape, dtype=decoder.dtype, device=tokens.device)
             masks = dict.fromkeys((layer.window for layer in self.layers), mask)
         self._expected = positions, length
         if config.model_type not in _MASK_PER_TYPE:
@@ -98,21 +95,17 @@ class BoundedCache(Cache):
         self.layers[-1].evict()
 
     def reset(self) -> None:
-        for layer in self._every_layer:
-            layer.reset()
+        self._with_ahead.reset()
         self._expected = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        for layer in self._every_layer:
-            layer.reorder_cache(beam_idx)
+        self._with_ahead.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        for layer in self._every_layer:
-            layer.batch_repeat_interleave(repeats)
+        self._with_ahead.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        for layer in self._every_layer:
-            layer.batch_select_indices(indices)
+        self._with_ahead.batch_select_indices(indices)
 
     def activate_past_recording(self) -> None:
         raise not_croppable("past_key_values")
@@ -120,7 +113,7 @@ class BoundedCache(Cache):
     def _require_ready(self, config: Any, batch_size: int) -> None:
         if len(self.layers) != config.num_hidden_layers or [layer.window for layer in self.layers] != windows(config):
             raise _of_another_model()
-        if len({layer.get_seq_length() for layer in self._every_layer}) > 1:
+        if len({layer.get_seq_length() for layer in (*self.layers, *self._ahead.values())}) > 1:
             raise CacheError(
                 "past_key_values",
                 expected="a cache whose layers have taken the same tokens",
@@ -153,12 +146,32 @@ class BoundedCache(Cache):
         return (new.cumsum(1) - 1 + first).masked_fill(~new, -1)  # (B, L)
 
 
-def _visible_ahead(ahead: BoundedLayer, tokens: Tensor, positions: Tensor | int) -> Tensor:
-    """Bool (B, 1, L, S): the keys that a query attends to, of those that the layers of one window will return."""
+def _mask_ahead(decoder: PreTrainedModel, ahead: BoundedLayer, tokens: Tensor, positions: Tensor | int) -> Tensor:
+    """The mask (B, 1, L, S) of the keys that the layers of one window will return.
+
+    It has the form of the model's attention implementation.
+    """
+    config: Any = decoder.config
     batch_size, length = tokens.shape[:2]
     feature = torch.zeros(batch_size, 1, length, 1, device=tokens.device)
     keys, _ = ahead.update(feature, feature, positions)
-    return ahead.mask.dense(length, keys.shape[2], batch_size=batch_size, num_heads=1, **ahead.mask_positions)
+    count = keys.shape[2]
+    visible = ahead.mask.dense(length, count, batch_size=batch_size, num_heads=1, **ahead.mask_positions)
+
+    def mask_function(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return visible[batch, 0, query, key]
+
+    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+        batch_size=batch_size,
+        q_length=length,
+        kv_length=count,
+        mask_function=mask_function,
+        attention_mask=None,
+        allow_is_causal_skip=False,
+        dtype=decoder.dtype,
+        device=visible.device,
+        config=config,
+    )
 
 
 def windows(config: Any) -> list[int | None]:
@@ -195,25 +208,6 @@ def _unreadable() -> Tensor:
         expected="attention 'clearhead', outside of compiled and exported graphs: the keys differ between heads",
         got="a mask of heavy hitters that is read by something else",
         fix='Use model.set_attn_implementation("clearhead") and do not compile the model.',
-    )
-
-
-def _as_implemented(config: Any, visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask (B, 1, L, S) in the form that the model's attention implementation takes."""
-
-    def mask_function(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return visible[batch, 0, query, key]
-
-    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
-        batch_size=visible.shape[0],
-        q_length=visible.shape[2],
-        kv_length=visible.shape[3],
-        mask_function=mask_function,
-        attention_mask=None,
-        allow_is_causal_skip=False,
-        dtype=dtype,
-        device=visible.device,
-        config=config,
     )
 
 

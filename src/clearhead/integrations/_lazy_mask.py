@@ -83,17 +83,11 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(visible, zero, torch.finfo(dtype).min)
 
 
-def carrying(
-    carried: Carried,
-    build: Callable[[], Tensor],
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    device: torch.device | str,
-) -> Tensor:
-    """Return the additive mask of ``build``, of this shape and dtype, which carries its meaning."""
+def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, int, int, int], **options: Any) -> Tensor:
+    """Return the additive mask of ``build``, of this shape, dtype and device, which carries its meaning."""
     if is_tracing() or is_transformed() or not has_wrappers:  # a graph cannot compute values later
         return build()
-    mask = wrapper_of(_LazyMask, shape, dtype=dtype, device=device)
+    mask = wrapper_of(_LazyMask, shape, **options)
     mask.describe(carried, build)
     return mask
 

@@ -17,17 +17,14 @@ def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, s
     """
     swapped: dict[str, nn.Linear] = {}
     unchanged: dict[str, str] = {}
-    prefers_pytorch = chosen_backend() == "pytorch"
+    stays = f"the GEMM stays {describe_backend()}" if chosen_backend() == "pytorch" else None
     for name, module in _outside_of_ours(model):
-        if not isinstance(module, nn.Linear):
-            continue
-        why = _why_not(module) or ("it is part of an adapter" if _is_part_of_lora(model, name) else None)
-        if why is None and prefers_pytorch:
-            why = f"the GEMM stays {describe_backend()}"
-        if why is None:
-            swapped[name] = module
-        else:
-            unchanged[name] = why
+        if isinstance(module, nn.Linear):
+            why = _why_not(module) or ("it is part of an adapter" if _is_part_of_lora(model, name) else stays)
+            if why is None:
+                swapped[name] = module
+            else:
+                unchanged[name] = why
     return swapped, unchanged
 
 

@@ -75,7 +75,7 @@ def make_mask(
     else:
         return None
     mask = None if visible is None else shared(masks.keep(visible))
-    return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype, device)
+    return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype=dtype, device=device)
 
 
 def _require_offset(q_offset: object) -> None:

@@ -75,11 +75,10 @@ def set_attention(model: Any) -> str | None:
     try:
         _register()
         model.set_attn_implementation(NAME)
-    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except BaseException as error:
         _restore(before)
-        return str(error).partition("\n")[0]
-    except BaseException:
-        _restore(before)
+        if isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)):
+            return str(error).partition("\n")[0]
         raise
     setattr(model, _BEFORE, _Before((config, name) for config, name in before if config._attn_implementation != name))
     return None

@@ -82,9 +82,7 @@ class AttentionMonitorCallback(TrainerCallback):
             self._trainer.log(scalars)
             control.should_log = logs_loss  # `log` resets it
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Remove the monitor from the model."""
         self._stop()
 

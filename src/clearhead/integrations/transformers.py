@@ -169,7 +169,7 @@ def attention_forward(
         output = attend(query, key, value, request, read_environment()).output
         weights = None
         if _weights_wanted(module, output_attentions):
-            weights = _weights(query, key, mask, rows, positions, scores)
+            weights = _weights(query, key, mask, rows, scores | positions)
         if cache_layer is not None:
             cache_layer.observe(query, key, **scores)
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
@@ -248,18 +248,13 @@ def _combined(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
 
 
 def _weights(
-    query: Tensor,
-    key: Tensor,
-    mask: masks.Mask | None,
-    rows: PackedSequences | None,
-    positions: dict[str, Any],
-    scores: dict[str, Any],
+    query: Tensor, key: Tensor, mask: masks.Mask | None, rows: PackedSequences | None, options: dict[str, Any]
 ) -> Tensor:
     """The weights (B, H, L, S) of a call. Packed sequences attend only within each sequence."""
     if rows is not None:
         mask = within_sequences(rows, mask)
-        positions = {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
-    return attention_weights(query, key, mask, **scores, **positions).to(query.dtype)
+        options |= {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
+    return attention_weights(query, key, mask, **options).to(query.dtype)
 
 
 def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
