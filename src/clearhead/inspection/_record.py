@@ -114,7 +114,7 @@ class record(Drawable, Recorded):
         self._per: Per = per
         remember_names(model)
         self._calls: dict[str, Calls] = {}
-        self._unseen = Unseen(model)
+        self._unseen = Unseen(self._running)
         self._picture_size: tuple[int, int] | None = None
         self._stack = ExitStack()
 
@@ -123,7 +123,7 @@ class record(Drawable, Recorded):
             stack.enter_context(uncompiled(self._running.model))
             stack.enter_context(self._running.following())
             stack.enter_context(observing(self))
-            stack.enter_context(CaptureMode(self._captured, self._missed))
+            stack.enter_context(CaptureMode(self._captured, self._unseen.note))
             self._stack = stack.pop_all()
         return self
 
@@ -184,7 +184,7 @@ class record(Drawable, Recorded):
             return
         what = obstacle(inputs)
         if what is not None:
-            self._unseen.note(what, name)
+            self._unseen.note(what)
             return
         running = self._running.model.get_submodule(name)
         heads: HeadShard | None = getattr(running, "head_shard", None)
@@ -213,11 +213,6 @@ class record(Drawable, Recorded):
         if heads is not None:
             heads.agree(wanted, problem)
         return counted
-
-    def _missed(self, what: str) -> None:
-        name = self._running.current
-        if name is not None:
-            self._unseen.note(what, name)
 
     def __getitem__(self, name: str) -> Calls:
         if not isinstance(name, str) or name not in self._calls:
