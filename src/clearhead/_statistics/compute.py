@@ -167,19 +167,19 @@ def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], coun
     """
     if call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
         return {}
-    buffers = {statistic: form for statistic in statistics if (form := statistic.native()) is not None}
-    if not buffers:
+    forms = {statistic: form for statistic in statistics if (form := statistic.native()) is not None}
+    if not forms:
         return {}
-    written = gather(
+    buffers = gather(
         call,
-        {name: buffer for form in buffers.values() for name, buffer in form.items()},
+        {name: buffer for form in forms.values() for name, buffer in form.items()},
         counted,
-        with_output=need_values([statistic.name for statistic in buffers]),
+        with_output=need_values([statistic.name for statistic in forms]),
         exact=exact_dtype(call) == torch.float64,
     )
-    results: dict[str, Any] = {"sees": written["largest"] > float("-inf")}
-    for statistic in buffers:
-        results |= statistic.read(written)
+    results: dict[str, Any] = {"sees": buffers["largest"] > float("-inf")}
+    for statistic in forms:
+        results |= statistic.read(buffers)
     return results
 
 

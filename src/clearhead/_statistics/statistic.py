@@ -102,11 +102,11 @@ class Statistic(ABC):
         """
         return None
 
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         """The final tensors by name, after the native kernel ran. Default: `result`, from the tensors of `begin`.
 
         Args:
-            written: the buffers of all statistics of the call, and ``output`` with values. Always present are
+            buffers: the buffers of all statistics of the call, and ``output`` with values. Always present are
                 ``largest`` (B, H, L), the largest score (−∞ if no key is visible), and ``visible`` (B, H, L), the
                 number of visible keys.
         """

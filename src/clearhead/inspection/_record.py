@@ -239,14 +239,14 @@ class record(Drawable, Recorded):
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
         calls = self[self.name_of(layer)]
-        if not calls.kept:
+        if not calls.saved:
             raise RecordError(
                 "keep",
                 expected="a record made with keep='queries_keys'",
                 got=f"keep={self._keep!r}",
                 fix="Weights are computed from queries and keys. Record again with keep='queries_keys'.",
             )
-        return calls.kept[index("call", call, len(calls.kept))]
+        return calls.saved[index("call", call, len(calls.saved))]
 
     def patches(self, layer: int | str) -> PatchLayout:
         name = self.name_of(layer)
