@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,24 +104,18 @@ def test_results_and_gradients_are_the_same_to_the_bit(model: Stack, x: Tensor, 
     assert nothing_left(model)
 
 
-class Failing(Stack):
-    error: BaseException | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        if self.error is not None:
-            raise self.error
-        return x
-
-
 @pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_monitoring_goes_on_after_a_step_that_failed(error: BaseException, x: Tensor, scalars: Scalars) -> None:
-    model = Failing()
+    model = Stack()
+
+    def fail(*_: object) -> None:
+        raise error
+
     with clearhead.monitor(model, to=scalars, every=2):
-        model.error = error
+        model.blocks[2].forward = fail
         with pytest.raises(type(error)):
             model(x)
-        model.error = None
+        del model.blocks[2].forward
         model(x)
         assert len(hooks(model)) == 2
         model(x)
@@ -250,23 +245,13 @@ def test_two_monitors_of_one_model(model: Stack, x: Tensor) -> None:
     assert nothing_left(model)
 
 
-class Writer:
-    """Has the method of TensorBoard's `SummaryWriter`."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        self.events.append((tag, scalar_value, global_step))
-
-
 def test_a_writer_of_scalars(model: Stack, x: Tensor, scalars: Scalars) -> None:
-    writer = Writer()
+    events: list[tuple[str, float, int]] = []
+    writer = SimpleNamespace(add_scalar=lambda *event: events.append(event))  # as TensorBoard's SummaryWriter
     with clearhead.monitor(model, 2, to=writer), clearhead.monitor(model, 2, to=scalars):
         for _ in range(3):
             model(x)
-    events = [(name, value, step) for step, values in scalars.steps.items() for name, value in values.items()]
-    assert writer.events == events
+    assert events == [(name, value, step) for step, values in scalars.steps.items() for name, value in values.items()]
 
 
 def scaled(model: Stack, factor: float) -> Stack:
