@@ -115,6 +115,9 @@ def test_forms_of_queries(form: str, average: bool) -> None:
     )
     assert found.shape == ((BATCH, len(rows), COUNT) if average else (BATCH, HEADS, len(rows), COUNT))
     torch.testing.assert_close(found, everything[..., rows, :])
+    options = {"queries": queries, "average_attn_weights": average}
+    unbatched = clearhead.attention_weights(query[1], key[1], masks.sliding_window(2, 3), **options)
+    torch.testing.assert_close(unbatched, found[1])
 
 
 @pytest.mark.parametrize("queries", [1.5, [0.0, 1.0], [[0, 1]], True, "first", [None]], ids=str)
@@ -132,14 +135,6 @@ def test_half_inputs_have_float32_weights(dtype: torch.dtype) -> None:
     exact = clearhead.attention_weights(query.double(), key.double())
     torch.testing.assert_close(weights.double(), exact, rtol=0, atol=1e-5)
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), rtol=0, atol=1e-5)
-
-
-@averages
-def test_without_a_batch(average: bool) -> None:
-    query, key = query_and_key()
-    found = clearhead.attention_weights(query[1], key[1], masks.causal(), queries=[5], average_attn_weights=average)
-    expected = clearhead.attention_weights(query, key, masks.causal(), queries=[5], average_attn_weights=average)[1]
-    torch.testing.assert_close(found, expected)
 
 
 def test_no_gradient_is_recorded_without_a_leaf() -> None:

@@ -1,4 +1,4 @@
-"""`attention_weights`: the exact weights of chosen queries, built in blocks, never (B, H, L, S) unless asked for."""
+"""`attention_weights`: the exact weights of chosen queries, computed in blocks."""
 
 from __future__ import annotations
 
@@ -32,29 +32,28 @@ def attention_weights(
     queries: Queries | None = None,
     average_attn_weights: bool = False,
 ) -> Tensor:
-    """The weights p that `attention` mixes the values with, before dropout, for all queries or chosen ones.
+    """The weights p of `attention`, before dropout, for all queries or chosen ones.
 
     ::
 
-        p_ij = exp(s_ij − lse_i),  zero where masked;  a query that sees no key has p_i = 0
+        p_ij = exp(s_ij − lse_i),  zero where masked;  p_i = 0 for a fully masked query
 
-    Rows are computed from query and key in blocks, so an average over heads never holds (B, H, L, S). Gradients
+    Rows are computed from query and key in blocks, so an average over heads needs no (B, H, L, S) tensor. Gradients
     flow into query, key, sinks and biases.
 
     Args:
         query: (B, H, L, D), or (H, L, D) without a batch.
         key: (B, Hkv, S, D).
         mask, scale, softcap, sinks, query_positions, key_positions: as for `attention`.
-        queries: which rows: an index, a slice, a list of indices or an integer or bool tensor (L,). Default all.
+        queries: the chosen rows: an index, a slice, a list of indices or an integer or bool tensor (L,). Default all.
         average_attn_weights: average over the heads. Default False.
 
     Returns:
-        (B, H, n, S), or (B, n, S) averaged, n the number of queries chosen (1 for an int); float32, float64 for
-        float64 inputs. Without a batch, without B.
+        (B, H, n, S), or (B, n, S) if averaged. n is the number of chosen queries (1 for an int). The dtype is float32,
+        or float64 for float64 inputs. Unbatched inputs return unbatched weights.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, ArgumentError, MaskTypeError: as `attention`; also for indices out of
-            range.
+        ShapeError, DTypeError, DeviceError, ArgumentError, MaskTypeError: as `attention`, and for a wrong index.
 
     Example:
         >>> import torch, clearhead
@@ -72,13 +71,15 @@ def attention_weights(
 
 
 def checked_queries(name: str, queries: Queries | None) -> Queries | None:
-    """Raise unless rows can be chosen by them, whatever their number; an iterator is written down.
+    """Check chosen queries, whatever the length L. An iterator becomes a list.
 
     Raises:
         DTypeError: for anything but an int, a slice, or a list or tensor of row numbers.
     """
-    if queries is None or isinstance(queries, Tensor):
-        return None if queries is None else _row_tensor(name, queries)
+    if queries is None:
+        return None
+    if isinstance(queries, Tensor):
+        return _row_tensor(name, queries)
     if isinstance(queries, slice):
         require_slice(name, queries)
         return queries
@@ -107,7 +108,7 @@ def _row_tensor(name: str, rows: Tensor) -> Tensor:
 def row_numbers(
     queries: Queries | None, length: int, name: str = "queries", below: str = "row numbers below L ="
 ) -> Tensor | None:
-    """Row numbers 0 … L−1 from whatever the caller indexes with."""
+    """The chosen row numbers, 0 … L−1, as a tensor."""
     chosen = checked_queries(name, queries)
     if chosen is None:
         return None
@@ -119,8 +120,7 @@ def row_numbers(
         return chosen.nonzero().squeeze(-1)
     if isinstance(chosen, Tensor):
         rows = chosen.reshape(-1).long()
-        known = not is_tracing() and rows.numel() > 0
-        fits = not known or bool(((rows >= -length) & (rows < length)).all())
+        fits = is_tracing() or rows.numel() == 0 or bool(((rows >= -length) & (rows < length)).all())
         got = "" if fits else str(rows.tolist())
     else:
         numbers = [chosen] if isinstance(chosen, int) else list(chosen)

@@ -108,7 +108,7 @@ def compute_statistics(
     """Statistics of a validated call.
 
     Args:
-        call: the call. If it has a `part`, the results are those of the queries, or keys, that this process holds.
+        call: the call. If it has a `part`, the results cover the queries, or keys, of this process.
         names, options, queries, per: see `attention_statistics`. They describe the full call.
         counted: (B, L) bool over all queries, or ``None`` if all count.
         heads: set if the call has some of a module's heads. The results then cover all of them.
@@ -148,7 +148,7 @@ def results_of(
     # The native kernel computes as many as it can in one pass. Blocks compute the others.
     results = _results_natively(call, statistics, counted)
     missing = [statistic for statistic in statistics if statistic.name not in results]
-    # `sees` is always needed, to count the queries that see no key.
+    # `sees` is always needed, to count the fully masked queries.
     if missing or "sees" not in results:
         blocks = (
             BlockRows(call, block, place, query, key, None if column is None else column[block.batch, :, place])
@@ -163,23 +163,23 @@ def results_of(
 def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
     """Results of the statistics that the native kernel computes, and ``sees``. Empty if it computes none.
 
-    It refuses float64 inputs. It scores calls of few keys in double precision nevertheless; see `exact_dtype`.
+    It refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
     """
     if call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
         return {}
-    buffers = {statistic: form for statistic in statistics if (form := statistic.native()) is not None}
-    if not buffers:
+    forms = {statistic: form for statistic in statistics if (form := statistic.native()) is not None}
+    if not forms:
         return {}
-    written = gather(
+    buffers = gather(
         call,
-        {name: buffer for form in buffers.values() for name, buffer in form.items()},
+        {name: buffer for form in forms.values() for name, buffer in form.items()},
         counted,
-        with_output=need_values([statistic.name for statistic in buffers]),
+        with_output=need_values([statistic.name for statistic in forms]),
         exact=exact_dtype(call) == torch.float64,
     )
-    results: dict[str, Any] = {"sees": written["largest"] > float("-inf")}
-    for statistic in buffers:
-        results |= statistic.read(written)
+    results: dict[str, Any] = {"sees": buffers["largest"] > float("-inf")}
+    for statistic in forms:
+        results |= statistic.read(buffers)
     return results
 
 

@@ -72,8 +72,8 @@ class _Largest(Statistic):
     def native(self) -> dict[str, Any]:
         return {self.number: self.zeros(*self.row_shape)}
 
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        largest = written[self.number]  # (B, H, L)
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        largest = buffers[self.number]  # (B, H, L)
         if self.counted is not None:
             largest = largest.masked_fill(~self.counted[..., 0], float("-inf"))
         # `amax` refuses an empty dimension.
@@ -158,8 +158,8 @@ class Offset(Statistic):
         stripes = self.zeros(*self.row_shape, len(offsets))
         return {"offsets": offsets, "offset_count": len(offsets), "stripes": stripes}
 
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        weights = written["stripes"]  # (B, H, L, offsets), −1 if the query sees no such key
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        weights = buffers["stripes"]  # (B, H, L, offsets), −1 if the query sees no such key
         sees_key = weights >= 0
         if self.counted is not None:
             sees_key &= self.counted

@@ -39,8 +39,8 @@ class Entropy(Statistic):
         self.begin()
         return {"entropy": self._entropy}
 
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        self._visible = written["visible"]
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        self._visible = buffers["visible"]
         return self.result()
 
 

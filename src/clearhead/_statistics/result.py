@@ -21,7 +21,7 @@ from .vectors import TopK
 class AttentionStatistics:
     """The statistics of one attention call, as attributes of their names.
 
-    Four more are always present. ``hidden_queries`` (B, H) is the number of queries that see no key. ``counted`` (B, L)
+    Four more are always present. ``hidden_queries`` (B, H) is the number of fully masked queries. ``counted`` (B, L)
     marks the counted queries. ``heads`` lists the heads of the results. ``batch_size, num_heads, num_kv_heads,
     query_length, key_length`` are the sizes of the call.
 

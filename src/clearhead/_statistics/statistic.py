@@ -1,7 +1,7 @@
 """The base of statistics: meaning, shape, block form and native buffers.
 
 Notation: p_ij are the weights and s_ij the scores of `attention`. Q are the counted queries: all, or those of
-`query_mask`. A masked weight is exactly 0. A query that sees no key has p = 0.
+`query_mask`. A masked weight is exactly 0. A fully masked query has p = 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Statistic(ABC):
     Several blocks may hold the same row, with some of its columns each. Their weights are normalised over all columns.
 
     Args:
-        call: the call. It may hold some of the queries and keys only, the other processes holding the others.
+        call: the call. Its tensors may be the shards of one process.
         options: see `attention_statistics`.
         counted: bool (B, 1, L, 1), the queries in Q; ``None`` for all.
         queries: the chosen queries of the full call.
@@ -102,11 +102,11 @@ class Statistic(ABC):
         """
         return None
 
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         """The final tensors by name, after the native kernel ran. Default: `result`, from the tensors of `begin`.
 
         Args:
-            written: the buffers of all statistics of the call, and ``output`` with values. Always present are
+            buffers: the buffers of all statistics of the call, and ``output`` with values. Always present are
                 ``largest`` (B, H, L), the largest score (−∞ if no key is visible), and ``visible`` (B, H, L), the
                 number of visible keys.
         """

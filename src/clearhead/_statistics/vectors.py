@@ -144,8 +144,8 @@ class Output(_MixedValues):
     def native(self) -> dict[str, Any]:
         return {}
 
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        return {"output": written["output"]}
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return {"output": buffers["output"]}
 
 
 @final
@@ -161,8 +161,8 @@ class OutputNorm(_MixedValues):
     def native(self) -> dict[str, Any]:
         return {"norm": self.zeros(*self.row_shape)}
 
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        return {"output_norm": written["norm"]}
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return {"output_norm": buffers["norm"]}
 
 
 @final

@@ -17,7 +17,7 @@ class Calls(Sequence[AttentionStatistics]):
     def __init__(self, name: str) -> None:
         self.name = name
         self.statistics: list[AttentionStatistics] = []
-        self.kept: list[AttentionCall] = []
+        self.saved: list[AttentionCall] = []
 
     @overload
     def __getitem__(self, index: int) -> AttentionStatistics: ...
@@ -50,7 +50,7 @@ class Calls(Sequence[AttentionStatistics]):
         Views would keep a full projection or cache in memory, and caches are overwritten in place.
         """
         query, key = call.query.detach().clone(), call.key.detach().clone()
-        self.kept.append(replace(call, query=query, key=key, value=key, grid_=None, coverage_=None))
+        self.saved.append(replace(call, query=query, key=key, value=key, grid_=None, coverage_=None))
 
     def __repr__(self) -> str:
         return f"Calls({self.name!r}, {len(self.statistics)} calls)"

@@ -76,7 +76,7 @@ def examine() -> dict[str, Any]:
     """What ``clearhead doctor --json`` prints. `flex`, which is compiled for each call, is listed but not checked."""
     versions = {"clearhead": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     for name in OPTIONAL_PACKAGES:
-        versions[name] = next((found.version for found in metadata.distributions(name=name)), "not installed")
+        versions[name] = next((package.version for package in metadata.distributions(name=name)), "not installed")
     threads, plain = torch.get_num_threads(), CASES[0]
     try:
         with torch.enable_grad():
@@ -121,8 +121,8 @@ def _check(case: Case, dtype: torch.dtype, threads: int) -> Iterator[dict[str, A
         output = measures.pop("output", None)
         worst = max(measures, key=lambda name: _share(measures[name]), default="")
         about = {"kernel": kernel, "case": case.name, "dtype": str(dtype).removeprefix("torch."), "status": status}
-        found = {"output": output, "gradient": measures.get(worst), "worst_gradient": worst, "reasons": reasons}
-        yield about | found
+        measured = {"output": output, "gradient": measures.get(worst), "worst_gradient": worst, "reasons": reasons}
+        yield about | measured
 
 
 def _compute(kernel: str, case: Case, rounded_to: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor] | str:
@@ -172,7 +172,8 @@ def text_of(report: dict[str, Any]) -> str:
         rows.setdefault((check["kernel"], check["case"]), {})[check["dtype"]] = check
     dtypes = tuple(dict.fromkeys(check["dtype"] for check in checks))
     cells = [
-        (*row, *(_cell(found[dtype]) if dtype in found else "-" for dtype in dtypes)) for row, found in rows.items()
+        (*row, *(_cell(by_dtype[dtype]) if dtype in by_dtype else "-" for dtype in dtypes))
+        for row, by_dtype in rows.items()
     ]
     kernels = {name: "; ".join(reasons) or "available" for name, reasons in report["kernels"].items()}
     sections = {
@@ -183,14 +184,14 @@ def text_of(report: dict[str, Any]) -> str:
         "refused": _refusals(rows),
         "failed": [_failure(check) for check in checks if check["status"] == "failed"],
     }
-    parts = ["\n  ".join([title, *lines]) for title, lines in sections.items() if lines]
+    paragraphs = ["\n  ".join([title, *lines]) for title, lines in sections.items() if lines]
     if report["warning"]:
-        parts.append(f"warning: {report['warning']}")
+        paragraphs.append(f"warning: {report['warning']}")
     words = [check["status"] for check in checks]
     counts = ", ".join(f"{words.count(word)} {word}" for word in ("ok", "refused", "failed"))
     advice = ". Avoid the failed kernels with clearhead.use_kernel(...), and please report this."
-    parts.append(f"all checks passed: {counts}" if report["passed"] else f"checks failed: {counts}{advice}")
-    return "\n\n".join(parts)
+    paragraphs.append(f"all checks passed: {counts}" if report["passed"] else f"checks failed: {counts}{advice}")
+    return "\n\n".join(paragraphs)
 
 
 def _columns(rows: Collection[tuple[str, ...]]) -> list[str]:
@@ -221,7 +222,7 @@ def _refusals(rows: dict[tuple[str, str], dict[str, dict[str, Any]]]) -> list[st
             if check["reasons"] and (check["output"] or check["status"] == "refused"):
                 what = "gradients of " if check["output"] else ""
                 dtypes.setdefault((what, "; ".join(check["reasons"])), []).append(check["dtype"])
-        for (what, reasons), some in dtypes.items():
-            where = "" if len(some) == len(checks) else f" in {' and '.join(some)}"
+        for (what, reasons), refused in dtypes.items():
+            where = "" if len(refused) == len(checks) else f" in {' and '.join(refused)}"
             cases.setdefault((f"{kernel} refuses {what}", f"{where}: {reasons}"), []).append(case)
     return [f"{first}{', '.join(which)}{last}" for (first, last), which in cases.items()]

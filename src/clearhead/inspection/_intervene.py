@@ -87,7 +87,8 @@ class _Editor:
 
     Args:
         running: follows the model.
-        edit: from the name of the running module (``None`` outside the model), its call and output to the new output.
+        edit: a function of the running module's name, its call and its output, which returns another output. The name
+            is ``None`` outside the model.
     """
 
     recomputing = True

@@ -167,18 +167,12 @@ class monitor:
                         "record model._orig_mod", "monitor what torch.compile(model) returned"
                     )
                 ) from None
-        heads = _per_head(recording, self._statistics)
-        values = _scalars(heads)
+        values = _scalars(_per_head(recording, self._statistics, 1))
         if values:
             self._write(step, values)
-        # With one key, the entropy is always 0.
-        several_keys = {
-            name.removeprefix("_orig_mod.")
-            for name, calls in recording.items()
-            if any(call.key_length > 1 for call in calls)
-        }
+        heads = _per_head(recording, self._statistics, 2)  # with one key, the entropy is always 0
         for alarm in self._alarms:
-            alarm.check(step, {key: numbers for key, numbers in heads.items() if key[0] in several_keys})
+            alarm.check(step, heads)
 
     def _close(self) -> None:
         for handle in self._end_hooks:
@@ -218,13 +212,13 @@ class _RootHook:
         return (_RootHook, (None,))
 
 
-def _per_head(recording: record, statistics: Sequence[str]) -> PerHead:
-    """The recorded numbers of modules in which a counted query saw a key."""
+def _per_head(recording: record, statistics: Sequence[str], least_keys: int) -> PerHead:
+    """The recorded numbers of modules with a call of `least_keys` keys, and a counted query that sees a key."""
     summary = recording.summary()
     return {
         (name.removeprefix("_orig_mod."), statistic): summary[statistic][name].double().cpu()
         for name, calls in recording.items()
-        if any(call.sees_any for call in calls)
+        if any(call.key_length >= least_keys for call in calls) and any(call.sees_any for call in calls)
         for statistic in statistics
     }
 

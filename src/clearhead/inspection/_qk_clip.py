@@ -89,12 +89,12 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
     threshold = number("threshold", threshold, "a finite logit > 0", is_positive)
     largest = _largest(max_logits, cast(int, module.num_heads))
     rows = _latent_rows(module) if isinstance(module, MultiHeadLatentAttention) else _query_rows(module)
-    _require_apart(module, {id(part.parameter) for part in rows})
+    _require_apart(module, {id(block.parameter) for block in rows})
     factors = torch.where(largest > threshold, threshold / largest, 1.0)
     with torch.no_grad():
         if bool((factors < 1).any()):  # the version counters of unchanged parameters do not change
-            for part in rows:
-                _scale(part, factors)
+            for block in rows:
+                _scale(block, factors)
     return factors
 
 

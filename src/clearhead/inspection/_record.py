@@ -114,7 +114,7 @@ class record(Drawable, Recorded):
         self._per: Per = per
         remember_names(model)
         self._calls: dict[str, Calls] = {}
-        self._unseen = Unseen(model)
+        self._unseen = Unseen(self._running)
         self._picture_size: tuple[int, int] | None = None
         self._stack = ExitStack()
 
@@ -123,7 +123,7 @@ class record(Drawable, Recorded):
             stack.enter_context(uncompiled(self._running.model))
             stack.enter_context(self._running.following())
             stack.enter_context(observing(self))
-            stack.enter_context(CaptureMode(self._captured, self._missed))
+            stack.enter_context(CaptureMode(self._captured, self._unseen.note))
             self._stack = stack.pop_all()
         return self
 
@@ -184,7 +184,7 @@ class record(Drawable, Recorded):
             return
         what = obstacle(inputs)
         if what is not None:
-            self._unseen.note(what, name)
+            self._unseen.note(what)
             return
         running = self._running.model.get_submodule(name)
         heads: HeadShard | None = getattr(running, "head_shard", None)
@@ -214,11 +214,6 @@ class record(Drawable, Recorded):
             heads.agree(wanted, problem)
         return counted
 
-    def _missed(self, what: str) -> None:
-        name = self._running.current
-        if name is not None:
-            self._unseen.note(what, name)
-
     def __getitem__(self, name: str) -> Calls:
         if not isinstance(name, str) or name not in self._calls:
             recorded = ", ".join(map(repr, self._calls))
@@ -244,14 +239,14 @@ class record(Drawable, Recorded):
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
         calls = self[self.name_of(layer)]
-        if not calls.kept:
+        if not calls.saved:
             raise RecordError(
                 "keep",
                 expected="a record made with keep='queries_keys'",
                 got=f"keep={self._keep!r}",
                 fix="Weights are computed from queries and keys. Record again with keep='queries_keys'.",
             )
-        return calls.kept[index("call", call, len(calls.kept))]
+        return calls.saved[index("call", call, len(calls.saved))]
 
     def patches(self, layer: int | str) -> PatchLayout:
         name = self.name_of(layer)

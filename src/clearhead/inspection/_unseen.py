@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable
 
-from torch import nn
-
 from ..errors import RecordError, UnseenAttentionWarning
+from ._naming import ModuleNames
 
 SOFTMAX = "a softmax over four dimensions"
 
@@ -16,18 +15,18 @@ class Unseen:
     """Collects computations that could not be recorded.
 
     Args:
-        model: the recorded model.
+        running: follows the recorded model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, running: ModuleNames) -> None:
+        self._running = running
         self._modules: dict[str, list[str]] = {}  # from a description of the computation to names of modules
 
-    def note(self, what: str, module: str) -> None:
-        """Note that a module computed something that may be attention, such as ``"a softmax …"``."""
-        names = self._modules.setdefault(what, [])
-        if module not in names:
-            names.append(module)
+    def note(self, what: str) -> None:
+        """Note that the running module computed something that may be attention, such as ``"a softmax …"``."""
+        name, names = self._running.current, self._modules.setdefault(what, [])
+        if name is not None and name not in names:
+            names.append(name)
 
     def report(self, recorded: Collection[str]) -> None:
         """Warn of the noted computations.
@@ -64,5 +63,5 @@ class Unseen:
 
     def _described(self, names: Iterable[str]) -> str:
         return ", ".join(
-            f"{name or 'the model itself'} ({type(self._model.get_submodule(name)).__name__})" for name in names
+            f"{name or 'the model itself'} ({type(self._running.model.get_submodule(name)).__name__})" for name in names
         )
