@@ -81,7 +81,7 @@ def context_parallel(
     decoder with a memory does the same. Each process passes its shard of the memory in the first call.
 
     `clearhead.record`, `monitor` and `qk_clip_` work as on one process. Use them in every process alike. Per-query
-    statistics cover the queries of this process, and ``received`` covers its keys. All others cover the whole.
+    statistics cover the queries of this process, and ``received`` covers its keys. All other_parts cover the whole.
 
     Dropout drops the same weights as one process, for any W, method and layout. They follow from the seed of the first
     process and the indices of batch item, head, query and key in the whole.
@@ -104,10 +104,10 @@ def context_parallel(
         require_mesh(mesh)
         choice("method", method, METHODS)
         require_layout(layout)
-        attentions, others = attention_parts(WHERE, module)
+        attentions, other_parts = attention_parts(WHERE, module)
         heads = [(name, _heads_of(name, attention, method, mesh.size())) for name, attention in attentions]
         facts = {"method": fingerprint(method), "layout": fingerprint(layout)}
-        return facts | facts_of_module(module, attentions, others) | {"heads": fingerprint(heads)}, attentions
+        return facts | facts_of_module(module, attentions, other_parts) | {"heads": fingerprint(heads)}, attentions
 
     def read(gathered: Gathered, attentions: Attentions) -> Attentions:
         require_equal(WHERE, gathered, gathered[0], "Split the same module in the same way in every process.")
