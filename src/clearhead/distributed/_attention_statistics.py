@@ -103,7 +103,7 @@ def attention_statistics(
         torch.Size([2, 4, 7])
         >>> dist.destroy_process_group()
     """
-    arguments: dict[str, Any] = dict(locals())
+    arguments: dict[str, Any] = dict(locals())  # those of the function of one process, and these two
     del arguments["mesh"], arguments["layout"]
     group, device = group_of(mesh)
     if dist.get_world_size(group) == 1:

@@ -81,7 +81,7 @@ def context_parallel(
     decoder with a memory does the same. Each process passes its shard of the memory in the first call.
 
     `clearhead.record`, `monitor` and `qk_clip_` work as on one process. Use them in every process alike. Per-query
-    statistics cover the queries of this process, and ``received`` covers its keys. All other_parts cover the whole.
+    statistics cover the queries of this process, and ``received`` covers its keys. All others cover the whole.
 
     Dropout drops the same weights as one process, for any W, method and layout. They follow from the seed of the first
     process and the indices of batch item, head, query and key in the whole.

@@ -33,7 +33,7 @@ from ._methods import heads_divide
 
 Placements = dict[str, Placement]
 
-#: Placements of the parameters of a linear layer, or of LoRA's around one; other_parts are replicated.
+#: Placements of the parameters of a linear layer, or of LoRA's around one; others are replicated.
 _COLUMNS: Placements = {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}
 _ROWS: Placements = {"weight": Shard(1), "lora_A": Shard(1)}
 
