@@ -19,6 +19,9 @@ from clearhead.errors import ClearheadError
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 
 HEADS, DIM, EMBED = 8, 4, 32
+METHODS = ("heads", "gather", "ring")
+methods = pytest.mark.parametrize("method", METHODS)
+layouts = pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 #: Makes a module that cannot be split.
 LATENT = partial(
     clearhead.MultiHeadLatentAttention, EMBED, 4, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4

@@ -23,23 +23,21 @@ from .building import (
     EMBED,
     HEADS,
     LATENT,
+    METHODS,
     attention,
     decoder,
     encoder,
     full,
     gradients,
+    layouts,
     mask,
+    methods,
     passes,
     refuses,
     sequences,
 )
 from .comparing import compare_in_parts
 from .processes import in_processes, line, processes, square
-
-METHODS = ("heads", "gather", "ring")
-LAYOUTS = ("contiguous", "zigzag")
-methods = pytest.mark.parametrize("method", METHODS)
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 @in_processes(2)

@@ -14,10 +14,8 @@ from clearhead import masks
 from clearhead.caches import CrossKVCache
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 
-from .building import EMBED, MASKS, attention, collectives, decoder, encoder, mask, refuses, sequences
+from .building import EMBED, MASKS, attention, collectives, decoder, encoder, layouts, mask, refuses, sequences
 from .processes import in_processes, line, square
-
-layouts = pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float = 1e-12, what: str = "") -> None:

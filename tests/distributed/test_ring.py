@@ -16,10 +16,8 @@ from benchmarks.distributed import Live
 from clearhead import masks
 from clearhead.distributed import context_parallel, shard_sequence
 
-from .building import DIM, EMBED, attention
+from .building import DIM, EMBED, attention, layouts
 from .processes import in_processes, line
-
-layouts = pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 
 
 def _plain(dtype: torch.dtype) -> Any:

@@ -13,7 +13,7 @@ from clearhead import masks
 from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
 from clearhead.errors import KernelError
 
-from .building import HEADS, attention, gradients, require_close, sequences
+from .building import HEADS, attention, gradients, layouts, methods, require_close, sequences
 from .processes import in_processes, line
 
 MATCH = "second derivatives do not follow exchanges"
@@ -54,8 +54,8 @@ def _first_then_second(output: Tensor, x: Tensor) -> None:
 
 
 @in_processes(2)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("method", ["heads", "gather", "ring"])
+@layouts
+@methods
 def test_where_sequences_are_split_they_are_refused(method: Any, layout: Any) -> None:
     split = context_parallel(attention(2), line(), method=method, layout=layout)
     x = shard_sequence(*sequences(9), line(), layout=layout).clone().requires_grad_()

@@ -12,10 +12,8 @@ import clearhead.distributed._collectives
 from clearhead.distributed import gather_sequence, shard_sequence
 from clearhead.errors import ArgumentError, DTypeError
 
-from .building import collectives, refuses
+from .building import collectives, layouts, refuses
 from .processes import in_processes, line, square
-
-layouts = pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 
 
 @in_processes(2, 3, 4)
@@ -94,6 +92,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("layout", "spiral", "layout: expected 'contiguous' or 'zigzag', got 'spiral'"),
     ("layout", "zigzag", "gather_sequence: layout: expected the same in every process"),
     ("tensor", [1.0], "tensor: expected"),
+    ("tensor", torch.zeros(()), "tensor: expected a dimension to cut, got a tensor of none"),
     ("tensor", _X.double(), "gather_sequence: dtype: expected the same in every process"),
     ("tensor", torch.zeros(1, 4, 3), "gather_sequence: shape: expected the same in every process"),
     ("tensor", torch.zeros(2, 7, 3), "as shard_sequence cuts them"),

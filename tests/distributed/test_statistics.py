@@ -23,11 +23,9 @@ from clearhead.distributed import (
 )
 from clearhead.errors import ArgumentError, ClearheadError, DistributedError, RecordError
 
-from .building import attention, collectives, encoder, full, mask, refuses, require_close, sequences
+from .building import METHODS, attention, collectives, encoder, full, mask, methods, refuses, require_close, sequences
 from .comparing import EVERY_STATISTIC, compare_records, compare_statistics
 from .processes import in_processes, line, square
-
-METHODS = ("heads", "gather", "ring")
 
 
 @in_processes(2)
@@ -48,7 +46,7 @@ def test_every_statistic_of_one_call(way: str) -> None:
 
 
 @in_processes(2)
-@pytest.mark.parametrize("method", METHODS)
+@methods
 def test_other_calls(method: Any) -> None:
     """Positions, cross-attention, no keys, several recorders and steps, training with dropout."""
     mesh, whole = line(), attention(4, dropout=0.3)

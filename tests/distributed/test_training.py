@@ -27,10 +27,8 @@ from clearhead import masks
 from clearhead.distributed import clip_grad_norm_, context_parallel, shard_sequence, tensor_parallel
 from clearhead.errors import ArgumentError, DTypeError
 
-from .building import EMBED, attention, encoder, full, gradients, mask, require_close, sequences
+from .building import EMBED, METHODS, attention, encoder, full, gradients, mask, methods, require_close, sequences
 from .processes import Groups, in_processes, line, processes, square
-
-METHODS = ("heads", "gather", "ring")
 
 
 def _loss(output: Tensor, labels: Tensor) -> Tensor:
@@ -206,7 +204,7 @@ class _Recomputed(nn.Module):
 
 
 @in_processes(2)
-@pytest.mark.parametrize("method", METHODS)
+@methods
 def test_activation_checkpointing(method: Any) -> None:
     """The same exchanges are made again."""
     whole, (x,) = attention(2, position="rotary", sinks=True), sequences(13)

@@ -18,10 +18,9 @@ from clearhead import masks
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 from clearhead.errors import ClearheadError, DistributedError, RecordError
 
-from .building import HEADS, attention, collectives, encoder, full, refuses, require_close, sequences
+from .building import HEADS, METHODS, attention, collectives, encoder, full, methods, refuses, require_close, sequences
 from .processes import Groups, in_processes, line, square
 
-METHODS = ("heads", "gather", "ring")
 SCALARS = ("entropy", "max_logit", "raw_max_logit", "sink", "confidence")
 
 
@@ -66,7 +65,7 @@ def test_a_monitor_gives_every_process_the_same(groups: Groups, count: int, meth
 
 
 @in_processes(2)
-@pytest.mark.parametrize("method", METHODS)
+@methods
 def test_activation_checkpointing(method: Any) -> None:
     """What activation checkpointing computes again is not recorded, in any process."""
     module = context_parallel(attention(2), line(), method=method)

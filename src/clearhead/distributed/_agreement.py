@@ -105,7 +105,7 @@ def agree_on(
     Returns:
         The result of `read`.
     """
-    first, *others = groups
+    first, *head_groups = groups
     try:
         try:
             facts, local = find()
@@ -114,10 +114,10 @@ def agree_on(
             raise
         result = read(agree(where, first, device, facts), local)
     except Exception as error:
-        for group in others:
+        for group in head_groups:
             agree(where, group, device, error)
         raise
-    for group in others:
+    for group in head_groups:
         agree(where, group, device, {})
     return result
 
@@ -134,8 +134,8 @@ def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessG
     """
     if group not in _groups:
         ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
-        made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-        _groups[group] = cast(dist.ProcessGroup, made)
+        agreements = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        _groups[group] = cast(dist.ProcessGroup, agreements)
     return _groups[group]
 
 

@@ -103,7 +103,7 @@ def attention_statistics(
         torch.Size([2, 4, 7])
         >>> dist.destroy_process_group()
     """
-    arguments: dict[str, Any] = dict(locals())
+    arguments: dict[str, Any] = dict(locals())  # those of the function of one process, and these two
     del arguments["mesh"], arguments["layout"]
     group, device = group_of(mesh)
     if dist.get_world_size(group) == 1:
@@ -164,8 +164,8 @@ def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
     with torch.no_grad(), autocast_off(query):
         call = valid_call(query, key, values[0] if values else None, Request(**numbers), environment)
     operands = call.query, call.key, call.value if need_values(names) else call.key[..., :0]
-    for name, place in positions.items():
-        as_positions(name, place, per_head=name == "key_positions")
+    for name, position in positions.items():
+        as_positions(name, position, per_head=name == "key_positions")
     if query_mask is not None:
         query_marks(query_mask)
     request = Request(None if mask is None else as_mask(mask), **numbers, **positions)

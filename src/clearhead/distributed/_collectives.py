@@ -126,7 +126,7 @@ class _GatherShards(torch.autograd.Function):
     def forward(ctx: Any, shards: Shards, group: Group, where: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.group, ctx.where, ctx.shapes = shards, group, where, [x.shape for x in tensors]
         with step("forward: all-gather", where):
-            return tuple(shards.join(parts, 0) for parts in _all_gather(tensors, shards, group))
+            return tuple(shards.join(gathered, 0) for gathered in _all_gather(tensors, shards, group))
 
     @staticmethod
     @differentiable_once
@@ -157,7 +157,7 @@ def _all_gather(tensors: Sequence[Tensor], shards: Shards, group: Group) -> list
     for target, x in zip(_features(sent[:count], [x.shape for x in tensors]), tensors, strict=True):
         target.copy_(x)
     ranks = from_every_rank(sent, group)  # (W, longest, features)
-    return [list(parts) for parts in zip(*(_features(x, [x.shape for x in tensors]) for x in ranks), strict=True)]
+    return [list(gathered) for gathered in zip(*(_features(x, [x.shape for x in tensors]) for x in ranks), strict=True)]
 
 
 def _features(rows: Tensor, shapes: Shapes) -> list[Tensor]:

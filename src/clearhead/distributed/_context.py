@@ -104,10 +104,10 @@ def context_parallel(
         require_mesh(mesh)
         choice("method", method, METHODS)
         require_layout(layout)
-        attentions, others = attention_parts(WHERE, module)
+        attentions, other_parts = attention_parts(WHERE, module)
         heads = [(name, _heads_of(name, attention, method, mesh.size())) for name, attention in attentions]
         facts = {"method": fingerprint(method), "layout": fingerprint(layout)}
-        return facts | facts_of_module(module, attentions, others) | {"heads": fingerprint(heads)}, attentions
+        return facts | facts_of_module(module, attentions, other_parts) | {"heads": fingerprint(heads)}, attentions
 
     def read(gathered: Gathered, attentions: Attentions) -> Attentions:
         require_equal(WHERE, gathered, gathered[0], "Split the same module in the same way in every process.")

@@ -133,7 +133,7 @@ def decode(
         environment: the environment of the call.
     """
     query, key, value = inputs
-    grid, columns = _place(layer.num_heads, query, key, cache, memory, group)
+    grid, columns = _grid_and_columns(layer.num_heads, query, key, cache, memory, group)
     with unchanged_if_refused((cache,), query, layer.request.mask, mask):
         combined = layer.combined(mask)
         if combined is not None:
@@ -163,7 +163,7 @@ def decode(
     return Results(output.to(q.dtype))
 
 
-def _place(
+def _grid_and_columns(
     num_heads: int, query: Tensor, key: Tensor, cache: SplitCache, memory: list[Shards], group: dist.ProcessGroup
 ) -> tuple[Grid, Tensor]:
     """The grid of the new tokens and the keys of all processes, and the keys that this process then holds."""

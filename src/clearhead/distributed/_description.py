@@ -32,7 +32,7 @@ def attention_parts(where: str, module: object) -> tuple[Attentions, Named]:
         DTypeError: for another module than a `MultiHeadAttention`, or a layer or stack made of them.
     """
     attentions: Attentions = []
-    others: Named = []
+    other_parts: Named = []
     layers: list[tuple[str, object]] = [("module", module)]
     if isinstance(module, Encoder | Decoder):
         layers = [(f"module.layers.{index}", layer) for index, layer in enumerate(module.layers)]
@@ -44,14 +44,14 @@ def attention_parts(where: str, module: object) -> tuple[Attentions, Named]:
             raise _unfit(where, name, layer)
         for key, part in layer.named_children():
             if key not in ("self_attention", "cross_attention"):
-                others.append((f"{name}.{key}", part))
+                other_parts.append((f"{name}.{key}", part))
             elif isinstance(part, MultiHeadAttention):
                 attentions.append((f"{name}.{key}", part))
             else:
                 raise _unfit(where, f"{name}.{key}", part)
     if isinstance(module, Encoder | Decoder):
-        others.append(("module.norm", module.norm))
-    return attentions, others
+        other_parts.append(("module.norm", module.norm))
+    return attentions, other_parts
 
 
 def _unfit(where: str, name: str, module: object) -> DTypeError:
@@ -69,7 +69,7 @@ def _unfit(where: str, name: str, module: object) -> DTypeError:
     return DTypeError(f"{where}: {name}", expected=expected, got=type(module).__name__, fix=fix)
 
 
-def facts_of_module(module: nn.Module, attentions: Attentions, others: Named) -> dict[str, int]:
+def facts_of_module(module: nn.Module, attentions: Attentions, other_parts: Named) -> dict[str, int]:
     """Facts by the names that messages use. They are equal for equal modules, for any values of parameters."""
 
     def described(name: str) -> list[str]:
@@ -85,7 +85,7 @@ def facts_of_module(module: nn.Module, attentions: Attentions, others: Named) ->
     aspects["parts beside attention"] = [
         # A function is no submodule, so the repr of a feed-forward part does not contain it.
         (name, _described(part), _described(part.activation) if isinstance(part, FeedForward) else "")
-        for name, part in others
+        for name, part in other_parts
     ]
     aspects["module"] = (  # all else
         [(name, part.num_heads, part.num_kv_heads, part.head_dim, part.sinks is None) for name, part in attentions],

@@ -140,7 +140,7 @@ def split_norm(module: nn.Module, mesh: DeviceMesh, placement: Placement, name: 
     """Let a norm compute with `DTensor`s of one placement."""
 
     def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
-        return whole_output(output) if placement.is_replicate() else local(output)
+        return replicated_output(output) if placement.is_replicate() else local(output)
 
     place_input(module, partial(placed, mesh, placement, name))
     module.register_forward_hook(after)
@@ -200,9 +200,9 @@ def features_of_output(features: slice, output: Any) -> Tensor:
 def summed_output(name: str, output: Any) -> Tensor:
     """The output of a projection that is split row-wise."""
     with step(f"forward: all-reduce of the output of {name}", WHERE):
-        return whole_output(output.redistribute(placements=[Replicate()]))
+        return replicated_output(output.redistribute(placements=[Replicate()]))
 
 
-def whole_output(output: Any) -> Tensor:
+def replicated_output(output: Any) -> Tensor:
     """A replicated output. It is no view, because `fully_shard` warns if a module returns a view."""
     return output.to_local().clone()

@@ -100,9 +100,9 @@ def _size(interval: slice) -> int:
     return interval.stop - interval.start
 
 
-def _joined(*parts: slice) -> tuple[slice, ...]:
+def _joined(*intervals: slice) -> tuple[slice, ...]:
     """One or two intervals in ascending order, without empty ones. Neighbours become one interval."""
-    first, last = parts[0], parts[-1]
+    first, last = intervals[0], intervals[-1]
     if first.stop == last.start:
-        parts = (slice(first.start, last.stop),)
-    return tuple(interval for interval in parts if _size(interval))
+        intervals = (slice(first.start, last.stop),)
+    return tuple(interval for interval in intervals if _size(interval))

@@ -185,6 +185,8 @@ def _is_context_parallel(module: nn.Module) -> bool:
 
 def _drops_shared_features(module: nn.Module) -> bool:
     """Whether dropout acts on features that every process holds. Hidden features of feed-forward parts are split."""
-    _, others = attention_parts(WHERE, module)
-    parts = (part for _, other in others if not isinstance(other, FeedForward | SwiGLU) for part in other.modules())
+    _, other_parts = attention_parts(WHERE, module)
+    parts = (
+        part for _, module in other_parts if not isinstance(module, FeedForward | SwiGLU) for part in module.modules()
+    )
     return any(isinstance(part, nn.Dropout) and part.p > 0 for part in parts)

@@ -59,11 +59,11 @@ class Plan:
         Returns:
             The facts of the module that the processes agree on.
         """
-        attentions, others = attention_parts(WHERE, module)
+        attentions, other_parts = attention_parts(WHERE, module)
         for name, attention in attentions:
             self._add_attention(name, attention)
-        for name, part in others:
-            self._add_other(name, part)
+        for name, part in other_parts:
+            self._add_part(name, part)
         for name, parameter in module.named_parameters():
             if id(parameter) not in self.roles:  # each process would train it for itself
                 raise ArgumentError(
@@ -72,9 +72,9 @@ class Plan:
                     got=f"a {parameter.dtype} parameter that cannot be split",
                     fix="Leave the part that holds it out, or replace it.",
                 )
-        return facts_of_module(module, attentions, others)
+        return facts_of_module(module, attentions, other_parts)
 
-    def _add_other(self, name: str, part: nn.Module) -> None:
+    def _add_part(self, name: str, part: nn.Module) -> None:
         if isinstance(part, FeedForward):
             _require_no_parameters(f"{name}.activation", part.activation)
             self._add_linear(f"{name}.linear1", part.linear1, _COLUMNS)
