@@ -1,5 +1,5 @@
-// Forward and backward pass of bfloat16 for instruction sets that multiply pairs of it; everything else is that of AVX-512.
-// The source that includes this defines what isa.h lists, and HAS_AMX if there are tile registers.
+// The forward and backward pass of bfloat16 for instruction sets that multiply pairs. Everything else is AVX-512's.
+// The including source defines the macros of vector.h, and HAS_AMX if there are tile registers.
 #pragma once
 #include "backward_pairs.h"
 

@@ -11,7 +11,7 @@ namespace clearhead {
 
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
 
-// The child of a fork has none of its parent's threads, and OpenMP would wait for them for ever.
+// A forked child has none of its parent's threads, and OpenMP would wait for them forever.
 void stay_alone_after_fork();
 extern bool forked;
 
@@ -48,7 +48,7 @@ struct Free {
     void operator()(void* memory) const { free(memory); }
 };
 
-// Zeros, which cost nothing until they are touched where they are many.
+// Zeros. Pages of a large array are allocated on first use.
 template <class T>
 std::unique_ptr<T[], Free> zeros(int64_t count) {
     T* memory = static_cast<T*>(calloc(static_cast<size_t>(count) + 1, sizeof(T)));

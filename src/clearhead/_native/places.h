@@ -1,13 +1,13 @@
-// Of a panel's weights what depends on where keys stand: of the first keys, at offsets from the row, and their distance.
+// Statistics of a panel that depend on positions: weights of the first keys, weights at offsets, and distances.
 #pragma once
 #include "score_panel.h"
 
 namespace clearhead::ISA {
 
-// What the panel holds for a key in the lane of a row; null where no row sees anything of the key's block.
-static const float* held(const ScorePanel& panel, int64_t key, int64_t lane) {
+// The panel's number for a key in the lane of a row. Null if no row sees a key of its block.
+static const float* cell_of(const ScorePanel& panel, int64_t key, int64_t lane) {
     if (key < panel.start || key >= panel.stop) return nullptr;
-    if (!panel.seen[panel.number(key / BLOCK * BLOCK)]) return nullptr;
+    if (!panel.visible_blocks[panel.number(key / BLOCK * BLOCK)]) return nullptr;
     return panel.at(key) + lane;
 }
 
@@ -17,14 +17,14 @@ static void write_sink(const Problem& p, const Statistics& s, const ScorePanel& 
         const int32_t* keys = s.first_keys + (batch * p.heads + rows.head[lane]) * s.sink_keys;
         double sum = 0;
         for (int64_t n = 0; n < s.sink_keys; n++) {
-            const float* weight = held(panel, keys[n], lane);
+            const float* weight = cell_of(panel, keys[n], lane);
             if (weight) sum += *weight;
         }
         s.sink[p.row_place(batch, rows.head[lane], rows.row[lane])] = static_cast<float>(sum * panel.factor[lane]);
     }
 }
 
-// work(where the weight of an offset goes, the key there, its lane)
+// Calls work(place of the weight, key, lane) for each row and offset.
 template <class Work>
 INLINE void each_stripe(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch, const Work& work) {
     const Rows& rows = panel.tile.rows;
@@ -34,17 +34,17 @@ INLINE void each_stripe(const Problem& p, const Statistics& s, const ScorePanel&
     }
 }
 
-// Notes which rows see a key at each offset, while the panel still holds scores: a weight can be zero.
+// Notes which rows see a key at each offset. This needs scores, because a weight can be zero.
 static void find_stripes(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
     each_stripe(p, s, panel, batch, [&](float& to, int64_t key, int64_t lane) {
-        const float* score = key < p.keys ? held(panel, key, lane) : nullptr;
+        const float* score = key < p.keys ? cell_of(panel, key, lane) : nullptr;
         to = score && *score > -INFINITY ? 0.f : -1.f;
     });
 }
 
 static void write_stripes(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
     each_stripe(p, s, panel, batch, [&](float& to, int64_t key, int64_t lane) {
-        if (to == 0) to = *held(panel, key, lane) * panel.factor[lane];
+        if (to == 0) to = *cell_of(panel, key, lane) * panel.factor[lane];
     });
 }
 

@@ -1,4 +1,4 @@
-// `_attention.Plan`: everything of a call but its addresses, checked once.
+// `_attention.Plan`: all properties of a call except addresses, checked once.
 #pragma once
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -7,7 +7,7 @@
 
 namespace clearhead {
 
-// The instruction sets this was built for, the one with the most features first.
+// The instruction sets of this build, those with more features first.
 extern const InstructionSet* const INSTRUCTION_SETS[];
 extern const int64_t INSTRUCTION_SET_COUNT;
 

@@ -1,10 +1,10 @@
-// What is known of the rows of a panel once their sums are: lse and what follows from it, outputs, and what keys receive.
+// Results of the rows of a panel from their sums: lse, statistics per row, outputs, and the sums over rows.
 #pragma once
 #include "score_panel.h"
 
 namespace clearhead::ISA {
 
-// What is known of each row once its sums are: in double, because it is a handful of numbers.
+// Statistics of each row from its sums, in double.
 static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel, int64_t batch) {
     const Rows& rows = panel.tile.rows;
     for (int64_t lane = 0; lane < rows.count; lane++) {
@@ -13,7 +13,7 @@ static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel
         const double highest = panel.tile.row_max[lane] + panel.shift[lane];
         const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : highest * ln2;
         double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
-        if (p.sinks && sum != 0) {  // one more term of the total: with shift the larger of row maximum and sink,
+        if (p.sinks && sum != 0) {  // one more term of the total, where shift is the larger of row maximum and sink
             const double sink = p.sinks[rows.head[lane]], shift = row_max < sink ? sink : row_max;
             const double total = sum * exp(row_max - shift) + exp(sink - shift);
             factor = exp(row_max - shift) / total;  // from e^(s − row maximum) to e^(s − shift), over the total
@@ -50,7 +50,7 @@ static void write_output(const Problem& p, const Statistics& s, const ScorePanel
     }
 }
 
-// Adds what each key of a part gets from the rows of a panel, row by row in the lanes.
+// Adds the weights of each key of a part, row by row in the lanes.
 template <int V>
 static void receive_part(const ScorePanel& panel, int64_t start, int64_t stop, float* lanes) {
     Floats factors[V];
@@ -63,14 +63,14 @@ static void receive_part(const ScorePanel& panel, int64_t start, int64_t stop, f
     }
 }
 
-// Adds to some sums, and what is lost by rounding to their errors (Knuth's two-sum).
+// Adds to sums, and adds the rounding errors to `errors` (Knuth's two-sum).
 INLINE void add_with_error(Floats x, float* sums, float* errors) {
     const Floats before = load(sums), after = before + x, added = after - before;
     store(sums, after);
     store(errors, load(errors) + ((before - (after - added)) + (x - added)));
 }
 
-// What each key receives from the rows of some panels, whose lanes are summed last.
+// Σ p of each key over the rows of some panels. Lanes are summed last.
 static void receive(const Problem& p, const ScorePanel* panels, int64_t count, const TaskSums& to) {
     for (int64_t block = 0; block < p.keys; block += BLOCK) {
         float lanes[BLOCK * LANES] = {};
@@ -78,7 +78,7 @@ static void receive(const Problem& p, const ScorePanel* panels, int64_t count, c
         for (int64_t n = 0; n < count; n++) {
             const ScorePanel& panel = panels[n];
             const int64_t start = larger(block, panel.start), stop = smaller(block + BLOCK, panel.stop);
-            if (start >= stop || !panel.seen[panel.number(block)]) continue;
+            if (start >= stop || !panel.visible_blocks[panel.number(block)]) continue;
             any = true;
             by_vectors(panel.tile.rows.vectors, [&](auto v) {
                 receive_part<v.value>(panel, start, stop, lanes + (start - block) * LANES);

@@ -52,8 +52,8 @@ def _empty_lse(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float64)
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = query.shape
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length = query.shape[:3]
     shape = (batch, heads, length, value.shape[-1])
     # As `NativePlan` lays outputs out; computed anew, because strides of a graph may be symbols.
     if query.stride(1) < query.stride(2):
@@ -61,7 +61,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
     return query.new_empty(shape), _empty_lse(query)
 
 
-def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
     return *gradients, _empty_lse(query).float()
 
@@ -78,11 +78,11 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
         output_gradient = torch.zeros_like(output)
     call = NativeArguments(*tensors, *ctx.numbers)
     *gradients, correction = torch.ops.clearhead.attention_backward(*call, output, lse, output_gradient, lse_gradient)
-    found: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=True))
+    of_inputs: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=True))
     if call.sinks is not None:
         # The operator takes sinks in any dtype, and its backward gives δ, of which their gradient is a sum.
-        found["sinks"] = sinks_gradient(call.sinks, correction, lse)
-    return tuple(found.get(name) for name in NativeArguments._fields)
+        of_inputs["sinks"] = sinks_gradient(call.sinks, correction, lse)
+    return tuple(of_inputs.get(name) for name in NativeArguments._fields)
 
 
 _library.impl("attention", _forward, "CPU")

@@ -1,4 +1,4 @@
-"""Which calls the native kernel can run, and of which it gives statistics."""
+"""Refusals of the native kernel, for outputs and for statistics."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..masks._grid import Grid
 from ._base import Refusal, refusals_of_heads
 from ._native_plan import DTYPES
 
-_MOST_CELLS = 1 << 26  # of a mask that has to be written down for statistics
+_MOST_CELLS = 1 << 26  # of a mask that has to be written to memory for statistics
 
 
 def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-    """Every reason against a call; see `Kernel.refusals`."""
+    """Every reason against a call, as `Kernel.refusals` returns them."""
     if extension is None:
         return (Refusal("{reason}", reason=why_missing),)
     reasons: list[Refusal] = []
@@ -26,7 +26,7 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
     if spec.learns_bias and (spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None):
         reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
     if spec.documents is not None:
-        reasons += _reasons_of_documents(spec, mask, grid)
+        reasons += _reasons_of_packed_sequences(spec, mask, grid)
     if not spec.tracing:
         reasons += _reasons_of_values(spec, mask, grid)
     elif torch.compiler.is_exporting() or torch.jit.is_tracing():
@@ -44,7 +44,7 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
     return refusals_of_heads(mask, grid)
 
 
-def _reasons_of_documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
+def _reasons_of_packed_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
     if spec.tracing or spec.dispatching:
         return [Refusal("documents are no operator that a graph could hold")]
     if mask is not None and mask.structure(grid).only_band(grid) is None:
@@ -53,7 +53,7 @@ def _reasons_of_documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
 
 
 def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | None:
-    """The shape of the one bias that wants a gradient, (1 or B, H, L, S); ``None`` for several or other shapes."""
+    """The shape (1 or B, H, L, S) of the only bias that needs a gradient, ``None`` for several or other shapes."""
     batch, heads, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
     parts = [] if mask is None else mask.parts()
     learnt = [part for part in parts if any(bias.requires_grad for bias in part.bias_tensors())]
@@ -67,10 +67,10 @@ def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | N
 
 
 def refuses_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
-    """Whether the kernel gives no statistics of a call that it can run.
+    """Whether the kernel computes no statistics of a call that it can run.
 
-    That is where a mask would first have to be written down and is large, and where a dispatch mode sees operations:
-    unlike an output, statistics are no operator that it could see.
+    It refuses large masks that would first have to be written to memory. It refuses calls under a dispatch mode,
+    because its statistics are not a PyTorch operator.
     """
     if spec.dispatching or spec.documents is not None:
         return True
@@ -79,5 +79,5 @@ def refuses_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bo
 
 
 def reads_in_place(mask: Mask | None, grid: Grid) -> bool:
-    """Whether nothing of the mask has to be written down."""
+    """Whether the kernel reads the mask without writing it to memory first."""
     return mask is None or all(part.structure(grid).exact for part in mask.parts())
