@@ -126,14 +126,15 @@ INLINE void fetch_part(const Problem& p, int64_t batch, int64_t kv_head, int64_t
 }
 
 // Transposes rows into columns `stride` apart. vector(row, column) returns LANES numbers of a row from a column on.
-template <class Vector>
-INLINE void transpose_rows(int64_t rows, int64_t columns, int64_t stride, float* to, const Vector& vector) {
+template <class T, class Vector>
+INLINE void transpose_rows(int64_t rows, int64_t columns, int64_t stride, T* to, const Vector& vector) {
     for (int64_t i = 0; i < rows; i += LANES)
         for (int64_t j = 0; j < columns; j += LANES) {
             Floats square[LANES];
             for (int r = 0; r < LANES; r++) square[r] = vector(i + r, j);
             transpose(square);
-            for (int64_t r = 0; r < smaller(LANES, columns - j); r++) store(to + (j + r) * stride + i, square[r]);
+            for (int64_t r = 0; r < smaller(LANES, columns - j); r++)
+                memcpy(to + (j + r) * stride + i, &square[r], sizeof(Floats));
         }
 }
 
