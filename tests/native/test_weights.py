@@ -130,6 +130,25 @@ def test_second_derivatives(of: str, ran: list[str]) -> None:
         assert gradient.requires_grad == expected.requires_grad
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 7, 11), (7, 11)], ids=["differentiated here", "left to others"])
+def test_a_learnt_bias_gets_the_gradients_of_both_results(shape: tuple[int, ...]) -> None:
+    query, key, bias = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 11, 5), torch.randn(shape)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        learnt, k = bias.to(dtype, copy=True).requires_grad_(), key.to(dtype)
+        results = attention_with_weights(query.to(dtype), k, k, mask=masks.bias(learnt))
+        return torch.autograd.grad(sum(x.square().sum() for x in results), learnt)[0]
+
+    torch.testing.assert_close(gradient(torch.float32).double(), gradient(torch.float64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "dropout_p"), [(torch.float32, 0.5), (torch.bfloat16, 0.0)], ids=str)
+def test_dropout_and_half_precision_take_two_passes(dtype: torch.dtype, dropout_p: float, ran: list[str]) -> None:
+    x = torch.randn(2, 3, 7, 5).to(dtype)
+    attention_with_weights(x, x, x, dropout_p=dropout_p)
+    assert ran.count("native_weights") == 1
+
+
 def test_the_same_bits_with_and_without_gradients_and_watched(ran: list[str]) -> None:
     """So that checkpointing computes again what it computed, and a record changes nothing, in one step or not."""
     attend = clearhead.MultiHeadAttention(24, 3)

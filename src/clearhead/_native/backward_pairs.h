@@ -227,4 +227,13 @@ void backward<BFloat16>(const Problem& p, const Task& task, float* sums, float* 
     }
 }
 
+// The instruction set of a source that defines the macros of vector.h, and HAS_AMX if there are tile registers. Everything
+// but the forward and backward pass of bfloat16 is AVX-512's.
+constexpr InstructionSet table(const char* name, bool (*supported)()) {
+    Kernels pairs = {};
+    pairs.forward_scratch = forward_scratch<BFloat16>, pairs.forward = forward<BFloat16>;
+    pairs.backward_scratch = backward_scratch_of_pairs, pairs.backward = backward<BFloat16>;
+    return {name, supported, {{}, pairs, {}}};
+}
+
 }  // namespace clearhead::ISA

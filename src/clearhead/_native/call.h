@@ -1,4 +1,4 @@
-// The arguments of one call of a plan, in the order of Python.
+// `_attention.Plan`: all properties of a call except addresses, checked once; and the arguments of its calls.
 #pragma once
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -6,6 +6,13 @@
 #include "driver.h"
 
 namespace clearhead {
+
+// The instruction sets of this build, those with more features first.
+extern const InstructionSet* const INSTRUCTION_SETS[];
+extern const int64_t INSTRUCTION_SET_COUNT;
+
+// Adds the type `Plan` to a module. False with a Python error.
+bool add_plan_type(PyObject* module);
 
 // The problem of a plan with the addresses of one call.
 struct Call {

@@ -34,7 +34,7 @@ bool supported() {
 #define ROW_VECTORS 3
 #define STEP 8
 #define HAS_AMX
-#include "kernel_pairs.h"
+#include "backward_pairs.h"
 
 constexpr clearhead::InstructionSet clearhead::amx_pairs = clearhead::amx::table("amx", supported);
 #endif

@@ -5,7 +5,6 @@
 #include "call.h"
 #include "coverage.h"
 #include "parallel.h"
-#include "plan.h"
 
 #ifdef COMPILES_PAIRS
 #include <cpuid.h>

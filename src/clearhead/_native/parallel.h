@@ -1,6 +1,9 @@
 // Threads, and the memory that each keeps from call to call.
 #pragma once
 #include <stdlib.h>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
 
 #include <memory>
 #include <new>
@@ -12,8 +15,13 @@ namespace clearhead {
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
 
 // A forked child has none of its parent's threads, and OpenMP would wait for them forever.
-void stay_alone_after_fork();
-extern bool forked;
+inline bool forked = false;
+
+inline void stay_alone_after_fork() {
+#if !defined(_WIN32)
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+}
 
 // Memory that a thread keeps from call to call, because fresh pages cost more than a small call.
 class Scratch {

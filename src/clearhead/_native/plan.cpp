@@ -1,12 +1,10 @@
-#include "plan.h"
+#include "arguments.h"
+#include "call.h"
 
 #include <limits.h>
 
 #include <initializer_list>
 #include <new>
-
-#include "arguments.h"
-#include "call.h"
 
 namespace clearhead {
 namespace {

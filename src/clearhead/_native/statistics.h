@@ -7,7 +7,6 @@
 #include "exact.h"
 #include "largest.h"
 #include "maps.h"
-#include "places.h"
 #include "row_results.h"
 
 namespace clearhead::ISA {
