@@ -79,8 +79,8 @@ FAULTS = (
     ),
     Fault(
         "tile.h",
-        "memcpy(kept, both + place % GROUP, GROUP * sizeof(Ints));",
-        "memcpy(kept, both, GROUP * sizeof(Ints));",
+        "memcpy(undropped, both + place % GROUP, GROUP * sizeof(Ints));",
+        "memcpy(undropped, both, GROUP * sizeof(Ints));",
         "dropout of a call that begins inside a group of keys",
     ),
     Fault(
@@ -115,7 +115,7 @@ FAULTS = (
     ),
     Fault(
         "backward.h",
-        "store(weights + place, only_where(kept[t], weight));",
+        "store(weights + place, only_where(undropped[t], weight));",
         "store(weights + place, weight);",
         "the gradient of values is taken without dropout",
     ),
@@ -133,8 +133,8 @@ FAULTS = (
     ),
     Fault(
         "decode.h",
-        "seen = seen || best[r] != -INFINITY;",
-        "seen = best[r] != -INFINITY;",
+        "visible = visible || best[r] != -INFINITY;",
+        "visible = best[r] != -INFINITY;",
         "only a chunk's last row is asked for keys",
     ),
     Fault(

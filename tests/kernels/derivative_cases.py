@@ -45,10 +45,6 @@ class Option:
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
-def _masked(mask: object) -> Option:
-    return Option(lambda: {"mask": mask})
-
-
 def _biased(*shape: int) -> Option:
     return Option(lambda bias: {"mask": masks.bias(bias)}, (shape,))
 
@@ -63,7 +59,7 @@ def _everything(bias: Tensor, sinks: Tensor) -> dict[str, Any]:
 
 
 OPTIONS: dict[str, Option] = {
-    **{name: _masked(mask) for name, mask in MASKS.items()},
+    **{name: Option(lambda mask=mask: {"mask": mask}) for name, mask in MASKS.items()},
     "bias (L, S)": _biased(L, S),
     "bias (1, H, L, S)": _biased(1, H, L, S),
     "bias (B, H, L, S)": _biased(B, H, L, S),
@@ -74,7 +70,7 @@ OPTIONS: dict[str, Option] = {
         lambda: {
             "mask": DOCUMENTS & masks.causal(),
             "query_positions": torch.tensor([2, 0, 6, 4, 3]),
-            "key_positions": torch.tensor([0, 1, 2, 3, 4, 5, 6]),
+            "key_positions": 0,
         }
     ),
     "scale": Option(lambda: {"scale": -0.4}),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from clearhead import masks
 
-__all__ = ["BATCH", "HEADS", "HEAD_DIM", "LENGTHS", "VARIANTS", "Counting", "random"]
+__all__ = ["BATCH", "HEADS", "HEAD_DIM", "LENGTHS", "VARIANTS", "Counting", "check_compiled", "random"]
 
 # Sizes that occur nowhere else, so that no length is taken for the same as another size.
 BATCH, HEADS, HEAD_DIM = 3, 2, 5
@@ -47,3 +47,16 @@ class Counting:
 
 def random(length: int, *, grad: bool = False) -> Tensor:
     return torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=grad)
+
+
+def check_compiled(
+    function: Callable[..., object],
+    calls: Iterable[tuple[Tensor, ...]],
+    operator: str = "scaled_dot_product_attention",
+) -> Counting:
+    """Compare a function with its graphs in every call; the backend tells how many there were."""
+    backend = Counting(operator)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for arguments in calls:
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+    return backend

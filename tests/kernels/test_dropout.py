@@ -79,6 +79,9 @@ def test_manual_seed_repeats_it_and_another_seed_does_not(kernel: str) -> None:
     first, again, other = (dropped_weights(kernel, x, x, 0.5, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+    with clearhead.use_kernel(kernel):
+        drawn = [clearhead.attention(x, x, torch.ones_like(x), dropout_p=0.5) for _ in range(2)]
+    assert not torch.equal(*drawn), "two calls drop different entries"
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

@@ -20,7 +20,7 @@ from tests.support.budgets import slow
 from tests.support.native import needs_native
 
 from . import graphs
-from .graphs import LENGTHS, Counting, random
+from .graphs import LENGTHS, check_compiled, random
 
 pytestmark = needs_native
 
@@ -36,15 +36,9 @@ def _native(fresh_compiler: None) -> Iterator[None]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_graph_for_all_lengths(variant: str) -> None:
-    options, backend = VARIANTS[variant], Counting("clearhead.attention")
-
-    def attend(x: Tensor) -> object:
-        return clearhead.attention(x, x, x, **options)
-
-    function = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True)
-    for length in LENGTHS:
-        x = random(length)
-        torch.testing.assert_close(function(x), attend(x))
+    calls = ((random(length),) for length in LENGTHS)
+    options = VARIANTS[variant]
+    backend = check_compiled(lambda x: clearhead.attention(x, x, x, **options), calls, "clearhead.attention")
     assert (backend.graphs, backend.operators) == (1, 1)
 
 

@@ -103,7 +103,9 @@ def test_an_empty_batch(kernel: str, mask: masks.Mask | None) -> None:
 def test_weights_too_small_for_the_dtype_are_zero_and_no_others(kernel: str, dtype: torch.dtype) -> None:
     """A bias of −80 leaves a weight that float32 can hold, −100 a subnormal one; float64 holds far smaller ones."""
     query, key = torch.zeros(1, 2, 3, 5, dtype=dtype), torch.zeros(1, 2, 4, 5, dtype=dtype)
-    value = torch.tensor([0.0, 1e34, 1e3, 1e30], dtype=dtype)[None, None, :, None].expand(1, 2, 4, 5)
+    value = torch.tensor([0.0, 1e34, 1e43 if dtype == torch.float64 else 1e3, 1e30], dtype=dtype)[
+        None, None, :, None
+    ].expand(1, 2, 4, 5)
     fall = torch.tensor([[0.0, -80.0, -100.0, torch.finfo(dtype).min]], dtype=dtype)
     with clearhead.use_kernel(kernel):
         output = clearhead.attention(query, key, value, masks.bias(fall))

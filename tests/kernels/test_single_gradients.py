@@ -55,3 +55,12 @@ def test_one_input_alone(name: str, function: Callable[..., Results], dtype: tor
             torch.testing.assert_close(
                 gradient, of_all, rtol=0, atol=allowed, msg=lambda x, n=number: f"input {n}: {x}"
             )
+
+
+@pytest.mark.usefixtures("kernel")
+def test_lse_of_a_call_whose_only_learnt_input_is_the_value() -> None:
+    value = torch.randn(B, 1, S, Dv, requires_grad=True)
+    _, lse = clearhead.attention(torch.randn(B, H, L, D), torch.randn(B, 1, S, D), value, return_lse=True)
+    if lse.requires_grad:
+        (gradient,) = torch.autograd.grad(lse.sum(), value, create_graph=True, materialize_grads=True)
+        assert not gradient.any()

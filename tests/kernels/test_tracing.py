@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ import clearhead
 from clearhead import masks
 from tests.support.budgets import slow
 
-from .graphs import BATCH, HEAD_DIM, HEADS, LENGTHS, VARIANTS, Counting, random
+from .graphs import BATCH, HEAD_DIM, HEADS, LENGTHS, VARIANTS, Counting, check_compiled, random
 
 
 @pytest.fixture(autouse=True)
@@ -22,41 +20,25 @@ def _without_native(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> No
     monkeypatch.setattr("clearhead.kernels._native_support.extension", None)
 
 
-def compiled(function: Callable[..., object], *, dynamic: bool = True) -> tuple[Callable[..., object], Counting]:
-    backend = Counting("scaled_dot_product_attention")
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), backend
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_graph_for_all_lengths_of_self_attention(variant: str) -> None:
-    options = VARIANTS[variant]
-    function, backend = compiled(lambda x: clearhead.attention(x, x, x, **options))
-    for length in LENGTHS:
-        x = random(length)
-        torch.testing.assert_close(function(x), clearhead.attention(x, x, x, **options))
-    assert backend.graphs == 1
+    calls = ((random(length),) for length in LENGTHS)
+    assert check_compiled(lambda x: clearhead.attention(x, x, x, **VARIANTS[variant]), calls).graphs == 1
 
 
 @pytest.mark.parametrize("variant", ["bottom right", "lengths", *slow("plain", "causal", "scale", "lse")])
 def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:
-    options = VARIANTS[variant]
-    function, backend = compiled(lambda x, y: clearhead.attention(x, y, y, **options))
-    for length, count in [(11, 13), (17, 29), (23, 19)]:
-        x, y = random(length), random(count)
-        torch.testing.assert_close(function(x, y), clearhead.attention(x, y, y, **options))
+    calls = ((random(length), random(count)) for length, count in [(11, 13), (17, 29), (23, 19)])
     # Shorter and longer queries may need a graph each; a pair of lengths may not.
-    assert backend.graphs <= 2
+    assert check_compiled(lambda x, y: clearhead.attention(x, y, y, **VARIANTS[variant]), calls).graphs <= 2
 
 
 def test_tensors_of_masks_are_inputs_of_the_graph() -> None:
     def attend(x: Tensor, padding: Tensor, bias: Tensor) -> Tensor:
         return clearhead.attention(x, x, x, masks.keep(keys=padding) & masks.bias(bias) & masks.causal())
 
-    function, backend = compiled(attend)
-    for length in LENGTHS:
-        arguments = random(length), torch.rand(BATCH, length) > 0.5, torch.randn(length, length)
-        torch.testing.assert_close(function(*arguments), attend(*arguments))
-    assert backend.graphs == 1
+    calls = ((random(n), torch.rand(BATCH, n) > 0.5, torch.randn(n, n)) for n in LENGTHS)
+    assert check_compiled(attend, calls).graphs == 1
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
@@ -93,8 +75,7 @@ def test_dropout_keeps_the_mean() -> None:
     def attend(x: Tensor) -> Tensor:
         return clearhead.attention(x, x, torch.ones_like(x), softcap=50.0, dropout_p=0.25)
 
-    function, _ = compiled(attend)
-    output = function(torch.randn(7, 5, 53, 3))
+    output = torch.compile(attend, backend="eager", fullgraph=True)(torch.randn(7, 5, 53, 3))
     assert output.unique().numel() > 100
     assert abs(float(output.mean()) - 1) < 0.01
 
@@ -104,20 +85,13 @@ def test_weights(average: bool) -> None:
     def weigh(x: Tensor, y: Tensor) -> Tensor:
         return clearhead.attention_weights(x, y, masks.causal("bottom_right"), average_attn_weights=average)
 
-    function, backend = compiled(weigh)
-    for length, count in [(11, 13), (17, 23)]:
-        x, y = random(length), random(count)
-        torch.testing.assert_close(function(x, y), weigh(x, y))
-    assert backend.graphs == 1
+    calls = ((random(length), random(count)) for length, count in [(11, 13), (17, 23)])
+    assert check_compiled(weigh, calls).graphs == 1
 
 
 def test_weights_of_chosen_queries() -> None:
-    def weigh(x: Tensor, rows: Tensor) -> Tensor:
-        return clearhead.attention_weights(x, x, queries=rows)
-
-    function, _ = compiled(weigh)
-    x, rows = random(11), torch.tensor([10, 0, -1])
-    torch.testing.assert_close(function(x, rows), weigh(x, rows))
+    calls = [(random(11), torch.tensor([10, 0, -1]))]
+    check_compiled(lambda x, rows: clearhead.attention_weights(x, x, queries=rows), calls)
 
 
 def test_use_kernel_inside_the_compiled_function() -> None:
@@ -125,15 +99,12 @@ def test_use_kernel_inside_the_compiled_function() -> None:
         with clearhead.use_kernel("reference"):
             return clearhead.attention(x, x, x)
 
-    function, backend = compiled(attend)
-    x = random(11)
-    torch.testing.assert_close(function(x), attend(x))
-    assert backend.operators == 0
+    assert check_compiled(attend, [(random(11),)]).operators == 0
 
 
 def test_use_kernel_after_compiling_takes_effect() -> None:
-    function, backend = compiled(lambda x: clearhead.attention(x, x, x))
-    x = random(11)
+    backend, x = Counting("scaled_dot_product_attention"), random(11)
+    function = torch.compile(lambda x: clearhead.attention(x, x, x), backend=backend, fullgraph=True)
     expected = function(x)
     assert (backend.graphs, backend.operators) == (1, 1)
     with clearhead.use_kernel("reference"):
@@ -141,12 +112,8 @@ def test_use_kernel_after_compiling_takes_effect() -> None:
     assert (backend.graphs, backend.operators) == (2, 0)
     function(x)
     assert backend.graphs == 2, "the first graph is still good"
-
-
-def test_a_forced_kernel_that_cannot_be_traced_says_so() -> None:
-    function, _ = compiled(lambda x: clearhead.attention(x, x, x))
     with clearhead.use_kernel("chunked"), pytest.raises(Exception, match="loop over blocks would tie a traced graph"):
-        function(random(11))
+        function(x)
 
 
 class Padded(nn.Module):
@@ -156,29 +123,18 @@ class Padded(nn.Module):
         super().__init__()
         self.attend = clearhead.MultiHeadAttention(HEADS * HEAD_DIM, HEADS, num_kv_heads=1)
 
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        return self.attend(x, mask=masks.drop(keys=padding) & masks.causal())
+    def forward(self, x: Tensor, padding: Tensor, need_weights: bool) -> Tensor | tuple[Tensor, Tensor]:
+        return self.attend(x, mask=masks.drop(keys=padding) & masks.causal(), need_weights=need_weights)
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_exported_module_takes_any_batch_and_length(need_weights: bool) -> None:
-    module = clearhead.MultiHeadAttention(HEADS * HEAD_DIM, HEADS).eval()
-    options = {"need_weights": need_weights}
-    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=512)
-    example = torch.randn(BATCH, LENGTHS[0], HEADS * HEAD_DIM)
-    shapes = {"query": {0: batch, 1: length}, "need_weights": None}
-    program = export(module, (example,), options, dynamic_shapes=shapes)
-    for size in ((3, 11), (7, 29), (2, 2), (64, 5)):
-        x = torch.randn(*size, HEADS * HEAD_DIM)
-        torch.testing.assert_close(program.module()(x, **options), module(x, **options))
+    def arguments(*size: int) -> tuple[Tensor, Tensor, bool]:
+        return torch.randn(*size, HEADS * HEAD_DIM), torch.rand(*size) > 0.7, need_weights
 
-
-def test_exported_module_with_a_padding_mask() -> None:
     module = Padded().eval()
-    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=512)
-    example = torch.randn(BATCH, 11, HEADS * HEAD_DIM), torch.rand(BATCH, 11) > 0.7
-    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
-    program = export(module, example, dynamic_shapes=shapes)
-    for size in ((3, 11), (7, 29)):
-        arguments = torch.randn(*size, HEADS * HEAD_DIM), torch.rand(*size) > 0.7
-        torch.testing.assert_close(program.module()(*arguments), module(*arguments))
+    sizes = {0: Dim("batch", min=2, max=64), 1: Dim("length", min=2, max=512)}
+    program = export(module, arguments(BATCH, LENGTHS[0]), dynamic_shapes=(sizes, sizes, None))
+    for size in ((3, 11), (7, 29), (2, 2), (64, 5)):
+        call = arguments(*size)
+        torch.testing.assert_close(program.module()(*call), module(*call))

@@ -68,6 +68,15 @@ def test_equal_those_of_float64(name: str, average: bool, instructions: str, ran
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
         assert torch.equal(found[exact == 0], torch.zeros_like(found[exact == 0])), "hidden keys weigh nothing"
     assert len(ran) == (1 if name in NOT_IN_PLACE else 2)
+    inputs, options = arguments_of(case, torch.float32)
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    ran.clear()
+    output, weights = attention_with_weights(query, key, value, average=average, **options)
+    assert not ran, "output and weights come from one pass"
+    expected = clearhead.attention(query, key, value, **options)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert output.stride() == expected.stride()
+    torch.testing.assert_close(weights, _weights(case, torch.float32, None, average), rtol=0, atol=1e-6)
 
 
 def _weights(case: Case, dtype: torch.dtype, queries: list[int] | None, average: bool) -> Tensor:
@@ -80,19 +89,6 @@ def _weights(case: Case, dtype: torch.dtype, queries: list[int] | None, average:
 @functools.lru_cache(maxsize=128)
 def _exact_weights(case: Case, average: bool) -> Tensor:
     return _weights(case, torch.float64, None, average)
-
-
-@on_every_set({"name": EVERY}, {"average": [False, True]})
-def test_one_pass_gives_what_two_give(name: str, average: bool, instructions: str, ran: list[str]) -> None:
-    inputs, options = arguments_of(CASES[name], torch.float32)
-    query, key, value = inputs["query"], inputs["key"], inputs["value"]
-    output, weights = attention_with_weights(query, key, value, average=average, **options)
-    assert not ran
-    expected = clearhead.attention(query, key, value, **options)
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-    assert output.stride() == expected.stride()
-    exact = clearhead.attention_weights(query, key, average_attn_weights=average, **options)
-    torch.testing.assert_close(weights, exact, rtol=0, atol=1e-6)
 
 
 @on_every_set({"name": EVERY}, {"of": ["both", "output", "weights"]})
@@ -132,6 +128,25 @@ def test_second_derivatives(of: str, ran: list[str]) -> None:
         atol = 1e-5 * max(1.0, float(expected.detach().abs().max()))
         torch.testing.assert_close(gradient.double(), expected, rtol=0, atol=atol)
         assert gradient.requires_grad == expected.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 7, 11), (7, 11)], ids=["differentiated here", "left to others"])
+def test_a_learnt_bias_gets_the_gradients_of_both_results(shape: tuple[int, ...]) -> None:
+    query, key, bias = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 11, 5), torch.randn(shape)
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        learnt, k = bias.to(dtype, copy=True).requires_grad_(), key.to(dtype)
+        results = attention_with_weights(query.to(dtype), k, k, mask=masks.bias(learnt))
+        return torch.autograd.grad(sum(x.square().sum() for x in results), learnt)[0]
+
+    torch.testing.assert_close(gradient(torch.float32).double(), gradient(torch.float64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "dropout_p"), [(torch.float32, 0.5), (torch.bfloat16, 0.0)], ids=str)
+def test_dropout_and_half_precision_take_two_passes(dtype: torch.dtype, dropout_p: float, ran: list[str]) -> None:
+    x = torch.randn(2, 3, 7, 5).to(dtype)
+    attention_with_weights(x, x, x, dropout_p=dropout_p)
+    assert ran.count("native_weights") == 1
 
 
 def test_the_same_bits_with_and_without_gradients_and_watched(ran: list[str]) -> None:

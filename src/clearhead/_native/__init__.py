@@ -37,19 +37,19 @@ def require_arguments(**expected: tuple[str, ...]) -> None:
     """Compare what Python passes for each call with what the extension reads.
 
     Args:
-        expected: names in their order, by the sequences of ``call.cpp``.
+        expected: names in order, for each sequence of ``call.cpp``.
 
     Raises:
-        ImportError: for an extension that was built from other sources.
+        ImportError: if the extension was built from other sources.
     """
     for sequence, names in expected.items():
-        found = getattr(extension, "arguments", {}).get(sequence, ())
-        if extension is not None and found != names:
+        built = getattr(extension, "arguments", {}).get(sequence, ())
+        if extension is not None and built != names:
             raise ImportError(
                 explain_problem(
                     f"{sequence} of {extension.__name__}",
                     expected=", ".join(names),
-                    got=", ".join(found) or "none",
+                    got=", ".join(built) or "none",
                     fix="It was built from other sources: run python setup.py build_ext --inplace --force, "
                     "or install Clearhead again.",
                 )
@@ -61,16 +61,16 @@ _VARIABLE = "CLEARHEAD_ISA"
 
 
 def _numbers() -> dict[str, int]:
-    """The number of each instruction set in the extension; the one that is used comes first."""
+    """The number of each instruction set in the extension, starting with the one in use."""
     if not _sets and extension is not None:
-        found = {name: number for number, name in extension.instruction_sets()}
-        names = best_first(list(found), extension.pairs_are_slow)
+        numbers = {name: number for number, name in extension.instruction_sets()}
+        names = best_first(list(numbers), extension.pairs_are_slow)
         wanted = os.environ.get(_VARIABLE)
         if wanted:
             if wanted not in names:
                 raise ArgumentError(_unknown(_VARIABLE, wanted, names))
             names.sort(key=lambda name: name != wanted)
-        _sets.update({name: found[name] for name in names})
+        _sets.update({name: numbers[name] for name in names})
     return _sets
 
 
@@ -90,11 +90,11 @@ def best_first(names: list[str], pairs_are_slow: bool) -> list[str]:
     if not pairs_are_slow or pairs not in names or plain not in names:
         return names
     others = [name for name in names if name != pairs]
-    return [other for name in others for other in ((name, pairs) if name == plain else (name,))]
+    return [ranked for name in others for ranked in ((name, pairs) if name == plain else (name,))]
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Names of the instruction sets that this processor has and the kernel was built for, the one that is used first.
+    """Names of the instruction sets of this processor that the kernel was built for, starting with the one in use.
 
     Example:
         >>> from clearhead._native import extension, instruction_sets
@@ -108,7 +108,7 @@ _forced: Forced[str] = Forced()
 
 
 def instruction_set() -> str | None:
-    """The one that calls from this thread run on: the first, or that of `use_instruction_set`; ``None`` without one."""
+    """The instruction set of calls from this thread, or ``None`` without the extension."""
     return _forced.value or next(iter(_numbers()), None)
 
 

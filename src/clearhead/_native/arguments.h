@@ -1,4 +1,4 @@
-// Python arguments by name to C++. The first that is wrong leaves a Python error behind.
+// Reads Python arguments by name. The first wrong argument sets a Python error.
 #pragma once
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -9,8 +9,8 @@ namespace clearhead {
 
 class NamedArguments {
   public:
-    NamedArguments(const char* function, PyObject* given)
-        : function_(function), unread_(given ? PyDict_Copy(given) : PyDict_New()) {}
+    NamedArguments(const char* function, PyObject* arguments)
+        : function_(function), unread_(arguments ? PyDict_Copy(arguments) : PyDict_New()) {}
     ~NamedArguments() { Py_XDECREF(unread_); }
     NamedArguments(const NamedArguments&) = delete;
 
@@ -43,7 +43,7 @@ class NamedArguments {
     T* address(const char* name) {
         return reinterpret_cast<T*>(integer_or(name, 0));
     }
-    // So many strides; false where the argument is not given.
+    // Reads `count` strides. False if the argument is not given.
     bool strides(const char* name, int64_t* to, Py_ssize_t count) {
         PyObject* value = find(name);
         if (!value) return false;
@@ -60,7 +60,7 @@ class NamedArguments {
         PyErr_Clear();
         PyErr_Format(kind, "%s: %s %s", function_, name, why);
     }
-    // Whether all arguments were as they should be, and none has another name.
+    // Whether all arguments were valid, and none has an unknown name.
     bool finished() {
         PyObject *name, *value;
         Py_ssize_t place = 0;
@@ -70,7 +70,7 @@ class NamedArguments {
     }
 
   private:
-    // Null where it is not given, or None. The caller's dict holds it.
+    // Null if it is not given, or None. The reference is borrowed from the caller's dict.
     PyObject* find(const char* name) {
         PyObject* value = unread_ ? PyDict_GetItemString(unread_, name) : nullptr;
         if (value) PyDict_DelItemString(unread_, name);

@@ -3,10 +3,10 @@
 namespace clearhead {
 namespace {
 
-constexpr int64_t CHUNK = 16;  // cells that are read at a time, until one is visible
-constexpr int64_t AHEAD = 16;  // rows lie so far from each other that the processor foresees none
+constexpr int64_t CHUNK = 16;  // cells that are read together, until one is visible
+constexpr int64_t AHEAD = 16;  // rows to prefetch, which are too far apart for the processor's prefetcher
 
-// Clears the marks of those of a run of cells, which begins at the place `start`, that hide.
+// Clears the marks of hidden cells among the `count` cells from `start` on.
 template <class T>
 void hide(const Cells& cells, int64_t start, int64_t count, uint8_t* marks) {
     const T* from = static_cast<const T*>(cells.data) + start;
@@ -18,8 +18,8 @@ void hide(const Cells& cells, int64_t start, int64_t count, uint8_t* marks) {
     }
 }
 
-// One batch item and head. Most masks show most rows something near where the row before sees it, and a few rows see
-// all the keys between them: so rows are read up to the first cell they see, but for keys that no row was found to see.
+// The mask of one batch item and head. In most masks neighbouring rows see similar keys, and a few rows together see all
+// keys. So a row is read up to its first visible cell, except at keys that no earlier row sees.
 class Plane {
   public:
     Plane(const CoverageSearch& search, int64_t batch, int64_t head)
@@ -29,7 +29,7 @@ class Plane {
         keys_seen_ = search.keys_seen + plane * search.keys;
         memset(keys_seen_, 0, static_cast<size_t>(search.keys));
         rows_are_alike_ = search.rows - 1 + search.low <= 0 && search.high >= search.keys - 1;
-        rows_are_alike_ &= !search.first || search.span_row == 0;
+        rows_are_alike_ &= !search.first || search.range_row == 0;
         for (int64_t n = 0; n < search.count; n++) rows_are_alike_ &= search.masks[n].row == 0;
     }
 
@@ -45,16 +45,16 @@ class Plane {
     const CoverageSearch& search_;
     const int64_t batch_, head_;
     uint8_t *rows_seen_, *keys_seen_;
-    int64_t open_start_, open_stop_;  // outside them all keys are seen
-    int64_t hint_;                    // where the row before saw something
+    int64_t open_start_, open_stop_;  // all keys outside of this range are seen
+    int64_t hint_;                    // a visible column of the previous row
     bool rows_are_alike_;
 
-    // Whether a row sees anything; marks the keys it sees that were not known to be seen.
+    // Whether a row sees a key. Marks its visible keys that were unseen so far.
     bool sees(int64_t row) {
         int64_t first = larger(0, row + search_.low);
         int64_t last = smaller(smaller(search_.keys, search_.stop), row + search_.high + 1);
         if (search_.first) {
-            const int64_t place = batch_ * search_.span_batch + row * search_.span_row;
+            const int64_t place = batch_ * search_.range_batch + row * search_.range_row;
             first = larger(first, search_.first[place]), last = smaller(last, search_.last[place]);
         }
         bool any = false;
@@ -84,8 +84,8 @@ class Plane {
         return batch_ * cells.batch + head_ * cells.head + row * cells.row;
     }
 
-    // Whether a row sees one of CHUNK columns, which are marked if there is room for it.
-    bool look(int64_t row, int64_t start, int64_t stop, uint8_t* seen) const {
+    // Whether a row sees one of CHUNK columns. Marks these unless `key_marks` is null.
+    bool look(int64_t row, int64_t start, int64_t stop, uint8_t* key_marks) const {
         uint8_t marks[CHUNK];
         const int64_t count = smaller(CHUNK, stop - start);
         memset(marks, 1, sizeof marks);
@@ -99,7 +99,7 @@ class Plane {
         }
         uint8_t any = 0;
         for (int64_t j = 0; j < count; j++) any |= marks[j];
-        for (int64_t j = 0; seen && j < count; j++) seen[j] |= marks[j];
+        for (int64_t j = 0; key_marks && j < count; j++) key_marks[j] |= marks[j];
         return any != 0;
     }
 };
@@ -114,13 +114,13 @@ void add_mask(const View& view, int64_t bytes, uint64_t hidden, CoverageSearch& 
 }  // namespace
 
 FullyMasked find_coverage(const CoverageSearch& search) {
-    FullyMasked found = {false, false};
+    FullyMasked masked = {false, false};
     for (int64_t batch = 0; batch < search.batch; batch++)
         for (int64_t head = 0; head < search.heads; head++) {
             const FullyMasked of_plane = Plane(search, batch, head).run();
-            found.rows |= of_plane.rows, found.keys |= of_plane.keys;
+            masked.rows |= of_plane.rows, masked.keys |= of_plane.keys;
         }
-    return found;
+    return masked;
 }
 
 bool may_hide_altogether(const Problem& p) {
@@ -135,8 +135,8 @@ Isolated::Isolated(const Problem& p) : problem_(p), copy_(p) {
     search_.batch = search_.heads = 1;
     search_.rows = p.rows, search_.keys = p.keys;
     search_.low = p.low, search_.high = p.high, search_.stop = p.stop;
-    search_.first = p.first, search_.last = p.last, search_.span_batch = p.span_batch, search_.span_row = p.span_row;
-    if (p.first && p.span_batch) search_.batch = p.batch;
+    search_.first = p.first, search_.last = p.last, search_.range_batch = p.range_batch, search_.range_row = p.range_row;
+    if (p.first && p.range_batch) search_.batch = p.batch;
     add_mask(p.visible, 1, 0, search_, p);
     add_mask(p.bias, 4, 0xff800000, search_, p);
     const int64_t planes = search_.batch * search_.heads;
@@ -150,9 +150,9 @@ Isolated::Isolated(const Problem& p) : problem_(p), copy_(p) {
     if (!hidden_.rows || !p.lse_gradient) return;
     const int64_t places = p.row_place(p.batch - 1, p.heads - 1, p.rows);
     float* to = reinterpret_cast<float*>(allocate(places * static_cast<int64_t>(sizeof(float))));
-    each(Axis::rows, [&](int64_t b, int64_t h, int64_t i, bool seen) {
+    each(Axis::rows, [&](int64_t b, int64_t h, int64_t i, bool visible) {
         const int64_t place = p.row_place(b, h, i);
-        to[place] = seen ? p.lse_gradient[place] : 0;
+        to[place] = visible ? p.lse_gradient[place] : 0;
     });
     copy_.lse_gradient = to;
 }
@@ -162,7 +162,7 @@ char* Isolated::allocate(int64_t bytes) {
     return memory_.back().get();
 }
 
-bool Isolated::seen(Axis axis, int64_t batch, int64_t head, int64_t index) const {
+bool Isolated::is_visible(Axis axis, int64_t batch, int64_t head, int64_t index) const {
     const int64_t first_plane = batch % search_.batch * search_.heads;
     if (axis == Axis::rows) return search_.rows_seen[(first_plane + head % search_.heads) * search_.rows + index];
     const int64_t group = search_.heads == 1 ? 1 : problem_.group(), first = search_.heads == 1 ? 0 : head * group;
@@ -179,7 +179,7 @@ void Isolated::each(Axis axis, const Work& work) const {
     if (!(rows ? hidden_.rows : hidden_.keys)) return;
     for (int64_t b = 0; b < p.batch; b++)
         for (int64_t h = 0; h < (rows ? p.heads : p.kv_heads); h++)
-            for (int64_t i = 0; i < (rows ? p.rows : p.keys); i++) work(b, h, i, seen(axis, b, h, i));
+            for (int64_t i = 0; i < (rows ? p.rows : p.keys); i++) work(b, h, i, is_visible(axis, b, h, i));
 }
 
 namespace {
@@ -205,8 +205,8 @@ void Isolated::copy_operand(View Problem::* view, Axis axis, int64_t columns) {
 
 void Isolated::clear(const View& view, Axis axis, int64_t columns) const {
     const int64_t bytes = problem_.bytes();
-    each(axis, [&](int64_t b, int64_t h, int64_t i, bool seen) {
-        if (!seen) memset(address(view, b, h, i, bytes), 0, static_cast<size_t>(columns * bytes));
+    each(axis, [&](int64_t b, int64_t h, int64_t i, bool visible) {
+        if (!visible) memset(address(view, b, h, i, bytes), 0, static_cast<size_t>(columns * bytes));
     });
 }
 
@@ -215,9 +215,9 @@ void Isolated::clear_gradients() const {
     clear(p.query_gradient, Axis::rows, p.dim);
     clear(p.key_gradient, Axis::keys, p.dim);
     clear(p.value_gradient, Axis::keys, p.value_dim);
-    each(Axis::rows, [&](int64_t b, int64_t h, int64_t i, bool seen) {
+    each(Axis::rows, [&](int64_t b, int64_t h, int64_t i, bool visible) {
         const int64_t place = p.row_place(b, h, i);
-        if (!seen) p.correction[place] = p.lse_gradient ? -p.lse_gradient[place] : 0;  // δ is zero
+        if (!visible) p.correction[place] = p.lse_gradient ? -p.lse_gradient[place] : 0;  // δ is zero
     });
 }
 

@@ -1,4 +1,4 @@
-// Which rows see a key, and which keys some row sees; and problems in which what is hidden altogether holds no NaN.
+// Finds fully masked rows, and keys masked for every row. Makes copies of problems without NaN in them.
 #pragma once
 #include <memory>
 #include <vector>
@@ -19,9 +19,9 @@ constexpr int64_t MOST_MASKS = 4;
 
 struct CoverageSearch {
     int64_t batch, heads, rows, keys;  // 1 batch item or head where all have the same mask
-    int64_t low, high, stop;           // row i may see i + low <= j <= i + high and j < stop, where all masks show it
-    const int32_t *first, *last;       // and first <= j < last of its own, or null
-    int64_t span_batch, span_row;
+    int64_t low, high, stop;           // row i sees i + low <= j <= i + high and j < stop, where no mask hides it
+    const int32_t *first, *last;       // and first <= j < last of the row, or null
+    int64_t range_batch, range_row;
     uint8_t *rows_seen, *keys_seen;  // results, (batch, heads, rows) and (batch, heads, keys)
     int64_t count;
     Cells masks[MOST_MASKS];
@@ -34,23 +34,23 @@ struct FullyMasked {
 
 FullyMasked find_coverage(const CoverageSearch& search);
 
-// A problem with copies of operands in which fully masked rows, and keys and values that are masked for every row, are
-// zero: their weights are zero, but zero times NaN is NaN. Throws std::bad_alloc if there is no memory.
+// A problem with copies of operands. In the copies, fully masked rows are zero, and so are keys and values that are
+// masked for every row. Their weights are zero, but zero times NaN is NaN. Throws std::bad_alloc without memory.
 class Isolated {
   public:
     explicit Isolated(const Problem& problem);
 
     bool any() const { return hidden_.rows || hidden_.keys; }
     const Problem& problem() const { return copy_; }
-    // Sets the gradients of what is hidden to zero.
+    // Sets the gradients of these rows, keys and values to zero.
     void clear_gradients() const;
 
   private:
     enum class Axis { rows, keys };
-    // work(batch, head, row or key, whether it is seen); none if all are.
+    // Calls work(batch, head, row or key, whether it is visible) unless all are visible.
     template <class Work>
     void each(Axis axis, const Work& work) const;
-    bool seen(Axis axis, int64_t batch, int64_t head, int64_t index) const;
+    bool is_visible(Axis axis, int64_t batch, int64_t head, int64_t index) const;
     void copy_operand(View Problem::* view, Axis axis, int64_t columns);
     void clear(const View& view, Axis axis, int64_t columns) const;
     char* allocate(int64_t bytes);
@@ -62,7 +62,7 @@ class Isolated {
     std::vector<std::unique_ptr<char[]>> memory_;
 };
 
-// Whether masks may hide a row or a key altogether, judged without reading tensors.
+// Whether the mask may have fully masked rows or keys. Reads no tensors.
 bool may_hide_altogether(const Problem& problem);
 
 }  // namespace clearhead

@@ -12,14 +12,14 @@ void add(const float* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) to[i] += from[i];
 }
 
-// Into how many parts, each with sums of its own, the rows of a key/value head are cut so that no thread is idle.
+// The number of chunks of a head's rows, each with separate sums, that keeps all threads busy.
 int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t heads, int64_t threads) {
     if (threads == 1 || heads % threads == 0 || heads >= TASKS_PER_THREAD * threads) return 1;
     const int64_t tiles = larger(1, divide_up(p.folded_rows(), kernels.tile_rows));
     return smaller(tiles, divide_up(TASKS_PER_THREAD * threads, heads));
 }
 
-// The masks of all rows, for backward passes, which keep to a head from its first row to its last; none if too large.
+// The packed masks of all rows, or none if they are too large. A backward pass computes all rows of a head in turn.
 class WholeMasks {
   public:
     WholeMasks(const Kernels& kernels, const Problem& p, int64_t threads) : masks_(kernels, p) {
@@ -53,7 +53,7 @@ int64_t rows_of_run(const Kernels& kernels, const Problem& p) {
     return run_length(divide_up(p.folded_rows(), kernels.tile_rows), TILES_OF_RUN) * kernels.tile_rows;
 }
 
-// The backward pass of some rows run by run; behind the sums of a run, which are zero, there are those of the runs before.
+// The backward pass of some rows, run by run. `sums` holds zeros, and behind them the sums of earlier runs.
 void backward_in_runs(const Kernels& kernels, const Problem& p, const WholeMasks& masks, Task task, float* sums,
                       float* scratch) {
     const int64_t run = rows_of_run(kernels, p), size = kernels.sums_size(p), first = task.row_start, last = task.row_stop;
@@ -65,7 +65,7 @@ void backward_in_runs(const Kernels& kernels, const Problem& p, const WholeMasks
     }
 }
 
-// The backward pass of `heads` key/value heads, counted through the batch, from the first one on.
+// The backward pass of the key/value heads [first, first + heads), which count through the batch.
 void run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks& masks, int64_t first, int64_t heads,
                      int64_t threads) {
     const int64_t rows = p.folded_rows(), parts = parts_of_backward(kernels, p, heads, threads);
@@ -93,10 +93,10 @@ void run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks&
     });
 }
 
-// Whether a tile holds all rows of a head, the keys are many, and parts of the keys can be problems of their own.
+// Whether the call has few rows and many keys, so that chunks of the keys can be separate problems.
 bool goes_by_keys(const Kernels& kernels, const Problem& p) {
     const bool simple = p.type == Type::float32 && !p.drop_below && !p.first && !p.bias_gradient.data;
-    const bool whole = p.group() == 1 || p.lse_head == p.rows;  // a part's numbers per row lie side by side
+    const bool whole = p.group() == 1 || p.lse_head == p.rows;  // numbers per row are contiguous in a chunk
     return simple && whole && p.folded_rows() <= kernels.tile_rows && p.keys >= 4 * KEYS_OF_PART;
 }
 
@@ -110,7 +110,8 @@ void run_backward_by_keys(const Kernels& kernels, const Problem& p, int64_t thre
     const std::unique_ptr<HeavyKey[]> heavy_keys(new HeavyKey[static_cast<size_t>(heads * parts * rows)]);
     parallel_for(heads * parts, threads, floats + sums_size, [&](int64_t index, float* memory) {
         const int64_t head = index / parts, start = index % parts * KEYS_OF_PART;
-        const Problem part = part_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, smaller(start + KEYS_OF_PART, p.keys),
+        const int64_t stop = smaller(start + KEYS_OF_PART, p.keys);
+        const Problem part = part_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, stop,
                                           of_queries.get() + index * size, heavy_keys.get() + index * rows);
         float* sums = memory + floats;
         memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
@@ -132,7 +133,7 @@ void compute_backward(const Kernels& of_type, const Problem& problem, int64_t th
     const WholeMasks masks(kernels, p, threads);
     if (!p.bias_gradient.data || p.bias_gradient.batch || p.batch < 2)
         return run_backward_of(kernels, p, masks, 0, heads, threads);
-    // Batch items that add to the same gradient of a bias do so one after the other.
+    // Batch items add to a shared gradient of a bias in turn.
     const int64_t run = run_length(p.batch, ITEMS_OF_RUN), count = p.heads * p.rows * p.keys;
     const auto total = zeros<float>(p.batch > run ? count : 0);
     float* sums = static_cast<float*>(p.bias_gradient.data);

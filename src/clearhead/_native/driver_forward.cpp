@@ -3,11 +3,11 @@
 namespace clearhead {
 namespace {
 
-constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
-constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head that is decoded
-constexpr int64_t MOST_KEYS = 2048;          // of the same, so that no sum is long
+constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which must stay in the cache
+constexpr int64_t FEWEST_KEYS = 256;         // of one chunk of a head's keys in decoding
+constexpr int64_t MOST_KEYS = 2048;          // of one chunk, so that sums are short
 
-// How many rows a task takes: whole tiles, equally many in each, few enough for every thread to get several tasks.
+// The number of rows of a task: equal numbers of whole tiles, and several tasks for each thread.
 int64_t rows_of_task(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t tile = kernels.tile_rows, rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     const int64_t most = larger(1, smaller(MOST_TILES, TASK_FLOATS / (tile * (p.dim + p.value_dim + 1))));
@@ -15,8 +15,7 @@ int64_t rows_of_task(const Kernels& kernels, const Problem& p, int64_t threads) 
     return round_up(divide_up(rows, larger(parts, divide_up(rows, most * tile))), tile);
 }
 
-// How many runs of `step` rows, at most, are at work at once, enough for all threads; 0 if their masks do not fit.
-// `step` may shrink.
+// The largest number of runs of `step` rows to compute together; 0 if their masks do not fit. May reduce `step`.
 int64_t runs_at_once(const SharedMasks& masks, int64_t& step, int64_t threads) {
     if (masks.heads == 1) return 0;
     const int64_t tile = masks.kernels.tile_rows, rows = masks.p.folded_rows();
@@ -29,7 +28,7 @@ int64_t runs_at_once(const SharedMasks& masks, int64_t& step, int64_t threads) {
     return needed * masks.size(step) <= KEPT_FLOATS ? needed : 0;
 }
 
-// Runs of rows of all heads one after the other, so that only their masks are packed at a time.
+// Computes runs of rows of all heads in turns, each with its packed masks.
 void run_in_turns(const SharedMasks& masks, int64_t step, int64_t most, int64_t threads) {
     const Kernels& kernels = masks.kernels;
     const Problem& p = masks.p;
@@ -55,7 +54,7 @@ void run_in_turns(const SharedMasks& masks, int64_t step, int64_t most, int64_t 
     mask_scratch.give_back();
 }
 
-// Few rows: reading keys and values is what takes time, and all threads read.
+// With few rows, reading keys and values takes most of the time, so all threads read.
 void run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t heads = p.batch * p.kv_heads, size = kernels.partial_size(p), floats = kernels.decode_scratch(p);
     const bool busy = heads % threads == 0 || heads >= 2 * TASKS_PER_THREAD * threads;
@@ -91,7 +90,7 @@ void compute_forward(const Kernels& kernels, const Problem& p, int64_t threads) 
     const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step, threads);
     if (most > 0) return run_in_turns(masks, shared_step, most, threads);
     parallel_for(heads * parts, threads, kernels.forward_scratch(p, step), [&](int64_t index, float* memory) {
-        // One head after the other, so that its keys stay in the cache; later rows first: under a causal mask they take longest.
+        // Heads come in order, so that keys stay in the cache. Under a causal mask later rows take longest, so they come first.
         const int64_t head = index / parts, start = (parts - 1 - index % parts) * step;
         kernels.forward(p, task_of(p, head, start, smaller(start + step, rows)), memory);
     });

@@ -6,8 +6,8 @@ namespace {
 constexpr int64_t STATISTICS_TASKS = 88;     // with sums over rows, whatever the threads: their grouping decides about bits
 constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
 
-// Sums over rows: a part of a head's rows has some of its own, so that no two threads add to the same numbers, and they
-// are added up in the same order whatever the threads.
+// Sums over rows. Each chunk of a head's rows has separate sums, so no two threads add to the same numbers. The chunks
+// are added in the same order for any number of threads.
 class PartSums {
   public:
     PartSums(const Problem& p, const Statistics& s, int64_t parts, int64_t step)
@@ -24,7 +24,7 @@ class PartSums {
         }
         if (!s_.map) return sums;
         sums.first_map_row = s_.map_row(p_, part * step_);
-        // The last row of one part may go to the same row of the map as the first of the next.
+        // The last row of a chunk and the first of the next may go to the same row of the map.
         const int64_t row = head * (s_.map_rows + parts_) + sums.first_map_row + part;
         sums.map = maps_.get() + row * s_.map_columns;
         return sums;
@@ -38,7 +38,7 @@ class PartSums {
     }
 
   private:
-    static constexpr int64_t KEYS = 16;  // at once; behind the last there is room for as many
+    static constexpr int64_t KEYS = 16;  // added together; `columns_of` has padding for as many
 
     void add_up_keys(int64_t head, int64_t start) const {
         double received[KEYS] = {}, viewers[KEYS] = {};
@@ -105,7 +105,7 @@ void compute_statistics(const Kernels& kernels, const Problem& p, const Statisti
 
 void run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
     compute_statistics(kernels, p, s, threads);
-    if (!p.output.data || !may_hide_altogether(p)) return;  // of values, only outputs read any
+    if (!p.output.data || !may_hide_altogether(p)) return;  // only outputs read values
     if (!has_nan(p, p.output, p.heads, p.rows, p.value_dim, p.bytes(), threads)) return;
     const Isolated isolated(p);
     if (!isolated.any()) return;

@@ -1,13 +1,13 @@
-// The forward pass: for each block of keys and each tile of rows, scores, online softmax and their product with values.
+// The forward pass. For each block of keys and each tile of rows it computes scores, online softmax and outputs.
 #pragma once
 #include "tile_masks.h"
 
 namespace clearhead::ISA {
 
-// The rows of a tile and what is summed over a run of keys.
+// The rows of a tile, and their sums over a run of keys.
 struct RowSums {
     Rows rows;
-    float *output, *total;  // (Dv × V·LANES), rows in the lanes; of this run, and of those before or null
+    float *output, *total;  // (Dv × V·LANES), rows in the lanes; of this run, and of earlier runs or null
     float row_max[TILE], sum[TILE];
     float total_max[TILE], total_sum[TILE];
 };
@@ -16,7 +16,7 @@ struct Tile : RowSums {
     float* query;  // (D × V·LANES)
 };
 
-// Empties the sums of a tile, whose outputs are of so many floats.
+// Clears the sums of a tile, whose outputs have `floats` floats.
 static void clear_sums(RowSums& tile, int64_t floats) {
     memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
     if (tile.total) memset(tile.total, 0, static_cast<size_t>(floats) * sizeof(float));
@@ -26,7 +26,7 @@ static void clear_sums(RowSums& tile, int64_t floats) {
     }
 }
 
-// Adds the total, scaled to the row maxima of this run, to the sums of the run.
+// Adds the total, rescaled to the row maxima of this run, to the sums of the run.
 static void add_total(RowSums& tile, int64_t floats) {
     if (!tile.total) return;
     const int64_t lanes = tile.rows.vectors * LANES;
@@ -49,14 +49,14 @@ static void end_run(RowSums& tile, int64_t floats) {
     memset(tile.sum, 0, sizeof tile.sum);
 }
 
-// Whether sums over the keys are of more than one run.
+// Whether sums over the keys have several runs.
 INLINE bool has_totals(const Problem& p) { return p.keys > RUN * BLOCK; }
 
-// What the largest products are counted in, before soft-cap and bias: it costs the scores no other multiplication.
+// The unit of the largest products before soft-cap and bias, which saves a multiplication per score.
 INLINE double unit_of_raw(const Problem& p) { return p.softcap != 0 ? static_cast<double>(p.softcap) : LN_OF_2; }
 
-// Scores in units of log 2, into `to`; returns the row maxima of the rows, which stay in memory: the sums need every register.
-// With RAW also the maxima of the products of what is seen, in `unit_of_raw`.
+// Writes scores in units of log 2 to `to`, and updates the row maxima. RAW also updates the maxima of the products of
+// visible keys, in `unit_of_raw`.
 template <int V, MaskForm FORM, bool CAPPED, bool RAW>
 INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
                   const NextMasks& next, float* to, Floats (&row_maxima)[V], [[maybe_unused]] Floats* raw_maxima) {
@@ -94,7 +94,7 @@ INLINE Floats sum_of_group(const Floats (&x)[GROUP]) {
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
-// Scores to weights in place, against the new row maxima; and their sums.
+// Turns scores into weights in place, relative to the new row maxima, and sums them.
 template <int V>
 INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int64_t key, int64_t count, float* weights,
                          const Floats (&row_maxima)[V], Floats (&sums)[V]) {
@@ -105,20 +105,20 @@ INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int6
             UNROLL for (int t = 0; t < GROUP; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - row_maxima[v]);
             sums[v] += sum_of_group(x);
             if (p.drop_below) {
-                Ints kept[GROUP];
-                dropout_mask(p, tile.rows, batch, v, key + j, kept);
-                for (int t = 0; t < GROUP; t++) x[t] = only_where(kept[t], x[t]);
+                Ints undropped[GROUP];
+                dropout_mask(p, tile.rows, batch, v, key + j, undropped);
+                for (int t = 0; t < GROUP; t++) x[t] = only_where(undropped[t], x[t]);
             }
             UNROLL for (int t = 0; t < GROUP; t++) store(weights + ((j + t) * V + v) * LANES, x[t]);
         }
     }
 }
 
-// One tile against the keys [start, stop) of a block, whose first key and value are given.
+// One tile against the keys [start, stop) of a block. `keys` and `values` begin at `start`.
 template <int V>
 static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
-                   const float* values, float* weights, const MaskScratch& room, const NextMasks& next) {
-    const TileMask mask = tile_mask<V>(p, tile.rows, batch, start, stop, room);
+                   const float* values, float* weights, const MaskScratch& buffers, const NextMasks& next) {
+    const TileMask mask = tile_mask<V>(p, tile.rows, batch, start, stop, buffers);
     if (mask.coverage == Coverage::nothing) return;
     const int64_t count = stop - start, width = round_up(p.value_dim, STEP);
     Floats before[V], row_maxima[V], sums[V], rescale[V];
@@ -142,7 +142,7 @@ static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, i
     }
 }
 
-// lse and the factor of the output of one row, from its row maximum (in units of log 2) and its sum.
+// Writes the lse of a row, and returns the factor of its output, from row maximum (in units of log 2) and sum.
 INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t row, float row_max, float sum) {
     float factor = sum == 0 ? 0 : p.kept_factor / sum;
     if (!p.lse && !p.sinks) return factor;
@@ -180,7 +180,7 @@ INLINE float* take(float*& scratch, int64_t count) {
     return result;
 }
 
-// Describes tiles of the rows [start, stop) of a task, and prepares each; returns how many there are.
+// Describes and prepares the tiles of the rows [start, stop) of a task. Returns their number.
 template <class SomeTile, class Prepare>
 INLINE int64_t describe_tiles(const Problem& p, const Task& task, int64_t start, int64_t stop, SomeTile* tiles,
                               const Prepare& prepare) {
@@ -194,16 +194,16 @@ INLINE int64_t describe_tiles(const Problem& p, const Task& task, int64_t start,
     return count;
 }
 
-// A block's keys and values as floats, their rows a stride apart.
+// Buffers for a block's keys and values as floats.
 struct WidenedBlock {
     float *keys, *values;
     int64_t key_stride, value_stride;
 };
 
-// Walks over the blocks of keys that some tiles see, in runs after which end(tile) is called, and over the tiles for each:
-// attend(how many vectors of rows, tile, start, stop, keys and values from `start` on, masks to fetch).
+// Calls attend(number of vectors of rows, tile, start, stop, keys and values from `start` on, masks to prefetch) for all
+// blocks of visible keys and each tile, and end(tile) after each run of blocks.
 template <class T, class SomeTile, class End, class Attend>
-INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, const WidenedBlock& room,
+INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, const WidenedBlock& buffers,
                        const End& end, const Attend& attend) {
     const int64_t b = task.batch, h = task.kv_head;
     int64_t key_start = p.keys, key_stop = 0;
@@ -215,8 +215,8 @@ INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int6
     for (int64_t block = first; block < key_stop; block += BLOCK) {
         for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++) end(tiles[n]);
         const int64_t keys = smaller(BLOCK, p.keys - block), padded = round_up(keys, GROUP);
-        widen_rows(p.key.at<T>(b, h, block), p.key.row, keys, p.dim, room.keys, room.key_stride, padded);
-        widen_rows(p.value.at<T>(b, h, block), p.value.row, keys, p.value_dim, room.values, room.value_stride, padded);
+        widen_rows(p.key.at<T>(b, h, block), p.key.row, keys, p.dim, buffers.keys, buffers.key_stride, padded);
+        widen_rows(p.value.at<T>(b, h, block), p.value.row, keys, p.value_dim, buffers.values, buffers.value_stride, padded);
         for (int64_t n = 0; n < count; n++) {
             fetch_part<T>(p, b, h, block + BLOCK, n, count);
             int64_t start = block, stop = block + padded;
@@ -224,8 +224,8 @@ INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int6
             if (start >= stop) continue;
             const bool last = n + 1 == count;
             const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
-            const float *k = room.keys + (start - block) * room.key_stride;
-            const float *v = room.values + (start - block) * room.value_stride;
+            const float *k = buffers.keys + (start - block) * buffers.key_stride;
+            const float *v = buffers.values + (start - block) * buffers.value_stride;
             by_vectors(tiles[n].rows.vectors, [&](auto vectors) { attend(vectors, tiles[n], start, stop, k, v, next); });
         }
     }
@@ -237,7 +237,7 @@ static void forward(const Problem& p, const Task& task, float* scratch) {
     float* keys = take(scratch, BLOCK * p.dim);
     const WidenedBlock block = {keys, take(scratch, BLOCK * width), p.dim, width};
     float* weights = take(scratch, BLOCK * TILE);
-    const MaskScratch room = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
+    const MaskScratch buffers = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
     const auto floats = [&](const Tile& tile) { return width * tile.rows.vectors * LANES; };
     Tile tiles[MOST_TILES];
     const int64_t count = describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](Tile& tile) {
@@ -251,7 +251,7 @@ static void forward(const Problem& p, const Task& task, float* scratch) {
         p, task, tiles, count, block, [&](Tile& tile) { end_run(tile, floats(tile)); },
         [&](auto vectors, Tile& tile, int64_t start, int64_t stop, const float* keys, const float* values,
             const NextMasks& next) {
-            attend<vectors.value>(p, tile, b, start, stop, keys, values, weights, room, next);
+            attend<vectors.value>(p, tile, b, start, stop, keys, values, weights, buffers, next);
         });
     for (int64_t n = 0; n < count; n++) {
         add_total(tiles[n], floats(tiles[n]));

@@ -21,24 +21,24 @@ struct PairTile : RowSums {  // whose Dv is padded
     int64_t summed;  // keys of this run
 };
 
-struct PairRoom {
+struct PairBuffers {
     Pair *copied, *values[SIDES];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
     float* scores[2];  // (keys × V·LANES); in the place of each two come a pair of weights and what it left out
     MaskScratch masks;
     Matrix<const Pair> keys;
 };
 
-static Product scores_of(const Problem& p, const Unit<PairTile>& unit, const PairRoom& room) {
+static Product scores_of(const Problem& p, const Unit<PairTile>& unit, const PairBuffers& buffers) {
     const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES;
-    return {{room.keys.data + unit.within * room.keys.stride, room.keys.stride}, {unit.tile->query, lanes},
-            1, pairs_up(p.dim), unit.count, vectors, {room.scores[unit.slot], lanes}, false};
+    return {{buffers.keys.data + unit.within * buffers.keys.stride, buffers.keys.stride}, {unit.tile->query, lanes},
+            1, pairs_up(p.dim), unit.count, vectors, {buffers.scores[unit.slot], lanes}, false};
 }
 
-static Product outputs_of(const Problem& p, const Unit<PairTile>& unit, const PairRoom& room) {
+static Product outputs_of(const Problem& p, const Unit<PairTile>& unit, const PairBuffers& buffers) {
     const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES, height = height_up(p.value_dim);
     const int64_t skipped = unit.start % PAIR_BLOCK;
-    const Pair* values = room.values[unit.side] + (unit.within - skipped) / 2 * height + skipped / 2;
-    const Pair* weights = reinterpret_cast<const Pair*>(room.scores[unit.slot]);
+    const Pair* values = buffers.values[unit.side] + (unit.within - skipped) / 2 * height + skipped / 2;
+    const Pair* weights = reinterpret_cast<const Pair*>(buffers.scores[unit.slot]);
     return {{values, PAIR_BLOCK / 2}, {weights, lanes}, 2, unit.count / 2, height, vectors, {unit.tile->output, lanes}, true};
 }
 
@@ -73,15 +73,15 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int
     for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < unit.count; j += GROUP)
         UNROLL for (int v = 0; v < V; v++) {
-            Ints kept[GROUP];
-            if (DROP) dropout_mask(p, unit.tile->rows, batch, v, unit.start + j, kept);
+            Ints undropped[GROUP];
+            if (DROP) dropout_mask(p, unit.tile->rows, batch, v, unit.start + j, undropped);
             beside();
             UNROLL for (int t = 0; t < GROUP; t += 2) {
                 float* to = scores + ((j + t) * V + v) * LANES;
                 Floats x = exp2_of_weight(load(to) * factor - row_maxima[v]);
                 Floats y = exp2_of_weight(load(to + V * LANES) * factor - row_maxima[v]);
                 sums[v] += x + y;
-                if (DROP) x = only_where(kept[t], x), y = only_where(kept[t + 1], y);
+                if (DROP) x = only_where(undropped[t], x), y = only_where(undropped[t + 1], y);
                 store(to, reinterpret_cast<Floats>(pair_up(x, y)));
                 store(to + V * LANES, reinterpret_cast<Floats>(pair_up(remainder(x), remainder(y))));
             }
@@ -90,14 +90,14 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int
 
 // Scales what a tile has summed, with the outputs that are still due, to new row maxima if some have risen too far.
 template <int V>
-INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&found)[V], Product& due) {
+INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&maxima)[V], Product& due) {
     Floats risen = splat(-INFINITY);
-    for (int v = 0; v < V; v++) risen = larger(found[v] - load(tile.row_max + v * LANES), risen);
+    for (int v = 0; v < V; v++) risen = larger(maxima[v] - load(tile.row_max + v * LANES), risen);
     if (largest_lane(risen) <= LEEWAY) return;
     finish(due);
     Floats rescale[V];
     for (int v = 0; v < V; v++) {
-        const Floats before = load(tile.row_max + v * LANES), after = larger(found[v], before);
+        const Floats before = load(tile.row_max + v * LANES), after = larger(maxima[v], before);
         rescale[v] = exp2(before - after);
         store(tile.row_max + v * LANES, after);
         store(tile.sum + v * LANES, load(tile.sum + v * LANES) * rescale[v]);
@@ -122,9 +122,9 @@ static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t ba
     for (int v = 0; v < V; v++) row_maxima[v] *= factor;
     raise_maxima<V>(p, tile, row_maxima, due);
     const auto beside = [&] {
-        if (due.left_over())
+        if (due.unfinished())
             step(due);
-        else if (ahead.left_over())
+        else if (ahead.unfinished())
             step(ahead);
     };
     for (int v = 0; v < V; v++) row_maxima[v] = load(tile.row_max + v * LANES);
@@ -161,36 +161,36 @@ static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles
 template <>
 void forward<BFloat16>(const Problem& p, const Task& task, float* scratch) {
     const int64_t height = height_up(p.value_dim);
-    PairRoom room;
-    room.copied = take_pairs(scratch, PAIR_CHUNK * pairs_up(p.dim));
-    for (Pair*& values : room.values) values = take_pairs(scratch, height * PAIR_CHUNK / 2);
-    for (float*& scores : room.scores) scores = take(scratch, PAIR_BLOCK * TILE);
-    room.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
+    PairBuffers buffers;
+    buffers.copied = take_pairs(scratch, PAIR_CHUNK * pairs_up(p.dim));
+    for (Pair*& values : buffers.values) values = take_pairs(scratch, height * PAIR_CHUNK / 2);
+    for (float*& scores : buffers.scores) scores = take(scratch, PAIR_BLOCK * TILE);
+    buffers.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
     PairTile tiles[MOST_TILES];
     const int64_t count = prepare_pairs(p, task, tiles, scratch);
-    const auto pack = [&](int64_t start, int64_t there, int64_t padded, int side) {
-        room.keys = find_pairs(p.key, task.batch, task.kv_head, start, there, p.dim, padded, room.copied);
+    const auto pack = [&](int64_t start, int64_t present, int64_t padded, int side) {
+        buffers.keys = find_pairs(p.key, task.batch, task.kv_head, start, present, p.dim, padded, buffers.copied);
         for (int64_t block = 0; block < padded; block += PAIR_BLOCK)
-            transpose_pairs(p.value, task.batch, task.kv_head, start + block, there - block, p.value_dim, height,
-                            PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded - block), room.values[side] + block / 2 * height);
+            transpose_pairs(p.value, task.batch, task.kv_head, start + block, present - block, p.value_dim, height,
+                            PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded - block), buffers.values[side] + block / 2 * height);
     };
     const TileRegisters registers;
-    Units<PairTile, decltype(pack)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_CHUNK, room.masks, pack);
+    Units<PairTile, decltype(pack)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_CHUNK, buffers.masks, pack);
     Unit<PairTile> now, next;
     Product due = {}, ahead = {};
-    bool more = units.next(now);
-    if (more) ahead = scores_of(p, now, room);
+    bool has_next = units.next(now);
+    if (has_next) ahead = scores_of(p, now, buffers);
     finish(ahead);
-    while (more) {
-        float* scores = room.scores[now.slot];
+    while (has_next) {
+        float* scores = buffers.scores[now.slot];
         const bool adjusted = p.softcap != 0 || now.masked();
         if (adjusted)
             by_vectors(now.tile->rows.vectors, [&](auto v) {
                 by_form(now.mask, [&](auto form) { adjust<v.value, form()>(p, now, scores); });
             });
         const float factor = adjusted ? 1 : fabsf(p.scale) * LOG2E;
-        more = units.next(next);
-        ahead = more ? scores_of(p, next, room) : Product();
+        has_next = units.next(next);
+        ahead = has_next ? scores_of(p, next, buffers) : Product();
         by_vectors(now.tile->rows.vectors,
                    [&](auto v) { weigh_pairs<v.value>(p, now, task.batch, factor, scores, due, ahead); });
         finish(due);
@@ -200,7 +200,7 @@ void forward<BFloat16>(const Problem& p, const Task& task, float* scratch) {
             now.tile->summed = 0;
         }
         now.tile->summed += now.count;
-        due = outputs_of(p, now, room);
+        due = outputs_of(p, now, buffers);
         now = next;
     }
     finish(due);

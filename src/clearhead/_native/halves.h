@@ -26,9 +26,9 @@ INLINE void narrow(float x, BFloat16* to) {
     to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 INLINE float widen(Float16 x) {
-    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
-    if (rest >= 0x0f800000) return with_bits(sign | 0x7f800000 | rest);  // infinity and NaN
-    const float size = with_bits(rest) * 0x1p112f;  // the exponents' biases differ by 112, also below the normal numbers
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+    if (magnitude >= 0x0f800000) return with_bits(sign | 0x7f800000 | magnitude);  // infinity and NaN
+    const float size = with_bits(magnitude) * 0x1p112f;  // the exponents' biases differ by 112, also below the normal numbers
     return sign ? -size : size;
 }
 INLINE void narrow(float x, Float16* to) {

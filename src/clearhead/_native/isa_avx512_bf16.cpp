@@ -9,7 +9,7 @@ static bool supported() { return clearhead::avx512_set.supported() && __builtin_
 #define LANES 16
 #define ROW_VECTORS 3
 #define STEP 8
-#include "kernel_pairs.h"
+#include "backward_pairs.h"
 
 constexpr clearhead::InstructionSet clearhead::avx512_bf16_pairs = clearhead::avx512_bf16::table("avx512_bf16", supported);
 #endif

@@ -1,5 +1,5 @@
-// Everything for one instruction set. The source that includes this defines what isa.h lists, and
-// CPU_HAS_ISA, an expression that is true on processors that have it.
+// All functions of one instruction set. The including source defines the macros of vector.h and CPU_HAS_ISA, an expression
+// that is true on processors with it.
 #pragma once
 #include "backward.h"
 #include "statistics.h"

@@ -1,10 +1,10 @@
-// The weights of a panel as matrices: as they are, their mean over heads, or pooled to tiles of rows and keys.
+// The weights of a panel as matrices: per head, averaged over heads, or pooled to tiles of rows and keys.
 #pragma once
 #include "score_panel.h"
 
 namespace clearhead::ISA {
 
-// Writes them to their rows of a matrix, or adds 1/H of them where all heads have the same rows.
+// Writes the weights of each head, or adds 1/H of them to the mean over heads.
 static void write_weights(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
     const Rows& rows = panel.tile.rows;
     const bool adds = s.averages(p);
@@ -19,7 +19,7 @@ static void write_weights(const Problem& p, const Statistics& s, const ScorePane
     });
 }
 
-// Joins one column of a map's tiles with what each row has of it; NaN stays.
+// Adds each row's number to one column of the map, or takes the maximum. NaN stays.
 static void join_column(const float* cells, const int64_t* tiles, int64_t count, bool takes_max, int64_t columns, double* to) {
     for (int64_t lane = 0; lane < count; lane++) {
         double& cell = to[tiles[lane] * columns];

@@ -1,11 +1,10 @@
-// The Python module: whole numbers, addresses and factors in, nothing of torch. Built for the stable ABI.
+// The Python module, built for the stable ABI. It takes numbers and addresses, without PyTorch's types.
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
 #include "call.h"
 #include "coverage.h"
 #include "parallel.h"
-#include "plan.h"
 
 #ifdef COMPILES_PAIRS
 #include <cpuid.h>
@@ -50,8 +49,8 @@ const int64_t INSTRUCTION_SET_COUNT = sizeof INSTRUCTION_SETS / sizeof *INSTRUCT
 
 namespace {
 
-// Whether any row is fully masked, and any key masked for every row; which they are, as bytes. Takes sizes, a band, two
-// addresses, and for each mask the address, size and hidden value of its cells, and four strides.
+// Returns whether any row is fully masked, and any key masked for every row. Takes sizes, a band, two addresses to write
+// visible rows and keys to, and for each mask the address, size and hidden value of its cells, and four strides.
 PyObject* coverage(PyObject*, PyObject* const* items, Py_ssize_t count) {
     constexpr Py_ssize_t FIRST = 9, OF_MASK = 7;
     int64_t numbers[FIRST + OF_MASK * MOST_MASKS];
@@ -66,15 +65,16 @@ PyObject* coverage(PyObject*, PyObject* const* items, Py_ssize_t count) {
     s.low = numbers[4], s.high = numbers[5], s.stop = numbers[6];
     s.rows_seen = reinterpret_cast<uint8_t*>(numbers[7]), s.keys_seen = reinterpret_cast<uint8_t*>(numbers[8]);
     for (const int64_t* m = numbers + FIRST; m < numbers + count; m += OF_MASK)
-        s.masks[s.count++] = {reinterpret_cast<const void*>(m[0]), m[1], static_cast<uint64_t>(m[2]), m[3], m[4], m[5], m[6]};
+        s.masks[s.count++] = {reinterpret_cast<const void*>(m[0]), m[1], static_cast<uint64_t>(m[2]),
+                              m[3], m[4], m[5], m[6]};
     PyThreadState* state = PyEval_SaveThread();
-    const FullyMasked found = find_coverage(s);
+    const FullyMasked masked = find_coverage(s);
     PyEval_RestoreThread(state);
-    return Py_BuildValue("(NN)", PyBool_FromLong(found.rows), PyBool_FromLong(found.keys));
+    return Py_BuildValue("(NN)", PyBool_FromLong(masked.rows), PyBool_FromLong(masked.keys));
 }
 
-// Processors with tile registers leave products of bfloat16 to them, and take so long for `vdpbf16ps` that plain float32 is
-// faster (1.6 times, measured); those without are built for it. Throughput itself is no feature that CPUID reports.
+// On processors with tile registers `vdpbf16ps` is slow, and float32 is 1.6 times as fast (measured). Processors without
+// tile registers run it at full rate. CPUID does not report throughput.
 bool pairs_are_slow() {
 #ifdef COMPILES_PAIRS
     constexpr unsigned TILES_OF_BFLOAT16 = 1u << 22;
@@ -85,16 +85,16 @@ bool pairs_are_slow() {
 #endif
 }
 
-// (number, name) of each instruction set that this processor has, the one with the most features first.
+// (number, name) of each instruction set of this processor, those with more features first.
 PyObject* instruction_sets(PyObject*, PyObject*) {
-    PyObject* found = PyList_New(0);
-    for (int64_t set = 0; found && set < INSTRUCTION_SET_COUNT; set++) {
+    PyObject* sets = PyList_New(0);
+    for (int64_t set = 0; sets && set < INSTRUCTION_SET_COUNT; set++) {
         if (!INSTRUCTION_SETS[set]->supported()) continue;
         PyObject* pair = Py_BuildValue("(ns)", static_cast<Py_ssize_t>(set), INSTRUCTION_SETS[set]->name);
-        if (!pair || PyList_Append(found, pair) < 0) Py_CLEAR(found);
+        if (!pair || PyList_Append(sets, pair) < 0) Py_CLEAR(sets);
         Py_XDECREF(pair);
     }
-    return found;
+    return sets;
 }
 
 PyMethodDef methods[] = {

@@ -6,7 +6,7 @@
 namespace clearhead {
 namespace {
 
-// A sequence is run by all threads if it is more than this part of the work of one of them, else by one.
+// All threads run a sequence with more than 1 / PARTS_OF_THREAD of one thread's work. Shorter ones take one thread each.
 constexpr int64_t PARTS_OF_THREAD = 4;
 
 void shift(View& view, int64_t rows, int64_t bytes) {
@@ -42,7 +42,7 @@ bool PackedSequences::fit(int64_t all_rows, int64_t all_keys) const {
     return rise;
 }
 
-// Those that take longest come first.
+// Longer sequences come first.
 void run_packed(Pass pass, const Kernels& kernels, const Problem& all, const PackedSequences& sequences, int64_t threads) {
     const std::unique_ptr<Share[]> shares(new Share[static_cast<size_t>(sequences.count)]);
     int64_t total = 0, next = 0;

@@ -38,12 +38,12 @@ INLINE Words twice(Floats x) { return reinterpret_cast<Words>(x) | reinterpret_c
 static void rows_to_pairs(const View& view, const Rows& rows, int64_t batch, int64_t columns, int64_t pairs,
                           bool negative, Pair* to) {
     const int64_t width = rows.vectors * LANES;
-    transpose_rows(width, pairs, width, reinterpret_cast<float*>(to), [&](int64_t lane, int64_t pair) {
+    transpose_rows(width, pairs, width, to, [&](int64_t lane, int64_t pair) {
         Words word = {};
-        const int64_t left = smaller(2 * LANES, columns - 2 * pair);
-        if (lane < rows.count && left > 0) {
+        const int64_t remaining = smaller(2 * LANES, columns - 2 * pair);
+        if (lane < rows.count && remaining > 0) {
             const BFloat16* from = view.at<BFloat16>(batch, rows.head[lane], rows.row[lane]) + 2 * pair;
-            memcpy(&word, from, static_cast<size_t>(left) * sizeof(BFloat16));
+            memcpy(&word, from, static_cast<size_t>(remaining) * sizeof(BFloat16));
         }
         return reinterpret_cast<Floats>(negative ? word ^ 0x80008000u : word);
     });
@@ -75,21 +75,21 @@ static void copy_pairs(const View& view, int64_t batch, int64_t head, int64_t st
 INLINE int64_t pairs_up(int64_t columns) { return round_up((columns + 1) / 2, PAIRS_AT_ONCE); }
 INLINE int64_t height_up(int64_t columns) { return round_up(columns, ROWS_AT_ONCE); }
 
-// The same where they lie if they lie as they should, else copied to `room`.
+// Rows as pairs, in place if their layout allows, else copied to `buffer`.
 static Matrix<const Pair> find_pairs(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
-                                     int64_t columns, int64_t padded, Pair* room) {
+                                     int64_t columns, int64_t padded, Pair* buffer) {
     const int64_t pairs = pairs_up(columns);
     const BFloat16* from = view.at<BFloat16>(batch, head, start);
     const bool aligned = reinterpret_cast<uintptr_t>(from) % sizeof(Pair) == 0, dense = view.row == columns;
     if (aligned && dense && columns == 2 * pairs && count == padded) return {reinterpret_cast<const Pair*>(from), pairs};
-    copy_pairs(view, batch, head, start, count, columns, pairs, padded, room);
-    return {room, pairs};
+    copy_pairs(view, batch, head, start, count, columns, pairs, padded, buffer);
+    return {buffer, pairs};
 }
 
 // Rows into columns, each number twice: (columns, rounded up to `height`, × stride pairs), zeros where there is none.
 static void transpose_twice(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
                             int64_t columns, int64_t height, int64_t stride, int64_t padded, Pair* to) {
-    transpose_rows(padded, height, stride, reinterpret_cast<float*>(to), [&](int64_t i, int64_t d) {
+    transpose_rows(padded, height, stride, to, [&](int64_t i, int64_t d) {
         if (i >= count || d >= columns) return Floats{};
         return reinterpret_cast<Floats>(twice(load_some(view.at<BFloat16>(batch, head, start + i) + d, columns - d)));
     });
@@ -109,7 +109,7 @@ INLINE Floats pair_rows(const View& view, int64_t batch, int64_t head, int64_t s
 // Rows into columns, neighbouring rows paired: (columns, rounded up to `height`, × stride pairs).
 static void transpose_pairs(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
                             int64_t columns, int64_t height, int64_t stride, int64_t padded, Pair* to) {
-    transpose_rows(padded / 2, height, stride, reinterpret_cast<float*>(to), [&](int64_t pair, int64_t d) {
+    transpose_rows(padded / 2, height, stride, to, [&](int64_t pair, int64_t d) {
         return pair_rows(view, batch, head, start, 2 * pair, count, d, columns);
     });
 }

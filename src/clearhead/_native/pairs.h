@@ -37,7 +37,7 @@ struct Product {
     bool add;
     int64_t column, row, pair, half;  // where it is
 
-    bool left_over() const { return column < vectors; }
+    bool unfinished() const { return column < vectors; }
 };
 
 #ifdef HAS_AMX
@@ -154,7 +154,7 @@ INLINE void step(Product& p) {
 }
 
 static void finish(Product& p) {
-    while (p.left_over()) step(p);
+    while (p.unfinished()) step(p);
 }
 
 #else
@@ -190,7 +190,7 @@ static void multiply_columns(const Product& p) {
 }
 
 static void finish(Product& p) {
-    while (p.left_over()) {
+    while (p.unfinished()) {
         const int64_t width = columns_at_once(p.vectors - p.column);
         by_vectors(width, [&](auto w) { multiply_columns<w.value>(p); });
         p.column += width;

@@ -1,6 +1,9 @@
 // Threads, and the memory that each keeps from call to call.
 #pragma once
 #include <stdlib.h>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
 
 #include <memory>
 #include <new>
@@ -11,9 +14,14 @@ namespace clearhead {
 
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
 
-// The child of a fork has none of its parent's threads, and OpenMP would wait for them for ever.
-void stay_alone_after_fork();
-extern bool forked;
+// A forked child has none of its parent's threads, and OpenMP would wait for them forever.
+inline bool forked = false;
+
+inline void stay_alone_after_fork() {
+#if !defined(_WIN32)
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+}
 
 // Memory that a thread keeps from call to call, because fresh pages cost more than a small call.
 class Scratch {
@@ -48,7 +56,7 @@ struct Free {
     void operator()(void* memory) const { free(memory); }
 };
 
-// Zeros, which cost nothing until they are touched where they are many.
+// Zeros. Pages of a large array are allocated on first use.
 template <class T>
 std::unique_ptr<T[], Free> zeros(int64_t count) {
     T* memory = static_cast<T*>(calloc(static_cast<size_t>(count) + 1, sizeof(T)));

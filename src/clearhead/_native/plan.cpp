@@ -1,29 +1,27 @@
-#include "plan.h"
+#include "arguments.h"
+#include "call.h"
 
 #include <limits.h>
 
 #include <initializer_list>
 #include <new>
 
-#include "arguments.h"
-#include "call.h"
-
 namespace clearhead {
 namespace {
 
-constexpr int64_t NO_LIMIT = int64_t(1) << 40;  // of a band: farther than any row is from any key
+constexpr int64_t NO_LIMIT = int64_t(1) << 40;  // of a band: more than any distance of a row and a key
 
-// What is the same for all calls, with null for every address.
+// The properties that all calls share, with null addresses.
 struct PlanObject {
     PyObject_HEAD
     Problem problem;
     PackedSequences sequences;
-    bool spans, visible, bias;  // whether calls may give such tensors
+    bool spans, visible, bias;  // whether calls may pass these tensors
 };
 
 PlanObject* plan_of(PyObject* self) { return reinterpret_cast<PlanObject*>(self); }
 
-// The strides of a tensor's batch, heads and rows, and of its columns if `count` is 4; false where they are not given.
+// Reads the strides of batch, heads, rows and, if `count` is 4, columns. False if they are not given.
 bool read_view(NamedArguments& args, const char* name, View& to, Py_ssize_t count = 3) {
     int64_t strides[4] = {0, 0, 0, to.column};
     if (!args.strides(name, strides, count)) return false;
@@ -53,9 +51,9 @@ void read_masks(NamedArguments& args, PlanObject& plan) {
     Problem& p = plan.problem;
     p.low = args.integer_or("low", -NO_LIMIT), p.high = args.integer_or("high", NO_LIMIT);
     p.stop = args.integer_or("stop", p.keys);
-    int64_t spans[2] = {};
-    plan.spans = args.strides("spans", spans, 2);
-    p.span_batch = spans[0], p.span_row = spans[1];
+    int64_t ranges[2] = {};
+    plan.spans = args.strides("spans", ranges, 2);
+    p.range_batch = ranges[0], p.range_row = ranges[1];
     plan.visible = read_view(args, "visible", p.visible, 4);
     plan.bias = read_view(args, "bias", p.bias, 4);
     read_view(args, "bias_gradient", p.bias_gradient);
@@ -118,7 +116,7 @@ bool accept(const void* address, bool planned, const char* name) {
     return false;
 }
 
-// What all methods take first: operands, extras or None, how many threads, and which instruction set.
+// All methods take operands, extras or None, the number of threads, and the instruction set.
 constexpr Py_ssize_t COMMON = 4;
 
 bool read_call(const PlanObject& plan, PyObject* const* items, Py_ssize_t count, Py_ssize_t expected, Call& call) {
@@ -133,7 +131,7 @@ bool read_call(const PlanObject& plan, PyObject* const* items, Py_ssize_t count,
     call.threads = PyLong_AsLongLong(items[2]), call.set = PyLong_AsLongLong(items[3]);
     if (PyErr_Occurred()) return false;
     if (p.all_heads == 0) p.all_heads = p.heads;
-    if (!p.visible.data) p.visible = View();  // whose strides would look like a mask's
+    if (!p.visible.data) p.visible = View();  // without strides, which would count as a mask
     if (!p.bias.data) p.bias = View();
     return accept(p.first, plan.spans, "spans") && accept(p.visible.data, plan.visible, "visible") &&
            accept(p.bias.data, plan.bias, "bias");
@@ -177,7 +175,7 @@ PyObject* forward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
     return read_call(*plan_of(self), items, count, COMMON, call) ? run_pass(call, run_forward) : nullptr;
 }
 
-// Then a sequence of what only the backward pass takes.
+// Also takes the sequence of arguments of the backward pass.
 PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
     Call call;
     if (!read_call(*plan_of(self), items, count, COMMON + 1, call) || !read_backward(items[COMMON], call)) return nullptr;
@@ -208,7 +206,7 @@ void read_wanted(NamedArguments& args, Statistics& s) {
     s.exact = args.flag("exact");
 }
 
-// Then by name what is wanted of the weights.
+// Also takes the statistics by name.
 PyObject* statistics(PyObject* self, PyObject* positional, PyObject* names) {
     PyObject* items[COMMON];
     const Py_ssize_t count = PyTuple_Size(positional);

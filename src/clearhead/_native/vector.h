@@ -1,7 +1,8 @@
-// Vectors of LANES floats, written with compiler vector types, and the few functions of them attention needs.
+// Vectors of LANES floats, with compiler vector types, and their functions. The source of an instruction set defines ISA
+// (its namespace), LANES, ROW_VECTORS and STEP (the vectors and rows of a product whose sums are in registers).
 // Included once for each instruction set, inside its namespace: no inline function may be shared between two of them.
 #pragma once
-#include "isa.h"
+#include "problem.h"
 
 namespace clearhead::ISA {
 
@@ -14,6 +15,8 @@ typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint64_t Longs __attribute__((vector_size(LANES * 4)));
+typedef double Doubles __attribute__((vector_size(LANES * 4)));
+typedef float HalfFloats __attribute__((vector_size(LANES * 2), aligned(4)));
 typedef float LooseFloats __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t LooseInts __attribute__((vector_size(LANES * 4), aligned(4)));
 

@@ -1,4 +1,4 @@
-"""What a kernel is, and why one refuses a call. `clearhead.use_kernel` forces one."""
+"""The base class of kernels, and their reasons to refuse a call. `clearhead.use_kernel` forces a kernel."""
 
 from ._base import Kernel, Refusal
 

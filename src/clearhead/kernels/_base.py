@@ -1,4 +1,4 @@
-"""What every kernel is: a name, its refusals of a call, and the plans it makes."""
+"""The base class of kernels: each has a name, refuses calls with reasons, and plans the others."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import differs_between_heads
 
-#: How calls of one spec are computed.
+#: The computation of all calls of one spec.
 Plan = Callable[[AttentionCall], Results]
 
 
 class Refusal:
     """One reason why a kernel cannot run a call.
 
-    The text is put together only when it is read: formatting a symbolic length while tracing would tie the graph
-    to that length.
+    The text is formatted only on reading. While tracing, formatting a symbolic length would tie the graph to it.
 
     Args:
         template: the reason, with fields for values as in `str.format`.
@@ -52,13 +51,13 @@ class Kernel(ABC):
     Example:
         >>> import torch, clearhead
         >>> x = torch.randn(1, 2, 3, 4)
-        >>> {name: [str(refusal) for refusal in found] for name, found in clearhead.explain(x, x, x).reasons.items()
+        >>> {name: list(reasons) for name, reasons in clearhead.explain(x, x, x).reasons.items()
         ...  if name == "reference"}
         {'reference': []}
     """
 
     name: ClassVar[str]
-    #: False for fused kernels whose backward cannot be differentiated again; the plan then sees to that.
+    #: False for fused kernels whose backward PyTorch cannot differentiate again. The plan then adds second derivatives.
     twice_differentiable: ClassVar[bool]
     #: True where every spec is compiled first, so that trying one takes seconds.
     compiles: ClassVar[bool] = False
@@ -76,21 +75,21 @@ class Kernel(ABC):
         """Every reason against calls of this spec; empty if the kernel can run them."""
 
     def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        """Reasons to leave calls that the kernel can run to the next one, unless `use_kernel` forces this one."""
+        """Reasons to leave supported calls to the next kernel, unless `use_kernel` forces this one."""
         return ()
 
     @abstractmethod
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         """The computation of calls of this spec, with masks of this one's signature.
 
-        It returns the output (B, H, L, Dv), the log-sum-exp (B, H, L) if the spec wants it, and weights if the spec
-        wants them and `gives_weights` says so.
+        It returns the output (B, H, L, Dv). It also returns the log-sum-exp (B, H, L) if `spec.lse` is set, and
+        weights if `spec.weights` is set and `gives_weights` is true.
         """
 
     def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        """Every reason against weights of calls that it can run; read where `use_kernel` forces this kernel.
+        """Every reason against weights of supported calls, where `use_kernel` forces this kernel.
 
-        Elsewhere weights that do not come with the output are computed in a pass of their own.
+        Without `use_kernel`, a separate pass computes weights that do not come with the output.
         """
         return (Refusal("it gives no weights"),)
 
@@ -105,13 +104,13 @@ def applicable(reasons: dict[str, bool]) -> list[Refusal]:
 
 
 def refusals_of_heads(mask: Mask, grid: Grid) -> list[Refusal]:
-    """Against a mask whose lowering would be as large as the scores."""
+    """Refuse a mask whose lowering would be as large as the scores."""
     differs = mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid))
     return applicable({"the mask differs between heads and would have to be built whole, (B, H, L, S)": differs})
 
 
 def refusals_of_half(spec: AttentionSpec) -> list[Refusal]:
-    """Against half precision in kernels of PyTorch's on the CPU."""
+    """Refuse half precision in PyTorch's kernels on the CPU."""
     half = spec.device.type == "cpu" and spec.dtype in (torch.bfloat16, torch.float16)
     return applicable({"on the CPU it rounds weights to half precision, which can more than double the error": half})
 

@@ -1,4 +1,4 @@
-"""A block of whole rows as statistics see it: scores once, everything else on demand and only once."""
+"""A block of rows for statistics. Scores are computed first, everything else on demand and at most once."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from .._call.call import AttentionCall
 from ..masks._grid import Block
 from ._blocks import block_scores, block_sinks, grouped
 
-GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
+GROUP = 64  # neighbouring keys whose largest score is stored, to find the top-k quickly
 
 
 @dataclass(eq=False)
 class BlockRows:
-    """Some heads' rows of the score matrix: whole, restricted to the columns the mask leaves, or some of their columns.
+    """Rows of some heads of the score matrix, with all visible columns or, if `lse` is given, with some columns.
 
-    Scores come in the dtype of query and key (see `exact_dtype`); what is left after the largest score is taken off
-    fits the compute dtype.
+    Scores have the dtype of query and key (see `exact_dtype`). Less the row maximum, they fit the compute dtype.
 
     Args:
-        call: all of it.
-        block: which rows, columns, heads and batch items.
-        place: the rows' place, a slice of 0 … L.
+        call: the call that the block belongs to.
+        block: rows, columns, heads and batch items.
+        place: slice of the rows among 0 … L.
         query: (b, h, l, D).
         key: (b, hkv, s, D), in the same dtype.
-        counted: bool (b, 1, l, 1), the queries that column statistics count. Default: all.
-        own_value: (b, hkv, s, Dv). Default: those of the call, where it holds all of them.
-        lse: (b, h, l, 1), the log-sum-exp of the whole rows, where the block has some of their columns.
+        counted: bool (b, 1, l, 1), the queries that column statistics count, by default all.
+        own_value: (b, hkv, s, Dv), by default the values of the call.
+        lse: (b, h, l, 1), the log-sum-exp over all columns, if the block has some of them.
     """
 
     call: AttentionCall
@@ -53,7 +52,7 @@ class BlockRows:
 
     @property
     def width(self) -> int:
-        """s, how many columns there are."""
+        """The number of columns, s."""
         return self._scores.shape[-1]
 
     @property
@@ -66,17 +65,17 @@ class BlockRows:
 
     @cached_property
     def largest(self) -> Tensor:
-        """Largest score of each row, −∞ where nothing is visible, (b, h, l, 1)."""
-        # A block whose rows see nothing has no columns, which `amax` refuses.
+        """Largest score of each row, −∞ for a fully masked row, (b, h, l, 1)."""
+        # Without columns, if all rows are fully masked, `amax` raises an error.
         if self.width == 0:
             return self._scores.new_full((*self._scores.shape[:-1], 1), float("-inf"))
         return self.group_maxima.amax(-1, keepdim=True)
 
     @cached_property
     def raw(self) -> Tensor:
-        """Largest scale · q·k of the visible keys, before soft-cap and bias, −∞ where none is, (b, h, l, 1)."""
+        """Largest scale · q·k of the visible keys before soft-cap and bias, −∞ without any, (b, h, l, 1)."""
         mask = self.call.mask
-        # Scores are the raw ones then, and need no second product.
+        # Without soft-cap and bias the scores are these products.
         if self.width == 0 or (self.call.spec.softcap is None and (mask is None or not mask.has_bias)):
             return self.largest
         products = grouped(self.query, self.key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
@@ -84,7 +83,7 @@ class BlockRows:
 
     @cached_property
     def shift(self) -> Tensor:
-        """What is subtracted before exp: the largest score or the sink, or the log-sum-exp; finite, (b, h, l, 1)."""
+        """The finite number that is subtracted before exp: row maximum, sink or log-sum-exp, (b, h, l, 1)."""
         if self.lse is not None:
             return self.lse.to(self._scores.dtype).masked_fill(self.lse == float("-inf"), 0)
         # A sink may be above every score, and its term would overflow.
@@ -94,7 +93,7 @@ class BlockRows:
     @cached_property
     def shifted(self) -> Tensor:
         """Scores less their shift, in the compute dtype, (b, h, l, s)."""
-        # In place: nothing here is larger. Hidden scores stay −∞, which is all that is read of them later.
+        # In place, because this is the largest tensor. Later code reads of the scores only which are −∞.
         return self._scores.sub_(self.shift).to(self.call.spec.compute_dtype)
 
     @cached_property
@@ -104,8 +103,8 @@ class BlockRows:
 
     @cached_property
     def total(self) -> Tensor:
-        """Σ_j exp(s − shift) of whole rows, with the sink's term, 1 where nothing is visible, (b, h, l, 1)."""
-        # The log-sum-exp is of whole rows already, so what is left of them sums to their share of 1.
+        """Σ_j exp(s − shift) over all columns, with the sink's term; 1 for a fully masked row; (b, h, l, 1)."""
+        # The log-sum-exp covers all columns, so these terms are weights already.
         if self.lse is not None:
             return torch.ones_like(self._term_sum)
         total = self._term_sum
@@ -129,7 +128,7 @@ class BlockRows:
 
     @cached_property
     def visible(self) -> Tensor:
-        """How many of the columns each query sees, (b or 1, h or 1, l, 1), int64."""
+        """The number of visible columns of each query, (b or 1, h or 1, l, 1), int64."""
         mask = None if self.call.mask is None else self.call.mask.visible(self.block)
         if mask is None:
             return torch.full((1, 1, 1, 1), self.width, device=self._scores.device)
@@ -137,7 +136,7 @@ class BlockRows:
 
     @cached_property
     def share(self) -> Tensor:
-        """Each row's weight in column sums, 1/total or 0 where not counted, (b, h, 1, l)."""
+        """The factor of each row in column sums, 1/total, or 0 if not counted, (b, h, 1, l)."""
         share = self.total.reciprocal()
         if self.counted is not None:
             share = share * self.counted
@@ -149,10 +148,7 @@ class BlockRows:
 
 
 def _group_maxima(scores: Tensor) -> Tensor:
-    whole = scores.shape[-1] // GROUP * GROUP
-    parts: list[Tensor] = []
-    if whole:
-        parts.append(scores[..., :whole].unflatten(-1, (-1, GROUP)).amax(-1))
-    if whole < scores.shape[-1]:
-        parts.append(scores[..., whole:].amax(-1, keepdim=True))
-    return torch.cat(parts, -1) if parts else scores
+    count, remainder = divmod(scores.shape[-1], GROUP)
+    groups, last = scores.split([count * GROUP, remainder], -1)
+    maxima = groups.unflatten(-1, (count, GROUP)).amax(-1)
+    return torch.cat([maxima, last.amax(-1, keepdim=True)], -1) if remainder else maxima

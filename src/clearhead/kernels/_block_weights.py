@@ -21,7 +21,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
     row_max = scores.amax(-1, keepdim=True)
     empty = None if call.coverage.masked_queries is None else row_max == float("-inf")
     if empty is not None:
-        scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
+        scores.masked_fill_(empty, 0)  # any finite number: the softmax of a row of −∞ is NaN
     weights = _drop_subnormal(call, _softmax(scores))
     # The largest weight is e^0 / Σ, so its logarithm is the one of the sum.
     lse = row_max - weights.amax(-1, keepdim=True).log()
@@ -29,21 +29,21 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
         weights.masked_fill_(empty, 0)
         lse.masked_fill_(empty, float("-inf"))
     if sinks is not None:
-        without, lse = lse, torch.logaddexp(lse, sinks)
-        weights.mul_((without - lse).exp())
+        key_lse, lse = lse, torch.logaddexp(lse, sinks)
+        weights.mul_((key_lse - lse).exp())
     return weights, lse
 
 
 def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
-    """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
+    """The weights without lse, in place, which is faster without sinks and fully masked rows."""
     if call.request.sinks is not None or call.coverage.masked_queries is not None or scores.shape[-1] == 0:
         return block_weights(call, block, scores)[0]
     return _drop_subnormal(call, _softmax(scores))
 
 
 def block_share(call: AttentionCall, scores: Tensor, lse: Tensor) -> Tensor:
-    """The weights of keys that are not all that a row sees, in place, from the lse (b, h, l) of all of them."""
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # of a row that sees none, whose scores are −∞
+    """The weights of some keys of each row, in place, from the lse (b, h, l) of all its keys."""
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # fully masked rows, whose scores are −∞
     return _drop_subnormal(call, scores.sub_(lse[..., None]).exp_())
 
 

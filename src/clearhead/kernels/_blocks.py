@@ -1,7 +1,7 @@
 """Walking over the score matrix in blocks: whole rows of a few heads at a time.
 
-A block holds all the keys its queries can see, so a plain softmax is enough, and the columns that the mask rules out
-altogether are skipped. Shared by the `chunked` kernel and by everything that looks at weights.
+A block holds every visible key of its queries, so its softmax is complete. Columns that the mask hides from all its
+queries are skipped. The `chunked` kernel and all code that computes weights use these blocks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..masks._grid import Block
 from ..masks._lowering import row_blocks
 from ..masks._structure import Band, structure_of
 
-#: Elements of the score matrix held at once; four to six temporaries of this size live at a time.
+#: Elements of the score matrix in memory. Four to six temporaries of this size exist together.
 BLOCK_ELEMENTS = 1 << 20
-#: Up to so many keys weights are looked at in float64, which costs milliseconds there.
+#: Weights of at most this number of keys are scored in float64, which then takes milliseconds.
 EXACT_KEYS = 1024
 _ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
 _FEWEST_ROWS = 16
-_RUN = 64  # blocks that are added up one by one
+_RUN = 64  # blocks whose sums are added before they go to a total
 _TERMS = 512  # of a product that are summed by PyTorch's GEMM
 
 
@@ -58,30 +58,30 @@ class HeadSpan:
 
 @final
 class Workspace:
-    """What one block leaves for the next.
+    """Memory and mask of one block, for use by the next.
 
-    Its memory, because fresh memory can cost a CPU more than the arithmetic, and what its mask hid, because the blocks
-    of a window look all the same.
+    Fresh memory can cost a CPU more than the arithmetic. The mask is reused because all blocks of a window hide the
+    same cells.
     """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
         self._band: Band | None = None
-        self._banded: Mask | None = None
+        self._mask: Mask | None = None
         self._outline: tuple[int, ...] | None = None
         self._limit: Tensor | None = None
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
-        """A tensor of this shape, its contents undefined, that is good until the next one is taken."""
+        """A tensor of this shape with undefined contents, valid until the next call."""
         count = math.prod(shape)
         if self._memory is None or self._memory.numel() < count:
             self._memory = like.new_empty(count)
         return self._memory[:count].view(shape)
 
     def limit(self, mask: Mask, block: Block, dtype: torch.dtype) -> Tensor | None:
-        """What scores are at most, −∞ where hidden and ∞ elsewhere, for (b, h, l, s); ``None`` if nothing is hidden."""
-        if mask is not self._banded:
-            self._band, self._banded = structure_of(mask, block.grid).only_band(block.grid), mask
+        """Upper bounds of scores (b, h, l, s), −∞ where hidden and ∞ elsewhere. ``None`` if nothing is hidden."""
+        if mask is not self._mask:
+            self._band, self._mask = structure_of(mask, block.grid).only_band(block.grid), mask
         # Neighbouring blocks of a band hide the same cells, counted from their corners.
         outline = None if self._band is None else self._band.outline(block)
         if outline is None or outline != self._outline:
@@ -100,7 +100,7 @@ def _limit(visible: Tensor, dtype: torch.dtype) -> Tensor:
 class LongSum:
     """A sum over many blocks whose error does not grow with their number.
 
-    Blocks are added to `run`. Every so many of them, `run` goes to a total with Knuth's compensation.
+    Blocks are added to `run`. After `_RUN` blocks, `run` is added to a total with Knuth's compensation.
     """
 
     def __init__(self, zeros: Tensor) -> None:
@@ -128,14 +128,14 @@ class LongSum:
 
 
 def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
-    """Split batch and heads so that a span's blocks fit the budget with rows enough."""
+    """Split batch and heads so that blocks of enough rows fit the budget."""
     rows = row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // call.spec.group, _FEWEST_ROWS)
-    cells = max((min(_ROWS, part.stop - part.start) * (stop - start) for part, (start, stop) in rows), default=0)
+    cells = max((min(_ROWS, chunk.stop - chunk.start) * (stop - start) for chunk, (start, stop) in rows), default=0)
     return _spans(call, cells)
 
 
 def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
-    """Split batch and heads so that blocks of so many cells in each head fit the budget."""
+    """Split batch and heads so that blocks of `cells` cells in each head fit the budget."""
     batch, kv_heads, group = call.query.shape[0], call.key.shape[1], call.spec.group
     groups = max(1, BLOCK_ELEMENTS // max(1, group * cells))
     items = max(1, groups // kv_heads)
@@ -146,18 +146,18 @@ def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
 
 
 def span_blocks(call: AttentionCall, span: HeadSpan) -> Iterator[tuple[slice, Block]]:
-    """Split the rows of a span into blocks that fit the budget: rows, and the block of the columns they can see."""
+    """Split the rows of a span into blocks of visible columns that fit the budget, and yield rows and block."""
     for rows, (start, stop) in row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // max(1, span.matrices), _FEWEST_ROWS):
         yield rows, Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
 
 
 def _chosen_blocks(call: AttentionCall, span: HeadSpan, chosen: Tensor) -> Iterator[tuple[slice, Block]]:
-    """Split chosen rows, which may see any column, into blocks that fit the budget: places, and the block."""
+    """Split chosen rows into blocks of all columns that fit the budget, and yield their slice and the block."""
     columns = slice(0, call.grid.key_length)
     step = max(_FEWEST_ROWS, BLOCK_ELEMENTS // max(1, span.matrices * call.grid.key_length))
     for start in range(0, len(chosen), step):
-        place = slice(start, min(start + step, len(chosen)))
-        yield place, Block(call.grid, span.batch, span.heads, chosen[place], columns)
+        rows = slice(start, min(start + step, len(chosen)))
+        yield rows, Block(call.grid, span.batch, span.heads, chosen[rows], columns)
 
 
 def block_scores(
@@ -170,7 +170,7 @@ def block_scores(
         block: rows, columns, heads and batch items.
         query: (b, h, l, D) in the compute dtype.
         key: (b, hkv, s, D) in the compute dtype.
-        workspace: that of the block before; the scores are put where its scores were. Default: a new one.
+        workspace: of the previous block, whose memory the scores take. Default: a new workspace.
 
     Returns:
         s (b, h, l, s) with −∞ where hidden, and tanh(s/c) before bias and mask, or ``None``.
@@ -217,22 +217,22 @@ def score_blocks(
         dtype: of the query and key that come out. Default the compute dtype.
 
     Yields:
-        The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
+        The block, its slice of the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
     """
     dtype = dtype or call.spec.compute_dtype
-    # Chosen rows are no neighbours: of them nothing is ruled out before the mask is evaluated.
+    # Chosen rows are not neighbours, so all their columns are evaluated.
     spans = head_spans(call) if chosen is None else _spans(call, min(_ROWS, len(chosen)) * call.grid.key_length)
     for span in spans:
         key = span.key(call.key).to(dtype).contiguous()
         blocks = span_blocks(call, span) if chosen is None else _chosen_blocks(call, span, chosen)
-        for place, block in blocks:
-            yield block, place, span.query(call.query)[:, :, block.rows].to(dtype), key[:, :, block.columns]
+        for rows, block in blocks:
+            yield block, rows, span.query(call.query)[:, :, block.rows].to(dtype), key[:, :, block.columns]
 
 
 def grouped(left: Tensor, right: Tensor, scale: float = 1.0, workspace: Workspace | None = None) -> Tensor:
     """Matrix product of (b, h, n, m) with (b, hkv, m, k), times a number, each key/value head serving its group.
 
-    The number multiplies the product and not a factor, which would be rounded once more.
+    The number multiplies the product, because a scaled factor would be rounded once more.
     """
     batch, heads, rows, inner = left.shape
     kv_heads, width = right.shape[1], right.shape[-1]
@@ -252,7 +252,7 @@ def grouped_transposed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
 
 
 def long_product(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product (…, n, m) by (…, m, k); on the CPU, where PyTorch may sum one by one, in parts of m."""
+    """Matrix product (…, n, m) by (…, m, k); on the CPU, where PyTorch may add terms singly, in chunks of m."""
     if left.shape[-1] <= _TERMS or left.device.type != "cpu":
         return left @ right
     factors = zip(left.split(_TERMS, -1), right.split(_TERMS, -2), strict=True)

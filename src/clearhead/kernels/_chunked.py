@@ -31,7 +31,7 @@ from ._second_order import backward_pass, recompute_by_reference, sinks_gradient
 
 @final
 class ChunkedKernel(Kernel):
-    """Blocks of rows, each with a plain softmax over the keys it can see."""
+    """Blocks of rows, each with a softmax over all its visible keys."""
 
     name: ClassVar[str] = "chunked"
     twice_differentiable: ClassVar[bool] = True
@@ -87,7 +87,7 @@ def _empty_lse(call: AttentionCall) -> Tensor:
 
 
 def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
-    """The output; lse (B, H, L) is written where it is wanted."""
+    """Return the output, and write lse (B, H, L) unless it is ``None``."""
     output = call.value.new_empty(*call.query.shape[:3], call.value.shape[-1])
     workspace = Workspace()
     for span in head_spans(call):
@@ -114,9 +114,12 @@ def chunked_gradients(
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, sinks (if any) and every bias tensor, in the order of `call.inputs`.
 
-    With dO the output's gradient, dp = dO vᵀ (dropped as p was), δ = Σ_j p dp and dl that of lse:
-    ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded; where
-    the call does not hold all keys, it is `of_all_keys`, as `lse` is.
+    ::
+
+        dp = dO vᵀ (dropped as p was),   δ = Σ_j p dp,   ds = p (dp − δ + dl)
+
+    dO is the output's gradient and dl is that of lse. δ is a sum over the block and not dO·o, because o may be
+    rounded. A call with some keys of a larger call passes δ as `of_all_keys`, and `lse` is that of all keys.
     """
     if output_gradient is None:
         output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
@@ -133,7 +136,7 @@ def chunked_gradients(
         for rows, block in span_blocks(call, span):
             rows_query, rows_key = query[:, :, rows], key[:, :, block.columns]
             scores, tanh = block_scores(call, block, rows_query, rows_key, workspace)
-            if of_all_keys is None:  # from lse they would have its rounding as a relative error
+            if of_all_keys is None:  # weights from lse would have its rounding as a relative error
                 weights = block_softmax(call, block, scores)
             else:
                 weights = block_share(call, scores, span.query(lse)[:, :, rows])
@@ -159,7 +162,7 @@ def chunked_gradients(
 
 
 def _dropped(call: AttentionCall, block: Block, weights: Tensor, gradient: Tensor) -> Tensor:
-    """The weights as they were dropped; their gradient is dropped alike, in place."""
+    """The weights after dropout. Their gradient gets the same dropout, in place."""
     if call.request.seed is None:
         return weights
     factors = call.dropout_factors(block, weights.dtype)

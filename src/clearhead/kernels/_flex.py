@@ -62,7 +62,7 @@ class FlexKernel(Kernel):
         # Other strides would be compiled for anew.
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
         if not call.spec.needs_gradients:
-            inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses what could be asked for some
+            inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses inputs that need gradients
         numbers = _numbers(call)
         for name in _LISTS & numbers.keys():
             numbers[name] = _fixed_size(numbers[name])
@@ -75,7 +75,7 @@ class FlexKernel(Kernel):
 
 
 def _numbers(call: AttentionCall) -> dict[str, Tensor]:
-    """Every number a compiled kernel reads besides queries, keys and values, by name."""
+    """Every tensor that a compiled kernel reads besides query, key and value, by name."""
     blocks = lower_blocks(call.mask, call.grid)
     counts, columns, full_counts, full_columns = blocks.ordered()
     numbers = {"counts": counts, "columns": columns, "full_counts": full_counts, "full_columns": full_columns}
@@ -146,7 +146,7 @@ def _fixed_size(numbers: Tensor) -> Tensor:
 
 
 def _signature(call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Tensor]) -> tuple[object, ...]:
-    """What the compiler looks at: everything but sizes, and of these the constant ones and whether others are 1."""
+    """The properties of a call for which the compiler makes one graph: all but sizes, which are symbols unless 1."""
     heads = (call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1])
     fixed = tuple((name, tensor.numel() if name in _LISTS else None) for name, tensor in numbers.items())
     ones = tuple(size == 1 for tensor in (*inputs, *numbers.values()) for size in tensor.shape)
@@ -164,7 +164,7 @@ def _compiled(signature: tuple[object, ...]) -> Callable[..., Tensor]:
 
 
 def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
-    """What PyTorch does not support where this call runs."""
+    """Reasons that depend on the device."""
     if spec.device.type == "cuda":
         reasons: list[Refusal] = []
         if min(spec.query.shape[-1], spec.value.shape[-1]) < _NARROWEST:
@@ -192,6 +192,6 @@ def _builds_for_this_cpu() -> bool:
 
 
 def _finds_compiler() -> bool:
-    """Whether the compiler is there that PyTorch would call; asking PyTorch would import all of its own."""
+    """Whether PyTorch would find a C++ compiler. Its own check would import its whole compiler."""
     command = os.environ.get("CXX") or ("cl" if sys.platform == "win32" else "g++")
     return which(command.split()[0]) is not None

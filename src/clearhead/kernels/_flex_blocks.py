@@ -1,4 +1,4 @@
-"""From a mask to what FlexAttention takes: which blocks of keys a block of queries sees, and what each hides.
+"""The lowering of masks for FlexAttention, to blocks of queries and keys and a rule for partial blocks.
 
 Numbers travel as tensors, so that one compiled kernel serves every mask of a kind.
 """
@@ -25,11 +25,11 @@ class Blocks:
     """Which blocks are computed, (1 or B, 1 or H, query blocks, key blocks), bool.
 
     Args:
-        partial: see some of their cells; a rule says which.
-        full: see all of them.
-        rule: tensors that the compiled rule reads. Of a band ``ends`` (3,) int64: i + low ≤ j ≤ i + high and j < stop.
-            Of other masks ``cells``, ((1 + number of partial blocks) · SIDE²,) bool, block 0 hiding everything, and
-            ``places`` and ``place_steps``, a `table` of the number of each partial block among them, counted from 1.
+        partial: blocks with visible and hidden cells, to which the rule applies.
+        full: blocks without hidden cells.
+        rule: tensors that the compiled rule reads. A band has ``ends``, int64 (3,): low, high and stop.
+            Other masks have ``cells``, bool ((1 + number of partial blocks) · SIDE²,). Block 0 hides everything.
+            ``places`` and ``place_steps`` are a `table` with the number of each partial block, counted from 1.
     """
 
     partial: Tensor
@@ -37,7 +37,7 @@ class Blocks:
     rule: dict[str, Tensor]
 
     def ordered(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """How many partial blocks each row has and which, then the same of full ones, int32."""
+        """Counts and numbers of the partial blocks of each row, then of the full blocks, int32."""
         return (*_ordered(self.partial), *_ordered(self.full))
 
 
@@ -85,7 +85,7 @@ def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> Blocks:
     outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])
     partial = torch.zeros(*outer, query_blocks, key_blocks, dtype=torch.bool, device=grid.device)
     full, places = partial.clone(), torch.zeros(partial.shape, dtype=torch.long, device=grid.device)
-    kept = [torch.zeros(SIDE * SIDE, dtype=torch.bool, device=grid.device)]
+    partial_cells = [torch.zeros(SIDE * SIDE, dtype=torch.bool, device=grid.device)]
     count = 1
     for row in range(query_blocks):
         first, cells = _strip(mask, structure, grid, row)
@@ -94,19 +94,19 @@ def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> Blocks:
         every = flat.all(-1)
         some = flat.any(-1) & ~every
         partial[:, :, row, columns], full[:, :, row, columns] = some, every
-        kept.append(flat[some].flatten())
-        found = int(some.sum())
-        places[:, :, row, columns][some] = torch.arange(count, count + found, device=grid.device)
-        count += found
-    whole = (grid.batch_size, grid.num_heads, -1, -1)  # one shape for all masks, so that one kernel serves them
+        partial_cells.append(flat[some].flatten())
+        stop = count + int(some.sum())
+        places[:, :, row, columns][some] = torch.arange(count, stop, device=grid.device)
+        count = stop
+    shape = (grid.batch_size, grid.num_heads, -1, -1)  # one shape for all masks, so that one kernel serves them
     flat, steps = table(places)
     # PyTorch orders what a graph reads by these names, and of some orders its C++ does not compile.
-    rule = {"places": flat, "place_steps": steps, "cells": torch.cat(kept)}
-    return Blocks(partial.expand(whole), full.expand(whole), rule)
+    rule = {"places": flat, "place_steps": steps, "cells": torch.cat(partial_cells)}
+    return Blocks(partial.expand(shape), full.expand(shape), rule)
 
 
 def _strip(mask: Mask, structure: Structure, grid: Grid, row: int) -> tuple[int, Tensor]:
-    """The first block a row of blocks can see, and its cells, (1 or B, 1 or H, blocks, SIDE, SIDE), hidden at edges."""
+    """The first visible block of a row of blocks, and the row's cells (1 or B, 1 or H, blocks, SIDE, SIDE)."""
     rows = slice(row * SIDE, min((row + 1) * SIDE, grid.query_length))
     start, stop = structure.columns(grid, rows)
     first, last = start // SIDE, -(-stop // SIDE)
@@ -122,6 +122,6 @@ def _strip(mask: Mask, structure: Structure, grid: Grid, row: int) -> tuple[int,
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks are marked in each row, and their numbers in front of all others'."""
+    """The count of marked blocks in each row, and all block numbers with the marked ones first."""
     numbers = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).contiguous(), numbers.to(torch.int32).contiguous()

@@ -53,8 +53,8 @@ def _empty_lse(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float64)
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = query.shape
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length = query.shape[:3]
     shape = (batch, heads, length, value.shape[-1])
     # As `NativePlan` lays outputs out; computed anew, because strides of a graph may be symbols.
     if query.stride(1) < query.stride(2):
@@ -62,7 +62,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
     return query.new_empty(shape), _empty_lse(query)
 
 
-def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
     return *gradients, _empty_lse(query).float()
 

@@ -15,7 +15,7 @@ from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
 
 def refuses(call: AttentionCall) -> bool:
-    """Whether the kernel cannot run the call, or gives no statistics of it."""
+    """Whether the kernel cannot run the call, or computes no statistics of it."""
     spec, mask, grid = call.spec, call.mask, call.grid
     return bool(native_refusals(spec, mask, grid)) or refuses_statistics(spec, mask, grid)
 
@@ -23,18 +23,17 @@ def refuses(call: AttentionCall) -> bool:
 def gather(
     call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, *, with_output: bool, exact: bool
 ) -> dict[str, Any]:
-    """Write what is wanted of one call in one pass.
+    """Compute statistics of one call in one pass.
 
     Args:
-        call: which attention.
+        call: the validated call.
         wanted: tensors to write to, and sizes, by the names of ``Statistics`` in ``_native/problem.h``.
-        counted: bool (B, L), the queries that sums over queries take in, or ``None`` for all.
-        with_output: whether ``output`` (B, H, L, Dv) is wanted, what `attention` gives.
-        exact: whether scores are computed in double precision, for calls of few keys: the scores of some rows are
-            kept in the cache.
+        counted: bool (B, L), the queries that sums over queries include, or ``None`` for all.
+        with_output: whether to compute ``output`` (B, H, L, Dv) as `attention` does.
+        exact: whether to score in double precision. For calls of few keys, whose scores fit the cache.
 
     Returns:
-        `wanted`, with ``largest`` and ``visible`` (B, H, L), and with ``output`` where it is wanted.
+        `wanted`, with ``largest`` and ``visible`` (B, H, L), and with ``output`` if `with_output`.
     """
     request = arguments_of(call)
     plan, rows = plan_of(request), request.query.shape[:3]
@@ -51,14 +50,14 @@ def native_weights(
     """Weights of all rows, or of those numbered (n,): (B, H, n, S), or their mean over the heads (B, n, S), in float32.
 
     Args:
-        call: which attention.
+        call: the validated call.
         rows: numbers of rows, or ``None`` for all.
-        average: whether the mean over the heads is wanted.
-        head: the only one that is wanted, (B, 1, n, S). Default: all.
+        average: whether to average over the heads.
+        head: number of the only head, for (B, 1, n, S), or ``None`` for all.
         exact: as for `gather`.
 
     Returns:
-        ``None`` where the kernel gives none.
+        The weights, or ``None`` if the kernel does not compute them.
     """
     if refuses(call) or (rows is not None and not reads_in_place(call.mask, call.grid)):
         return None
@@ -78,7 +77,7 @@ def _of_rows(request: NativeArguments, rows: Tensor) -> NativeArguments:
     def cut(tensor: Tensor | None, dim: int) -> Tensor | None:
         return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, rows)
 
-    # Chosen rows need not be neighbours, so that a band becomes one range of columns for each.
+    # Chosen rows need not be neighbours, so a band becomes a range of columns per row.
     first, last = cut(request.first, 1), cut(request.last, 1)
     low, high = cast(int, request.low), cast(int, request.high)  # of a call that lowered its mask
     if low > -length or high < keys - 1:

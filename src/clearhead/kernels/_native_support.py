@@ -1,4 +1,4 @@
-"""Which calls the native kernel can run, and of which it gives statistics."""
+"""Refusals of the native kernel, for outputs and for statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..masks._structure import structure_of
 from ._base import Refusal, refusals_of_heads
 from ._native_plan import DTYPES
 
-_MOST_CELLS = 1 << 26  # of a mask that has to be written down for statistics
+_MOST_CELLS = 1 << 26  # of a mask that has to be written to memory for statistics
 
 
 def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:

@@ -1,4 +1,4 @@
-"""The textbook formula: any call, any dtype, differentiable twice. Every other kernel is judged by it."""
+"""The textbook formula: any call, any dtype, differentiable twice. Tests compare every other kernel with it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReferenceKernel(Kernel):
 
 
 def reference_results(call: AttentionCall) -> Results:
-    """Output and, if the call wants it, the log-sum-exp, by PyTorch's operations."""
+    """The output and, if `spec.lse` is set, the log-sum-exp, by PyTorch's operations."""
     weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
     if call.request.seed is not None:
         weights = weights * call.dropout_factors(Block(call.grid), weights.dtype)
@@ -46,7 +46,7 @@ def reference_results(call: AttentionCall) -> Results:
 def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The weights p (B, H, L, S) and lse (B, H, L), in the compute dtype.
 
-    A query that sees no key gets p = 0 and lse = −∞ (its sink, if there are sinks), with zero gradients.
+    A fully masked row has p = 0, lse = −∞ and zero gradients. With sinks its lse is the sink.
     """
     scores = reference_scores(call)
     keys = scores.shape[-1]
@@ -57,7 +57,7 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     masked = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)
     if masked is None:
         return scores.softmax(-1), scores.logsumexp(-1)
-    scores = scores.masked_fill(masked, 0)  # any finite number: softmax of −∞ alone would be NaN
+    scores = scores.masked_fill(masked, 0)  # any finite number: the softmax of a row of −∞ is NaN
     weights = scores.softmax(-1).masked_fill(masked, 0)
     return weights, scores.logsumexp(-1).masked_fill(masked.squeeze(-1), float("-inf"))
 

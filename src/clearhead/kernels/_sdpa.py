@@ -133,7 +133,7 @@ def _has_fused_path(
         query = fold_group(query, key.shape[1])
     mask = None
     if mask_dtype is not None:
-        # `_with_whole_rows` sees to it that the lowered mask has such rows too.
+        # `_with_whole_rows` gives the lowered mask such rows too.
         keys = key.shape[2]
         mask = torch.empty(keys, dtype=mask_dtype, device=device).expand((*query.shape[:3], keys))
     return fused_sdpa_choice(query, key, value, mask, 0.5 if drops else 0.0, causal, enable_gqa=grouped) != _MATH
@@ -192,8 +192,8 @@ def _lower(call: AttentionCall, group: int) -> Tensor | None:
 def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
     """A bias in which hidden keys are −∞.
 
-    Queries that see no key are opened to all of them here and their output zeroed afterwards: no kernel then meets
-    an empty softmax, forward or backward.
+    Fully masked rows are unmasked here, and their output is set to zero later. PyTorch's kernels then compute no
+    empty softmax.
     """
     masked = call.coverage.masked_queries
     visible, bias = additive(mask, call.grid, call.spec.compute_dtype)
@@ -216,7 +216,7 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
 def _with_whole_rows(mask: Tensor, keys: int) -> Tensor:
     """The mask with the numbers of a row side by side, without which PyTorch has no fused kernel but on the CPU.
 
-    What broadcasts along the other dimensions is not written out.
+    Broadcast dimensions stay broadcast.
     """
     if mask.is_cpu or (mask.shape[3] == keys and mask.stride(3) == 1):
         return mask

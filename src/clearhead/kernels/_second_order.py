@@ -1,7 +1,7 @@
 """Backward passes that PyTorch cannot follow: those of fused kernels and of our own autograd functions.
 
-Under ``create_graph=True``, and where many gradients are mapped over at once (``is_grads_batched=True``,
-``jacobian(vectorize=True)``), gradients are computed by `reference` instead, from PyTorch's operations alone.
+Under ``create_graph=True`` gradients are computed by `reference` instead, by PyTorch's operations. So are gradients
+that are mapped over (``is_grads_batched=True``, ``jacobian(vectorize=True)``).
 """
 
 from __future__ import annotations
@@ -60,75 +60,75 @@ class _Identity(torch.autograd.Function):
                 "Run the forward pass under clearhead.use_kernel('chunked') or with dropout off."
             )
         inputs = ctx.saved_tensors[: ctx.inputs]
-        found = gradients_through(recompute_by_reference(ctx.rebuild), inputs, gradients)
-        return (None,) * (3 + len(gradients)) + found
+        of_inputs = gradients_through(recompute_by_reference(ctx.rebuild), inputs, gradients)
+        return (None,) * (3 + len(gradients)) + of_inputs
 
 
 def backward_pass(
     ctx: Any,
     gradients: OptionalTensors,
     inputs: OptionalTensors,
-    own: Callable[[], OptionalTensors],
+    fused: Callable[[], OptionalTensors],
     recompute: Recompute,
 ) -> tuple[Tensor | None, ...]:
     """The backward pass of an autograd function of ours, whose tensor arguments come last.
 
     Args:
-        ctx: of the function.
-        gradients: of its results.
+        ctx: context of the function.
+        gradients: gradients of its results.
         inputs: its tensor arguments.
-        own: their gradients by the function's own means, which are neither differentiable nor mapped over.
-        recompute: the function's results from its tensor arguments.
+        fused: computes their gradients without a graph.
+        recompute: computes its results from its tensor arguments, by PyTorch's operations.
     """
-    given = [gradient for gradient in gradients if gradient is not None]
+    defined = [gradient for gradient in gradients if gradient is not None]
     arguments = len(ctx.needs_input_grad)
-    if not given:  # `_Identity` has computed them all
+    if not defined:  # `_Identity` has computed all gradients
         return (None,) * arguments
-    # To be differentiated again, or mapped over, a backward pass has to be made of PyTorch's operations.
-    if torch.is_grad_enabled() or any(map(is_batched, given)):
-        found = gradients_through(recompute, inputs, gradients)
+    # Only PyTorch's operations can be differentiated again, or mapped over.
+    if torch.is_grad_enabled() or any(map(is_batched, defined)):
+        of_inputs = gradients_through(recompute, inputs, gradients)
     elif any_autocast():
-        with torch.autocast(given[0].device.type, enabled=False):
-            found = own()
+        with torch.autocast(defined[0].device.type, enabled=False):
+            of_inputs = fused()
     else:
-        found = own()
-    return *(None,) * (arguments - len(found)), *found
+        of_inputs = fused()
+    return *(None,) * (arguments - len(of_inputs)), *of_inputs
 
 
 def gradients_through(
     recompute: Recompute, inputs: OptionalTensors, gradients: OptionalTensors
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of `inputs` from those of what `recompute` makes of them, by PyTorch's operations.
+    """Gradients of `inputs` from the gradients of `recompute(*inputs)`, by PyTorch's operations.
 
-    Results beyond the gradients that are given take no part. Inputs that need no gradient get ``None``.
+    Results without a gradient are ignored. Inputs that need no gradient get ``None``.
     """
-    again = torch.is_grad_enabled()
+    create_graph = torch.is_grad_enabled()
     device = next(tensor.device.type for tensor in inputs if tensor is not None)
     with torch.enable_grad(), torch.autocast(device, enabled=False):
         # A tensor that is two of the inputs has two gradients here.
         views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
         wanted = [view for view in views if view is not None and view.requires_grad]
         outputs: list[Tensor] = []
-        given: list[Tensor] = []
+        of_outputs: list[Tensor] = []
         for result, gradient in zip(recompute(*views), gradients, strict=False):
-            # The log-sum-exp has no gradient where the value alone needs one.
+            # The log-sum-exp has no gradient if only the value needs one.
             if result is not None and gradient is not None and result.requires_grad:
                 outputs.append(result)
-                given.append(gradient)
+                of_outputs.append(gradient)
         if not outputs:
             return (None,) * len(views)
-        found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True))
-    return tuple(next(found) if view is not None and view.requires_grad else None for view in views)
+        of_wanted = iter(torch.autograd.grad(outputs, wanted, of_outputs, create_graph=create_graph, allow_unused=True))
+    return tuple(next(of_wanted) if view is not None and view.requires_grad else None for view in views)
 
 
 def recompute_by_reference(rebuild: Callable[..., AttentionCall]) -> Recompute:
-    """Output and lse of a call of other inputs; see `AttentionCall.rebuild`."""
+    """A function from inputs to output and lse, where `rebuild` is `AttentionCall.rebuild`."""
 
     def recompute(*inputs: Tensor) -> OptionalTensors:
         call = rebuild(*inputs).wanting(lse=True)
         if call.request.sequences is None or call.request.seed is None:
             return reference_results(zero_hidden(as_one_sequence(call)))[:2]
-        found = [reference_results(zero_hidden(sequence))[:2] for sequence in each_sequence(call)]
-        return [torch.cat(cast("tuple[Tensor, ...]", parts), 2) for parts in zip(*found, strict=True)]
+        results = [reference_results(zero_hidden(sequence))[:2] for sequence in each_sequence(call)]
+        return [torch.cat(cast("tuple[Tensor, ...]", tensors), 2) for tensors in zip(*results, strict=True)]
 
     return recompute

@@ -11,23 +11,23 @@ from ._native import native_gradients_of_some_keys
 from ._native_support import native_refusals
 
 
-def merge_some_keys(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_some_keys(output: Tensor, lse: Tensor, added: Tensor, added_lse: Tensor) -> None:
     """Add keys to those that an output and its lse are of, in place.
 
     ::
 
         o ← o + σ(lse' − lse) (o' − o),   lse ← log(exp lse + exp lse')
 
-    in which nothing overflows, whatever the two are.
+    Neither formula can overflow.
 
     Args:
         output: (…, Dv), in the compute dtype.
-        lse: (…), likewise; −∞ of no key.
-        part, part_lse: of the keys that are added; they broadcast.
+        lse: (…), in the compute dtype, −∞ without keys.
+        added, added_lse: output and lse of the added keys, which broadcast.
     """
-    share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)  # of −∞ − −∞: neither has a key
-    output.lerp_(part.to(output.dtype), share[..., None].to(output.dtype))
-    torch.logaddexp(lse, part_lse.to(lse.dtype), out=lse)
+    share = torch.sigmoid(added_lse - lse).nan_to_num_(0.0)  # of −∞ − −∞: neither has a key
+    output.lerp_(added.to(output.dtype), share[..., None].to(output.dtype))
+    torch.logaddexp(lse, added_lse.to(lse.dtype), out=lse)
 
 
 def merge_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> None:
@@ -42,9 +42,9 @@ def gradients_of_some_keys(
     """Gradients of query, key, value and, if one `learns`, of every bias tensor.
 
     Args:
-        call: with some of the keys and without sinks.
-        output, lse: of all keys, in the compute dtype.
-        correction: δ = dO·o (B, H, L), likewise.
+        call: has some of the keys, and no sinks.
+        output, lse: over all keys, in the compute dtype.
+        correction: δ = dO·o (B, H, L) over all keys.
         output_gradient: dO.
         learns: whether a bias needs its gradient.
     """

@@ -1,4 +1,4 @@
-"""Weights of a validated call: with gradients, or as exact as statistics; from the native kernel, or in blocks."""
+"""Weights of a validated call, from the native kernel or in blocks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
     """Weights of a validated call.
 
     Args:
-        call: of which.
-        rows: row numbers; ``None`` for all.
-        average: over the heads.
-        forced: the kernel that has to compute them, or ``None``.
+        call: the validated call.
+        rows: row numbers, or ``None`` for all.
+        average: whether to average over the heads.
+        forced: the kernel of `use_kernel`, or ``None``.
     """
     name = None if forced is None else forced.name
     if is_tracing() or is_transformed() or name == "reference":
         return weights_by_operations(call, rows, average)
-    # A forced kernel must not be stood in for.
+    # No other kernel may replace a forced one.
     chosen = _Chosen(_placed(rows, call), average, natively=name in (None, "native"))
     inputs = weights_inputs(call)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
@@ -55,10 +55,10 @@ class _Chosen:
     """Which weights are computed, and how.
 
     Args:
-        rows: row numbers, ``None`` for all.
-        average: over the heads.
-        head: the only one, or ``None`` for all.
-        exact: scored in `exact_dtype`.
+        rows: row numbers, or ``None`` for all.
+        average: whether to average over the heads.
+        head: number of the only head, or ``None`` for all.
+        exact: whether to score in `exact_dtype`.
         natively: whether `native` may run.
     """
 
@@ -82,8 +82,8 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs: tuple[Tensor, ...] = ctx.saved_tensors[: ctx.count]
 
-        def call_of(query: Tensor, key: Tensor, *rest: Tensor) -> AttentionCall:
-            return ctx.rebuild(query, key, key, *rest)
+        def call_of(query: Tensor, key: Tensor, *parameters: Tensor) -> AttentionCall:
+            return ctx.rebuild(query, key, key, *parameters)
 
         def by_blocks() -> tuple[Tensor, ...]:
             return weights_gradients(call_of(*inputs), ctx.chosen.rows, ctx.chosen.average, gradients[0])
@@ -97,14 +97,14 @@ class _Weights(torch.autograd.Function):
 def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
     rows, head = chosen.rows, chosen.head
     dtype = exact_dtype(call) if chosen.exact else call.spec.compute_dtype
-    # The native kernel gives float32.
+    # The native kernel returns float32.
     if chosen.natively and call.spec.compute_dtype == torch.float32:
         native = native_weights(call, rows, chosen.average, head=head, exact=dtype == torch.float64)
         if native is not None:
             return native if head is None else native[:, 0]  # (B, n, S)
     heads, count = call.grid.num_heads, call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, heads, count, call.grid.key_length)
-    # Zeros, because blocks leave out columns that the mask rules out.
+    # Zeros, because blocks skip masked columns.
     result = call.query.new_zeros(shape[:1] + shape[2:] if chosen.average else shape, dtype=call.spec.compute_dtype)
     for block, place, query, key in score_blocks(call, rows, dtype):
         if chosen.exact:

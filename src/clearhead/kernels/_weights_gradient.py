@@ -39,16 +39,16 @@ def weights_gradients(
         rows = torch.arange(place.start, place.stop, device=query.device) if chosen is None else block.rows
         target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
         kv_heads = slice(block.heads.start // call.spec.group, block.heads.stop // call.spec.group)
-        part = grouped_transposed(scores_gradient, query, key.shape[1])
-        key_gradient.run[block.batch, kv_heads, block.columns] += part
-        for each in (key_gradient, *sums):
-            each.end_block()
-    gradients = [query_gradient, key_gradient.result(), *(each.result() for each in sums)]
+        of_block = grouped_transposed(scores_gradient, query, key.shape[1])
+        key_gradient.run[block.batch, kv_heads, block.columns] += of_block
+        for long_sum in (key_gradient, *sums):
+            long_sum.end_block()
+    gradients = [query_gradient, key_gradient.result(), *(long_sum.result() for long_sum in sums)]
     return tuple(total.to(tensor.dtype) for total, tensor in zip(gradients, weights_inputs(call), strict=True))
 
 
 def weights_by_operations(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
-    """Weights (B, H, n, S), or their mean over heads (B, n, S), by PyTorch's operations alone."""
+    """Weights (B, H, n, S), or their mean over heads (B, n, S), by PyTorch's operations."""
     weights = reference_weights(call)[0]
     if rows is not None:
         weights = weights.index_select(2, rows.to(weights.device))
