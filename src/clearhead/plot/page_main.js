@@ -23,10 +23,10 @@
         choose(state.layer, state.head);
       });
     }
-    for (const name of ["statistic", "order"]) {
+    for (const [name, answer] of [["statistic", showStatistic], ["order", showOverview]]) {
       byId(name).addEventListener("change", (event) => {
         state[name] = event.target.value;
-        showOverview();
+        answer();
       });
     }
     byId("zoom-in").addEventListener("click", () => zoomHere(0.5));

@@ -75,7 +75,8 @@
       const color = isSigned() ? changes[Math.round(255 * (0.1 + 0.8 * share))] : colors[Math.round(255 * (0.04 + 0.8 * share))];
       scratch.width = scratch.height = 1;
       fill(scratch, (pixels) => pixels.fill(color));
-      const label = element("span", valueText(layer, head));
+      const label = document.createElement("span");
+      label.textContent = valueText(layer, head);
       label.style.color = readableOn(color);
       overview.buttons.get(layer + "-" + head).replaceChildren(label);
       return scratch;

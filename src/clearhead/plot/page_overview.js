@@ -2,28 +2,33 @@
 
   const THUMBNAIL = 56;
   const MANY = 16; // heads in a row, beyond which the overview takes more of the page
-  const SLICE = 25; // milliseconds of drawing, after which the browser may answer
-  const overview = { rows: [], buttons: new Map(), places: new Map(), turn: 0 };
+  const SLICE = 12; // milliseconds of drawing, after which the browser may answer
+  const overview = { columns: 0, rows: [], buttons: new Map(), places: new Map(), turn: 0 };
 
   /** One line of elements per row, and one canvas below its buttons. */
   function buildOverview() {
     const rows = arranged();
     const columns = Math.max(...rows.map(({ heads }) => heads.length));
-    const box = byId("overview");
+    overview.columns = columns;
+    overview.buttons.clear();
+    overview.places.clear();
+    overview.rows = rows.map(buildRow);
+    const header = state.order === "layers" ? [buildHeader(columns)] : [];
+    byId("overview").replaceChildren(...header, ...overview.rows.map(({ line }) => line));
+  }
+
+  /** Thumbnails and numbers need different widths. */
+  function sizeOverview() {
+    const { columns } = overview;
     const isWide = columns > MANY;
-    const slot = state.statistic === "maps" ? 24 : 34;
-    box.style.setProperty("--columns", columns);
-    box.style.setProperty("--slot", (isWide || state.statistic !== "maps" ? slot : 22) + "px");
-    box.style.setProperty("--name-width", "2rem");
+    const slot = state.statistic === "maps" ? (isWide ? 24 : 22) : 34;
+    byId("overview").style.setProperty("--columns", columns);
+    byId("overview").style.setProperty("--slot", slot + "px");
     const main = document.querySelector("main");
     main.classList.toggle("wide", isWide);
     main.style.setProperty("--overview-width", `calc(3.5rem + ${columns * slot}px)`);
-    overview.buttons.clear();
-    overview.places.clear();
-    overview.rows = rows.map((row, at) => buildRow(row, at, columns));
-    const header = state.order === "layers" ? [buildHeader(columns)] : [];
-    box.replaceChildren(...header, ...overview.rows.map(({ line }) => line));
-    markChosen();
+    byId("overview").classList.toggle("numbers", state.statistic !== "maps");
+    for (const [place, button] of overview.buttons) button.setAttribute("aria-label", describe(...place.split("-").map(Number)));
   }
 
   function buildLine(kind = "") {
@@ -70,7 +75,6 @@
     button.tabIndex = -1;
     button.setAttribute("aria-pressed", "false");
     button.dataset.place = layer + "-" + head;
-    button.setAttribute("aria-label", describe(layer, head));
     overview.buttons.set(button.dataset.place, button);
     cell.append(button);
     return cell;
@@ -122,12 +126,18 @@
   /** Build and draw the overview, after its statistic or its order has changed. */
   function showOverview() {
     buildOverview();
+    showStatistic();
+  }
+
+  /** The thumbnails that there are, as maps or as numbers. */
+  function showStatistic() {
+    sizeOverview();
+    markChosen();
     drawOverview();
     tell(state.layer, state.head);
   }
 
   function drawOverview() {
-    byId("overview").classList.toggle("numbers", state.statistic !== "maps");
     if (state.statistic === "maps") {
       const { tileEnd } = scaleEnds();
       drawScale("overview-scale", weightTicks(tileEnd), scaleCaption(state.item.sections[state.section].layers[0]));
@@ -161,11 +171,8 @@
   }
 
   function drawRow({ canvas, heads }, paint, size) {
-    const columns = Number(byId("overview").style.getPropertyValue("--columns"));
-    canvas.width = columns * size;
+    canvas.width = overview.columns * size;
     canvas.height = size;
-    canvas.style.width = "calc(100% - var(--name-width))";
-    canvas.style.height = "100%";
     const context = canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
     const gap = Math.max(1, Math.round(size / 22));

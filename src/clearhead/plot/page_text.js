@@ -1,6 +1,6 @@
   // ---- the text, and what one token looks at -----------------------------------------------------------------
 
-  const PARAGRAPH = 600; // tokens
+  const PARAGRAPH = 300; // tokens
   let shaded = {};
   const texts = new Map(); // side → the box and its tokens
 
