@@ -36,33 +36,34 @@ def page(
 ) -> Page:
     """Make one self-contained HTML page of a record: every head as a thumbnail, one large, weights under the pointer.
 
-    The page holds, per head: the map pooled to 128 × 128 tiles (exact up to 128 tokens), the exact largest weights of
-    every query (`top_k` of the record), the entropy of every query, what every key receives; and every weight of the
-    heads in `crops`. Where that would be more than 5 MB, the heads that are neither in `crops` nor large at first are
-    pooled further, and items are left out evenly, which the page says. It loads nothing from the network; its content
-    security policy forbids that, and any script but its own. Tokens are data, never markup.
+    For each head the page holds the map, pooled to 128 × 128 tiles. Up to 128 tokens the map is exact. The page also
+    holds the exact largest weights of every query (`top_k` of the record), the entropy of every query, and the mass
+    that every key receives. Heads in `crops` keep every weight. If all this takes more than 5 MB, the heads that are
+    neither in `crops` nor large at first are pooled further, and items are left out evenly. The page says so. It loads
+    nothing from the network; its content security policy forbids that, and any other script. Tokens are data, never
+    markup.
 
     Args:
         rec: a record with the statistics entropy, received, top_k and map, or with ``keep="queries_keys"``.
-        tokens: a list of strings or `Tokens`, or one for every batch item. With an encoder and a decoder: those of the
-            decoder. With or without padding. Default: numbers.
-        key_tokens: the same for the text that is attended to, where that is another one.
-        layer: which layer is large at first, by number in running order or module name.
-        head: and which of its heads. Default of both: the clearest one, see `clearest_head`.
-        crops: (layer, head) or (layer, head, queries, keys) with slices, heads that keep every weight however long the
-            text. Default: the head that is large at first, if queries and keys were kept.
-            Crops that are given stay, however large the page becomes by them.
-        labels: what to call the batch items. Default: item 0, item 1, …
-        title: of the page, also shown in it; the model's name for instance.
-        image: what a vision model was shown, or a list with one per batch item: the page has the picture in place of a
-            text, and its patches are the tokens. See `clearhead.plot.plot_image` for what is taken. Every weight must
-            be known then: record with ``keep="queries_keys"``. Where a model has more than a page holds, patches are
-            taken together.
+        tokens: a list of strings or `Tokens`, or one for every batch item, with or without padding. With an encoder
+            and a decoder, these are the decoder's tokens. Default: numbers.
+        key_tokens: the tokens of the keys, if the keys are another text.
+        layer: the layer that is large at first, by number in running order or module name.
+        head: the head of it that is large at first. Default of both: the clearest head, see `clearest_head`.
+        crops: heads that keep every weight at any length, as (layer, head) or (layer, head, queries, keys) with
+            slices. These crops stay, even if they make the page larger than 5 MB. Default: the head that is large at
+            first, if queries and keys were kept.
+        labels: names of the batch items. Default: item 0, item 1, …
+        title: the page's title, such as the model's name.
+        image: the input of a vision model, or a list with one per batch item. The page then has the picture in place
+            of a text, and its patches are the tokens. See `clearhead.plot.plot_image` for accepted types. Every weight
+            must be known, so record with ``keep="queries_keys"``. If a model has more patches than a page holds,
+            neighbouring patches are merged.
         processor: as for `clearhead.plot.plot_image`.
 
     Raises:
-        RecordError: if the record lacks what the page needs.
-        ArgumentError: for a layer or head that is not there.
+        RecordError: if the record lacks a needed statistic.
+        ArgumentError: for a layer or head that was not recorded.
         ShapeError: if tokens and record do not fit.
 
     Example:
@@ -90,7 +91,7 @@ def page(
     large = items[0].sections[place[0]].layers[place[1]]
     chosen = {(large.name, large.heads[place[2]])}
     if image is not None:
-        crops = None  # every weight is there
+        crops = None  # the page has every weight
     elif crops is not None:
         crops = items_of("crops", crops, CROPS)
         items = with_crops(rec, items, crops)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class Encoding(NamedTuple):
-    """How a number x becomes an integer; `page_data.js` has the inverse.
+    """A rule that makes an integer of a number x; `page_data.js` has the inverse.
 
     Args:
-        law: ``"even"`` is x · levels + zero. ``"root"`` is sign(x) · √|x| · levels + zero, which is finer near 0.
-        width: bytes per integer; larger numbers become the largest integer.
+        law: ``"even"`` is x · levels + zero. ``"root"`` is sign(x) · √|x| · levels + zero. It is finer near 0.
+        width: bytes per integer. Larger numbers become the largest integer.
         levels: integers per unit.
-        zero: the integer of 0; smaller integers are negative numbers.
+        zero: the integer of 0. Smaller integers are negative numbers.
     """
 
     law: Literal["even", "root"]

@@ -1,4 +1,4 @@
-"""What a page carries: a description in JSON and one packed stream of numbers per batch item."""
+"""The data of a page: a description in JSON and one packed stream of numbers per batch item."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONGEST_SENTENCE = 160  # characters
 
 
 class _Encodings(NamedTuple):
-    """Of single weights, tiles, coarser tiles, shares and nats."""
+    """The encodings of single weights, tiles, coarser tiles, shares and nats."""
 
     weight: Encoding
     tile: Encoding
@@ -51,7 +51,7 @@ _ENCODINGS = {
         nats=Encoding("even", 2, 1000, 32_767),
     ),
 }
-#: What the description calls the ends of scales; by whether they are of differences.
+#: Names of the ends of scales in the description, by whether the numbers are differences.
 _ENDS = {
     False: ("tileEnd", "ownEnd", "cellEnd"),
     True: ("changedTileEnd", "changedOwnEnd", "changedCellEnd"),
@@ -59,7 +59,7 @@ _ENDS = {
 
 
 def describe_section(picture: SectionPicture) -> dict[str, Any]:
-    """What a section is on every item: its layers and heads."""
+    """The layers and heads of a section, which are the same on every item."""
     labels = layer_labels(picture.section.layers)
     return {
         "title": picture.section.title,
@@ -80,7 +80,7 @@ class ScaleEnds:
         self._samples: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, picture: SectionPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> None:
-        """Take a sample of one item's weights, as closely as they are shown."""
+        """Take a sample of one item's weights, pooled as on the page."""
         for layer in picture.layers:
             tile, own, cell = _ENDS[layer.signed]
             self._samples[tile].append(_sample(pooled_map(layer, detail.side)))
@@ -101,10 +101,10 @@ def describe_item(
     """One item's stream, and where in it its description begins and how long it is.
 
     Args:
-        item: what to describe.
-        summaries: of each of its sections.
-        detail: how closely.
-        chosen: modules and heads that keep all that is known of their rows.
+        item: the batch item.
+        summaries: one per section.
+        detail: the detail of heads that are not chosen.
+        chosen: modules and heads. These heads keep every number of their rows.
     """
     packer, texts = Packer(), _Texts()
     sections: list[dict[str, Any]] = []

@@ -60,7 +60,7 @@ class Page:
 
     Args:
         text: the HTML.
-        height: of the frame it is shown in inside a notebook, in CSS pixels.
+        height: the height of the notebook's frame in CSS pixels.
 
     Example:
         >>> import torch
@@ -114,11 +114,11 @@ class PageMaker:
     """Makes a page of one batch item after the other, keeping each only as it will be in the file.
 
     Args:
-        count: how many items there are. Where they are too many for the page, it holds some of them, evenly spread,
-            among them the first and the last.
-        chosen: names of modules, and heads of them, that keep all that is known of their rows.
-        keeps_crops: whether exact weights stay even if the page becomes larger than `LIMIT` by them.
-        together: how many neighbouring items are views of the same, and stay or are left out together.
+        count: the number of items. If the page has no room for all, it holds some of them, evenly spread. The first
+            and the last are among them.
+        chosen: modules and heads. These heads keep every number of their rows.
+        keeps_crops: whether exact weights stay even if they make the page larger than `LIMIT`.
+        together: the number of neighbouring items that are views of one text. They stay or are left out together.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class PageMaker:
         """Append an item, or leave it out; all have the same sections, layers and heads.
 
         Args:
-            item: what to append.
-            summaries: of each of its sections, where they are known.
+            item: the next batch item.
+            summaries: one per section. Default: computed here.
         """
         if not self._sections:
             self._sections = [describe_section(picture) for picture in item.sections]
@@ -203,11 +203,11 @@ class PageMaker:
         """The finished page.
 
         Args:
-            place: section, layer and head that are shown first, as places in the items.
+            place: the first section, layer and head, as places in the items.
             title: as in `page`.
-            statistic: what the overview shows at first: ``"maps"``, or a statistic's name.
-            notes: sentences about all of it.
-            compared: how the items are views of the same, see `clearhead.plot._comparison_page`. Default: they are not.
+            statistic: the first content of the overview, ``"maps"`` or a statistic's name.
+            notes: sentences about the whole page.
+            compared: the views of a comparison, see `clearhead.plot._comparison_page`. Default: no comparison.
         """
         shown_title = printable([title])[0]
         if len(self._items) < self._seen:

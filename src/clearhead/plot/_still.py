@@ -1,4 +1,4 @@
-"""What a page shows without its script: the sentence, the finding, and the chosen head as a picture."""
+"""The parts of a page that need no script: the sentence, the finding, and the chosen head as a picture."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def still_parts(item: ItemPicture, place: tuple[int, int, int], title: str) -> d
     """Parts of the page's HTML.
 
     Args:
-        item: the first of the page.
-        place: section, layer and head that are shown first.
-        title: of the page, in place of the sentence where there is no text.
+        item: the page's first item.
+        place: its first section, layer and head.
+        title: the page's title. It replaces the sentence if there is no text.
     """
     picture = item.sections[place[0]]
     layer = picture.layers[place[1]]
