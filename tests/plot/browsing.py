@@ -66,3 +66,22 @@ def watched_page(browser: Any, path: Path, *, ready: str = "html[data-ready]", *
     yield opened
     assert events == [f"request {path.as_uri()}"]
     opened.close()
+
+
+#: Elements that may leave their box or lie over another, and why.
+EXCEPTIONS = {
+    "#columns span": "turned by 90 degrees, so that its box before turning lies elsewhere",
+    "#rows .extra, #rows .active": "the label of the chosen row covers its neighbours, which are hidden",
+    "#overview canvas": "lies below the buttons of its row, of which it is the picture",
+    "#overview [role=rowheader], #overview [role=columnheader]": "stay in view above scrolled heads",
+    "#cross, #span": "frames around cells of the map",
+    ".spoken": "for screen readers only",
+    ".ticks span": "stands centred at its place on the scale",
+}
+
+CROWDED = (Path(__file__).parent / "crowded.js").read_text(encoding="utf-8")
+
+
+def crowded(shown: Any) -> list[str]:
+    """What overlaps another element or leaves its box."""
+    return shown.evaluate(CROWDED, ", ".join(EXCEPTIONS))

@@ -162,7 +162,7 @@ def test_long_texts_scroll_to_the_query(shown: Any) -> None:
 @pytest.fixture(name="pooled")
 def _pooled(browser: Any, rec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A page with room for little more than the chosen head."""
-    monkeypatch.setattr("clearhead.plot._html.ROOM", 80_000)
+    monkeypatch.setattr("clearhead.plot._page_maker.ROOM", 80_000)
     made = page(rec, [f"t{place}" for place in range(LENGTH)], layer=1, head=0)
     with watched_page(browser, made.save(tmp_path / "pooled.html")) as opened:
         yield opened

@@ -31,8 +31,8 @@ class ComparedItem:
     """One batch item of both records.
 
     Args:
-        views: the first's picture, the second's and, where weights are compared, their difference.
-        places: per section the ``queries`` and ``keys`` of the difference, as places in the first and second text.
+        views: pictures of the first and the second record. If weights are compared, their difference follows.
+        places: ``queries`` and ``keys`` of the difference per section, as places in the first and second text.
     """
 
     views: list[ItemPicture]
@@ -60,8 +60,9 @@ def compared_items(comparison: ComparedRecords, large: tuple[str, int] | None = 
     """Every batch item of a comparison.
 
     Args:
-        comparison: of two records.
-        large: module of the first record and number of the head that keeps every weight. Default: the most different.
+        comparison: a comparison of two records.
+        large: the head that keeps every weight, as a module of the first record and a number. Default: the most
+            different head.
     """
     sides = [collect(rec, texts) for rec, texts in zip(comparison.records, comparison.texts, strict=True)]
     scores = comparison.scores()
@@ -86,9 +87,9 @@ class Views:
     """Makes the page of a comparison, one batch item or window after the other.
 
     Args:
-        comparison: of the first item.
-        count: how many items there are.
-        chosen: modules of the first record, and heads of them, that keep all that is known of their rows.
+        comparison: the comparison of the first item.
+        count: the number of items.
+        chosen: modules of the first record and their heads. These heads keep every number of their rows.
     """
 
     def __init__(self, comparison: ComparedRecords, count: int, chosen: Sequence[tuple[str, int]]) -> None:
@@ -123,11 +124,11 @@ class Views:
         """The finished page.
 
         Args:
-            labels: what the two are called.
-            note: as the comparison's.
+            labels: names of the two records.
+            note: the comparison's note.
             ranked: heads, the most different first.
             title: as in `Comparison.page`.
-            large: the head that is shown at first. Default: the most different.
+            large: the head that is large at first. Default: the most different.
         """
         places = [
             (*self._layers[name], self._heads[name].index(head), round(value, 4))

@@ -19,7 +19,7 @@ WHOLE = 1 << 40
 
 @dataclass(frozen=True)
 class Detail:
-    """What an item's heads keep on a page; chosen heads keep every number of their rows, pooled maps apart.
+    """The detail of an item's heads on a page. Chosen heads keep every number of their rows.
 
     Args:
         side: tiles of a map along each axis, at most.
@@ -58,7 +58,7 @@ _LADDER = (
 
 
 def details_for(item: ItemPicture, chosen: Collection[tuple[str, int]], room: float) -> Iterator[Detail]:
-    """The details that may fit into so many bytes, the finest first; the coarsest always comes."""
+    """The details that may fit into `room` bytes, the finest first; the coarsest always comes."""
     fitting = [detail for detail in _LADDER[:-1] if _bytes(item, chosen, detail) <= room]
     yield from fitting
     yield _LADDER[-1]

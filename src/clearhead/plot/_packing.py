@@ -5,40 +5,30 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-Encoding = Literal[
-    "units",
-    "roots6",
-    "roots8",
-    "roots16",
-    "thousandths",
-    "index",
-    "signed",
-    "signed_roots8",
-    "signed_thousandths",
-    "bytes",
-]
 
-#: Name → (bytes per number, number to integer). `page_data.js` has the inverses.
-#: units: weights in ten-thousandths. roots: numbers in [0, 1], finer near 0. index: −1 is the largest integer.
-#: signed: differences of the same, in [−1, 1] or ± 32.767.
-ENCODINGS: dict[Encoding, tuple[int, Callable[[Tensor], Tensor]]] = {
-    "units": (2, lambda x: x.clamp(0, 1) * 10_000),
-    "roots6": (1, lambda x: x.clamp(0, 1).sqrt() * 63),
-    "roots8": (1, lambda x: x.clamp(0, 1).sqrt() * 255),
-    "roots16": (2, lambda x: x.clamp(0, 1).sqrt() * 65_535),
-    "thousandths": (2, lambda x: x.clamp(0, 65.535) * 1000),
-    "signed": (2, lambda x: x.clamp(-1, 1) * 32_767 + 32_767),
-    "signed_roots8": (1, lambda x: x.clamp(-1, 1).abs().sqrt() * x.sign() * 127 + 127),
-    "signed_thousandths": (2, lambda x: x.clamp(-32.767, 32.767) * 1000 + 32_767),
-    "bytes": (1, lambda x: x),
-    "index": (4, lambda x: torch.where(x < 0, 2**32 - 1, x)),
-}
+class Encoding(NamedTuple):
+    """A rule that makes an integer of a number x; `page_data.js` has the inverse.
+
+    Args:
+        law: ``"even"`` is x · levels + zero. ``"root"`` is sign(x) · √|x| · levels + zero. It is finer near 0.
+        width: bytes per integer. Larger numbers become the largest integer.
+        levels: integers per unit.
+        zero: the integer of 0. Smaller integers are negative numbers.
+    """
+
+    law: Literal["even", "root"]
+    width: int
+    levels: int
+    zero: int = 0
+
+
+INDEX = Encoding("even", 4, 1, 1)  # −1 is 0
+BYTES = Encoding("even", 1, 1)
 
 
 class Packer:
@@ -49,10 +39,10 @@ class Packer:
 
     Example:
         >>> packer = Packer()
-        >>> packer.add(torch.tensor([0.25, 1.0]), "units")
-        ['units', 0, 2]
-        >>> packer.add(torch.tensor([7, -1]), "index")
-        ['index', 4, 2]
+        >>> packer.add(torch.tensor([0.25, 1.0]), Encoding("even", 2, 10_000))
+        ['even', 2, 10000, 0, 0, 2]
+        >>> packer.add(torch.tensor([7, -1]), INDEX)
+        ['even', 4, 1, 1, 4, 2]
     """
 
     def __init__(self) -> None:
@@ -62,11 +52,13 @@ class Packer:
         self._size = 0
 
     def add(self, values: Tensor, encoding: Encoding) -> list[Any]:
-        """Append an array; returns what finds it again: encoding, first byte and count."""
-        width, convert = ENCODINGS[encoding]
-        exact = values.to(torch.float64 if values.is_floating_point() else torch.int64)
-        numbers = convert(exact).round().to(torch.int64).flatten().cpu()
-        place: list[Any] = [encoding, self._size, numbers.numel()]
+        """Append an array; returns its encoding, first byte and count."""
+        law, width, levels, zero = encoding
+        exact = values.to(torch.float64).flatten().cpu()
+        if law == "root":
+            exact = exact.sign() * exact.abs().sqrt()
+        numbers = (exact * levels + zero).round().clamp(0, 256**width - 1).to(torch.int64)
+        place: list[Any] = [*encoding, self._size, numbers.numel()]
         planes = torch.stack([(numbers >> (8 * byte)) & 255 for byte in range(width)]).to(torch.uint8)
         self._parts.append(self._deflate.compress(planes.numpy().tobytes()))
         self._size += planes.numel()

@@ -1,18 +1,18 @@
-"""What a page carries: a description in JSON and one packed stream of numbers per batch item."""
+"""The data of a page: a description in JSON and one packed stream of numbers per batch item."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._detail import Detail, pooled_map, pooled_rows
-from ._heads import KINDS, HeadSummary, Summaries
-from ._labels import layer_labels, printable
-from ._packing import Encoding, Packer
+from ._heads import KINDS, HeadSummary, Summaries, clearest_head
+from ._labels import layer_labels, printable, shortened
+from ._packing import BYTES, INDEX, Encoding, Packer
 from ._patches import Tiles
 from ._scale import scale_end
 from ._tokens import Tokens
@@ -21,10 +21,37 @@ from ._words import has_pieces
 SAMPLES = 20_000
 MOST_CLOSE = 250_000  # weights of a layer of a vision model that are held in 256 levels; of more in 64
 
-#: Encodings of single weights, tiles, coarser tiles, shares and nats: as they are, and of differences.
-_POSITIVE: tuple[Encoding, ...] = ("units", "roots8", "roots6", "roots16", "thousandths")
-_SIGNED: tuple[Encoding, ...] = ("signed", "signed_roots8", "signed_roots8", "signed", "signed_thousandths")
-#: What the description calls the ends of scales; by whether they are of differences.
+LONGEST_SENTENCE = 160  # characters
+
+
+class _Encodings(NamedTuple):
+    """The encodings of single weights, tiles, coarser tiles, shares and nats."""
+
+    weight: Encoding
+    tile: Encoding
+    coarse: Encoding
+    share: Encoding
+    nats: Encoding
+
+
+#: By whether the numbers are differences.
+_ENCODINGS = {
+    False: _Encodings(
+        weight=Encoding("even", 2, 10_000),
+        tile=Encoding("root", 1, 255),
+        coarse=Encoding("root", 1, 63),
+        share=Encoding("root", 2, 65_535),
+        nats=Encoding("even", 2, 1000),
+    ),
+    True: _Encodings(
+        weight=Encoding("even", 2, 32_767, 32_767),
+        tile=Encoding("root", 1, 127, 127),
+        coarse=Encoding("root", 1, 127, 127),
+        share=Encoding("even", 2, 32_767, 32_767),
+        nats=Encoding("even", 2, 1000, 32_767),
+    ),
+}
+#: Names of the ends of scales in the description, by whether the numbers are differences.
 _ENDS = {
     False: ("tileEnd", "ownEnd", "cellEnd"),
     True: ("changedTileEnd", "changedOwnEnd", "changedCellEnd"),
@@ -32,7 +59,7 @@ _ENDS = {
 
 
 def describe_section(picture: SectionPicture) -> dict[str, Any]:
-    """What a section is on every item: its layers and heads."""
+    """The layers and heads of a section, which are the same on every item."""
     labels = layer_labels(picture.section.layers)
     return {
         "title": picture.section.title,
@@ -53,7 +80,7 @@ class ScaleEnds:
         self._samples: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, picture: SectionPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> None:
-        """Take a sample of one item's weights, as closely as they are shown."""
+        """Take a sample of one item's weights, pooled as on the page."""
         for layer in picture.layers:
             tile, own, cell = _ENDS[layer.signed]
             self._samples[tile].append(_sample(pooled_map(layer, detail.side)))
@@ -74,10 +101,10 @@ def describe_item(
     """One item's stream, and where in it its description begins and how long it is.
 
     Args:
-        item: what to describe.
-        summaries: of each of its sections.
-        detail: how closely.
-        chosen: modules and heads that keep all that is known of their rows.
+        item: the batch item.
+        summaries: one per section.
+        detail: the detail of heads that are not chosen.
+        chosen: modules and heads. These heads keep every number of their rows.
     """
     packer, texts = Packer(), _Texts()
     sections: list[dict[str, Any]] = []
@@ -88,14 +115,34 @@ def describe_item(
         ]
         queries, keys = texts.number(picture.queries), texts.number(picture.keys)
         sections.append(
-            {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers}
+            {
+                "queries": queries,
+                "keys": keys,
+                "start": first_query(picture),
+                "clearest": _clearest(of_section),
+                "layers": layers,
+            }
             | _patches(picture.tiles),
         )
     description: dict[str, Any] = {"texts": texts.descriptions, "sections": sections}
     if item.picture is not None:
-        description["picture"] = {"size": list(item.picture.shape[1:]), "pixels": packer.add(item.picture, "bytes")}
+        description["picture"] = {"size": list(item.picture.shape[1:]), "pixels": packer.add(item.picture, BYTES)}
     place = packer.add_json(description)
     return place, packer.finish()
+
+
+def sentence(tokens: Tokens) -> str:
+    """The words of a text without special tokens, cut to a line or two."""
+    special = {word for word, is_special in zip(tokens.words, tokens.special, strict=True) if is_special}
+    words = [name for word, name in enumerate(printable(tokens.word_names())) if word not in special]
+    return shortened(" ".join(words[:LONGEST_SENTENCE]), LONGEST_SENTENCE)
+
+
+def _clearest(summaries: Summaries) -> list[int] | None:
+    """Places of the layer and the head with the largest contrast, or nothing where no head stands out."""
+    if all(summary.kind == "broad" for heads in summaries for summary in heads):
+        return None
+    return list(clearest_head(summaries))
 
 
 def _patches(tiles: Tiles | None) -> dict[str, Any]:
@@ -119,7 +166,8 @@ class _Texts:
             if (known.names, known.words) == (tokens.names, tokens.words):
                 return number
         self._kept.append(tokens)
-        text: dict[str, Any] = {"names": printable(tokens.names)}
+        special = [place for place, is_special in enumerate(tokens.special) if is_special]
+        text: dict[str, Any] = {"names": printable(tokens.names), "special": special, "sentence": sentence(tokens)}
         if has_pieces(tokens):
             text |= {"words": list(tokens.words), "wordNames": printable(tokens.word_names())}
         self.descriptions.append(text)
@@ -137,28 +185,30 @@ def _layer(
     exact = tiles is layer.map and layer.exact
     whole = entropy is layer.entropy and received is shares and count == layer.indices.shape[2]
     own = [] if whole and tiles is layer.map else chosen
-    units, roots8, roots6, _, nats = _SIGNED if layer.signed else _POSITIVE
-    if layer.rounded:
-        units = roots6 if layer.map.numel() > MOST_CLOSE else roots8
     signed = layer.signed
+    encodings = _ENCODINGS[signed]
+    if layer.rounded:
+        close = encodings.coarse if layer.map.numel() > MOST_CLOSE else encodings.tile
+        encodings = encodings._replace(weight=close)
+    pooled = encodings.tile if tiles is layer.map else encodings.coarse
     return {
         "signed": signed,
         "size": list(layer.size),
         "origin": [layer.queries[0], layer.keys[0]],
         "grid": list(tiles.shape[1:]),
-        "map": packer.add(tiles, units if exact else roots8 if tiles is layer.map else roots6),
+        "map": packer.add(tiles, encodings.weight if exact else pooled),
         "bins": [entropy.shape[1], received.shape[1]],
         **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer, signed),
         "own": {
             str(head): {
                 "grid": list(layer.map.shape[1:]),
-                "map": packer.add(layer.map[head], units if layer.exact else roots8),
+                "map": packer.add(layer.map[head], encodings.weight if layer.exact else encodings.tile),
                 **_rows(layer.entropy[head], shares[head], layer.indices[head], layer.weights[head], packer, signed),
             }
             for head in own
         },
-        "wordEntropy": _optional(layer.word_entropy if exact else None, nats, packer),
-        "crops": {str(layer.heads.index(head)): _crop(crop, (units, nats), packer) for head, crop in crops.items()},
+        "wordEntropy": _optional(layer.word_entropy if exact else None, encodings, packer),
+        "crops": {str(layer.heads.index(head)): _crop(crop, encodings, packer) for head, crop in crops.items()},
         "kinds": [KINDS[summary.kind] for summary in summaries],
         "numbers": {name: [_rounded(value) for value in values.tolist()] for name, values in layer.numbers.items()},
     }
@@ -172,27 +222,27 @@ def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[in
 def _rows(
     entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer, signed: bool
 ) -> dict[str, Any]:
-    units, _, _, shares, nats = _SIGNED if signed else _POSITIVE
+    encodings = _ENCODINGS[signed]
     return {
-        "entropy": packer.add(entropy, nats),
-        "received": packer.add(received, shares),
+        "entropy": packer.add(entropy, encodings.nats),
+        "received": packer.add(received, encodings.share),
         "count": indices.shape[-1],
-        "indices": packer.add(indices, "index"),
-        "weights": packer.add(weights, units),
+        "indices": packer.add(indices, INDEX),
+        "weights": packer.add(weights, encodings.weight),
     }
 
 
-def _crop(crop: Crop, encodings: tuple[Encoding, Encoding], packer: Packer) -> dict[str, Any]:
+def _crop(crop: Crop, encodings: _Encodings, packer: Packer) -> dict[str, Any]:
     return {
         "queries": list(crop.queries),
         "keys": list(crop.keys),
-        "weights": packer.add(crop.weights, encodings[0]),
-        "wordEntropy": _optional(crop.word_entropy, encodings[1], packer),
+        "weights": packer.add(crop.weights, encodings.weight),
+        "wordEntropy": _optional(crop.word_entropy, encodings, packer),
     }
 
 
-def _optional(values: Tensor | None, nats: Encoding, packer: Packer) -> list[Any] | None:
-    return None if values is None else packer.add(values, nats)
+def _optional(nats: Tensor | None, encodings: _Encodings, packer: Packer) -> list[Any] | None:
+    return None if nats is None else packer.add(nats, encodings.nats)
 
 
 def _sample(weights: Tensor) -> Tensor:
@@ -204,7 +254,7 @@ def _rounded(value: float) -> float | None:
     return round(value, 4) if abs(value) < float("inf") else None
 
 
-def _first_query(picture: SectionPicture) -> int:
+def first_query(picture: SectionPicture) -> int:
     """The query the page starts with: in the middle of the text, and no special token if there is another."""
     length = len(picture.queries)
     if picture.tiles is not None:

@@ -7,13 +7,29 @@
   const LIGHT_CHANGES = ["#0b2f63", "#2866a8", "#74a9d6", "#c5dcef", "#ffffff", "#f8dcb8", "#e29f4e", "#ac5c10", "#5c2a02"];
   const DARK_CHANGES = ["#c9e2ff", "#7fb5ee", "#3f7fc0", "#244a73", "#171c23", "#5a3c1c", "#a8681f", "#e09a45", "#ffdcae"];
   const TICKS = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
-  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const printed = matchMedia("print");
   let colors, changes;
   readColors();
 
+  /** Paper is light; on a screen the chosen theme holds, or else the browser's. */
+  function isDark() {
+    const { theme } = document.documentElement.dataset;
+    return !printed.matches && (theme ? theme === "dark" : prefersDark.matches);
+  }
+
   function readColors() {
-    colors = shades(dark.matches ? DARK : LIGHT);
-    changes = shades(dark.matches ? DARK_CHANGES : LIGHT_CHANGES);
+    colors = shades(isDark() ? DARK : LIGHT);
+    changes = shades(isDark() ? DARK_CHANGES : LIGHT_CHANGES);
+  }
+
+  function listenToTheme() {
+    byId("theme").addEventListener("change", (event) => {
+      if (event.target.value) document.documentElement.dataset.theme = event.target.value;
+      else delete document.documentElement.dataset.theme;
+      redraw();
+    });
+    for (const media of [prefersDark, printed]) media.addEventListener("change", redraw);
   }
 
   function shades(ramp) {
@@ -88,7 +104,8 @@
     return String(number).startsWith("-") ? "−" + String(number).slice(1) : (Number(number) ? "+" : "") + number;
   }
 
-  function precise(weight) {
-    if (isSigned()) return Math.abs(weight) < 0.00005 ? "± 0" : withSign(weight.toFixed(4));
-    return weight < 0.00005 ? "< 0.0001" : weight.toFixed(4);
+  function precise(weight, digits = 4) {
+    const least = 10 ** -digits;
+    if (isSigned()) return Math.abs(weight) < least / 2 ? "± 0" : withSign(weight.toFixed(digits));
+    return weight < least / 2 ? "< " + least.toFixed(digits) : weight.toFixed(digits);
   }

@@ -37,7 +37,7 @@
     byId("views").replaceChildren(...views.map(buildView));
     const scores = by === "divergence" ? "their Jensen–Shannon divergence in nats" : `the change of their ${by}`;
     byId("ranked-title").textContent = `heads that differ most, by ${scores}`;
-    byId("ranked-list").replaceChildren(...ranked.map(buildRanked));
+    byId("ranked-list").replaceChildren(...ranked.map(([section, layer, head, score]) => rankedHead([section, layer, head], score.toFixed(3))));
     for (const id of ["compared-note", "views", "ranked"]) byId(id).hidden = false;
   }
 
@@ -50,21 +50,6 @@
     return button;
   }
 
-  function buildRanked([section, layer, head, score]) {
-    const part = data.sections[section];
-    const kind = data.sections.length > 1 ? part.title + ", " : "";
-    const button = element("button", `${kind}layer ${part.layers[layer].label}, head ${part.layers[layer].heads[head]}: ${score.toFixed(3)}`);
-    button.type = "button";
-    button.dataset.place = [section, layer, head].join("-");
-    button.addEventListener("click", () => {
-      if (section !== state.section) showSection(section);
-      choose(layer, head);
-    });
-    const item = element("li");
-    item.append(button);
-    return item;
-  }
-
   /** Draw the chosen head in every view, small. */
   async function drawViews() {
     if (!data.compared) return;
@@ -75,9 +60,6 @@
       if (state.layer !== layer || state.head !== head || state.section !== section) return; // another was chosen since
       paintHead(button.firstChild, shown, layer, head, VIEW_PIXELS);
       button.setAttribute("aria-pressed", String(view === viewNumber()));
-    }
-    for (const button of byId("ranked-list").querySelectorAll("button")) {
-      button.setAttribute("aria-pressed", String(button.dataset.place === [section, layer, head].join("-")));
     }
   }
 
@@ -113,12 +95,20 @@
     return places ? places[state.section][side] : null;
   }
 
+  /** Places of the tokens that the other text does not have. */
+  function differing(side) {
+    const found = data.compared && viewNumber() < 2 ? placesOf(side) : null;
+    if (!found || state.current.rows.words) return new Set();
+    const shared = new Set(found[viewNumber()]);
+    const axis = side === "queries" ? state.current.rows : state.current.columns;
+    return new Set([...axis.names.keys()].filter((place) => !shared.has(place)));
+  }
+
   function describeChange(layer, head) {
     const { label, heads } = data.sections[state.section].layers[layer];
     const { numbers } = state.item.sections[state.section].layers[layer];
-    const shown = ["maps", "entropy", "divergence"].includes(state.statistic)
-      ? ""
-      : `; ${state.statistic} changes by ${withSign(valueText(layer, head))}`;
+    const told = toldStatistic();
+    const shown = told ? `; ${told} changes by ${withSign(valueText(layer, head, told))}` : "";
     return (
       `Layer ${label}, head ${heads[head]}: divergence ${numbers.divergence[head].toFixed(3)} nats; ` +
       `mean entropy changes by ${withSign(brief(numbers.entropy[head]))} nats${shown}`

@@ -35,7 +35,8 @@
     return result;
   }
 
-  function tiles(bytes, layer, head, pooling) {
+  /** Where a layer's tiles lie: which row of tiles a query belongs to, and where a row begins. */
+  function tiling(layer) {
     const [rows, columns] = layer.grid;
     const [length, keys] = layer.size;
     const [firstQuery, firstKey] = layer.origin;
@@ -44,14 +45,17 @@
       rows,
       columns,
       exact,
-      rounded: exact && layer.map[0].startsWith("roots"),
-      pooling,
-      values: decoded(bytes, layer.map, head * rows * columns, rows * columns),
+      rounded: exact && layer.map[0] === "root",
       row: (query) => Math.floor(((query + firstQuery) * rows) / length),
       column: (key) => Math.floor(((key + firstKey) * columns) / keys),
       rowStart: (row) => Math.ceil((row * length) / rows) - firstQuery,
       columnStart: (column) => Math.ceil((column * keys) / columns) - firstKey,
     };
+  }
+
+  function tiles(bytes, layer, head, pooling) {
+    const size = layer.grid[0] * layer.grid[1];
+    return { ...tiling(layer), pooling, values: decoded(bytes, layer.map, head * size, size) };
   }
 
   function cropped(bytes, crop) {
@@ -94,7 +98,7 @@
     const crop = layer.crops[head];
     if (crop) return decoded(bytes, crop.wordEntropy);
     if (!layer.wordEntropy) return null;
-    const [, , length] = layer.wordEntropy;
+    const length = layer.wordEntropy.at(-1);
     const count = length / (data.sections[state.section].layers[state.layer].heads.length);
     return decoded(bytes, layer.wordEntropy, head * count, count);
   }
@@ -115,6 +119,26 @@
         values[row * width + column] += weightAt(head.grids[0], query, key) / pieces[row];
       }),
     );
+    return exactHead(rows, columns, values, entropy);
+  }
+
+  /** The head without its special keys: every row is divided by the weight of its other keys. */
+  function withoutSpecial(head, special) {
+    const { rows, columns } = head;
+    const width = columns.names.length;
+    const values = new Float64Array(rows.names.length * width);
+    rows.names.forEach((_, query) => {
+      const row = values.subarray(query * width, (query + 1) * width);
+      for (let key = 0; key < width; key++) row[key] = special.has(key) ? 0 : weightAt(head.grids[0], query, key);
+      const left = row.reduce((sum, weight) => sum + weight, 0);
+      if (left > 0) row.forEach((weight, key) => (row[key] = weight / left));
+    });
+    return { ...exactHead(rows, columns, values), words: head.words, renormalised: true };
+  }
+
+  /** A head between texts of which every weight is known. */
+  function exactHead(rows, columns, values, entropy = null) {
+    const [height, width] = [rows.names.length, columns.names.length];
     const same = (index) => index;
     const grid = { rows: height, columns: width, exact: true, values, row: same, column: same, rowStart: same, columnStart: same };
     const received = new Float64Array(width);

@@ -31,6 +31,7 @@
   function paintCells(canvas, ratio) {
     const { view, current } = state;
     const { tileEnd, ownEnd, cellEnd } = scaleEnds();
+    const signed = isSigned();
     const visible = current.grids.filter((grid) => state.cell * ratio >= 0.99 || grid === current.grids.at(-1));
     const lookups = visible.map((grid) => ({
       grid,
@@ -45,7 +46,7 @@
           if (lines[y] < 0) continue;
           const [values, row, to] = [grid.values, lines[y] * grid.columns, y * canvas.width];
           for (let x = 0; x < across.length; x++) {
-            if (across[x] >= 0) pixels[to + x] = colorOf(values[row + across[x]], end);
+            if (across[x] >= 0) pixels[to + x] = colorOf(values[row + across[x]], end, signed);
           }
         }
       }
@@ -63,8 +64,6 @@
     const { rows, columns } = state.current.grids.at(-1);
     const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size });
     drawScale("map-scale", weightTicks(end), caption);
-    const { tileEnd } = scaleEnds();
-    byId("map-scale").hidden = state.statistic === "maps" && end === tileEnd && caption === scaleCaption(layer);
   }
 
   function placeLabels([rowsWidth, columnsHeight]) {
@@ -72,12 +71,16 @@
     byId("columns").style.height = columnsHeight + "px";
     const { view, current } = state;
     const step = Math.max(1, Math.ceil(LABEL_HEIGHT / state.cell));
+    const marks = { rows: differing("queries"), columns: differing("keys") };
     for (const [id, names, side, first, count] of [
       ["rows", current.rows.names, "top", view.row, view.rows],
       ["columns", current.columns.names, "left", view.column, view.columns],
     ]) {
       const labels = [];
-      for (let place = first; place < first + count; place += step) labels.push(label(names, place, side));
+      for (let place = first; place < first + count; place += step) {
+        labels.push(label(names, place, side));
+        labels.at(-1).classList.toggle("differs", marks[id].has(place));
+      }
       byId(id).replaceChildren(...labels);
     }
   }
@@ -173,6 +176,12 @@
         notes.push(`Exact weights are here for ${exactHeads().join("; ")}.`);
       }
       if (state.words) notes.push("Word pieces stay apart here: merging needs every weight of the head.");
+      if (state.faded) notes.push("Special tokens stay here: leaving them out needs every weight of the head.");
+    }
+    if (state.current.renormalised) {
+      notes.push("Special tokens are left out: the weights of the other keys are renormalised to sum to 1 in every row.");
+    } else if (state.faded && isSigned()) {
+      notes.push("Special tokens stay in a difference.");
     }
     byId("note").textContent = notes.join(" ");
   }

@@ -30,7 +30,7 @@
     if (shares.length > along) shares = largestPerPixel(shares, along);
     const step = along / shares.length;
     const thick = Math.max(1, step > 6 ? step - Math.round(ratio) : step);
-    const plain = getComputedStyle(document.body).getPropertyValue("--bar");
+    const plain = getComputedStyle(canvas).color;
     shares.forEach((share, place) => {
       context.fillStyle = isSigned() ? css(colorOf(Math.sign(share) * 0.5, 1)) : plain;
       const length = Math.max(1, Math.abs(share || 0) * (across - 2));

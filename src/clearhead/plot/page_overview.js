@@ -1,19 +1,49 @@
   // ---- all heads -------------------------------------------------------------------------------------------
 
   const THUMBNAIL = 56;
-  const thumbnails = new Map(); // by layer and head, of one section
+  const MANY = 16; // heads in a row, beyond which the overview takes more of the page
+  const SLICE = 12; // milliseconds of drawing, after which the browser may answer
+  const overview = { columns: 0, rows: [], buttons: new Map(), places: new Map(), turn: 0 };
 
+  /** One line of elements per row, and one canvas below its buttons. */
   function buildOverview() {
-    thumbnails.clear();
-    const { layers } = data.sections[state.section];
-    const columns = Math.max(...layers.map((layer) => layer.heads.length));
-    const overview = byId("overview");
-    overview.style.gridTemplateColumns = `1.8rem repeat(${columns}, minmax(14px, 1fr))`;
-    const header = element("div", "", "row");
-    header.setAttribute("role", "row");
+    const rows = arranged();
+    const columns = Math.max(...rows.map(({ heads }) => heads.length));
+    overview.columns = columns;
+    overview.buttons.clear();
+    overview.places.clear();
+    overview.rows = rows.map(buildRow);
+    const header = state.order === "layers" ? [buildHeader(columns)] : [];
+    byId("overview").replaceChildren(...header, ...overview.rows.map(({ line }) => line));
+  }
+
+  /** Thumbnails and numbers need different widths. */
+  function sizeOverview() {
+    const { columns } = overview;
+    const isWide = columns > MANY;
+    const slot = state.statistic === "maps" ? (isWide ? 24 : 22) : 34;
+    byId("overview").style.setProperty("--columns", columns);
+    byId("overview").style.setProperty("--slot", slot + "px");
+    const main = document.querySelector("main");
+    main.classList.toggle("wide", isWide);
+    main.style.setProperty("--overview-width", `calc(3.5rem + ${columns * slot}px)`);
+    byId("overview").classList.toggle("numbers", state.statistic !== "maps");
+    for (const [place, button] of overview.buttons) button.setAttribute("aria-label", describe(...place.split("-").map(Number)));
+  }
+
+  function buildLine(kind = "") {
+    const line = document.createElement("div");
+    line.className = "row " + kind;
+    line.setAttribute("role", "row");
+    return line;
+  }
+
+  function buildHeader(columns) {
+    const header = buildLine();
+    const { heads } = data.sections[state.section].layers[0];
     header.append(named("cell", ""));
-    for (let place = 0; place < columns; place++) header.append(named("columnheader", String(layers[0].heads[place] ?? place)));
-    overview.replaceChildren(header, ...layers.map((layer, index) => buildLayer(layer, index, columns)));
+    for (let place = 0; place < columns; place++) header.append(named("columnheader", String(heads[place] ?? place)));
+    return header;
   }
 
   function named(role, text) {
@@ -22,36 +52,54 @@
     return name;
   }
 
-  function buildLayer(layer, index, columns) {
-    const line = element("div", "", "row");
-    line.setAttribute("role", "row");
-    const name = named("rowheader", layer.label);
-    name.title = layer.name;
-    line.append(name);
-    for (let head = 0; head < columns; head++) {
-      const cell = document.createElement("div");
-      cell.setAttribute("role", "gridcell");
-      if (head < layer.heads.length) cell.append(buildThumbnail(index, head));
-      line.append(cell);
-    }
-    return line;
+  function buildRow({ name, title, heading, heads }, at) {
+    const line = buildLine(heading ? "heading" : "");
+    line.append(named("rowheader", heading ?? name));
+    if (heading) return { line, heads, heading };
+    line.firstChild.title = title;
+    const canvas = document.createElement("canvas");
+    canvas.setAttribute("role", "presentation");
+    heads.forEach(([layer, head], column) => {
+      line.append(buildThumbnail(layer, head));
+      overview.places.set(layer + "-" + head, [at, column]);
+    });
+    line.append(canvas);
+    return { line, heads, canvas };
   }
 
   function buildThumbnail(layer, head) {
-    const button = element("button");
+    const cell = document.createElement("div");
+    cell.setAttribute("role", "gridcell");
+    const button = document.createElement("button");
     button.type = "button";
+    button.tabIndex = -1;
+    button.setAttribute("aria-pressed", "false");
     button.dataset.place = layer + "-" + head;
-    thumbnails.set(button.dataset.place, button);
-    button.append(document.createElement("canvas"), element("span"));
-    button.addEventListener("click", () => choose(layer, head));
-    button.addEventListener("keydown", (event) => walkHeads(event, layer, head));
-    for (const name of ["mouseenter", "focus"]) button.addEventListener(name, () => tell(layer, head));
-    button.addEventListener("mouseleave", () => tell(state.layer, state.head));
-    return button;
+    overview.buttons.set(button.dataset.place, button);
+    cell.append(button);
+    return cell;
   }
 
-  function thumbnail(layer, head) {
-    return thumbnails.get(layer + "-" + head);
+  /** The layer and the head of the thumbnail that an event came from. */
+  function headUnder(event) {
+    const button = event.target.closest("button");
+    return button && button.dataset.place.split("-").map(Number);
+  }
+
+  function listenToOverview() {
+    const box = byId("overview");
+    const on = (name, answer) =>
+      box.addEventListener(name, (event) => {
+        const place = headUnder(event);
+        if (place) answer(place, event);
+      });
+    on("click", (place) => {
+      used("head");
+      choose(...place);
+    });
+    on("keydown", ([layer, head], event) => walkHeads(event, layer, head));
+    for (const name of ["pointerover", "focusin"]) on(name, (place) => tell(...place));
+    box.addEventListener("pointerleave", () => tell(state.layer, state.head));
   }
 
   function describe(layer, head) {
@@ -59,126 +107,132 @@
     if (isSigned()) return describeChange(layer, head);
     const { numbers, kinds } = state.item.sections[state.section].layers[layer];
     const entropy = numbers.entropy ? `mean entropy ${brief(numbers.entropy[head])} nats; ` : "";
-    const shown = state.statistic === "maps" || state.statistic === "entropy" ? "" : `; ${state.statistic} ${valueText(layer, head)}`;
+    const told = toldStatistic();
+    const shown = told ? `; ${told} ${valueText(layer, head, told)}` : "";
     return `Layer ${label}, head ${heads[head]}: ${entropy}looks mostly at ${kinds[head]}${shown}`;
+  }
+
+  /** The statistic that is shown or sorted by, unless a description has it anyway. */
+  function toldStatistic() {
+    const { statistics } = data.sections[state.section];
+    const usual = isSigned() ? ["entropy", "divergence"] : ["entropy"];
+    return [state.statistic, state.order].find((name) => statistics.includes(name) && !usual.includes(name));
   }
 
   function tell(layer, head) {
     byId("about").textContent = describe(layer, head);
   }
 
-  function eachHead(visit) {
-    data.sections[state.section].layers.forEach((layer, index) => layer.heads.forEach((_, head) => visit(index, head)));
+  /** Build and draw the overview, after its statistic or its order has changed. */
+  function showOverview() {
+    buildOverview();
+    showStatistic();
+  }
+
+  /** The thumbnails that there are, as maps or as numbers. */
+  function showStatistic() {
+    sizeOverview();
+    markChosen();
+    drawOverview();
+    tell(state.layer, state.head);
   }
 
   function drawOverview() {
-    byId("overview").classList.toggle("numbers", state.statistic !== "maps");
     if (state.statistic === "maps") {
-      eachHead(drawThumbnail);
       const { tileEnd } = scaleEnds();
       drawScale("overview-scale", weightTicks(tileEnd), scaleCaption(state.item.sections[state.section].layers[0]));
     } else {
-      drawNumbers();
+      drawNumberScale();
     }
-    eachHead((layer, head) => thumbnail(layer, head).setAttribute("aria-label", describe(layer, head)));
+    drawHeads();
   }
 
-  function scaleCaption(layer) {
-    const [rows, columns] = layer.size.map((size, side) => size / layer.grid[side]);
-    const end = "; colour follows its square root";
-    if (isSigned()) {
-      const tile = rows === 1 && columns === 1 ? "a weight" : `a tile of ${Math.ceil(rows)} × ${Math.ceil(columns)} tokens`;
-      return `change of ${tile}, second − first; colour follows its square root`;
-    }
-    if (rows === 1 && columns === 1) return "weight of a key in its query’s row" + end;
-    const [down, across] = [Math.ceil(rows), Math.ceil(columns)];
-    if (data.sections[state.section].pooling === "max") return `largest weight in a tile of ${down} × ${across} tokens` + end;
-    return `weight of a tile: of ${across} keys together, averaged over ${down} queries` + end;
+  /** Draw every row, those in view first; on a screen the browser may answer between rows. */
+  function drawHeads() {
+    const turn = ++overview.turn;
+    const box = byId("overview");
+    const first = overview.rows.findIndex(({ line }) => line.offsetTop + line.offsetHeight > box.scrollTop);
+    const rows = [...overview.rows.slice(first), ...overview.rows.slice(0, first)].filter(({ canvas }) => canvas);
+    const paint = state.statistic === "maps" ? thumbnailPainter() : numberPainter();
+    const size = slotSize();
+    const drawSome = () => {
+      const end = performance.now() + SLICE;
+      while (rows.length && turn === overview.turn && (printed.matches || performance.now() < end)) drawRow(rows.shift(), paint, size);
+      if (rows.length && turn === overview.turn) requestAnimationFrame(drawSome);
+    };
+    drawSome();
   }
 
-  function drawThumbnail(layer, head) {
-    const button = thumbnail(layer, head);
-    const [canvas, label] = button.children;
-    label.textContent = "";
-    if (patchesOf()) return drawPictureThumbnail(canvas, layer, head);
-    paintHead(canvas, state, layer, head, THUMBNAIL);
+  /** Width of a thumbnail in pixels of the screen. */
+  function slotSize() {
+    const [button] = overview.buttons.values();
+    const most = columnCount() > MANY ? THUMBNAIL : 2 * THUMBNAIL;
+    return Math.max(8, Math.min(most, Math.round(button.clientWidth * (devicePixelRatio || 1))));
   }
 
-  /** Draw a head of an item whose numbers are `bytes`, pooled by its largest weights to at most `most` pixels. */
-  function paintHead(canvas, { bytes, item }, layer, head, most) {
-    const text = item.sections[state.section];
-    const found = text.layers[layer];
-    const grid = tiles(bytes, found, head, "");
-    const sizes = [text.queries, text.keys].map((number) => item.texts[number].names.length);
-    const [top, left] = [grid.row(0), grid.column(0)];
-    const [rows, columns] = [grid.row(sizes[0] - 1) - top + 1, grid.column(sizes[1] - 1) - left + 1];
-    canvas.height = Math.min(rows, most);
-    canvas.width = Math.min(columns, most);
-    const largest = new Float64Array(canvas.height * canvas.width);
-    const across = Int32Array.from({ length: columns }, (_, column) => Math.floor((column * canvas.width) / columns));
-    const { width } = canvas;
-    for (let row = 0; row < rows; row++) {
-      const line = Math.floor((row * canvas.height) / rows) * width;
-      for (let column = 0; column < columns; column++) {
-        const place = line + across[column];
-        const value = grid.values[(row + top) * grid.columns + column + left];
-        if (Math.abs(value) > Math.abs(largest[place])) largest[place] = value;
-      }
-    }
-    const { tileEnd } = scaleEnds(found.signed);
-    fill(canvas, (pixels) => largest.forEach((value, at) => (pixels[at] = colorOf(value, tileEnd, found.signed))));
-  }
-
-  function fill(canvas, paint) {
+  function drawRow({ canvas, heads }, paint, size) {
+    canvas.width = overview.columns * size;
+    canvas.height = size;
     const context = canvas.getContext("2d");
-    const image = context.createImageData(canvas.width, canvas.height);
-    paint(new Uint32Array(image.data.buffer));
-    context.putImageData(image, 0, 0);
-  }
-
-  function valueOf(layer, head) {
-    return state.item.sections[state.section].layers[layer].numbers[state.statistic][head];
-  }
-
-  function valueText(layer, head) {
-    const value = valueOf(layer, head);
-    return value === null ? "none" : brief(value);
-  }
-
-  function drawNumbers() {
-    const values = [];
-    eachHead((layer, head) => values.push(valueOf(layer, head)));
-    const finite = values.filter((value) => value !== null);
-    const most = Math.max(...finite.map(Math.abs));
-    const [low, high] = isSigned() ? [-most, most] : [Math.min(...finite), Math.max(...finite)];
-    eachHead((layer, head) => {
-      const [canvas, label] = thumbnail(layer, head).children;
-      canvas.width = canvas.height = 1;
-      canvas.style.aspectRatio = "";
-      const share = high > low ? ((valueOf(layer, head) ?? low) - low) / (high - low) : 0;
-      const color = isSigned() ? changes[Math.round(255 * (0.1 + 0.8 * share))] : colors[Math.round(255 * (0.04 + 0.8 * share))];
-      fill(canvas, (pixels) => pixels.fill(color));
-      label.textContent = valueText(layer, head);
-      label.style.color = readableOn(color);
+    context.imageSmoothingEnabled = false;
+    const gap = Math.max(1, Math.round(size / 22));
+    heads.forEach(([layer, head], column) => {
+      const { width, height } = paint(layer, head);
+      const scale = (size - 2 * gap) / Math.max(width, height);
+      const across = patchesOf() ? [width * scale, height * scale] : [size - 2 * gap, size - 2 * gap];
+      const left = column * size + (size - across[0]) / 2;
+      context.drawImage(scratch, 0, 0, width, height, left, (size - across[1]) / 2, ...across);
+      context.strokeStyle = lineColor;
+      context.strokeRect(left - 0.5, (size - across[1]) / 2 - 0.5, across[0] + 1, across[1] + 1);
     });
-    drawScale("overview-scale", evenTicks(low, high), `${isSigned() ? "change of " : ""}${state.statistic}, one number per head`);
+  }
+
+  const scratch = document.createElement("canvas"); // one thumbnail, on its way to the canvas of its row
+  let lineColor = "";
+
+  function thumbnailPainter() {
+    lineColor = getComputedStyle(byId("map")).outlineColor;
+    for (const button of overview.buttons.values()) if (button.firstChild) button.replaceChildren();
+    return (layer, head) => {
+      if (patchesOf()) drawPictureThumbnail(scratch, layer, head);
+      else paintHead(scratch, state, layer, head, THUMBNAIL);
+      return scratch;
+    };
   }
 
   function walkHeads(event, layer, head) {
     const step = arrow(event);
     if (!step) return;
     event.preventDefault();
-    const { layers } = data.sections[state.section];
-    const nextLayer = clamp(layer + step.down, layers.length);
-    const nextHead = clamp(head + step.right, layers[nextLayer].heads.length);
+    used("head");
+    const [row, column] = overview.places.get(layer + "-" + head);
+    let next = row + step.down;
+    while (overview.rows[next]?.heading) next += step.down; // headings of groups hold no heads
+    const { heads } = overview.rows[overview.rows[next]?.heads.length ? next : row];
+    const [nextLayer, nextHead] = heads[clamp(column + step.right, heads.length)];
     choose(nextLayer, nextHead);
-    thumbnail(nextLayer, nextHead).focus();
+    overview.buttons.get(nextLayer + "-" + nextHead).focus();
   }
 
   function markChosen() {
-    for (const button of thumbnails.values()) {
-      const chosen = button.dataset.place === state.layer + "-" + state.head;
-      button.setAttribute("aria-pressed", String(chosen));
-      button.tabIndex = chosen ? 0 : -1;
+    const chosen = overview.buttons.get(state.layer + "-" + state.head);
+    if (overview.chosen && overview.chosen !== chosen) {
+      overview.chosen.setAttribute("aria-pressed", "false");
+      overview.chosen.tabIndex = -1;
     }
+    chosen.setAttribute("aria-pressed", "true");
+    chosen.tabIndex = 0;
+    overview.chosen = chosen;
+    scrollToHead(chosen);
+  }
+
+  /** Scroll the overview, and nothing else, until the head is in view beside the names of rows and columns. */
+  function scrollToHead(button) {
+    const box = byId("overview");
+    const [outer, inner] = [box.getBoundingClientRect(), button.getBoundingClientRect()];
+    const names = inner.height; // about the room that they take
+    if (inner.top < outer.top + names) box.scrollTop += inner.top - outer.top - names;
+    else if (inner.bottom > outer.bottom) box.scrollTop += inner.bottom - outer.bottom + names / 2;
+    if (inner.left < outer.left + 2 * names) box.scrollLeft += inner.left - outer.left - 2 * names;
+    else if (inner.right > outer.right) box.scrollLeft += inner.right - outer.right + names / 2;
   }

@@ -128,7 +128,7 @@
       const pixel = grey[line * width + across];
       for (let plane = 0; plane < 3; plane++) {
         const over = (shade >> (8 * plane)) & 255;
-        const mixed = dark.matches
+        const mixed = isDark()
           ? 255 - ((255 - pixel * PICTURE_LEFT) * (255 - over)) / 255
           : ((255 - (255 - pixel) * PICTURE_LEFT) * over) / 255;
         color |= Math.round(mixed) << (8 * plane);
@@ -145,7 +145,7 @@
     const { prefix } = patchesOf();
     const looking = isSame() ? query : state.shown.key;
     if (looking !== null && looking >= prefix) outlinePatch(canvas, looking - prefix);
-    if (state.statistic === "maps") eachHead(drawThumbnail);
+    if (state.statistic === "maps") drawHeads();
   }
 
   function outlinePatch(canvas, patch) {
@@ -154,7 +154,7 @@
     const [down, across] = [(canvas.height / height) * cell[0], (canvas.width / width) * cell[1]];
     const context = canvas.getContext("2d");
     context.lineWidth = 2 * (devicePixelRatio || 1);
-    context.strokeStyle = getComputedStyle(document.body).getPropertyValue("--mark");
+    context.strokeStyle = getComputedStyle(canvas).color;
     context.strokeRect((patch % grid[1]) * across, Math.floor(patch / grid[1]) * down, across, down);
   }
 
@@ -163,7 +163,6 @@
     const [height, width] = state.item.picture.size;
     const scale = THUMBNAIL / Math.max(height, width);
     [canvas.width, canvas.height] = [width, height].map((pixels) => Math.max(1, Math.round(pixels * scale)));
-    canvas.style.aspectRatio = `${width} / ${height}`;
     const found = state.item.sections[state.section].layers[layer];
     const [rows, columns] = found.grid;
     const row = decoded(state.bytes, found.map, (head * rows + state.shown.query) * columns, columns);

@@ -94,6 +94,7 @@
   function select(rows, columns, anchor = null) {
     state.span = { rows, columns };
     state.anchor = anchor;
+    used("sum");
     showSpan();
     showSum();
   }
@@ -128,6 +129,7 @@
     });
     box.addEventListener("pointerup", (event) => {
       const at = tokenUnder(event);
+      if (at !== null && at === anchor) used("query");
       if (at !== null && at === anchor && !event.shiftKey) side === "keys" ? pin(state.query, at) : pin(at, null);
       anchor = null;
     });

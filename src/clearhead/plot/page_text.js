@@ -1,6 +1,6 @@
   // ---- the text, and what one token looks at -----------------------------------------------------------------
 
-  const PARAGRAPH = 600; // tokens
+  const PARAGRAPH = 300; // tokens
   let shaded = {};
   const texts = new Map(); // side → the box and its tokens
 
@@ -13,6 +13,7 @@
     const { rows, columns } = state.current;
     shaded = {};
     texts.clear();
+    emptyMenus();
     if (patchesOf()) {
       buildPicture();
     } else if (isSame()) {
@@ -32,8 +33,9 @@
     box.tabIndex = 0;
     box.setAttribute("role", "application");
     box.setAttribute("aria-label", title + ", token by token");
+    const marks = differing(side === "queries" ? "queries" : "keys");
     const tokens = axis.names.map((name, place) => {
-      const span = element("span", name);
+      const span = element("span", name, marks.has(place) ? "differs" : "");
       span.dataset.place = place;
       return span;
     });
@@ -133,78 +135,24 @@
 
   function showList(query) {
     const { rows, columns, largest } = state.current;
+    const marks = differing("keys");
     const name = element("b", rows.names[query]);
     byId("list-title").replaceChildren(...(isSigned() ? ["where ", name, " changes most"] : ["what ", name, " looks at most"]));
     const items = state.current.listed
-      ? largest(query).map(({ key, weight }) => listed(columns.names[key], weight))
+      ? largest(query).map(({ key, weight }) => listed(columns.names[key], weight, marks.has(key)))
       : largestTiles(state.current, query).map(({ keys, weight }) => listed(quoted(columns.names, keys), weight));
     byId("list").replaceChildren(...items);
   }
 
-  function listed(name, weight) {
+  function listed(name, weight, differs = false) {
     const item = element("li");
     const bar = element("span", "", "bar");
     const filled = document.createElement("i");
     filled.style.width = Math.min(100, 100 * Math.abs(weight)) + "%";
+    if (isSigned()) filled.style.background = css(colorOf(Math.sign(weight) * 0.5, 1));
     bar.append(filled);
-    item.append(element("span", name), element("span", precise(weight), "weight"), bar);
+    item.append(element("span", name, differs ? "differs" : ""), element("span", precise(weight), "weight"), bar);
     return item;
-  }
-
-  // ---- what is under the pointer, in words -------------------------------------------------------------------
-
-  function showReadout(query, key) {
-    const { rows, columns, largest } = state.current;
-    const tile = state.current.listed ? null : largestTiles(state.current, query)[0];
-    const best = tile ? { key: tile.keys[0] } : largest(query)[0];
-    if (key === null && tile) {
-      byId("readout").replaceChildren(
-        element("b", rows.names[query]),
-        " and its neighbours look most at ",
-        element("b", quoted(columns.names, tile.keys)),
-        " ",
-        element("span", `${precise(tile.weight)} (keys ${tile.keys[0]}–${tile.keys[1]})`, "weight"),
-      );
-      showDetails(query, tile.keys[0]);
-      return;
-    }
-    if (key === null && !best) {
-      byId("readout").replaceChildren(element("b", rows.names[query]), " sees nothing");
-      byId("details").textContent = "";
-      return;
-    }
-    const at = key === null ? best.key : key;
-    const found = look(state.current, query, at);
-    byId("readout").replaceChildren(
-      element("b", rows.names[query]),
-      key === null ? (isSigned() ? " changes most at " : " looks most at ") : " → ",
-      element("b", columns.names[at]),
-      " ",
-      element("span", found.tile === undefined ? (found.rounded ? "about " : "") + precise(found.weight) : tileText(found), "weight"),
-    );
-    showDetails(query, at);
-  }
-
-  function tileText({ tile, pooling, queries, keys }) {
-    const across = keys[1] - keys[0] + 1;
-    if (pooling === "max") return `at most ${precise(tile)} (the largest weight of its tile)`;
-    return `about ${precise(tile / across)} (its tile, keys ${keys[0]}–${keys[1]}, has ${precise(tile)})`;
-  }
-
-  function showDetails(query, key) {
-    if (isSigned()) return showChange(query, key);
-    const { rows, columns, entropy, received, pooled } = state.current;
-    const share = received[key] / rows.names.length;
-    const about = pooled ? "about " : "";
-    byId("details").textContent =
-      `query ${query} · entropy ${about}${entropy[query].toFixed(2)} nats   ·   ` +
-      `key ${key} · receives ${about}${brief(received[key])} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
-      ` (${(100 / columns.names.length).toFixed(1)} % if all were alike)`;
-  }
-
-  function quoted(names, [first, last]) {
-    const part = names.slice(first, last + 1);
-    return part.length > 6 ? `${part.slice(0, 2).join(" ")} … ${part.slice(-2).join(" ")}` : part.join(" ");
   }
 
   function showSum() {
@@ -212,7 +160,7 @@
     byId("sum").classList.toggle("quiet", !state.span);
     markSpan();
     if (!state.span) {
-      byId("sum-text").textContent = "Drag over the map or the text to add up weights.";
+      byId("sum-text").textContent = hints.sum;
       return;
     }
     const rows = state.span.rows || [state.query, state.query];

@@ -1,0 +1,60 @@
+"""The parts of a page that need no script: the sentence, the finding, and the chosen head as a picture."""
+
+from __future__ import annotations
+
+import html
+
+from torch import Tensor
+
+from ._collect import ItemPicture, LayerPicture, SectionPicture
+from ._detail import pooled_map
+from ._labels import layer_labels, printable
+from ._page_contents import first_query, sentence
+
+SIDE = 48  # cells of the picture along each axis, at most
+LEVELS = 16
+
+
+def still_parts(item: ItemPicture, place: tuple[int, int, int], title: str) -> dict[str, str]:
+    """Parts of the page's HTML.
+
+    Args:
+        item: the page's first item.
+        place: its first section, layer and head.
+        title: the page's title. It replaces the sentence if there is no text.
+    """
+    picture = item.sections[place[0]]
+    layer = picture.layers[place[1]]
+    text = title if item.picture is not None else sentence(picture.queries)
+    where = f"layer {layer_labels(picture.section.layers)[place[1]]}, head {layer.heads[place[2]]}"
+    if len(item.sections) > 1:
+        where = f"{picture.section.title}, {where}"
+    return {
+        "sentence": html.escape(text or title),
+        "finding": _finding(picture, layer, place[2], where),
+        "still": _drawing(pooled_map(layer, SIDE)[place[2]], where),
+    }
+
+
+def _finding(picture: SectionPicture, layer: LayerPicture, head: int, where: str) -> str:
+    query = first_query(picture)
+    if not len(picture.queries) or not layer.indices.shape[2] or layer.indices[head, query, 0] < 0:
+        return f"In {html.escape(where)}, no query sees a key."
+    names = [picture.queries.names[query], picture.keys.names[int(layer.indices[head, query, 0])]]
+    looks, at = (f"<strong>{html.escape(name)}</strong>" for name in printable(names))
+    return f"In {html.escape(where)}, {looks} looks most at {at} ({layer.weights[head, query, 0]:.2f})"
+
+
+def _drawing(cells: Tensor, where: str) -> str:
+    """An SVG with one square per cell; its opacity is the square root of the weight, in `LEVELS` levels."""
+    rows, columns = cells.shape
+    squares: dict[int, list[str]] = {}
+    levels = (cells.abs().clamp(max=1).sqrt() * LEVELS).round().int().tolist()
+    for row, line in enumerate(levels):
+        for column, level in enumerate(line):
+            if level:
+                squares.setdefault(level, []).append(f"M{column} {row}h1v1h-1z")
+    label = html.escape(f"The weights of {where}: one row per query, one column per key")
+    paths = (f'<path fill-opacity="{level / LEVELS:.2f}" d="{"".join(cut)}"/>' for level, cut in squares.items())
+    drawing = "".join(paths)
+    return f'<svg viewBox="0 0 {columns} {rows}" role="img" aria-label="{label}" fill="currentColor">{drawing}</svg>'

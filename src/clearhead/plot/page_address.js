@@ -1,0 +1,51 @@
+  // ---- the address: layer, head and token stand behind its #, so that a link shows them -----------------------------
+
+  const ADDRESS = /^#layer=(\d{1,6})&head=(\d{1,6})&token=(\d{1,6})(?:&section=(\d{1,3}))?(?:&text=(\d{1,6}))?$/;
+  const SETTLED = 300; // milliseconds: browsers refuse addresses that change too often
+  let writing = 0;
+
+  /** What the address asks for, as places; nothing where it says anything else. */
+  function readAddress() {
+    const found = ADDRESS.exec(location.hash);
+    if (!found) return null;
+    const [layer, number, token, section = 0, text = 0] = found.slice(1).map((digits) => (digits === undefined ? undefined : Number(digits)));
+    const head = data.sections[section]?.layers[layer]?.heads.indexOf(number) ?? -1;
+    const item = text * viewCount() + viewNumber();
+    return head < 0 || item >= data.items.length ? null : { layer, head, token, section, item };
+  }
+
+  /** Show what the address asks for. */
+  async function followAddress() {
+    const wanted = readAddress();
+    if (!wanted) return false;
+    const { layer, head, section, item } = wanted;
+    if (state.item && state.number === item && state.section === section) {
+      choose(layer, head);
+    } else {
+      Object.assign(state, { section, layer, head });
+      await showItem(item);
+    }
+    const { words, names } = state.current.rows;
+    const query = words ? words[wanted.token] : wanted.token;
+    if (query < names.length) pin(query, null);
+    reveal(state.query, null);
+    return true;
+  }
+
+  function writeAddress() {
+    clearTimeout(writing);
+    writing = setTimeout(() => {
+      const { section, layer, head, number } = state;
+      const { words } = state.current.rows;
+      const parts = {
+        layer,
+        head: data.sections[section].layers[layer].heads[head],
+        token: words ? words.indexOf(state.query) : state.query,
+        ...(section ? { section } : {}),
+        ...(number >= viewCount() ? { text: Math.floor(number / viewCount()) } : {}),
+      };
+      const hash = "#" + Object.entries(parts).map((part) => part.join("=")).join("&");
+      // The frame of a notebook has no address.
+      if (location.protocol !== "about:" && hash !== location.hash) history.replaceState(null, "", hash);
+    }, SETTLED);
+  }

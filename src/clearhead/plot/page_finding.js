@@ -1,0 +1,96 @@
+  // ---- in words: the finding, what is under the pointer, and hints -------------------------------------------------
+
+  const hints = { query: "Click a word to see what it looks at.", head: "", sum: "Drag over the map or the text to add up weights." };
+
+  /** What a query's row says: a verb, an object and a weight; of one key, or of the largest weight. */
+  function sayingOf(query, key, digits) {
+    const { columns, listed, largest } = state.current;
+    const tile = key === null && !listed ? largestTiles(state.current, query)[0] : null;
+    if (tile) {
+      const weight = `${precise(tile.weight, digits)} (keys ${tile.keys[0]}–${tile.keys[1]})`;
+      return { verb: " and its neighbours look most at ", object: quoted(columns.names, tile.keys), weight, key: tile.keys[0] };
+    }
+    const at = key ?? largest(query)[0]?.key;
+    if (at === undefined) return null;
+    const found = look(state.current, query, at);
+    const weight = found.tile === undefined ? (found.rounded ? "about " : "") + precise(found.weight, digits) : tileText(found, digits);
+    const most = isSigned() ? " changes most at " : " looks most at ";
+    return { verb: key === null ? most : null, object: columns.names[at], weight, key: at };
+  }
+
+  function tileText({ tile, pooling, keys }, digits) {
+    const across = keys[1] - keys[0] + 1;
+    if (pooling === "max") return `at most ${precise(tile, digits)} (the largest weight of its tile)`;
+    return `about ${precise(tile / across, digits)} (its tile, keys ${keys[0]}–${keys[1]}, has ${precise(tile, digits)})`;
+  }
+
+  function showReadout(query, key) {
+    const name = element("b", state.current.rows.names[query]);
+    const said = sayingOf(query, key, 4);
+    if (!said) {
+      byId("readout").replaceChildren(name, " sees nothing");
+      byId("details").textContent = "";
+      return;
+    }
+    const { verb, object, weight } = said;
+    byId("readout").replaceChildren(name, verb ?? " → ", element("b", object), " ", element("span", weight, "weight"));
+    showDetails(query, said.key);
+  }
+
+  /** The sentence above everything: the chosen head, and what the chosen token looks at. */
+  function showFinding() {
+    const { label, heads } = data.sections[state.section].layers[state.layer];
+    const kind = data.sections.length > 1 ? data.sections[state.section].title + ", " : "";
+    const name = element("strong", state.current.rows.names[state.query]);
+    const said = sayingOf(state.query, state.key, 2);
+    const rest = said
+      ? [said.verb ?? (isSigned() ? " changes at " : " looks at "), element("strong", said.object), ` (${said.weight})`]
+      : [" sees nothing"];
+    byId("finding").replaceChildren(`In ${kind}layer ${label}, head ${heads[state.head]}, `, name, ...rest);
+    byId("reason").textContent = reason();
+  }
+
+  /** Why this head is worth a look, where that is so. */
+  function reason() {
+    if (isSigned()) return "";
+    const { clearest } = state.item.sections[state.section];
+    if (!clearest) return "No head stands out: all of them look everywhere about alike.";
+    if (clearest[0] !== state.layer || clearest[1] !== state.head) return "";
+    const what = patchesOf() ? "patches most clearly look at different patches" : "words most clearly look at different words";
+    return `Of all heads, this is where different ${what} further away.`;
+  }
+
+  /** The text is the title; where there is none, the page's title is. */
+  function showTitle() {
+    const { queries, keys } = state.item.sections[state.section];
+    const sentences = [...new Set([queries, keys].map((text) => state.item.texts[text].sentence))].join(" → ");
+    byId("sentence").textContent = patchesOf() ? data.title : sentences;
+    byId("sentence").classList.toggle("spoken", !patchesOf());
+  }
+
+  function showHints() {
+    hints.query = patchesOf() ? "Click a patch to see what it looks at." : "Click a word to see what it looks at.";
+    for (const hint of document.querySelectorAll(".hint")) hint.textContent ||= hints[hint.dataset.hint];
+  }
+
+  /** A hint has been followed: it is not needed again. */
+  function used(name) {
+    hints[name] = "";
+    document.querySelector(`.hint[data-hint="${name}"]`)?.classList.add("used");
+  }
+
+  function showDetails(query, key) {
+    if (isSigned()) return showChange(query, key);
+    const { rows, columns, entropy, received, pooled } = state.current;
+    const share = received[key] / rows.names.length;
+    const about = pooled ? "about " : "";
+    byId("details").textContent =
+      `query ${query} · entropy ${about}${entropy[query].toFixed(2)} nats   ·   ` +
+      `key ${key} · receives ${about}${brief(received[key])} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
+      ` (${(100 / columns.names.length).toFixed(1)} % if all were alike)`;
+  }
+
+  function quoted(names, [first, last]) {
+    const part = names.slice(first, last + 1);
+    return part.length > 6 ? `${part.slice(0, 2).join(" ")} … ${part.slice(-2).join(" ")}` : part.join(" ");
+  }

@@ -1,0 +1,91 @@
+  // ---- which heads look from one token to another ----------------------------------------------------------------
+
+  const MOST_FOUND = 8;
+
+  /** The query and the key that heads are ranked by: the chosen cell, or the chosen row's largest weight. */
+  function asked() {
+    if (state.key !== null) return [state.query, state.key];
+    const { listed, largest } = state.current;
+    const key = listed ? largest(state.query)[0]?.key : largestTiles(state.current, state.query)[0]?.keys[0];
+    return [state.query, key ?? 0];
+  }
+
+  function askedValues() {
+    const read = pairReader(asked());
+    return (layer, head) => read(layer, head).weight;
+  }
+
+  /** Fill a menu with every token; until it is used, it holds its choice only. */
+  function fillMenu(id) {
+    const { names } = id === "from" ? state.current.rows : state.current.columns;
+    const chosen = Number(byId(id).value);
+    if (byId(id).length < names.length) byId(id).replaceChildren(...names.map((name, place) => option(place, name, place === chosen)));
+  }
+
+  function emptyMenus() {
+    for (const id of ["from", "to"]) byId(id).replaceChildren();
+  }
+
+  function chooseInMenu(id, { names }, place) {
+    if (byId(id).length < names.length) byId(id).replaceChildren(option(place, names[place], true));
+    else byId(id).value = place;
+  }
+
+  function showSearch() {
+    const pair = asked();
+    chooseInMenu("from", state.current.rows, pair[0]);
+    chooseInMenu("to", state.current.columns, pair[1]);
+    const read = pairReader(pair);
+    const size = isSigned() ? Math.abs : (weight) => weight;
+    const found = allHeads()
+      .map(([layer, head]) => ({ place: [state.section, layer, head], ...read(layer, head) }))
+      .sort((a, b) => size(b.weight) - size(a.weight));
+    const shown = found.slice(0, MOST_FOUND);
+    byId("search-list").replaceChildren(
+      ...shown.map(({ place, weight, about }) => rankedHead(place, (about ? "about " : "") + precise(weight, 3))),
+    );
+    const change = isSigned() ? "Changes of weights, second − first. " : "";
+    byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : "Ranked by exact weights.");
+    markRanked();
+    if (state.order === "asked") showOverview();
+  }
+
+  function tileNote() {
+    return data.sections[state.section].pooling === "max"
+      ? "“About” is the largest weight of a tile; the other weights are exact."
+      : "“About” is the mean weight of a tile; the other weights are exact.";
+  }
+
+  function listenToSearch() {
+    const answer = () => {
+      pin(Number(byId("from").value), Number(byId("to").value));
+      reveal(state.query, state.key);
+    };
+    for (const id of ["from", "to"]) {
+      for (const name of ["focus", "pointerdown"]) byId(id).addEventListener(name, () => fillMenu(id));
+      byId(id).addEventListener("change", answer);
+    }
+  }
+
+  /** A head of a ranking, with what it is ranked by. */
+  function rankedHead([section, layer, head], value) {
+    const part = data.sections[section];
+    const kind = data.sections.length > 1 ? part.title + ", " : "";
+    const button = element("button", `${kind}layer ${part.layers[layer].label}, head ${part.layers[layer].heads[head]}: ${value}`);
+    button.type = "button";
+    button.dataset.place = [section, layer, head].join("-");
+    button.addEventListener("click", () => {
+      if (section !== state.section) showSection(section);
+      choose(layer, head);
+    });
+    const item = element("li");
+    item.append(button);
+    return item;
+  }
+
+  function markRanked() {
+    const place = [state.section, state.layer, state.head].join("-");
+    for (const button of document.querySelectorAll(".ranking button")) {
+      button.setAttribute("aria-pressed", String(button.dataset.place === place));
+    }
+  }

@@ -1,0 +1,155 @@
+  // ---- what is shown ------------------------------------------------------------------------------------------------
+
+  const state = {
+    number: data.compared ? data.compared.views.length - 1 : 0, // of the item
+    item: null, // its description
+    bytes: null, // and its numbers
+    section: data.section,
+    layer: data.layer,
+    head: data.head,
+    statistic: data.statistic,
+    order: "layers", // of the overview
+    words: false, // whether word pieces are to be merged
+    faded: false, // whether special tokens are to be left out
+    current: null, // the head that is large, between tokens or words
+    query: 0, // kept by a click
+    key: null,
+    shown: { query: 0, key: null }, // under the pointer
+    span: null, // selected { rows or null for the query, columns }
+    anchor: null, // where the keyboard began the selection
+    view: null,
+    cell: 1,
+    tiled: false,
+  };
+
+  async function showItem(number) {
+    Object.assign(state, await unpacked(number)); // one text at a time is held unpacked, in all its views
+    state.number = number;
+    const { texts } = state.item;
+    const length = state.item.sections.map((section) => texts[section.queries].names.length);
+    const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
+    const [least, most] = [Math.min(...heads), Math.max(...heads)];
+    const what = data.sections.length > 1 ? "attention layers" : "layers";
+    byId("facts").textContent =
+      `${data.title} · ${heads.length} ${what} × ${least === most ? most : least + " to " + most} heads · ` +
+      (texts.length > 1 ? [...new Set(texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens" +
+      (data.items.length > viewCount() ? ` · text ${Math.floor(number / viewCount()) + 1} of ${data.items.length / viewCount()}` : "");
+    byId("item").value = number - viewNumber();
+    byId("words-control").hidden = !texts.some((text) => text.words);
+    byId("special-control").hidden = !texts.some((text) => text.special.length);
+    showSection(state.section);
+  }
+
+  function showSection(section) {
+    if (section !== state.section) {
+      state.section = section;
+      state.layer = state.head = 0;
+    }
+    state.current = null;
+    const { statistics } = data.sections[section];
+    if (!statistics.includes(state.statistic)) state.statistic = "maps";
+    for (const [index, button] of [...byId("sections").children].entries()) {
+      button.setAttribute("aria-pressed", String(index === section));
+    }
+    const maps = patchesOf() ? "over the picture" : "maps";
+    byId("statistic").replaceChildren(
+      ...[["maps", maps], ...statistics.map((name) => [name, name])].map(([name, text]) => option(name, text, name === state.statistic)),
+    );
+    buildOrders();
+    showTitle();
+    showHints();
+    largeHead();
+    showOverview();
+    choose(state.layer, state.head);
+    showAligned();
+  }
+
+  /** Read the head that is large, between tokens or words, with or without special tokens. */
+  function largeHead() {
+    const { section, layer, head } = state;
+    let found = headOf(state.bytes, state.item, section, layer, head);
+    if (state.words && found.words) found = found.words();
+    if (state.faded && found.whole && !isSigned()) found = withoutSpecial(found, specialKeys(found.columns));
+    changeHead(found);
+  }
+
+  function specialKeys({ words }) {
+    const { special } = state.item.texts[state.item.sections[state.section].keys];
+    return new Set(special.map((place) => (words ? words[place] : place)));
+  }
+
+  function choose(layer, head) {
+    Object.assign(state, { layer, head });
+    const { label, name, heads } = data.sections[state.section].layers[layer];
+    const kind = data.sections.length > 1 ? data.sections[state.section].title + ", " : "";
+    const title = `${kind}layer ${label}, head ${heads[head]}`;
+    byId("head-title").textContent = title[0].toUpperCase() + title.slice(1);
+    byId("head-title").title = name;
+    byId("map").setAttribute("aria-label", `Weights of layer ${label}, head ${heads[head]}. The arrow keys move from cell to cell.`);
+    markChosen();
+    tell(layer, head);
+    drawViews();
+    largeHead();
+    drawMap();
+    pin(state.query, state.key);
+    showSum();
+  }
+
+  /** Take another head; where its rows are other tokens or words, start over or translate the place. */
+  function changeHead(next) {
+    const before = state.current;
+    const wasWords = before && before.rows.words;
+    state.current = next;
+    if (!before) {
+      const start = state.item.sections[state.section].start;
+      [state.query, state.key] = [next.rows.words ? next.rows.words[start] : start, null];
+    } else if (Boolean(wasWords) !== Boolean(next.rows.words)) {
+      const translated = (from, to, place) => (from ? from.indexOf(place) : to[place]);
+      state.query = translated(before.rows.words, next.rows.words, state.query);
+      state.key = state.key === null ? null : translated(before.columns.words, next.columns.words, state.key);
+    }
+    if (!before || Boolean(wasWords) !== Boolean(next.rows.words)) {
+      state.span = state.anchor = null;
+      fit();
+      buildTexts();
+    }
+    state.shown = { query: state.query, key: state.key };
+  }
+
+  /** Show a query's row, or one weight of it, for as long as the pointer is there. */
+  function show(query, key) {
+    state.shown = { query, key };
+    showReadout(query, key);
+    showCross(query, key);
+    markLabel("rows", state.current.rows.names, query, "top");
+    markLabel("columns", state.current.columns.names, key, "left");
+    showList(query);
+    shadeText(query);
+  }
+
+  /** Keep a query, or a cell. */
+  function pin(query, key) {
+    [state.query, state.key] = [query, key];
+    show(query, key);
+    showFinding();
+    showSearch();
+    writeAddress();
+    if (state.span && !state.span.rows) {
+      showSpan();
+      showSum();
+    }
+  }
+
+  function showAll() {
+    const { rows, columns } = state.current;
+    setView(0, 0, rows.names.length, columns.names.length);
+    show(state.query, state.key);
+  }
+
+  function redraw() {
+    readColors();
+    drawOverview();
+    drawViews();
+    drawMap();
+    show(state.query, state.key);
+  }

@@ -1,0 +1,50 @@
+"""No element of a page overlaps another or leaves its box, light, dark and printed, on a phone and a wide screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .browsing import crowded, needs_chromium
+from .samples import PAGES, SLOW_PAGES
+
+pytestmark = needs_chromium
+
+WIDTHS = (390, 768, 1400, 2560)
+MEDIA: dict[str, dict[str, str]] = {
+    "light": {"media": "screen", "color_scheme": "light"},
+    "dark": {"media": "screen", "color_scheme": "dark"},
+    "print": {"media": "print"},
+}
+
+
+ALL = [*PAGES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PAGES)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    path = (PAGES | SLOW_PAGES)[name]().save(tmp_path / "page.html")
+    found: dict[str, list[str]] = {}
+    for width in WIDTHS:
+        opened = browser.new_page(viewport={"width": width, "height": 900})
+        opened.goto(path.as_uri())
+        opened.wait_for_selector("html[data-ready]", timeout=60_000)
+        for scheme, media in MEDIA.items():
+            opened.emulate_media(**media)
+            opened.wait_for_timeout(200)
+            found[f"{width} {scheme}"] = problems_of(opened)
+        opened.emulate_media(**MEDIA["light"])
+        for control, choice in (("order", "entropy"), ("statistic", "entropy")):
+            opened.locator(f"#{control}").select_option(choice)
+            found[f"{width} {control}"] = problems_of(opened)
+        opened.close()
+    assert {shown: problems for shown, problems in found.items() if problems} == {}
+
+
+def problems_of(opened: Any) -> list[str]:
+    wide = opened.evaluate("document.documentElement.scrollWidth > innerWidth")
+    return crowded(opened) + ["the page is wider than the window"] * wide
