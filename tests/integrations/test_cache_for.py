@@ -58,9 +58,9 @@ def test_a_layer_whose_own_window_is_wider_than_the_budget_evicts_what_the_windo
     name: str, kind: str
 ) -> None:
     window = BUDGET + 3
-    positions = compare_with_dense_mask(model_of(name, sliding_window=window), kind, "left").layers[0].positions[0]
-    assert positions.shape[1] == BUDGET  # (Hkv or 1, S)
-    assert int(positions.min()) > TOTAL - window
+    layer = compare_with_dense_mask(model_of(name, sliding_window=window), kind, "left").layers[0]
+    assert layer.positions.shape[2] == layer.keys.shape[2] == layer.values.shape[2] == BUDGET
+    assert int(layer.positions[0].min()) > TOTAL - window
 
 
 @torch.no_grad()
