@@ -122,7 +122,7 @@ FIELDS: dict[str, list[Changes]] = {
     ],
     "lse": [{"lse": lse} for lse in (False, True)],
     "weights": [{"weights": weights} for weights in ("heads", "average")],
-    "documents": [{"packed": packed} for packed in _PACKED],
+    "sequences": [{"packed": packed} for packed in _PACKED],
     **{
         field: [{"around": around} for around in ("nothing", name)]
         for field, name in {
