@@ -198,7 +198,7 @@ def test_without_a_command_there_is_help() -> None:
 
 
 def test_as_a_process_in_a_terminal_without_unicode() -> None:
-    """The way people start it; a pipe that only takes ASCII gets "?" instead of a traceback."""
+    """The way people start it; a pipe that only takes ASCII gets signs that resemble the others."""
     result = subprocess.run(
         [sys.executable, "-m", "clearhead_command", "look", SENTENCE, "--out", "here"],
         capture_output=True,
@@ -206,6 +206,6 @@ def test_as_a_process_in_a_terminal_without_unicode() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert b"all-MiniLM-L6-v2 ? 6 layers ? 12 heads ? 16 tokens" in result.stdout
+    assert b"all-MiniLM-L6-v2 - 6 layers x 12 heads - 16 tokens" in result.stdout
     assert b"Traceback" not in result.stderr
     assert Path("here/attention.png").exists()

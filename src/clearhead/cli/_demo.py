@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,25 @@ MOST_TOKENS = 16384
 
 
 @dataclass(frozen=True)
-class TextModel:
-    """A model with its tokenizer, ready to be recorded.
+class PretrainedModel:
+    """A model with what its inputs are made by, ready to be recorded.
 
     Args:
         name: what to call it in a title.
         model: a transformers model in eval mode.
-        tokenizer: its tokenizer.
-        clearhead: whether it computes with Clearhead's attention; not so if its code does not let attention be
-            replaced (it does not use transformers' ``AttentionInterface``).
+        reader: its tokenizer or image processor.
+        recordable: whether Clearhead sees its attention; not so if its code does not let attention be replaced (it
+            does not use transformers' ``AttentionInterface``).
+        expected: which model would do, where this one does not.
         max_tokens: how many tokens it is given at once, special ones included: what it takes, or 16,384.
     """
 
     name: str
     model: Any
-    tokenizer: Any
-    clearhead: bool
-    max_tokens: int
+    reader: Any
+    recordable: bool
+    expected: str
+    max_tokens: int = MOST_TOKENS
 
 
 def default_model_path() -> Path:
@@ -88,7 +91,9 @@ def require_sha256(path: Path, expected: str) -> None:
         )
 
 
-def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = lambda message: None) -> TextModel:
+def load_text_model(
+    name: str | None = None, *, notify: Callable[[str], None] = lambda message: None
+) -> PretrainedModel:
     """Load a model and switch it to Clearhead's attention, if its code allows that.
 
     Only safetensors weights are read and no code that comes with a model is run. Weights are held in float32. Of an
@@ -108,18 +113,62 @@ def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = 
         >>> loaded.name, loaded.max_tokens
         ('all-MiniLM-L6-v2', 512)
     """
-    model, tokenizer = read_model(str(default_model_path()) if name is None else name, "AutoTokenizer", notify=notify)
+    model, tokenizer = read_model(_path_of(name), "AutoTokenizer", notify=notify)
     shown = DEFAULT_NAME if name is None else Path(name).name or name
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
+    replaced = _replace_attention(model)
+    if not replaced:
+        notify(f"{shown} does not let its attention be replaced; these weights are from its own attention.")
+    expected = "a model that runs on text alone and attends from its L tokens to themselves"
+    return PretrainedModel(shown, model.eval(), tokenizer, replaced, expected, _limit(model, tokenizer))
+
+
+def load_vision_model(name: str, *, notify: Callable[[str], None] = lambda message: None) -> PretrainedModel:
+    """Load a vision model, or the vision side of another; as `load_text_model`.
+
+    Raises:
+        ArgumentError: if there is no such model, or it takes no pictures.
+    """
+    model, processor = read_model(name, "AutoImageProcessor", notify=notify)
+    model = getattr(model, "vision_model", model)  # of CLIP and SigLIP
+    with suppress(ValueError):  # timm's models in transformers have attention of their own, which is recorded
+        if not _replace_attention(model):
+            model.set_attn_implementation("sdpa")
+    return PretrainedModel(
+        Path(name).name or name, model.eval(), processor, True, "a model that runs on pictures alone"
+    )
+
+
+def configured_sizes(name: str | None, side: str) -> tuple[int, int] | None:
+    """Layers and heads of a model, by its configuration alone; ``None`` where that does not hold them.
+
+    Args:
+        name: as for `load_text_model`.
+        side: ``"text"`` or ``"vision"``, of a model of both.
+    """
+    path = _path_of(name)
+    with without_noise(), suppress(Exception):  # loading the model says what is wrong with it
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = getattr(config, f"{side}_config", config)
+        sizes = (config.num_hidden_layers, config.num_attention_heads)
+        return sizes if all(isinstance(size, int) for size in sizes) else None
+    return None
+
+
+def _path_of(name: str | None) -> str:
+    return str(default_model_path()) if name is None else name
+
+
+def _replace_attention(model: Any) -> bool:
+    """Switch a model to Clearhead's attention; returns whether its code let that happen."""
     with without_noise():
         from ..integrations.transformers import NAME  # importing it registers the attention
 
         model.set_attn_implementation(NAME)  # changes nothing, and only warns, where it is not possible
-    replaced = model.config._attn_implementation == NAME
-    if not replaced:
-        notify(f"{shown} does not let its attention be replaced; these weights are from its own attention.")
-    return TextModel(shown, model.eval(), tokenizer, replaced, _limit(model, tokenizer))
+    return bool(model.config._attn_implementation == NAME)
 
 
 def _limit(model: Any, tokenizer: Any) -> int:

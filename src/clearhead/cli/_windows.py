@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ..errors import ArgumentError
 from ..integrations._hub import without_noise
 from ..plot._tokens import Tokens, read_tokens
-from ._demo import TextModel
+from ._demo import PretrainedModel
 
 MANY_UNKNOWN = 0.1  # of a text's tokens
 
@@ -37,7 +38,7 @@ def overlap_of(size: int) -> int:
     return size // 8
 
 
-def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
+def cut_into_windows(loaded: PretrainedModel, text: str) -> list[Window]:
     """Tokenize a text and cut it where it is longer than the model takes; nothing is left out.
 
     Neighbouring windows share an eighth of their tokens, so that what stands at an edge is seen with its context in
@@ -57,7 +58,7 @@ def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
     first = 0
     for ids, special, words, inputs in parts:
         count = len(ids) - sum(special)
-        tokens = read_tokens(loaded.tokenizer, ids, words=words)
+        tokens = read_tokens(loaded.reader, ids, words=words)
         tokens = Tokens(tokens.names, list(map(bool, special)), tokens.words)
         windows.append(Window(inputs, tokens, first, first + count - 1))
         first += count - overlap_of(loaded.max_tokens)
@@ -66,9 +67,14 @@ def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
     return windows
 
 
-def unknown_note(loaded: TextModel, windows: Sequence[Window]) -> str | None:
+def joined_inputs(batch: Sequence[Window]) -> dict[str, torch.Tensor]:
+    """What the model is called with for windows of one length."""
+    return {name: torch.cat([window.inputs[name] for window in batch]) for name in batch[0].inputs}
+
+
+def unknown_note(loaded: PretrainedModel, windows: Sequence[Window]) -> str | None:
     """What to know of a text of which more than a tenth is unknown to the model's vocabulary; ``None`` of any other."""
-    unknown = loaded.tokenizer.unk_token_id
+    unknown = loaded.reader.unk_token_id
     if unknown is None:
         return None
     count = found = 0
@@ -78,7 +84,7 @@ def unknown_note(loaded: TextModel, windows: Sequence[Window]) -> str | None:
         count, found = count + len(ordinary), found + ordinary.count(unknown)
     if found <= MANY_UNKNOWN * count:
         return None
-    name = loaded.tokenizer.convert_ids_to_tokens(unknown)
+    name = loaded.reader.convert_ids_to_tokens(unknown)
     return (
         f"{loaded.name} does not know {100 * found / count:.0f} % of the tokens of this text; they are {name}, one "
         "like the other. Look at it with a model of its language: --model NAME_OR_PATH."
@@ -89,8 +95,8 @@ def unknown_note(loaded: TextModel, windows: Sequence[Window]) -> str | None:
 Part = tuple[list[int], list[int], Sequence[int | None] | None, dict[str, Any]]
 
 
-def _encode(loaded: TextModel, text: str) -> Generator[Part]:
-    tokenizer, size = loaded.tokenizer, loaded.max_tokens
+def _encode(loaded: PretrainedModel, text: str) -> Generator[Part]:
+    tokenizer, size = loaded.reader, loaded.max_tokens
     if tokenizer.is_fast:
         encoded = tokenizer(
             text,
@@ -101,9 +107,9 @@ def _encode(loaded: TextModel, text: str) -> Generator[Part]:
             return_special_tokens_mask=True,
         )
         masks = encoded.pop("special_tokens_mask")
-        encoded.pop("overflow_to_sample_mapping", None)
+        taken = signature(loaded.model.forward).parameters.keys() & encoded.keys()
         for part, ids in enumerate(encoded["input_ids"]):
-            inputs = {name: torch.tensor([values[part]]) for name, values in encoded.items()}
+            inputs = {name: torch.tensor([encoded[name][part]]) for name in sorted(taken)}
             yield ids, masks[part], encoded.word_ids(part), inputs
         return
     everything = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -31,8 +31,9 @@ class ComparedRecords:
         self.texts = (tokens, tokens if other_tokens is None else other_tokens)
         if tokens is None and other_tokens is not None:
             raise ArgumentError("tokens", expected="those of the first record too", got="None")
-        #: Module of the first record → module of the second.
+        #: Module of the first record → module of the second, and → numbers of its heads.
         self.modules = dict(zip(first, second, strict=True))
+        self.heads = {name: first[name][0].heads for name in first}
         self._pairs: dict[tuple[str, int], HeadPair] = {}
         self._reason: str | None = None
         try:
@@ -104,12 +105,7 @@ class ComparedRecords:
             >>> given([weights]).compare(given([torch.eye(3).expand(2, 3, 3)])).ranked()[0]
             ('0', 1, 0.3183)
         """
-        found = [
-            (name, head, value)
-            for name, values in self.scores().items()
-            for head, value in zip(self.records[0][name][0].heads, values.tolist(), strict=True)
-        ]
-        return sorted(found, key=lambda each: -each[2])
+        return ranked_heads(self.scores(), self.heads)
 
     def require_weights(self) -> None:
         """Raise `RecordError` unless weights can be compared."""
@@ -121,7 +117,7 @@ class ComparedRecords:
         return self._pairs[name, call]
 
     def __repr__(self) -> str:
-        heads = sum(len(self.records[0][name][0].heads) for name in self.modules)
+        heads = sum(map(len, self.heads.values()))
         return f"<comparison of {heads} heads by {self.by}>"
 
     def _pair(self) -> None:
@@ -183,7 +179,7 @@ class ComparedRecords:
         )
 
     def _mean_divergence(self, name: str) -> Tensor:
-        heads = len(self.records[0][name][0].heads)
+        heads = len(self.heads[name])
         total, count = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
         for call in range(len(self.records[0][name])):
             pair = self.pair(name, call)
@@ -194,6 +190,16 @@ class ComparedRecords:
                     total += (values * counted[:, :, part]).sum((0, 2))
                 count += counted.sum((0, 2))
         return total / count.clamp(min=1)
+
+
+def ranked_heads(scores: Mapping[str, Tensor], heads: Mapping[str, Sequence[int]]) -> list[tuple[str, int, float]]:
+    """Module, head and score of every head, the largest score first."""
+    found = [
+        (name, head, value)
+        for name, values in scores.items()
+        for head, value in zip(heads[name], values.tolist(), strict=True)
+    ]
+    return sorted(found, key=lambda each: -each[2])
 
 
 class _Incomparable(Exception):

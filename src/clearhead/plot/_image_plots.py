@@ -14,6 +14,7 @@ from .._statistics.recorded import Recorded
 from ..errors import ArgumentError
 from ._collect import item_places, require_record
 from ._crops import head_place
+from ._head_grid import draw_head_numbers, draw_heads
 from ._image_items import layouts_of
 from ._ink import (
     INK,
@@ -23,7 +24,6 @@ from ._ink import (
     RAMP,
     colors,
     fonts,
-    label_heads,
     new_axes,
     plain_frame,
     shade,
@@ -32,7 +32,6 @@ from ._ink import (
 from ._labels import layer_labels, shortened
 from ._picture import seen_picture
 from ._scale import scale_end
-from ._sheet import draw_numbers, frame_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 LEFT = 0.4
 GREY = (0.299, 0.587, 0.114)
 THUMBNAIL = 96  # pixels
-GAP = 8
+GAP = 0.08  # of a thumbnail, between neighbours
 WEIGHT = "weight of a patch in the query's row"
 
 Query = int | str | tuple[int, int]
@@ -122,7 +121,7 @@ def plot_image(
     most = max(len(each) for each in looks)
     axes = new_axes(ax, (min(1.2 + 0.9 * most, 15), min(max(1.2 + 0.9 * len(looks), 3.6), 15)))
     end = scale_end(looks)
-    _draw_thumbnails(axes, picture, looks, [layouts[name] for name in names], labels, end)
+    _draw_thumbnails(axes, picture, looks, [layouts[name] for name in names], labels, end, None)
     where = "every head" if layer is None else f"layer {labels[0]}"
     axes.set_title(f"{where}: what {what} looks at", loc="left")
     weight_bar(axes.figure, _scale_image(), end=end, caption=WEIGHT, ax=axes)
@@ -243,30 +242,17 @@ def _draw_thumbnails(
     layouts: Sequence[PatchLayout],
     labels: Sequence[str],
     end: float,
-    chosen: tuple[int, int] | None = None,
+    chosen: tuple[int, int] | None,
 ) -> None:
-    from matplotlib.patches import Rectangle
-
-    small = _small_size(layouts[0].size)
-    step = (small[0] + GAP, small[1] + GAP)
-    most = max(len(each) for each in looks)
-    mosaic = torch.ones(len(looks) * step[0] - GAP, most * step[1] - GAP, 3)
-    for row, (heads, layout) in enumerate(zip(looks, layouts, strict=True)):
-        for column, weights in enumerate(heads):
-            over = over_picture(picture, weights, layout, end).permute(2, 0, 1)[None]
-            over = torch.nn.functional.interpolate(over, small, mode="area" if small < layout.size else "nearest")
-            top, left = row * step[0], column * step[1]
-            mosaic[top : top + small[0], left : left + small[1]] = over[0].permute(1, 2, 0)
-    axes.imshow(mosaic.numpy(), interpolation="antialiased")
-    if chosen is not None:
-        corner = (chosen[1] * step[1] - GAP / 2, chosen[0] * step[0] - GAP / 2)
-        axes.add_patch(Rectangle(corner, step[1], step[0], fill=False, edgecolor=MARK, linewidth=2, clip_on=False))
-    label_heads(axes, most, labels, step=step, cell=small)
-
-
-def _small_size(size: tuple[int, int]) -> tuple[int, int]:
-    scale = THUMBNAIL / max(size)
-    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+    scale = THUMBNAIL / max(layouts[0].size)
+    small = [max(1, round(side * scale)) for side in layouts[0].size]
+    mode = "area" if tuple(small) < layouts[0].size else "nearest"
+    cells: list[Tensor] = []
+    for heads, layout in zip(looks, layouts, strict=True):
+        over = torch.stack([over_picture(picture, weights, layout, end) for weights in heads]).permute(0, 3, 1, 2)
+        cells.append(torch.nn.functional.interpolate(over, small, mode=mode).permute(0, 2, 3, 1))  # (H, h, w, 3)
+    aspect = small[0] / small[1]
+    draw_heads(axes, cells, labels, gap=GAP, empty=1.0, chosen=chosen, interpolation="antialiased", aspect=aspect)
 
 
 def draw_image_sheet(
@@ -315,9 +301,8 @@ def draw_image_sheet(
         _draw_thumbnails(small, picture, looks, [layouts[name] for name in names], labels, ends[1], place)
         what = "every head" if ends[0] == ends[1] else f"every head; their scale ends at {ends[1]:g}"
     else:
-        draw_numbers(small, numbers[1])
+        draw_head_numbers(small, numbers[1], labels, place)
         small.set_aspect("equal")
-        frame_heads(small, [len(each) for each in looks], place, labels)
         what = f"{numbers[0]} of all heads"
     small.set_title(what, loc="left", fontsize=10, color=QUIET)
     caption = f"{WEIGHT}\n{NOTE}"

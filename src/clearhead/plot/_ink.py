@@ -29,9 +29,9 @@ INK, QUIET, FRAME, MARK, BAR = "#1c2430", "#6b7684", "#cfd6dd", "#d1495b", "#6ea
 GAMMA = 0.5
 TICKS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 CHANGE_TICKS = (-1.0, -0.25, -0.05, 0.0, 0.05, 0.25, 1.0)
-MOST_HEADS = 16  # that are numbered
 NOTE = "Weights show where a head reads; they do not explain what the model decides."
 MOST_LABELS = 60
+SMOOTHED = 200  # rows or columns, more than a figure has room for
 LONGEST_LABEL = 16
 
 # For scripts that matplotlib's own font lacks; the ones that are installed are used.
@@ -105,7 +105,8 @@ def draw_weights(
     """
     queries, keys = tokens
     extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
-    options: dict[str, Any] = {"cmap": colors(), "vmin": 0, "vmax": 1, "interpolation": "nearest"} | look
+    smooth = "nearest" if max(weights.shape) < SMOOTHED else "antialiased"
+    options: dict[str, Any] = {"cmap": colors(), "vmin": 0, "vmax": 1, "interpolation": smooth} | look
     image = axes.imshow(shade(weights, end), aspect="auto", extent=extent, **options)
     axes.xaxis.tick_top()
     label_tokens(axes.xaxis, keys, turn=90, size=size)
@@ -134,33 +135,6 @@ def plain_frame(axes: Axes) -> None:
     axes.tick_params(length=0, pad=4)
     for spine in axes.spines.values():
         spine.set_color(FRAME)
-
-
-def label_heads(
-    axes: Axes,
-    heads: int,
-    labels: Sequence[str],
-    *,
-    step: tuple[float, float] = (1, 1),
-    cell: tuple[float, float] = (1, 1),
-) -> None:
-    """Number the cells of a table of heads: layers down, heads across, every n-th where there are many.
-
-    Args:
-        axes: which show the table and nothing else.
-        heads: how many columns there are.
-        labels: of the layers.
-        step: from one cell to the next, down and across.
-        cell: how high and wide a cell is.
-    """
-    shown = range(0, heads, -(-heads // MOST_HEADS))
-    axes.set_xticks([head * step[1] + cell[1] / 2 for head in shown], [str(head) for head in shown])
-    axes.set_yticks([row * step[0] + cell[0] / 2 for row in range(len(labels))], list(labels))
-    axes.tick_params(length=0, labelsize=8, labelcolor=QUIET)
-    axes.xaxis.tick_top()
-    axes.set_ylabel("layer", color=QUIET, fontsize=9)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
 
 
 def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str, **place: Any) -> Any:

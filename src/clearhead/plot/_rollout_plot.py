@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .._checks import FLOATS, integer, items, strided, with_values
+from .._checks import integer, items
 from .._checks import shown as describe_value
 from .._statistics.recorded import Recorded
-from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, ShapeError
 from ._collect import require_record
 from ._ink import colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
+from ._picture import pixels_of
 from ._scale import scale_end
 from ._tokens import Texts, as_texts, as_tokens
 
@@ -107,7 +107,7 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
         raise ShapeError("grid", expected=f"at most {share.shape[1]} patches", got=f"{rows} × {columns}")
     patches = share[0, extra:].view(rows, columns)
     axes = new_axes(ax, (1.4 + 4 * columns / max(rows, columns), 0.6 + 4 * rows / max(rows, columns)))
-    end = _round_up(patches.max().item())
+    end = scale_end([patches])
     extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     if image is not None:
         axes.imshow(pixels_of(image), extent=extent, cmap="gray")
@@ -120,38 +120,3 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
     plain_frame(axes)
     weight_bar(axes.figure, shown, end=end, caption="share of a patch", ax=axes)
     return axes
-
-
-def _round_up(largest: float) -> float:
-    """The next of 1, 2, 5, 10, … times a power of ten."""
-    if largest <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(largest))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= largest)
-
-
-def pixels_of(image: Any) -> Any:
-    """(h, w) or (h, w, channels), from a tensor, an array or a PIL image; floats outside [0, 1] are stretched."""
-    import numpy
-
-    expected = "a picture of numbers, (height, width, 3)"
-    if isinstance(image, Tensor):
-        image = with_values("image", strided("image", image, expected)).detach().cpu()
-        image = image.float() if image.dtype in FLOATS else image
-    try:
-        pixels = numpy.asarray(image)
-    except (TypeError, ValueError, RuntimeError):
-        raise DTypeError("image", expected=expected, got=describe_value(image)) from None
-    if pixels.dtype.kind not in "fiub" or pixels.size == 0:
-        raise DTypeError("image", expected=expected, got=f"{pixels.dtype} {shape_text(pixels.shape)}")
-    if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
-        pixels = pixels.transpose(1, 2, 0)
-    if pixels.ndim == 3 and pixels.shape[2] == 1:
-        pixels = pixels[..., 0]
-    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
-        raise ShapeError("image", expected="(height, width, 3)", got=shape_text(pixels.shape))
-    if not numpy.isfinite(pixels).all():
-        raise ArgumentError("image", expected="finite numbers", got="inf or NaN among them")
-    if pixels.dtype.kind == "f" and (pixels.min() < 0 or pixels.max() > 1):
-        pixels = (pixels - pixels.min()) / max(float(pixels.max() - pixels.min()), 1e-12)
-    return pixels
