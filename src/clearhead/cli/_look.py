@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,73 +23,45 @@ from ._progress import Work, at_work
 PICTURES = (".png", ".svg", ".pdf")
 
 
+def _option(name: str, text: str, default: str | bool = False, metavar: str | None = None) -> Any:
+    """An option, its help, and the help's words for its default."""
+    return typer.Option(name, help=text, show_default=default, metavar=metavar)
+
+
+AUTOMATIC = "chosen automatically"
+MODEL = "NAME_OR_PATH"
+STATISTICS = f"The number that the overview shows for each head: one of {', '.join(SHOWN)}."
+
+
 def look(
     text: Annotated[str | None, typer.Argument(help="The text to look at.", show_default=False)] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", help="Read the text from this file (UTF-8) instead.", show_default=False)
-    ] = None,
+    file: Annotated[Path | None, _option("--file", "Read the text from this file (UTF-8) instead.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME_OR_PATH",
-            help="A folder, or a name on the Hugging Face hub; safetensors only.",
-            show_default="all-MiniLM-L6-v2",
-        ),
+        _option("--model", "A folder, or a name on the Hugging Face hub; safetensors only.", demo.DEFAULT_NAME, MODEL),
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option("--layer", help="The layer shown large, from 0.", show_default="chosen automatically")
-    ] = None,
-    head: Annotated[
-        int | None, typer.Option("--head", help="The head shown large, from 0.", show_default="chosen automatically")
-    ] = None,
-    stat: Annotated[
-        str | None,
-        typer.Option(
-            "--stat",
-            metavar="NAME",
-            help=f"The number that the overview shows for each head: one of {', '.join(SHOWN)}.",
-            show_default="entropy, and maps",
-        ),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option("--against", metavar="TEXT", help="Another text, shown side by side.", show_default=False),
-    ] = None,
+    layer: Annotated[int | None, _option("--layer", "The layer shown large, from 0.", AUTOMATIC)] = None,
+    head: Annotated[int | None, _option("--head", "The head shown large, from 0.", AUTOMATIC)] = None,
+    stat: Annotated[str | None, _option("--stat", STATISTICS, "entropy, and maps", "NAME")] = None,
+    against: Annotated[str | None, _option("--against", "Another text, shown side by side.", metavar="TEXT")] = None,
     against_model: Annotated[
         str | None,
-        typer.Option(
-            "--against-model",
-            metavar="NAME_OR_PATH",
-            help="Another model with as many layers and heads, shown side by side.",
-            show_default="--model",
+        _option(
+            "--against-model", "Another model with as many layers and heads, shown side by side.", "--model", MODEL
         ),
     ] = None,
     image: Annotated[
-        Path | None,
-        typer.Option(
-            "--image", help="An image instead of a text. Name a vision model with --model.", show_default=False
-        ),
+        Path | None, _option("--image", "An image instead of a text. Name a vision model with --model.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for attention.png and attention.html.")] = Path(),
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Where to write the page.", show_default="attention.html in --out")
-    ] = None,
+    html: Annotated[Path | None, _option("--html", "Where to write the page.", "attention.html in --out")] = None,
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
     png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png", help="Where to write the picture: .png, .svg or .pdf.", show_default="attention.png in --out"
-        ),
+        Path | None, _option("--png", "Where to write the picture: .png, .svg or .pdf.", "attention.png in --out")
     ] = None,
     no_png: Annotated[bool, typer.Option("--no-png", help="Write no picture.")] = False,
     json: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            help="Also write all numbers as JSON. With -, print them and nothing else.",
-            show_default=False,
-        ),
+        Path | None, _option("--json", "Also write all numbers as JSON. With -, print them and nothing else.")
     ] = None,
 ) -> None:
     """Show where every head of a pretrained Transformer looks on a text.

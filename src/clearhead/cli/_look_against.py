@@ -27,7 +27,7 @@ from ._demo import PretrainedModel
 from ._errors import UsageProblem, warn
 from ._output import Look
 from ._progress import Work
-from ._running import as_table, run_recorded
+from ._running import about_the_model, as_table, run_recorded
 from ._windows import Window, cut_into_windows, joined_inputs, unknown_note
 
 LONGEST_NAME = 60
@@ -83,17 +83,14 @@ def look_at_both(texts: tuple[str, str], models: tuple[str | None, str | None], 
 class Both:
     """Two runs compared, folded one pair of windows after the other.
 
-    Args:
-        models: of the first and the second text.
-        pairs: windows of both, at least one pair.
-        choice: which head is shown large. Default: the one that differs most in the first window.
-        next_pair: called after each pair.
+    The large head is the chosen one, or differs most in the first pair. `next_pair` is called after each pair.
 
     Attributes:
-        comparison: of the first pair.
-        scores: module → (H,), how different its heads are, over all windows.
-        pictures: of the first pair: the first, the second and, where weights are compared, their difference.
-        labels, note: what the two are called, and what was compared, in a sentence.
+        comparison: the comparison of the first pair.
+        scores: module → (H,), the differences of its heads over all windows.
+        pictures: both pictures of the first pair, and their difference if weights are compared.
+        labels: the names of both texts.
+        note: a sentence about the compared tokens.
     """
 
     def __init__(
@@ -117,7 +114,8 @@ class Both:
         totals = {name: torch.zeros(len(heads), dtype=torch.float64) for name, heads in self.comparison.heads.items()}
         for pair in pairs:
             found = _compare(models, pair) if self.pictures else self.comparison
-            [item] = compared_items(found, self._large)
+            with about_the_model(models[0]):
+                [item] = compared_items(found, self._large)
             self.pictures = self.pictures or [view.sections[0] for view in item.views]
             self._views.add(item.labelled(f"tokens {pair[0].first}–{pair[0].last}"))
             for total, scores in zip(totals.values(), found.scores().values(), strict=True):
@@ -147,7 +145,7 @@ class Both:
 
 
 def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[Pair], str]:
-    """The pairs of windows to compare, those whose tokens agree if there are any, and a sentence about the others."""
+    """The pairs of windows whose tokens agree, or all pairs, and a sentence about the others."""
     both = list(zip(*windows, strict=False))
     agreeing = [pair for pair in both if align(pair[0].tokens, pair[1].tokens).enough]
     most = max(len(side) for side in windows)
@@ -161,11 +159,12 @@ def _compare(models: tuple[PretrainedModel, PretrainedModel], pair: Pair) -> Com
         run_recorded(model, joined_inputs([window]), RECORDED, set())
         for model, window in zip(models, pair, strict=True)
     )
-    try:
-        return Comparison(first, second, [pair[0].tokens], [pair[1].tokens])
-    except ShapeError as error:
-        got = str(error).partition(": ")[2]
-        raise ShapeError(f"--against-model {models[1].name}: {got}") from error
+    with about_the_model(models[0]):
+        try:
+            return Comparison(first, second, [pair[0].tokens], [pair[1].tokens])
+        except ShapeError as error:
+            got = str(error).partition(": ")[2].partition(". ")[0].rstrip(".")
+            raise ShapeError(f"--against-model {models[1].name}: {got}.") from error
 
 
 def _facts(name: str, both: Both) -> RenderableType:

@@ -28,12 +28,7 @@ MOST_LISTED = 5
 
 
 def require_image(model: str | None, **others: Any) -> str:
-    """The model's name; raise `UsageProblem` for options that mean nothing beside a picture.
-
-    Args:
-        model: the model's name.
-        others: option → its value, for those that belong to texts.
-    """
+    """The model's name, or `UsageProblem` if it is missing or an option of texts (`others`) has a value."""
     for option, value in others.items():
         if value is not None:
             raise UsageProblem(explain_problem(option, expected=f"no {option} beside --image", got="both"))

@@ -67,17 +67,12 @@ def look_at_text(text: str, model: str | None, choice: Choice, work: Work) -> Lo
 class Seen:
     """Where every head looked, folded one window after the other.
 
-    Args:
-        windows: all of them.
-        item: the picture of the first.
-        place: the chosen layer and head.
-
     Attributes:
-        first: the section of the first window that is shown, with the exact weights of the chosen head.
-        summaries: per layer and head, over all windows.
+        first: the picture of the first window, with the exact weights of the chosen head.
+        summaries: layer → head, over all windows.
         numbers: statistic → layer → (H,), over all windows.
-        chosen: what the JSON holds of the chosen head, per window.
-        page: the page of all windows, but for its frame.
+        chosen: the JSON of the chosen head, per window.
+        page: the maker of the page.
     """
 
     def __init__(self, windows: Sequence[Window], item: ItemPicture, place: tuple[int, int]) -> None:
@@ -129,17 +124,10 @@ class Seen:
 def see(
     loaded: PretrainedModel, windows: Sequence[Window], choice: Choice, next_part: Callable[[], None] = lambda: None
 ) -> Seen:
-    """Run the model on every window and fold what is seen.
+    """Run the model on every window and fold the records.
 
-    Args:
-        loaded: the model.
-        windows: from `cut_into_windows`.
-        choice: the head and the statistic. Default of the head: the clearest in the first window.
-        next_part: called as often as `parts_of` says, after equal parts of the work.
-
-    Raises:
-        UsageProblem: for a layer or head that is not there, or a statistic that this model's weights do not give.
-        ArgumentError: if the model does not run on text.
+    The large head is the chosen one, or the clearest in the first window. `next_part` is called `parts_of` times, after
+    equal parts of the work. Choices that this model does not have raise `UsageProblem`.
     """
     if choice.statistic is not None and not loaded.recordable and SHOWN[choice.statistic] not in OF_WEIGHTS:
         known = sorted(label for label, name in SHOWN.items() if name in OF_WEIGHTS)

@@ -1,20 +1,16 @@
-"""What a look leaves: files that appear whole or not at all, numbers as JSON, and what is printed."""
+"""The output of a look: files that appear whole or not at all, JSON, and lines on the terminal."""
 
 from __future__ import annotations
 
-import codecs
 import errno
 import json
 import os
-import sys
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.text import Text
 from torch import Tensor
@@ -28,9 +24,6 @@ from ..plot._ink import NOTE, figure_bytes
 from ..plot._terminal import overview
 from ._choice import Numbers
 
-#: Signs of this command → one ASCII character each, so that columns stay where they are.
-ASCII = dict(zip("▁▂▃▄▅▆▇█░▒▓·×→…–−∅⏎⇥␣≥", "_.-~=+*#.:*-x>.--0|>_>", strict=True))
-
 
 @dataclass(frozen=True)
 class Look:
@@ -39,15 +32,15 @@ class Look:
     Args:
         model: its name.
         modules: names of the layers.
-        place: layer and head that are large.
+        place: layer and head of the large head.
         summaries: layer → head.
-        numbers: what the overview shows. Default: the mean entropy.
-        columns: name → layer → head → what the JSON holds of every head.
-        fields: what the JSON holds beside the heads; tensors are written as lists.
-        facts: what was run, in a few lines.
-        details: from the console to what is printed of the large head.
-        figure: draws the picture, a matplotlib figure.
-        page: the HTML page.
+        numbers: the statistic of the overview. Default: the mean entropy.
+        columns: name → layer → head → entry of the JSON.
+        fields: other entries of the JSON. Tensors become lists.
+        facts: a few lines about the run.
+        details: from the console to the lines about the large head.
+        figure: draws the matplotlib figure.
+        page: makes the HTML page.
     """
 
     model: str
@@ -83,38 +76,24 @@ class Look:
 
 
 def require_writable(paths: Mapping[str, Path | None]) -> None:
-    """Raise `ClearheadError` for a file that cannot be written for sure, before there is anything to write."""
+    """Raise `ClearheadError` for a file that certainly cannot be written, before there is anything to write."""
     for name, path in paths.items():
         if path is None:
             continue
-        try:
-            folder = next(parent for parent in path.absolute().parents if parent.exists())
-            number = 0
-            if path.is_dir():
-                number = errno.EISDIR
-            elif not folder.is_dir():
-                number = errno.ENOTDIR
-            elif not path.exists() and not os.access(folder, os.W_OK):
-                number = errno.EACCES
-            if number:
-                raise OSError(number, os.strerror(number))
-        except (OSError, ValueError) as error:  # a null character in the name is a ValueError
-            raise _unwritable(name, path, error) from error
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir():
+            raise _unwritable(name, path, os.strerror(errno.EISDIR))
+        if not folder.is_dir():
+            raise _unwritable(name, path, os.strerror(errno.ENOTDIR))
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise _unwritable(name, path, os.strerror(errno.EACCES))
 
 
 def deliver(look: Look, paths: Mapping[str, Path | None], step: Callable[[str], Any]) -> list[Path]:
-    """Write the files of a look, all of them whole or none.
+    """Write all files of a look, or none; return their paths.
 
-    Args:
-        look: what to write.
-        paths: ``"png"``, ``"html"`` and ``"json"`` to where, or ``None`` for those that are not wanted.
-        step: begins a step of the progress bar.
-
-    Returns:
-        The paths that were written.
-
-    Raises:
-        ClearheadError: if one of them cannot be written; it names the option.
+    `paths` has a path or ``None`` for ``"png"``, ``"html"`` and ``"json"``. `step` begins a step of the progress bar.
+    An error names the option of the file.
     """
     makers: dict[str, tuple[str, Callable[[Path], bytes]]] = {
         "png": ("drawing the picture", lambda path: figure_bytes(look.figure(), path.suffix.lower()[1:])),
@@ -133,35 +112,21 @@ def deliver(look: Look, paths: Mapping[str, Path | None], step: Callable[[str], 
             for begun, path, contents in files:  # noqa: B007
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(whole_file(path)).write_bytes(contents)
-    except (OSError, ValueError) as error:
-        raise _unwritable(begun, path, error) from error
+    except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+        raise _unwritable(begun, path, getattr(error, "strerror", None) or type(error).__name__) from error
     return [path for _, path, _ in files]
 
 
-def _unwritable(name: str, path: Path, error: Exception) -> ClearheadError:
-    got = f"{path}: {getattr(error, 'strerror', None) or type(error).__name__}"
-    return ClearheadError(f"--{name}", expected="a file that can be written", got=got)
+def _unwritable(name: str, path: Path, reason: str) -> ClearheadError:
+    return ClearheadError(f"--{name}", expected="a file that can be written", got=f"{path}: {reason}")
 
 
 def print_with(show: Callable[[Console], None]) -> None:
-    """Print what a function prints on the console it is given, at once and in characters that the output has."""
-    codecs.register_error("clearhead.ascii", _as_ascii)
-    sys.stdout.reconfigure(errors="clearhead.ascii")  # type: ignore[union-attr]
+    """Print at once what a function prints on the console that it is given."""
     console = Console(highlight=False)
     with console.capture() as printed:
         show(console)
     print(printed.get(), end="")
-
-
-def _as_ascii(error: UnicodeError) -> tuple[str, int]:
-    """What stands for characters that the output's encoding lacks, as wide as they are."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    found = ""
-    for sign in error.object[error.start : error.end]:
-        letters = unicodedata.normalize("NFKD", sign).encode("ascii", "ignore").decode()
-        found += ASCII.get(sign, letters or "?" * max(1, cell_len(sign)))
-    return found, error.end
 
 
 def _rounded(value: Any) -> Any:

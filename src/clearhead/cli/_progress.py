@@ -20,11 +20,9 @@ from rich.progress import (
 
 
 class Work:
-    """Shows the current step, if stderr is a terminal; a bar and the time left where its parts are counted.
+    """Shows the current step if stderr is a terminal, with a bar and the time left if its parts are counted.
 
-    Args:
-        progress: the line on the terminal.
-        loaded: called once, when the model is loaded.
+    `loaded` is called once, when the model is loaded.
     """
 
     def __init__(self, progress: Progress, loaded: Callable[[], None]) -> None:
@@ -33,7 +31,7 @@ class Work:
         self.loading: float = 0.0
 
     def step(self, description: str, parts: int | None = None) -> Callable[[], None]:
-        """Begin a step, of so many equal parts if they can be counted; returns what to call after each of them."""
+        """Begin a step with a number of equal parts, or ``None``; return the function to call after each part."""
         for done in self._progress.task_ids:
             self._progress.remove_task(done)
         task = self._progress.add_task(description, total=parts, left="" if parts is None else "left")
@@ -74,10 +72,10 @@ def at_work() -> Generator[Work]:
 
 @contextmanager
 def _collecting_later() -> Generator[Callable[[], None]]:
-    """Collect no garbage until what is yielded is called, and later look at none of what was there by then.
+    """Collect no garbage until the yielded function is called, and exempt all objects of that time from collection.
 
-    While modules are imported and a model is loaded there is no garbage, but the collector looks at every object again
-    and again, which is a tenth of that time; later each full collection would look at all of them once more.
+    Importing modules and loading a model leaves no garbage. The collector would scan every object again and again,
+    which takes a tenth of that time.
     """
     enabled = gc.isenabled()
     gc.disable()

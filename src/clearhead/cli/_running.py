@@ -22,16 +22,9 @@ from ._errors import warn
 def run_recorded(
     loaded: PretrainedModel, inputs: Mapping[str, Any], statistics: Sequence[str], warned: set[str]
 ) -> Recorded:
-    """Run a model and record every attention of it; where that is not possible, the weights that it returns.
+    """Run a model and record its attention, or the weights that it returns if it is not recordable.
 
-    Args:
-        loaded: the model.
-        inputs: what it is called with.
-        statistics: to be recorded.
-        warned: texts of warnings that are not written again; new ones are added.
-
-    Raises:
-        ArgumentError: if the model does not run on such inputs.
+    Warnings about unrecorded attention are written once. `warned` holds their texts.
     """
     if not loaded.recordable:
         with about_the_model(loaded), torch.no_grad():
@@ -54,6 +47,8 @@ def about_the_model(loaded: PretrainedModel) -> Generator[None]:
     try:
         yield
     except (ArgumentError, RecordError, ShapeError) as error:
+        if str(error).startswith(("--", "model ")):  # in the words of the command
+            raise
         raise _unfit(loaded, str(error).partition(". ")[0].rstrip(".")) from error
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:  # a model of images, audio, …
         if isinstance(error, ClearheadError):

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..integrations._hub import without_noise
-from ..plot._tokens import Tokens, read_tokens
+from ..plot._tokens import Names, Tokens, read_known_tokens
 from ._demo import PretrainedModel
 
 MANY_UNKNOWN = 0.1  # of a text's tokens
@@ -22,9 +22,9 @@ class Window:
     """A part of a text as a model takes it.
 
     Args:
-        inputs: what the model is called with, a batch of one.
-        tokens: with the special ones that the tokenizer added.
-        first, last: places of its first and last token in the text, without special tokens.
+        inputs: the arguments of the model, a batch of one.
+        tokens: its tokens and the special ones that the tokenizer added.
+        first, last: places of its first and last token in the text. Special tokens do not count.
     """
 
     inputs: dict[str, Any]
@@ -41,24 +41,18 @@ def overlap_of(size: int) -> int:
 def cut_into_windows(loaded: PretrainedModel, text: str) -> list[Window]:
     """Tokenize a text and cut it where it is longer than the model takes; nothing is left out.
 
-    Neighbouring windows share an eighth of their tokens, so that what stands at an edge is seen with its context in
-    one of them. Each window gets special tokens of its own.
-
-    Args:
-        loaded: from `load_text_model`.
-        text: some text.
-
-    Raises:
-        ArgumentError: if there is no token in it.
+    Neighbouring windows share an eighth of their tokens, so one of them has context for a token at an edge. Each window
+    has its own special tokens.
     """
     _require_text(text)
     with without_noise():
         parts = list(_encode(loaded, text))
     windows: list[Window] = []
+    names: Names = {}
     first = 0
     for ids, special, words, inputs in parts:
         count = len(ids) - sum(special)
-        tokens = read_tokens(loaded.reader, ids, words=words)
+        tokens = read_known_tokens(loaded.reader, ids, words, names)
         tokens = Tokens(tokens.names, list(map(bool, special)), tokens.words)
         windows.append(Window(inputs, tokens, first, first + count - 1))
         first += count - overlap_of(loaded.max_tokens)
@@ -68,12 +62,12 @@ def cut_into_windows(loaded: PretrainedModel, text: str) -> list[Window]:
 
 
 def joined_inputs(batch: Sequence[Window]) -> dict[str, torch.Tensor]:
-    """What the model is called with for windows of one length."""
+    """The arguments of the model for windows of one length."""
     return {name: torch.cat([window.inputs[name] for window in batch]) for name in batch[0].inputs}
 
 
 def unknown_note(loaded: PretrainedModel, windows: Sequence[Window]) -> str | None:
-    """What to know of a text of which more than a tenth is unknown to the model's vocabulary; ``None`` of any other."""
+    """A warning if the vocabulary lacks more than a tenth of the tokens, else ``None``."""
     unknown = loaded.reader.unk_token_id
     if unknown is None:
         return None
@@ -91,7 +85,7 @@ def unknown_note(loaded: PretrainedModel, windows: Sequence[Window]) -> str | No
     )
 
 
-#: Of a window: ids, which are special, the tokenizer's words, and what the model is called with.
+#: A window's ids, special marks, words of the tokenizer, and arguments of the model.
 Part = tuple[list[int], list[int], Sequence[int | None] | None, dict[str, Any]]
 
 
@@ -107,9 +101,12 @@ def _encode(loaded: PretrainedModel, text: str) -> Generator[Part]:
             return_special_tokens_mask=True,
         )
         masks = encoded.pop("special_tokens_mask")
-        taken = signature(loaded.model.forward).parameters.keys() & encoded.keys()
+        named = signature(loaded.model.forward).parameters.keys()
+        taken = (
+            named & encoded.keys() if "input_ids" in named else encoded.keys()
+        )  # token types are not for every model
         for part, ids in enumerate(encoded["input_ids"]):
-            inputs = {name: torch.tensor([encoded[name][part]]) for name in sorted(taken)}
+            inputs = {name: torch.tensor([encoded[name][part]]) for name in taken}
             yield ids, masks[part], encoded.word_ids(part), inputs
         return
     everything = tokenizer(text, add_special_tokens=False)["input_ids"]

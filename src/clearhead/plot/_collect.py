@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._checks import shown
 from .._statistics.compute import compute_statistics
+from .._statistics.distributions import row_entropy
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from .._statistics.summary import summarize
@@ -18,19 +19,17 @@ from ..errors import DTypeError, RecordError, ShapeError
 from ._patches import Tiles
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls, span_of
 from ._tokens import Tokens
-from ._words import has_pieces, merge_words, row_entropy
+from ._words import has_pieces, merge_words
 
 NEEDED = ("entropy", "received", "top_k", "map")
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Exact weights of a part of one head.
+    """Exact weights (queries, keys) of a part of one head.
 
-    Args:
-        queries, keys: first and one past the last, counted without padding.
-        weights: (queries, keys).
-        word_entropy: of the rows merged into words, if all tokens are here and some word has several pieces.
+    `queries` and `keys` are its first row and column, and one past its last, without padding. `word_entropy` is that of
+    the rows merged into words. It exists for a whole head whose text has words of several tokens.
     """
 
     queries: tuple[int, int]
@@ -89,11 +88,7 @@ class LayerPicture:
         return self.map[:, slice(*self.queries), slice(*self.keys)]
 
     def head_map(self, place: int) -> Tensor:
-        """All that is known of a head's weights without padding, (l, s), or tiles of them.
-
-        Args:
-            place: of the head in `heads`.
-        """
+        """The weights of the head at this place without padding, (l, s), or the best known tiles of them."""
         crop = self.crops.get(self.heads[place])
         if crop is not None and tuple(crop.weights.shape) == (self.entropy.shape[1], self.received.shape[1]):
             return crop.weights  # not a part of a text that is too long for a picture
@@ -119,10 +114,7 @@ class SectionPicture:
 class ItemPicture:
     """Everything about one batch item.
 
-    Args:
-        label: what to call it.
-        sections: its kinds of attention; those of a vision model have tiles.
-        picture: what a vision model saw, (3, height, width), uint8.
+    `sections` are its kinds of attention, `picture` the input of a vision model, (3, height, width), uint8.
     """
 
     label: str

@@ -8,15 +8,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .._statistics.distributions import jensen_shannon
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, RecordError, ShapeError
 from ._alignment import Alignment, align, same_places
-from ._divergence import HeadPair, jensen_shannon
+from ._divergence import HeadPair
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
 from ._tokens import Tokens
 
-#: Statistics that stand in for the divergence, the first that both records have. All but the last two lie in [0, 1].
+#: The first of these that both records have replaces the divergence. All but the last two lie in [0, 1].
 STAND_INS = ("normalized_entropy", "confidence", "sink", "distance", "entropy")
 
 
@@ -43,12 +44,12 @@ class ComparedRecords:
 
     @property
     def by(self) -> str:
-        """What heads are compared by: ``"divergence"``, or a statistic's name where weights cannot be compared."""
+        """``"divergence"``, or the statistic that replaces it if weights cannot be compared."""
         return "divergence" if self._reason is None else self._stand_in()
 
     @property
     def note(self) -> str:
-        """What was compared with what, in a sentence."""
+        """A sentence about the compared tokens."""
         if self._reason is not None:
             return f"{self._reason} Heads are compared by their {self._stand_in()}."
         keys = [alignment.keys for pair in self._pairs.values() for alignment in pair.alignments]
@@ -90,7 +91,7 @@ class ComparedRecords:
         }
 
     def scores(self) -> dict[str, Tensor]:
-        """Module of the first record → (H,) ≥ 0, what heads are ranked by: see `by`."""
+        """Module of the first record → (H,) ≥ 0, the score that `by` names."""
         if self._reason is None:
             return self.divergence
         return {name: values.abs() for name, values in self.differences[self._stand_in()].items()}

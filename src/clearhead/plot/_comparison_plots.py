@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def name_of(by: str) -> str:
-    """What heads are compared by, in words."""
+    """The score that `ComparedRecords.by` names, in words."""
     return "Jensen–Shannon divergence" if by == "divergence" else f"change of {by}"
 
 
@@ -52,11 +52,11 @@ def draw_comparison(
     """Draw one head of both and the difference beside each other, above one number per head.
 
     Args:
-        pictures: of the first, of the second and, where weights are compared, of their difference.
-        place: layer and head that are large, as places in the pictures.
-        scores: layer → head, how different they are.
-        labels: what the two are called.
-        by, note: as the comparison's.
+        pictures: of the first and the second, and of their difference if weights are compared.
+        place: places of the large layer and head in the pictures.
+        scores: layer → head → difference.
+        labels: the names of both.
+        by, note: as in the comparison.
     """
     from matplotlib.figure import Figure
 

@@ -36,14 +36,14 @@ def draw_heads(
     """Draw a cell for each head of each layer, one unit high and wide, with its middle at (head, layer).
 
     Args:
-        axes: which show nothing else.
-        cells: layer → (H, height, width), or with colours (H, height, width, 3); all of one size.
-        labels: of the layers.
-        gap: between neighbours. Cells that touch are a table with a frame around it, others have frames of their own.
-        empty: what stands between cells, and where a layer has fewer heads.
+        axes: empty axes.
+        cells: layer → (H, height, width), or (H, height, width, 3) for colours. All have one size.
+        labels: the names of the layers.
+        gap: the space between cells. Without it they are a table with one frame, else each has a frame.
+        empty: the value between cells, and for heads that a layer lacks.
         chosen: layer and head with a thick frame.
-        written: layer → head → what is written on it; cells have one number each then.
-        look: what else `imshow` takes.
+        written: layer → head → text on it. Each cell has one number then.
+        look: further arguments of `imshow`.
     """
     most = max(len(each) for each in cells)
     mosaic = torch.cat([_row(each, most, gap, empty) for each in cells])
@@ -51,8 +51,10 @@ def draw_heads(
     image = axes.imshow(mosaic.numpy(), extent=extent, **look)
     for row, texts in enumerate(written or ()):
         for column, text in enumerate(texts):
-            shade = float(image.norm(cells[row][column].flatten()[:1].numpy())[0])
-            axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color="white" if shade > DARK else INK)
+            shade: Any = image.norm(cells[row][column].flatten()[:1].numpy())
+            axes.text(
+                column, row, text, ha="center", va="center", fontsize=7.5, color="white" if shade[0] > DARK else INK
+            )
     if gap and mosaic.dim() == 2:
         every = [(row, column) for row, each in enumerate(cells) for column in range(len(each))]
         _frame(axes, every, gap, edgecolor=FRAME, linewidth=0.5)
@@ -90,13 +92,10 @@ def plot_head_table(
     """Draw one number per head, with a colour bar.
 
     Args:
-        values: layer → (H,), which may differ between layers. Infinite ones stay white.
-        title: above.
-        cmap: colours, from `low` to `high`. Default: of the smallest and the largest number.
+        values: layer → (H,). H may differ between layers. Infinite numbers stay white.
         heads: numbers of the heads. Default: 0, 1, …
-        low, high: ends of the scale.
+        low, high: ends of the colour scale. Default: the smallest and the largest number.
         unit: beside the colour bar.
-        ax: where to draw. Default: a new figure.
     """
     cells = head_cells(list(values.values()))
     most = max(len(each) for each in cells)

@@ -74,15 +74,10 @@ def clearest_head(
 ) -> tuple[int, int]:
     """Choose the head to show first: the one with the largest `contrast`.
 
-    Heads that look at special tokens, at neighbours, or at the same token from everywhere are common and need no
-    large picture; this is the one where different words most clearly look at different words further away.
+    Many heads attend to special tokens, to neighbours, or to one token from everywhere. In this one, different words
+    attend most clearly to different words further away.
 
-    Args:
-        summaries: per layer and head.
-        places: which heads to choose from, at least one. Default all.
-
-    Returns:
-        Places of the layer and the head in `summaries`.
+    `places` are the heads to choose from, by default all. The result is one of them.
     """
     every = [(layer, head) for layer, heads in enumerate(summaries) for head in range(len(heads))]
     return max(places or every, key=lambda place: summaries[place[0]][place[1]].contrast)

@@ -65,25 +65,24 @@ def plot_image(
 
     Args:
         rec: made with ``keep="queries_keys"``.
-        image: what the model was shown: a path, a picture of Pillow, or numbers (h, w), (h, w, 3) or (3, h, w), uint8
-            or floats. Of the size of the model's input, unless there is a processor.
-        layer: number in running order, or module name. Default: all, as thumbnails; the last, if there is a head.
+        image: the model's input as a path, a picture of Pillow, or numbers (h, w), (h, w, 3) or (3, h, w), uint8 or
+            floats. Without a processor it has the size of the input.
+        layer: number in running order, or module name. Default: all layers, or with a head the last one.
         head: its number. Default: all heads, as thumbnails.
-        query: the token that looks: (row, column) of a patch, a token's number, or its name (``"class"``,
-            ``"register 1"``). Default: the class token, or the pooling; without either the mean over the patches.
+        query: (row, column) of a patch, a token's number, or its name (``"class"``, ``"register 1"``). Default: the
+            class token, or the pooling. Models without either show the mean over the patches.
         processor: the image processor of transformers that made the model's input from `image`, or a function from a
-            picture to the input (3, h, w): with it `image` is the picture as it was, and what it cuts away is cut away
-            here.
-        item: which batch item, counted over calls. Default the first.
-        ax: where to draw. Default: a new figure.
+            picture to the input (3, h, w). It resizes and crops `image` in the same way here.
+        item: the batch item, counted over calls. Default: the first.
+        ax: the axes. Default: a new figure.
 
     Returns:
         The axes.
 
     Raises:
         RecordError: if queries and keys were not kept.
-        ArgumentError: if it is not known where the model's patches lie; for a layer, head or query that is not there;
-            for a file that is no picture.
+        ArgumentError: for a model whose patches have no known places, an unknown layer, head or query, or a file that
+            is no picture.
         ShapeError: if the image has not the size of the model's input.
 
     Example:
@@ -137,7 +136,7 @@ def _alike(layouts: dict[str, PatchLayout], query: Query | None) -> list[str]:
 
 
 def _labels(layouts: dict[str, PatchLayout], names: Sequence[str]) -> list[str]:
-    """What pictures call the layers: their numbers among those of their kind, or ``pooling``."""
+    """The names of the layers in pictures: numbers, or ``pooling``."""
     tokens = [name for name, layout in layouts.items() if not layout.queries]
     numbers = dict(zip(tokens, layer_labels(tokens), strict=True))
     return [numbers.get(name, "pooling") for name in names]
@@ -170,7 +169,7 @@ def over_picture(picture: Tensor, weights: Tensor, layout: PatchLayout, end: flo
 
 
 def looks_of(rec: Recorded, name: str, layout: PatchLayout, query: Query | None, place: tuple[int, int]) -> Tensor:
-    """What the query looks at in every head, (H, rows, columns)."""
+    """The weights of the query in every head, (H, rows, columns)."""
     call, item = place
     number = _query_number(layout, query)
     queries = slice(len(layout.prefix), None) if number is None else [number]
@@ -200,7 +199,7 @@ def _query_number(layout: PatchLayout, query: Query | None) -> int | None:
 
 
 def query_name(layout: PatchLayout, query: Query | None) -> str:
-    """What looks, in words."""
+    """The query in words."""
     number = _query_number(layout, query)
     if number is None:
         return "a patch, on average,"
@@ -226,7 +225,7 @@ def _draw_over(
 
 
 def _scale_image() -> Any:
-    """What the colour bar belongs to: the picture itself has its colours mixed already."""
+    """The scale of the colour bar, because the picture itself has mixed colours."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -265,12 +264,7 @@ def draw_image_sheet(
 ) -> Figure:
     """Draw the picture, what the class token or the mean of the patches looks at in one head, and every head small.
 
-    Args:
-        rec: made with ``keep="queries_keys"``.
-        picture: from `seen_picture`.
-        chosen: module and head that are large.
-        title: a line above.
-        numbers: as for `draw_sheet`.
+    `chosen` is the module and the number of the large head. `numbers` replaces the thumbnails, as in `draw_sheet`.
     """
     from matplotlib.figure import Figure
 

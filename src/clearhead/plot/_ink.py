@@ -68,7 +68,7 @@ def fonts() -> list[str]:
 
 
 def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """The axes that were given, or those of a new pyplot figure of so many inches, which notebooks show."""
+    """The given axes, or those of a new pyplot figure of this size in inches, which notebooks show."""
     if ax is not None:
         if isinstance(ax, type) or not hasattr(ax, "imshow"):
             raise DTypeError("ax", expected="axes of matplotlib", got=shown(ax))
@@ -79,7 +79,7 @@ def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 
 def shade(weights: Tensor, end: float = 1.0) -> Any:
-    """Colour values in [−1, 1]: the root of the weight, or with its sign of a difference; faint ones stay visible."""
+    """Colour values in [−1, 1], the signed root of weights or differences. Small ones stay visible."""
     weights = weights.detach().float().cpu()
     return (weights.sign() * (weights.abs() / end).clamp(max=1).pow(GAMMA)).numpy()
 
@@ -95,13 +95,8 @@ def draw_weights(
 ) -> AxesImage:
     """Draw weights between labelled tokens, queries down and keys across.
 
-    Args:
-        axes: where to draw.
-        weights: single ones, or tiles, which stand where their tokens are.
-        tokens: labels of the queries and of the keys.
-        end: of the colour scale.
-        size: of the labels.
-        look: what else `imshow` takes.
+    `weights` are single ones, or tiles that cover the tokens. `end` is that of the colour scale, `size` that of the
+    labels. `look` has further arguments of `imshow`.
     """
     queries, keys = tokens
     extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
@@ -160,12 +155,7 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
 
 
 def figure_bytes(figure: Figure, kind: str) -> bytes:
-    """A figure as the contents of a file, without warnings about glyphs that no installed font has.
-
-    Args:
-        figure: any.
-        kind: ``"png"``, ``"svg"`` or ``"pdf"``.
-    """
+    """A figure as a ``"png"``, ``"svg"`` or ``"pdf"``, without warnings about glyphs that no installed font has."""
     target = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")

@@ -1,4 +1,4 @@
-"""Pictures as a vision model sees them: read, put through its processor, and of the size it was called with."""
+"""Pictures in the form of a vision model's input, read from files and processed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ MOST_PIXELS = 50_000_000
 
 
 def open_picture(path: str | Path) -> Any:
-    """Read a picture from a file, upright and in RGB, as Pillow's.
-
-    Raises:
-        ArgumentError: if the file cannot be read, is no picture, or has more than 50 million pixels.
-    """
+    """Read a picture of at most 50 million pixels from a file, upright and in RGB, as Pillow's."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     name = shown(str(path))
@@ -68,16 +64,10 @@ def as_picture(image: Any) -> Tensor:
 
 
 def seen_picture(image: Any, size: tuple[int, int], processor: Any) -> Tensor:
-    """The part of a picture that the model saw, in the size in which it saw it: (3, height, width), uint8.
+    """A picture as the model received it, (3, height, width), uint8.
 
-    Args:
-        image: as for `as_picture`.
-        size: height and width of the model's input.
-        processor: transformers' image processor that made the input, or a function from a picture to it. Default: the
-            picture has the input's size already.
-
-    Raises:
-        ShapeError: if the result has another size.
+    `image` is as for `as_picture`. `size` is the height and width of the model's input, and `processor` made it:
+    transformers' image processor, or a function. Without a processor the picture has that size.
     """
     if processor is None:
         found = as_picture(image)

@@ -172,11 +172,7 @@ def plot_received(
 def _layers_of(
     rec: Recorded, layer: int | str | None, tokens: Texts | None, key_tokens: Texts | None, item: int
 ) -> tuple[SectionPicture, list[LayerPicture]]:
-    """The section of a layer on one batch item, and the layer; of none the first section and all its layers.
-
-    Raises:
-        ArgumentError: for an item or a layer that is not there.
-    """
+    """The section of a layer on one batch item, and the layer. Default: the first section and all its layers."""
     require_record(rec)
     items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
     chosen = items[integer("item", item, least=0, most=len(items) - 1, expected=f"0 … {len(items) - 1}")]

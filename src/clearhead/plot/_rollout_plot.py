@@ -16,7 +16,7 @@ from ._collect import require_record
 from ._ink import colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
 from ._picture import pixels_of
 from ._scale import scale_end
-from ._tokens import Texts, as_texts, as_tokens
+from ._tokens import Texts, as_texts, numbered_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,17 +40,17 @@ def plot_rollout(
         rec: made with ``keep="queries_keys"``; see `clearhead.record.rollout`.
         targets: one token number, or several (one row each).
         tokens: as for `plot_map`.
-        grid: (rows, columns) of image patches: one target is drawn over them, as a picture. Tokens before the
-            patches, such as a class token and registers, are left out.
-        image: what the patches were cut from, (height, width), (height, width, 3) or (3, height, width), drawn below.
-        item: which batch item of the first call. Default the first.
-        layers: which recorded layers, first to last. Default all.
-        residual: share of the residual connection. Default 0.5.
-        ax: where to draw. Default: a new figure.
+        grid: (rows, columns) of image patches, for a picture of one target. Tokens before the patches, such as a class
+            token and registers, are left out.
+        image: the image of the patches, (height, width), (height, width, 3) or (3, height, width), drawn below.
+        item: the batch item of the first call. Default: the first.
+        layers: recorded layers, first to last. Default: all.
+        residual: share of the residual connection. Default: 0.5.
+        ax: the axes. Default: a new figure.
 
     Raises:
         RecordError: if queries and keys were not kept.
-        ArgumentError: for a target that is not there; several targets with a grid; an image without one.
+        ArgumentError: for an unknown target, several targets with a grid, or an image without a grid.
         ShapeError: for a grid of more patches than tokens.
 
     Example:
@@ -77,7 +77,7 @@ def plot_rollout(
     if texts is not None and len(texts) not in (1, shares.shape[0]):
         expected = f"{shares.shape[0]} texts, one per batch item"
         raise ShapeError("tokens", expected=expected, got=str(len(texts)))
-    names = as_tokens(None, share.shape[1]) if texts is None else texts[item if len(texts) > 1 else 0]
+    names = numbered_tokens(share.shape[1]) if texts is None else texts[item if len(texts) > 1 else 0]
     if len(names) != share.shape[1]:
         raise ShapeError("tokens", expected=f"{share.shape[1]} tokens", got=str(len(names)))
     axes = new_axes(ax, (min(max(4.0, 0.3 * len(names)), 14), 1.6 + 0.35 * len(chosen)))

@@ -32,14 +32,14 @@ def draw_sheet(
 ) -> Figure:
     """Draw one head large, tokens on both axes, beside thumbnails of all heads.
 
-    Colour stands for the square root of the weight, so that faint weights stay visible; the colour bars are labelled
-    with weights. No global matplotlib state is touched: no backend is chosen, no setting changed.
+    Colour is the square root of the weight, so that small weights stay visible. The colour bars are labelled with
+    weights. Neither the backend nor a setting of matplotlib changes.
 
     Args:
-        picture: from `collect`; the large head is exact if it has a crop or its map is.
-        layer, head: which head is large, as places in the picture.
+        picture: from `collect`. The large head is exact if it has a crop or its map is exact.
+        layer, head: places of the large head in the picture.
         title: a line above. Default: none.
-        numbers: a statistic's name and one number per head, shown in place of the thumbnails.
+        numbers: a statistic's name and one number per head, in place of the thumbnails.
     """
     from matplotlib.figure import Figure
 

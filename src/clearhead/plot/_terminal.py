@@ -34,13 +34,13 @@ def overview(
 ) -> RenderableType:
     """Draw a layers × heads table: the kind of each head, and a number.
 
-    Heads with large numbers are shaded (with small ones, for the entropy: they look at few tokens); models with more
-    heads than fit continue in another table.
+    Heads with large numbers are shaded. For the entropy these are the small ones, which attend to few tokens. Heads
+    that do not fit into the width continue in another table.
 
     Args:
-        summaries: from `clearhead.plot._heads.summarize`.
-        numbers: a statistic's name and one number per head. Default: the mean entropy of a head's queries.
-        chosen: layer and head that are marked with ``>``.
+        summaries: layer → head.
+        numbers: a statistic's name and one number per head. Default: the mean entropy.
+        chosen: layer and head with a ``>``.
         width: columns of the terminal.
 
     Example:
@@ -78,12 +78,7 @@ def overview(
 
 
 def top_keys(picture: SectionPicture, layer: int, head: int) -> RenderableType:
-    """List what each token looks at most, with the weights.
-
-    Args:
-        picture: from `clearhead.plot._collect.collect`.
-        layer, head: places in it.
-    """
+    """List the largest weights of each token and their keys. `layer` and `head` are places in the picture."""
     keys = printable(picture.keys.names)
 
     def looks(places: list[int], weights: list[float]) -> list[RenderableType]:
@@ -97,7 +92,7 @@ def top_keys(picture: SectionPicture, layer: int, head: int) -> RenderableType:
 
 
 def top_changes(picture: SectionPicture, layer: int, head: int) -> RenderableType:
-    """List where each token's look changes most, from a picture of differences; as `top_keys`."""
+    """List the largest changes of each token, from a picture of differences; as `top_keys`."""
     keys = printable(picture.keys.names)
 
     def changes(places: list[int], weights: list[float]) -> list[RenderableType]:
@@ -114,14 +109,12 @@ def _token_table(
     head: int,
     cells: Callable[[list[int], list[float]], list[RenderableType]],
 ) -> RenderableType:
-    """List the first tokens, each with what a function makes of its largest weights.
+    """List the first tokens, each with its largest weights.
 
-    Args:
-        picture, layer, head: as for `top_keys`.
-        cells: from the places of a query's keys and their weights to at most three columns, the second of numbers.
+    `cells` makes at most three columns, the second of numbers, from the places of a query's keys and their weights.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    for numbers, wraps in ((True, False), (False, True), (False, False), (True, True), (False, False)):
+    for numbers, wraps in ((True, False), (False, False), (False, True), (True, False), (False, True)):
         table.add_column(justify="right" if numbers else "left", no_wrap=not wraps)
     queries, found = printable(picture.queries.names), picture.layers[layer]
     rows = zip(queries[:MOST_ROWS], found.indices[head].tolist(), found.weights[head].tolist(), strict=False)
@@ -135,7 +128,7 @@ def _token_table(
 def marginals(picture: SectionPicture, layer: int, head: int, console: Console) -> RenderableType:
     """The text, shaded by what its tokens receive if there are colours, and both marginals as sparklines.
 
-    A key that everything looks at would leave the others no height at all, so blocks follow square roots there.
+    One key with a large sum would leave the others no height, so those blocks follow square roots.
     """
     found = picture.layers[layer]
     received, entropy = found.received[head].tolist(), found.entropy[head].tolist()
