@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import sys
 import unicodedata
+from io import TextIOWrapper
 
 #: Signs of the commands → one ASCII character each, so that columns stay where they are.
 SIGNS = {
@@ -20,7 +21,8 @@ def use_ascii_where_needed() -> None:
     """Let both outputs replace the characters that they lack, instead of failing."""
     codecs.register_error(HANDLER, _replace)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors=HANDLER)  # type: ignore[union-attr]
+        if isinstance(stream, TextIOWrapper):  # a notebook's has no encoding
+            stream.reconfigure(errors=HANDLER)
 
 
 def unprintable(text: str) -> str:

@@ -52,17 +52,17 @@ def look_at_both(texts: tuple[str, str], models: tuple[str | None, str | None], 
     second = first if models[1] == models[0] else demo.load_text_model(models[1], notify=warn)
     work.loaded()
     windows = (cut_into_windows(first, texts[0]), cut_into_windows(second, texts[1]))
-    for note in dict.fromkeys(map(unknown_note, (first, second), windows)):
-        if note:
-            warn(note)
+    for unknown in dict.fromkeys(map(unknown_note, (first, second), windows)):
+        if unknown is not None:
+            warn(unknown)
     titles = [" ".join(text.split()) for text in texts]
     if titles[0] == titles[1]:
         titles = [first.name, second.name if second.name != first.name else models[1] or second.name]
     pairs, left_out = _pairs(windows)
     advance = work.step("running both" if len(pairs) == 1 else f"running both on {len(pairs)} windows", len(pairs))
     both = Both((first, second), pairs, choice, advance)
-    both.labels = (shortened(titles[0], LONGEST_NAME), shortened(titles[1], LONGEST_NAME))
-    both.note = f"{both.comparison.note} {left_out}".rstrip()
+    labels = (shortened(titles[0], LONGEST_NAME), shortened(titles[1], LONGEST_NAME))
+    note = f"{both.comparison.note} {left_out}".rstrip()
     by, scores = both.comparison.by, as_table(list(both.scores.values()))
     measure = f"{name_of(by)} in nats" if by == "divergence" else name_of(by)
     return Look(
@@ -72,11 +72,11 @@ def look_at_both(texts: tuple[str, str], models: tuple[str | None, str | None], 
         summaries=summarize(both.pictures[0]),
         numbers=(measure, scores),
         columns={"difference": scores, **both.statistics()},
-        fields={"compared": both.note, "by": by, "labels": both.labels},
-        facts=_facts(first.name, both),
+        fields={"compared": note, "by": by, "labels": labels},
+        facts=_facts(first.name, both, labels, note),
         details=partial(_details, both, measure),
-        figure=lambda: draw_comparison(both.pictures, both.place, scores, labels=both.labels, by=by, note=both.note),
-        page=lambda: both.page(first.name),
+        figure=lambda: draw_comparison(both.pictures, both.place, scores, labels=labels, by=by, note=note),
+        page=lambda: both.page(labels, note, first.name),
     )
 
 
@@ -89,8 +89,6 @@ class Both:
         comparison: the comparison of the first pair.
         scores: module → (H,), the differences of its heads over all windows.
         pictures: both pictures of the first pair, and their difference if weights are compared.
-        labels: the names of both texts.
-        note: a sentence about the compared tokens.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class Both:
         choice: Choice,
         next_pair: Callable[[], None],
     ) -> None:
-        self.labels, self.note = ("first", "second"), ""
         self.count = len(pairs)
         self.comparison = _compare(models, pairs[0])
         self.modules = list(self.comparison.modules)
@@ -139,9 +136,9 @@ class Both:
             for name in self.comparison.differences
         }
 
-    def page(self, title: str) -> Page:
+    def page(self, labels: tuple[str, str], note: str, title: str) -> Page:
         """The page of all windows."""
-        return self._views.page(self.labels, note=self.note, ranked=self.ranked(), title=title, large=self._large)
+        return self._views.page(labels, note=note, ranked=self.ranked(), title=title, large=self._large)
 
 
 def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[Pair], str]:
@@ -167,13 +164,13 @@ def _compare(models: tuple[PretrainedModel, PretrainedModel], pair: Pair) -> Com
             raise ShapeError(f"--against-model {models[1].name}: {got}.") from error
 
 
-def _facts(name: str, both: Both) -> RenderableType:
+def _facts(name: str, both: Both, labels: tuple[str, str], note: str) -> RenderableType:
     heads = max(len(row) for row in both.scores.values())
     windows = "" if both.count == 1 else f" · {both.count} windows"
     return Group(
         Text(f"{printable([name])[0]} · {len(both.modules)} layers × {heads} heads{windows}", style="bold"),
-        *map(Text, map("{}  {}".format, ("first ", "second"), printable(both.labels))),
-        Text(both.note, style="dim"),
+        *map(Text, map("{}  {}".format, ("first ", "second"), printable(labels))),
+        Text(note, style="dim"),
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
+from torch import Tensor
 
+from .._statistics.patch_layout import PatchLayout
 from ..errors import explain_problem
-from ..plot._heads import summarize
+from ..plot._heads import Summaries, summarize
 from ..plot._html import Page, PageMaker
 from ..plot._image_items import image_items, layouts_of
 from ..plot._image_plots import draw_image_sheet, looks_of, query_name
@@ -59,12 +62,8 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
     weights = looks_of(rec, large.name, layout, None, (0, 0))[place[1]]  # (rows, columns)
     name = printable([image.name])[0]
     title = f"{printable([loaded.name])[0]} · {name}"
-    rows, columns = layout.grid
-    others = f" and {', '.join(layout.prefix)}" if layout.prefix else ""
-    heads = f"{len(summaries)} layers × {max(len(row) for row in summaries)} heads"
-    order = weights.flatten().argsort(descending=True)[:MOST_LISTED].tolist()
-    listed = [f"patch {at // columns}, {at % columns} {weights.flatten()[at]:.3f}" for at in order]
     what = f"layer {place[0]}, head {place[1]}: what {query_name(layout, None)} looks at"
+    patches = {"before": layout.prefix, "grid": layout.grid, "pixels": layout.patch, "input": layout.size}
 
     def page() -> Page:
         maker = PageMaker(1)
@@ -78,22 +77,29 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
         summaries=summaries,
         numbers=numbers,
         columns={statistic: [layer.numbers[statistic] for layer in section.layers] for statistic in large.numbers},
-        fields={
-            "image": name,
-            "patches": {
-                "before": layout.prefix,
-                "grid": layout.grid,
-                "pixels": layout.patch,
-                "input": layout.size,
-            },
-            "looks_at": weights,
-        },
-        facts=Text(f"{title} · {heads} · {rows} × {columns} patches{others}", style="bold"),
-        details=lambda console: [
-            Group(Text(what, style="bold"), patch_blocks(weights, console.width), Text("   ".join(listed), "dim"))
-        ],
+        fields={"image": name, "patches": patches, "looks_at": weights},
+        facts=_facts(title, summaries, layout),
+        details=partial(_details, what, weights),
         figure=lambda: draw_image_sheet(
             rec, picture, (large.name, large.heads[place[1]]), title=title, numbers=numbers
         ),
         page=page,
     )
+
+
+def _facts(title: str, summaries: Summaries, layout: PatchLayout) -> Text:
+    heads = f"{len(summaries)} layers × {max(len(row) for row in summaries)} heads"
+    others = f" and {', '.join(layout.prefix)}" if layout.prefix else ""
+    rows, columns = layout.grid
+    return Text(f"{title} · {heads} · {rows} × {columns} patches{others}", style="bold")
+
+
+def _details(what: str, weights: Tensor, console: Console) -> list[RenderableType]:
+    """The weights of the large head as blocks, and the largest of them."""
+    largest = weights.flatten().topk(min(MOST_LISTED, weights.numel()))
+    listed = [
+        f"patch {place // weights.shape[1]}, {place % weights.shape[1]} {weight:.3f}"
+        for weight, place in zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
+    ]
+    parts = (Text(what, style="bold"), patch_blocks(weights, console.width), Text("   ".join(listed), "dim"))
+    return [Group(*parts)]
