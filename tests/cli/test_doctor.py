@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import clearhead
 from clearhead._native import extension
-from clearhead.cli import _doctor as command
+from clearhead.cli import _output as output
 from clearhead.cli._app import main
 from clearhead.inspection import _doctor as inspection
 from clearhead.inspection._doctor import CASES
@@ -84,7 +84,7 @@ def test_json_of_a_broken_kernel_exits_with_1_too() -> None:
 def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "CASES", CASES)
     monkeypatch.setattr(
-        command, "Console", lambda **options: Console(force_terminal=True, color_system=None, width=80, **options)
+        output, "Console", lambda **options: Console(force_terminal=True, color_system=None, width=80, **options)
     )
     result = run()
     assert result.exit_code == 1

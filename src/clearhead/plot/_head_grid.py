@@ -143,8 +143,8 @@ def _frame(axes: Axes, places: Sequence[tuple[int, int]], gap: float, **look: An
 def _label(axes: Axes, heads: int, labels: Sequence[str], *, table: bool) -> None:
     """Number the layers down and the heads across, every n-th where there are many."""
     if table:
-        label_tokens(axes.xaxis, [str(head) for head in range(heads)], turn=0, size=8)
-        label_tokens(axes.yaxis, labels, turn=0, size=8)
+        label_tokens(axes.xaxis, [str(head) for head in range(heads)], turn=0, size=9)
+        label_tokens(axes.yaxis, labels, turn=0, size=9)
         plain_frame(axes)
         return
     shown = range(0, heads, -(-heads // MOST_HEADS))
