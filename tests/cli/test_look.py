@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,17 +166,3 @@ def test_without_a_command_there_is_help() -> None:
     result = CliRunner().invoke(main, [])
     assert result.exit_code == 0
     assert all(command in result.output for command in ("look", "walkthrough", "doctor"))
-
-
-def test_as_a_process_in_a_terminal_without_unicode() -> None:
-    """The way people start it; a pipe that only takes ASCII gets signs that resemble the others."""
-    result = subprocess.run(
-        [sys.executable, "-m", "clearhead_command", "look", SENTENCE, "--out", "here"],
-        capture_output=True,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert b"all-MiniLM-L6-v2 - 6 layers x 12 heads - 16 tokens" in result.stdout
-    assert b"Traceback" not in result.stderr
-    assert Path("here/attention.png").exists()

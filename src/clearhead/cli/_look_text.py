@@ -144,6 +144,7 @@ def see(
         if seen is None:
             seen = Seen(windows, items[0], choice.clearest(summarize(items[0].sections[0])))
         seen.add(rec, items, batch)
+        del rec, items  # before the next ones take as much memory
         next_part()
     if seen is None:
         raise ArgumentError("windows", expected="at least one", got="none")
