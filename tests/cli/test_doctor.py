@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import clearhead
 from clearhead._native import extension
-from clearhead.cli import _doctor as command
+from clearhead.cli import _output as output
 from clearhead.cli._app import main
 from clearhead.inspection import _doctor as inspection
 from clearhead.inspection._doctor import CASES
@@ -63,10 +63,11 @@ def test_json() -> None:
     assert {check["status"] for check in report["checks"]} == {"ok", "refused"}
 
 
-def test_json_holds_everything_even_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_of_a_broken_kernel_holds_everything_even_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     break_kernel(monkeypatch, ChunkedKernel, lambda output: output * torch.nan)
-    read = json.loads(run("--json").stdout, parse_constant=pytest.fail)
-    assert read["passed"] is False
+    result = run("--json")
+    read = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert (result.exit_code, read["passed"]) == (1, False)
     assert len(read["checks"]) == len(inspection.examine()["checks"])
     broken = next(check for check in read["checks"] if check["kernel"] == "chunked" and check["dtype"] == "float32")
     assert broken["status"] == "failed"
@@ -74,17 +75,10 @@ def test_json_holds_everything_even_nan(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("broken_kernel")
-def test_json_of_a_broken_kernel_exits_with_1_too() -> None:
-    result = run("--json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["passed"] is False
-
-
-@pytest.mark.usefixtures("broken_kernel")
 def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "CASES", CASES)
     monkeypatch.setattr(
-        command, "Console", lambda **options: Console(force_terminal=True, color_system=None, width=80, **options)
+        output, "Console", lambda **options: Console(force_terminal=True, color_system=None, width=80, **options)
     )
     result = run()
     assert result.exit_code == 1

@@ -149,15 +149,6 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "this command needs PIL. Install it with: pip install 'clearhead[plot]'" in line
 
 
-def test_folders_that_cannot_be_written(vision_folder: Callable[[str], str]) -> None:
-    Path("taken").write_text("")
-    arguments = ["--image", "photo.jpg", "--model", vision_folder("vit")]
-    assert "--out: expected a folder, got a file, taken." in fails(look(*arguments, "--out", "taken"), 1)
-    line = fails(look(*arguments, "--out", "taken/below"), 1)
-    assert "expected a file that can be written, got taken/below/attention.png" in line
-    assert sorted(path.name for path in Path().iterdir()) == ["photo.jpg", "taken"]
-
-
 def test_nothing_of_what_libraries_write_at_their_start_is_seen(vision_folder: Callable[[str], str]) -> None:
     command = [sys.executable, "-m", "clearhead_command", "look", "--image", "photo.jpg", "--no-png", "--no-html"]
     result = subprocess.run([*command, "--model", vision_folder("vit")], capture_output=True, check=False, text=True)

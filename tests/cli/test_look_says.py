@@ -74,7 +74,7 @@ def test_nothing_of_what_libraries_write_at_their_start_is_seen(tmp_path: Path) 
 MOMENTS = {
     "importing PyTorch": "at_import('torch._C')",
     "importing transformers": "at_import('transformers.modeling_utils')",
-    "running": "from clearhead.cli import _seeing; _seeing.record_windows = hang",
+    "running": "from clearhead.cli import _look_text; _look_text.run_recorded = hang",
     "writing": (
         "from pathlib import Path; write = Path.write_bytes; "
         "Path.write_bytes = lambda self, data: (write(self, data[:1000]), hang())"

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.progress import Progress
 
 from clearhead.cli import _demo as demo
-from clearhead.cli._progress import DRAWING, Work, _TimeLeft
-from clearhead.cli._seeing import parts_of, see
+from clearhead.cli._choice import Choice
+from clearhead.cli._look_text import parts_of, see
 from clearhead.cli._windows import cut_into_windows
 
 from .looking import contents, look
@@ -82,7 +81,7 @@ def test_windows_without_a_fast_tokenizer(model_folder: Callable[[str], Path]) -
         def decode(self, ids: list[int], **options: object) -> str:
             return str(ids[0])
 
-    loaded = demo.TextModel("slow", None, Slow(), True, max_tokens=16)
+    loaded = demo.PretrainedModel("slow", None, Slow(), True, expected="", max_tokens=16)
     windows = cut_into_windows(loaded, " ".join(str(number) for number in range(10, 40)))
     assert [(window.first, window.last) for window in windows] == [(0, 13), (12, 25), (24, 29)]
     assert windows[1].tokens.names == ("1", *map(str, range(22, 36)), "2")
@@ -127,16 +126,5 @@ def test_parts_are_counted_before_and_advance_as_often() -> None:
     for count, batches in ((10, 1), (700, 2), (1500, 2)):
         windows = cut_into_windows(loaded, "one two three " * (count // 3))
         done: list[None] = []
-        see(loaded, windows, next_part=lambda done=done: done.append(None))
+        see(loaded, windows, Choice(), lambda done=done: done.append(None))
         assert len(done) == parts_of(loaded, windows) == 7 * batches
-
-
-def test_the_time_left_is_that_of_drawing_and_writing_too() -> None:
-    now = 0.0
-    progress = Progress(get_time=lambda: now)
-    work = Work(progress, loaded=lambda: None)
-    work.loading = 10.0
-    advance = work.step("running it", 5)
-    for now in (3.0, 6.0):  # noqa: B007
-        advance()
-    assert _TimeLeft().render(progress.tasks[0]).plain == f"0:00:{3 * 3 + round(10 * DRAWING):02}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 import clearhead
+from clearhead._statistics.distributions import jensen_shannon
 from clearhead.errors import ArgumentError, DTypeError, RecordError, ShapeError
-from clearhead.plot import Tokens, given
+from clearhead.plot import Comparison, Tokens, given
 from clearhead.plot._alignment import align
-from clearhead.plot._divergence import jensen_shannon
 
 from .pages import Contents
 from .recorded import KEPT, Two, record_pair
@@ -109,22 +110,36 @@ def test_what_cannot_be_compared_by_weights_is_compared_by_statistics_and_says_s
     assert comparison.plot_heads().get_title("left") == "change of normalized_entropy"
 
 
-def test_models_of_other_shapes_and_other_things_are_refused() -> None:
-    rec = given([torch.eye(3).expand(2, 3, 3)])
-    with pytest.raises(ShapeError, match=r"other: expected 1 layers with 2 heads, got 1 layers with 3 heads"):
-        rec.compare(given([torch.eye(3).expand(3, 3, 3)]))
-    with pytest.raises(ShapeError, match="got 2 layers with 2 heads"):
-        rec.compare(given([torch.eye(3).expand(2, 3, 3)] * 2))
-    with pytest.raises(DTypeError, match=r"other: expected a clearhead\.record"):
-        rec.compare("other")
-    with pytest.raises(ArgumentError, match="tokens: expected those of the first record too"):
-        rec.compare(rec, other_tokens=["a", "b", "c"])
-    with pytest.raises(ShapeError, match="tokens: expected 3 tokens for item 0, got 2"):
-        rec.compare(rec, tokens=["a", "b"])
-    with pytest.raises(ArgumentError, match="statistic: expected one that both records have"):
-        rec.compare(rec).plot_heads("received")
-    with pytest.raises(ShapeError, match="labels: expected two strings, got 3"):
-        rec.compare(rec).page(labels=["a", "b", "c"])
+EYE = torch.eye(3).expand(2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda rec: rec.compare(given([torch.eye(3).expand(3, 3, 3)])),
+            ShapeError,
+            "other: expected 1 layers with 2 heads, got 1 layers with 3 heads",
+        ),
+        (lambda rec: rec.compare(given([EYE] * 2)), ShapeError, "got 2 layers with 2 heads"),
+        (lambda rec: rec.compare("other"), DTypeError, r"other: expected a clearhead\.record"),
+        (lambda rec: rec.compare(rec, other_tokens=list("abc")), ArgumentError, "tokens: expected those of the first"),
+        (lambda rec: rec.compare(rec, tokens=["a", "b"]), ShapeError, "tokens: expected 3 tokens for item 0, got 2"),
+        (
+            lambda rec: rec.compare(rec).plot_heads("received"),
+            ArgumentError,
+            "statistic: expected one that both records have",
+        ),
+        (lambda rec: rec.compare(rec).page(labels=list("abc")), ShapeError, "labels: expected two strings, got 3"),
+        (lambda rec: Comparison(1, rec), DTypeError, r"first: expected a clearhead\.record, or .*given.* got 1"),
+        (lambda rec: Comparison(rec, None), DTypeError, r"second: expected a clearhead\.record, or .*given.* got None"),
+        (lambda rec: Comparison(rec, rec, 5), DTypeError, "tokens: expected "),
+        (lambda rec: Comparison(rec, rec, None, 5), DTypeError, "other_tokens: expected "),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[Any], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(given([EYE]))
 
 
 def test_modules_of_other_names_are_paired_in_the_order_in_which_they_ran() -> None:
@@ -186,21 +201,9 @@ def test_encoder_and_decoder_are_compared_section_by_section() -> None:
     assert len(contents.data["sections"]) == 3
 
 
-def test_a_comparison_that_is_built_checks_its_arguments() -> None:
-    eye = torch.eye(3).expand(2, 3, 3)
-    first, second = given([eye]), given([torch.full((2, 3, 3), 1 / 3)])
-    built = clearhead.plot.Comparison(first, second, ["a", "b", "c"], ["a", "b", "d"])
-    assert torch.equal(
-        built.divergence["0"],
-        first.compare(second, tokens=["a", "b", "c"], other_tokens=["a", "b", "d"]).divergence["0"],
-    )
-    assert torch.equal(clearhead.plot.Comparison(first, second).divergence["0"], first.compare(second).divergence["0"])
-    cases: list[tuple[tuple[Any, ...], str]] = [
-        ((1, second), "first: expected a clearhead.record, or clearhead.plot.given.* got 1"),
-        ((first, None), "second: expected a clearhead.record, or clearhead.plot.given.* got None"),
-        ((first, second, 5), "tokens: expected "),
-        ((first, second, None, 5), "other_tokens: expected "),
-    ]
-    for arguments, message in cases:
-        with pytest.raises(DTypeError, match=message):
-            clearhead.plot.Comparison(*arguments)
+def test_a_comparison_can_be_built() -> None:
+    first, second = given([EYE]), given([torch.full((2, 3, 3), 1 / 3)])
+    texts = (["a", "b", "c"], ["a", "b", "d"])
+    built, compared = Comparison(first, second, *texts), first.compare(second, tokens=texts[0], other_tokens=texts[1])
+    assert torch.equal(built.divergence["0"], compared.divergence["0"])
+    assert torch.equal(Comparison(first, second).divergence["0"], first.compare(second).divergence["0"])

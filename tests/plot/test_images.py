@@ -37,26 +37,24 @@ SMALL: dict[str, Any] = {
 TEXT: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 8}
 BOTH: dict[str, Any] = {"text_config": SMALL | TEXT | {"projection_size": 16, "eos_token_id": 2, "bos_token_id": 1}}
 
-#: Model, config, its options, and what stands before the patches.
-KINDS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
-    "vit": ("ViTModel", "ViTConfig", SMALL, ("class",)),
-    "deit": ("DeiTModel", "DeiTConfig", SMALL, ("class", "distillation")),
-    "dinov2": ("Dinov2Model", "Dinov2Config", SMALL, ("class",)),
-    "registers": (
-        "Dinov2WithRegistersModel",
-        "Dinov2WithRegistersConfig",
-        SMALL | {"num_register_tokens": 2},
-        ("class", "register 1", "register 2"),
-    ),
-    "clip": ("CLIPVisionModel", "CLIPVisionConfig", SMALL, ("class",)),
-    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", SMALL, ()),
+REGISTERS = SMALL | {"num_register_tokens": 2}
+#: Beginning of the names of model and config, their options, and what stands before the patches.
+KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "vit": ("ViT", SMALL, ("class",)),
+    "deit": ("DeiT", SMALL, ("class", "distillation")),
+    "dinov2": ("Dinov2", SMALL, ("class",)),
+    "registers": ("Dinov2WithRegisters", REGISTERS, ("class", "register 1", "register 2")),
+    "clip": ("CLIPVision", SMALL, ("class",)),
+    "siglip": ("SiglipVision", SMALL, ()),
 }
+PICTURE = torch.rand(3, SIZE[0], SIZE[0], generator=torch.Generator().manual_seed(0))
 
 
-def build(kind: str) -> nn.Module:
-    model, config, options, _ = KINDS[kind]
+def build(kind: str, **options: Any) -> Any:
+    name, fixed, _ = KINDS[kind]
     torch.manual_seed(1)
-    return getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
+    config = getattr(transformers, f"{name}Config")(**fixed | options)
+    return getattr(transformers, f"{name}Model")(config).eval()
 
 
 def recorded(model: nn.Module, pixels: Tensor, **options: Any) -> Any:
@@ -68,25 +66,20 @@ def recorded(model: nn.Module, pixels: Tensor, **options: Any) -> Any:
 @pytest.fixture(scope="module", name="vit")
 def _vit() -> Any:
     torch.manual_seed(2)
-    return recorded(build("vit"), torch.rand(1, 3, SIZE[0], SIZE[0]))
+    return recorded(build("vit"), PICTURE[None])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_patches_are_placed_by_the_configuration(kind: str) -> None:
-    rec = recorded(build(kind), torch.rand(1, 3, SIZE[0], SIZE[0]))
+    rec = recorded(build(kind), PICTURE[None])
     layout = rec.patches(0)
-    assert (layout.prefix, layout.grid, layout.patch) == (KINDS[kind][3], (ROWS, ROWS), (PATCH, PATCH))
+    assert (layout.prefix, layout.grid, layout.patch) == (KINDS[kind][2], (ROWS, ROWS), (PATCH, PATCH))
     assert layout.length == rec[next(iter(rec))][0].query_length
-
-
-def test_pictures_of_other_sizes_have_other_grids() -> None:
-    rec = recorded(build("dinov2"), torch.rand(1, 3, *SIZE))
-    assert rec.patches(0).grid == (ROWS, COLUMNS)
 
 
 def test_a_patch_is_where_the_model_cuts_it_out() -> None:
     """The token of a patch changes, in the embedding, with that patch's pixels and with no others."""
-    model: Any = build("dinov2")
+    model = build("dinov2")
     pixels = torch.rand(1, 3, *SIZE)
     changed = pixels.clone()
     row, column = 1, 2
@@ -94,18 +87,19 @@ def test_a_patch_is_where_the_model_cuts_it_out() -> None:
     with torch.no_grad():
         moved = (model.embeddings(changed) - model.embeddings(pixels))[0].abs().sum(-1).nonzero().flatten().tolist()
     layout = recorded(model, pixels).patches(0)
+    assert layout.grid == (ROWS, COLUMNS), "of a picture of another size than the configuration's"
     assert [layout.names()[place] for place in moved] == [f"patch {row}, {column}"]
 
 
 def test_siglips_pooling_looks_at_the_patches() -> None:
-    rec = recorded(build("siglip"), torch.rand(1, 3, SIZE[0], SIZE[0]))
+    rec = recorded(build("siglip"), PICTURE[None])
     assert rec.patches("head.attention").queries == ("pooling",)
-    contents = Contents(rec.page(image=torch.rand(3, SIZE[0], SIZE[0])).text)
+    contents = Contents(rec.page(image=PICTURE).text)
     assert [section["title"] for section in contents.data["sections"]] == ["self-attention", "pooling"]
     assert contents.text(0, 1, "queries")["names"] == ["pooling"]
     shown = contents.array(0, contents.layer(0, 1, 0)["map"], 2, 1, ROWS * ROWS)
     torch.testing.assert_close(shown.float(), rec.weights("head.attention")[0], rtol=0, atol=6e-5)
-    axes = rec.plot_image(torch.rand(3, SIZE[0], SIZE[0]))
+    axes = rec.plot_image(PICTURE)
     assert axes.get_title("left") == "every head: what pooling looks at"
 
 
@@ -114,15 +108,15 @@ def test_the_vision_side_of_a_model_of_both_is_found(kind: str) -> None:
     config = getattr(transformers, f"{kind}Config")(vision_config=SMALL, **BOTH)
     model = getattr(transformers, f"{kind}Model")(config).eval()
     with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
-        model(input_ids=torch.ones(1, 5, dtype=torch.long), pixel_values=torch.rand(1, 3, SIZE[0], SIZE[0]))
-    contents = Contents(rec.page(image=torch.rand(3, SIZE[0], SIZE[0])).text)
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), pixel_values=PICTURE[None])
+    contents = Contents(rec.page(image=PICTURE).text)
     names = [layer["name"] for section in contents.data["sections"] for layer in section["layers"]]
     assert names
     assert all(name.startswith("vision_model.") for name in names)
 
 
 def test_the_page_carries_every_weight_and_the_picture(vit: Any) -> None:
-    picture = (torch.rand(3, SIZE[0], SIZE[0]) * 255).to(torch.uint8)
+    picture = (PICTURE * 255).to(torch.uint8)
     contents = Contents(vit.page(image=picture).text)
     found = contents.layer(0, 0, 1)
     shown = contents.array(0, found["map"], 2, 10, 10)
@@ -153,8 +147,7 @@ def test_more_patches_than_a_page_holds_are_taken_together() -> None:
 
 
 def test_weights_over_128_tokens_are_all_there_in_one_byte() -> None:
-    options = SMALL | {"image_size": 48}
-    rec = recorded(transformers.ViTModel(transformers.ViTConfig(**options)).eval(), torch.rand(1, 3, 48, 48))
+    rec = recorded(build("vit", image_size=48), torch.rand(1, 3, 48, 48))
     contents = Contents(rec.page(image=torch.rand(3, 48, 48)).text)
     shown = contents.array(0, contents.layer(0, 0, 0)["map"], 2, 145, 145)
     torch.testing.assert_close(shown.float().sqrt(), rec.weights(0)[0].sqrt(), rtol=0, atol=0.5 / 255 + 1e-6)
@@ -180,14 +173,13 @@ def test_a_picture_shows_a_querys_weights_where_its_patches_are(vit: Any, query:
 
 
 def test_every_head_is_a_thumbnail(vit: Any) -> None:
-    picture = torch.rand(3, SIZE[0], SIZE[0])
-    axes = vit.plot_image(picture)
+    axes = vit.plot_image(PICTURE)
     assert [len(axes.get_xticks()), len(axes.get_yticks())] == [2, 2]
-    assert len(vit.plot_image(picture, 1).get_yticks()) == 1
+    assert len(vit.plot_image(PICTURE, 1).get_yticks()) == 1
 
 
 def test_a_statistic_takes_the_thumbnails_place(vit: Any) -> None:
-    picture = (torch.rand(3, SIZE[0], SIZE[0]) * 255).to(torch.uint8)
+    picture = (PICTURE * 255).to(torch.uint8)
     numbers = ("sink", [[0.25, 3.5], [12.0, 0.0]])
     *_, small, _ = draw_image_sheet(vit, picture, (list(vit)[1], 0), title="A title", numbers=numbers).axes
     assert [text.get_text() for text in small.texts] == ["0.25", "3.50", "12", "0.00"]
@@ -207,88 +199,87 @@ def test_a_processor_gives_the_part_of_the_picture_that_the_model_saw(tmp_path: 
     place = contents.data["items"][0]["picture"]["pixels"]
     pixels = contents.array(0, place, 3, SIZE[0], SIZE[0])
     assert torch.equal(pixels, torch.tensor([10.0, 200.0, 30.0])[:, None, None].expand(3, SIZE[0], SIZE[0]).long())
-    with pytest.raises(ShapeError, match=r"image: expected a picture of 12 × 12 pixels.* got one of 60 × 24"):
-        rec.page(image=image)
-    with pytest.raises(ShapeError, match=r"processor: expected a picture of 12 × 12 pixels"):
-        rec.page(image=image, processor=lambda picture: torch.zeros(3, 5, 5))
-    with pytest.raises(
-        ArgumentError, match=r"processor: expected a function that takes the image, got one that raises"
-    ):
-        rec.page(image=image, processor=lambda picture: picture @ torch.zeros(7))
+    refusals: list[tuple[type[Exception], str, Any]] = [
+        (ShapeError, r"image: expected a picture of 12 × 12 pixels.* got one of 60 × 24", None),
+        (ShapeError, r"processor: expected a picture of 12 × 12 pixels", lambda picture: torch.zeros(3, 5, 5)),
+        (
+            ArgumentError,
+            r"processor: expected a function that takes the image, got one that raises",
+            lambda picture: picture @ torch.zeros(7),
+        ),
+    ]
+    for error, message, wrong in refusals:
+        with pytest.raises(error, match=message):
+            rec.page(image=image, processor=wrong)
 
 
-def test_models_whose_patches_are_unknown_are_refused() -> None:
-    picture = torch.rand(3, SIZE[0], SIZE[0])
-    _, rec = record_two()
-    with pytest.raises(ArgumentError, match=r"image: expected a model that was called with pictures \(B, C, H, W\)"):
-        rec.page(image=picture)
-    with pytest.raises(ArgumentError, match="image: expected a record of a vision model, got weights that were given"):
-        given([torch.eye(10)[None]]).plot_image(picture)
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = clearhead.MultiHeadAttention(12, 2)
 
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = clearhead.MultiHeadAttention(12, 2)
-
-        def forward(self, pixel_values: Tensor) -> Tensor:
-            return self.attention(pixel_values.flatten(2).transpose(1, 2)[..., :1].expand(-1, -1, 12))
-
-    with pytest.raises(ArgumentError, match=r"around 'attention', got a Own\. Where its patches lie is not known"):
-        recorded(Own(), torch.rand(1, 3, 4, 4)).plot_image(torch.rand(3, 4, 4))
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.attention(pixel_values.flatten(2).transpose(1, 2)[..., :1].expand(-1, -1, 12))
 
 
-def test_other_numbers_of_tokens_than_the_configuration_gives_are_refused() -> None:
+def of_another_patch_size() -> Any:
     model = build("vit")
-    rec = recorded(model, torch.rand(1, 3, SIZE[0], SIZE[0]))
-    model.config.patch_size = 2  # type: ignore[union-attr]
-    with pytest.raises(
-        ArgumentError, match=r"between 37 tokens in .* \(1 and 36 patches\), got 10 queries and 10 keys"
-    ):
-        rec.plot_image(torch.rand(3, SIZE[0], SIZE[0]))
+    rec = recorded(model, PICTURE[None])
+    model.config.patch_size = 2
+    return rec
 
 
-def test_wrong_arguments(vit: Any) -> None:
-    picture = torch.rand(3, SIZE[0], SIZE[0])
-    for query, message in (
-        ("register 1", r"query: expected one of class, patch 0, 0"),
-        ((3, 0), "query: expected"),
-        ((1, 2, 3), r"query: expected \(row, column\)"),
-        (10, "query: expected"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            vit.plot_image(picture, 0, 0, query)
-    with pytest.raises(ArgumentError, match="head: expected one of 0, 1"):
-        vit.plot_image(picture, 0, 7)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: record_two()[1], r"image: expected a model that was called with pictures \(B, C, H, W\)"),
+        (
+            lambda: given([torch.eye(10)[None]]),
+            "image: expected a record of a vision model, got weights that were given",
+        ),
+        (lambda: recorded(Own(), PICTURE[None]), r"around 'attention', got a Own\. Where its patches lie is not known"),
+        (of_another_patch_size, r"between 37 tokens in .* \(1 and 36 patches\), got 10 queries and 10 keys"),
+    ],
+)
+def test_models_whose_patches_are_unknown_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make().plot_image(PICTURE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, "register 1"), r"query: expected one of class, patch 0, 0"),
+        ((0, 0, (3, 0)), "query: expected"),
+        ((0, 0, (1, 2, 3)), r"query: expected \(row, column\)"),
+        ((0, 0, 10), "query: expected"),
+        ((0, 7), "head: expected one of 0, 1"),
+    ],
+)
+def test_wrong_heads_and_queries(arguments: tuple[Any, ...], message: str, vit: Any) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        vit.plot_image(PICTURE, *arguments)
+
+
+def test_wrong_arguments_of_pages(vit: Any) -> None:
     with pytest.raises(ShapeError, match="image: expected 1 pictures, one per batch item, got 2"):
-        vit.page(image=[picture, picture])
+        vit.page(image=[PICTURE, PICTURE])
     with pytest.raises(ArgumentError, match="tokens: expected None beside image"):
-        vit.page(["a"] * 10, image=picture)
-    poor = recorded(
-        transformers.ViTModel(transformers.ViTConfig(**SMALL | {"image_size": 48})).eval(),
-        torch.rand(1, 3, 48, 48),
-        statistics=("entropy", "received", "top_k", "map"),
-    )
+        vit.page(["a"] * 10, image=PICTURE)
+    statistics = ("entropy", "received", "top_k", "map")
+    poor = recorded(build("vit", image_size=48), torch.rand(1, 3, 48, 48), statistics=statistics)
     with pytest.raises(RecordError, match="every weight between the 145 tokens"):
         poor.page(image=torch.rand(3, 48, 48))
 
 
-def no_file(folder: Path) -> Path:
-    return folder / "nowhere.png"
-
-
-def text_file(folder: Path) -> Path:
-    (folder / "a.png").write_text("no picture")
-    return folder / "a.png"
-
-
-def cut_file(folder: Path) -> Path:
+def damaged(folder: Path) -> Path:
     Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype="uint8")).save(folder / "b.png")
     whole = (folder / "b.png").read_bytes()
     (folder / "b.png").write_bytes(whole[: len(whole) // 2])
     return folder / "b.png"
 
 
-def huge_file(folder: Path) -> Path:
+def huge(folder: Path) -> Path:
     Image.new("1", (20_000, 20_000)).save(folder / "c.png")
     return folder / "c.png"
 
@@ -296,10 +287,10 @@ def huge_file(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (no_file, "No such file"),
-        (text_file, "which is none"),
-        (cut_file, "image: expected a picture"),
-        (huge_file, "20000 × 20000|which is larger"),
+        (lambda folder: folder / "nowhere.png", "No such file"),
+        (lambda folder: Path(__file__), "which is none"),
+        (damaged, "image: expected a picture"),
+        (huge, "20000 × 20000|which is larger"),
     ],
 )
 def test_files_that_are_no_pictures_or_too_large(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:

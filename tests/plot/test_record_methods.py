@@ -11,16 +11,18 @@ import pytest
 import torch
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from PIL import Image
 
 from clearhead import plot
 from clearhead.errors import RecordError
+from clearhead.plot._ink import figure_bytes
 
 from .pages import Contents
 from .recorded import record_pair, record_two
 
 LENGTH = 7
-TOKENS = list("abcdefg")
+TOKENS = ["$\\frac{", "<b>", "街", "d", "e", "f", "g"]
 METHODS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "plot_heads": (("entropy",), {}),
     "plot_map": ((1, 2), {"tokens": TOKENS}),
@@ -54,12 +56,14 @@ def test_a_method_draws_what_the_function_draws(method: str, rec: Any) -> None:
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_a_method_draws_where_it_is_told_and_saves(method: str, kind: str, rec: Any, tmp_path: Path) -> None:
     arguments, options = METHODS[method]
-    figure, (left, right) = pyplot.subplots(1, 2, layout="constrained")
+    figure = Figure(layout="constrained")
+    left, right = figure.subplots(1, 2)
     assert getattr(rec, method)(*arguments, **options, ax=right) is right
     assert not left.has_data()
     assert right.has_data()
+    assert pyplot.get_fignums() == []
     path = tmp_path / f"picture.{kind}"
-    figure.savefig(path)
+    path.write_bytes(figure_bytes(figure, kind))
     if kind == "svg":
         assert "</svg>" in path.read_text(encoding="utf-8")
     else:

@@ -7,13 +7,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from matplotlib import pyplot
-from matplotlib.figure import Figure
 
 import clearhead
 from clearhead.errors import ArgumentError, RecordError, ShapeError
 from clearhead.plot import Tokens, given, plot_heads, plot_map, plot_received, plot_rollout
-from clearhead.plot._ink import figure_bytes
 
 from .recorded import KEPT, Two, record_pair, record_two
 
@@ -41,14 +38,6 @@ def test_heads_are_numbers(statistic: str) -> None:
     torch.testing.assert_close(shown, torch.stack(list(rec.summary()[statistic].values())))
     assert (names(axes.get_xticklabels()), names(axes.get_yticklabels())) == (["0", "1", "2"], ["0", "1"])
     assert axes.get_title("left") == statistic
-
-
-def test_heads_without_the_statistic() -> None:
-    _, rec = record_two(statistics=("entropy", "map"))
-    with pytest.raises(
-        ArgumentError, match=r"statistic: expected one of entropy, normalized_entropy, got 'sink'\. Rec"
-    ):
-        plot_heads(rec, "sink")
 
 
 def test_a_map_is_the_heads_weights() -> None:
@@ -139,6 +128,11 @@ def test_wrong_arguments() -> None:
     _, rec = record_two()
     _, poor = record_two(statistics=("entropy",))
     refusals: list[tuple[type[Exception], str, Any]] = [
+        (
+            ArgumentError,
+            "statistic: expected one of entropy, normalized_entropy, got 'sink'. Rec",
+            lambda: plot_heads(poor, "sink"),
+        ),
         (ArgumentError, "head: expected one of 0, 1, 2 in blocks.1, got 3", lambda: plot_map(rec, 1, 3)),
         (ArgumentError, "layer: expected 0 … 1, got 2", lambda: plot_map(rec, 2, 0)),
         (ArgumentError, "item: expected 0 … 0, got 1", lambda: plot_map(rec, 0, 0, item=1)),
@@ -155,16 +149,3 @@ def test_wrong_arguments() -> None:
         with pytest.raises(error) as raised:
             call()
         assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_they_draw_where_they_are_told_and_save(kind: str) -> None:
-    _, rec = record_two(1 + 6)
-    figure = Figure(layout="constrained")
-    four = figure.subplots(2, 2)
-    assert plot_heads(rec, ax=four[0, 0]) is four[0, 0]
-    assert plot_map(rec, 0, 0, tokens=["$\\frac{", "<b>", "街", "d", "e", "f", "g"], ax=four[0, 1]) is four[0, 1]
-    assert plot_received(rec, 0, ax=four[1, 0]) is four[1, 0]
-    assert plot_rollout(rec, 0, grid=(2, 3), ax=four[1, 1]) is four[1, 1]
-    assert pyplot.get_fignums() == []
-    assert len(figure_bytes(figure, kind)) > 10_000

@@ -71,7 +71,7 @@ def test_colour_only_in_a_terminal() -> None:
 
 def test_top_keys_in_order() -> None:
     section = picture([torch.tensor([[[0.1, 0.6, 0.3], [0.0, 0.25, 0.75]]])], ["a", "b"], ["x", "y", "z"])
-    lines = shown(top_keys(section, section.layers[0], 0)).splitlines()
+    lines = shown(top_keys(section, 0, 0)).splitlines()
     assert [line.split() for line in lines] == [
         ["a", "→", "y", "0.60", "z", "0.30", "x", "0.10"],
         ["b", "→", "z", "0.75", "y", "0.25"],
@@ -82,12 +82,12 @@ def test_a_query_that_sees_nothing() -> None:
     weights = torch.eye(2)
     weights[1] = 0
     section = picture([weights[None]], ["a", "b"])
-    assert shown(top_keys(section, section.layers[0], 0)).splitlines()[1].split() == ["b", "→", "nothing"]
+    assert shown(top_keys(section, 0, 0)).splitlines()[1].split() == ["b", "→", "nothing"]
 
 
 def test_top_keys_of_long_texts_stop() -> None:
     section = picture([torch.eye(100)[None]], [f"t{i}" for i in range(100)])
-    text = shown(top_keys(section, section.layers[0], 0))
+    text = shown(top_keys(section, 0, 0))
     assert "and 40 more tokens" in text
     assert "t60" not in text
 
@@ -95,7 +95,7 @@ def test_top_keys_of_long_texts_stop() -> None:
 def test_tokens_are_neither_markup_nor_escape_codes() -> None:
     tokens = ["[bold]", "\x1b[2J", "街"]
     section = picture([torch.eye(3)[None]], tokens)
-    for what in (top_keys(section, section.layers[0], 0), colored_tokens(tokens, [1.0, 2.0, 3.0])):
+    for what in (top_keys(section, 0, 0), colored_tokens(tokens, [1.0, 2.0, 3.0])):
         text = shown(what, terminal=True)
         assert "[bold]" in text
         assert "\\x1b[2J" in text

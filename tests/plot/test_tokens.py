@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from clearhead._statistics.distributions import row_entropy
 from clearhead.cli._demo import default_model_path
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from clearhead.plot._labels import layer_labels, printable, shortened
 from clearhead.plot._tokens import Tokens, as_texts, read_tokens
-from clearhead.plot._words import merge_words, row_entropy
+from clearhead.plot._words import merge_words
 
 
 @pytest.mark.parametrize(
@@ -83,24 +84,26 @@ def test_merging_sums_keys_and_averages_queries() -> None:
 
 def test_texts_however_they_are_given() -> None:
     assert as_texts(None) is None
+    with pytest.raises(DTypeError, match="got one string"):
+        as_texts("a text")
     assert [text.names for text in as_texts(["a", "b"]) or []] == [("a", "b")]
     assert [text.names for text in as_texts([["a"], ["b"]]) or []] == [("a",), ("b",)]
     assert [text.names for text in as_texts(Tokens(["a"])) or []] == [("a",)]
 
 
-def test_wrong_tokens() -> None:
-    with pytest.raises(DTypeError, match="tokens: expected a list of strings, got one string"):
-        Tokens("a text")
-    with pytest.raises(DTypeError, match="got one string"):
-        as_texts("a text")
-    with pytest.raises(DTypeError, match="got other things among them"):
-        Tokens([1, 2])  # type: ignore[list-item]
-    with pytest.raises(ShapeError, match="special: expected 2 values, one per token, got 1"):
-        Tokens(["a", "b"], [True])
-    with pytest.raises(ShapeError, match="words: expected 2 values"):
-        Tokens(["a", "b"], words=[0])
-    with pytest.raises(ArgumentError, match="words: expected an int per token, got None"):
-        Tokens(["a"], words=[None])  # type: ignore[list-item]
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("a text",), DTypeError, "tokens: expected a list of strings, got one string"),
+        (([1, 2],), DTypeError, "got other things among them"),
+        ((["a", "b"], [True]), ShapeError, "special: expected 2 values, one per token, got 1"),
+        ((["a", "b"], None, [0]), ShapeError, "words: expected 2 values"),
+        ((["a"], None, [None]), ArgumentError, "words: expected an int per token, got None"),
+    ],
+)
+def test_wrong_tokens(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Tokens(*arguments)
 
 
 def test_labels() -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..inspection._doctor import examine, text_of
+from ._output import print_with
 
 _STYLES = {
     r"(?m)^(versions|machine|kernels|refused|failed|checks: .*)$": "bold",
@@ -29,11 +30,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everythin
     if as_json:
         # JSON has no number for NaN and infinity, which become strings.
         values = json.loads(json.dumps(report), parse_constant=lambda name: str(float(name)))
-        typer.echo(json.dumps(values, indent=2))
+        print(json.dumps(values, indent=2))
     else:
         text = Text(text_of(report))
         for pattern, style in _STYLES.items():
             text.highlight_regex(pattern, style)
-        Console(highlight=False).print(text, soft_wrap=True)
+        print_with(lambda console: console.print(text, soft_wrap=True))
     if not report["passed"]:
         raise typer.Exit(1)

@@ -3,90 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from ..errors import ArgumentError, explain_problem
+from . import _demo as demo
+from ._choice import SHOWN, Choice
 from ._errors import UsageProblem
 from ._look_against import look_at_both, require_against
 from ._look_image import look_at_image, require_image
 from ._look_text import look_at_text
-from ._output import Outcome, deliver
+from ._output import Look, deliver, print_with, require_writable
 from ._progress import Work, at_work
-from ._seeing import SHOWN
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
+def _option(name: str, text: str, default: str | bool = False, metavar: str | None = None) -> Any:
+    """An option, its help, and the help's words for its default."""
+    return typer.Option(name, help=text, show_default=default, metavar=metavar)
+
+
+AUTOMATIC = "chosen automatically"
+MODEL = "NAME_OR_PATH"
+STATISTICS = f"The number that the overview shows for each head: one of {', '.join(SHOWN)}."
+
+
 def look(
     text: Annotated[str | None, typer.Argument(help="The text to look at.", show_default=False)] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", help="Read the text from this file (UTF-8) instead.", show_default=False)
-    ] = None,
+    file: Annotated[Path | None, _option("--file", "Read the text from this file (UTF-8) instead.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME_OR_PATH",
-            help="A folder, or a name on the Hugging Face hub; safetensors only.",
-            show_default="all-MiniLM-L6-v2",
-        ),
+        _option("--model", "A folder, or a name on the Hugging Face hub; safetensors only.", demo.DEFAULT_NAME, MODEL),
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option("--layer", help="The layer shown large, from 0.", show_default="chosen automatically")
-    ] = None,
-    head: Annotated[
-        int | None, typer.Option("--head", help="The head shown large, from 0.", show_default="chosen automatically")
-    ] = None,
-    stat: Annotated[
-        str | None,
-        typer.Option(
-            "--stat",
-            metavar="NAME",
-            help=f"The number that the overview shows for each head: one of {', '.join(SHOWN)}.",
-            show_default="entropy, and maps",
-        ),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option("--against", metavar="TEXT", help="Another text, shown side by side.", show_default=False),
-    ] = None,
+    layer: Annotated[int | None, _option("--layer", "The layer shown large, from 0.", AUTOMATIC)] = None,
+    head: Annotated[int | None, _option("--head", "The head shown large, from 0.", AUTOMATIC)] = None,
+    stat: Annotated[str | None, _option("--stat", STATISTICS, "entropy, and maps", "NAME")] = None,
+    against: Annotated[str | None, _option("--against", "Another text, shown side by side.", metavar="TEXT")] = None,
     against_model: Annotated[
         str | None,
-        typer.Option(
-            "--against-model",
-            metavar="NAME_OR_PATH",
-            help="Another model with as many layers and heads, shown side by side.",
-            show_default="--model",
+        _option(
+            "--against-model", "Another model with as many layers and heads, shown side by side.", "--model", MODEL
         ),
     ] = None,
     image: Annotated[
-        Path | None,
-        typer.Option(
-            "--image", help="An image instead of a text. Name a vision model with --model.", show_default=False
-        ),
+        Path | None, _option("--image", "An image instead of a text. Name a vision model with --model.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for attention.png and attention.html.")] = Path(),
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Where to write the page.", show_default="attention.html in --out")
-    ] = None,
+    html: Annotated[Path | None, _option("--html", "Where to write the page.", "attention.html in --out")] = None,
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
     png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png", help="Where to write the picture: .png, .svg or .pdf.", show_default="attention.png in --out"
-        ),
+        Path | None, _option("--png", "Where to write the picture: .png, .svg or .pdf.", "attention.png in --out")
     ] = None,
     no_png: Annotated[bool, typer.Option("--no-png", help="Write no picture.")] = False,
     json: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            help="Also write all numbers as JSON. With -, print them and nothing else.",
-            show_default=False,
-        ),
+        Path | None, _option("--json", "Also write all numbers as JSON. With -, print them and nothing else.")
     ] = None,
 ) -> None:
     """Show where every head of a pretrained Transformer looks on a text.
@@ -105,23 +80,29 @@ def look(
     paths = {
         "png": _target("--png", png, no_png, out / "attention.png"),
         "html": _target("--html", html, no_html, out / "attention.html"),
+        "json": None if json is None or str(json) == "-" else json,
     }
     if paths["png"] is not None and paths["png"].suffix.lower() not in PICTURES:
         raise UsageProblem(explain_problem("--png", expected=f"a name ending in {', '.join(PICTURES)}", got=str(png)))
     if out.exists() and not out.is_dir():
         raise ArgumentError("--out", expected="a folder", got=f"a file, {out}")
+    source: Callable[[Choice, Work], Look]
     if image is not None:
         texts = {"TEXT": text, "--file": file, "--against": against, "--against-model": against_model}
-        name = require_image(model, **texts)
-        _show(lambda work: look_at_image(image, name, layer=layer, head=head, statistic=stat, work=work), paths, json)
-        return
-    content = _read_text(text, file)
-    if against is not None or against_model is not None:
-        require_against(against, against_model, stat)
-        texts, models = (content, against or content), (model, against_model or model)
-        _show(lambda work: look_at_both(texts, models, layer=layer, head=head, work=work), paths, json)
-        return
-    _show(lambda work: look_at_text(content, model, layer=layer, head=head, statistic=stat, work=work), paths, json)
+        source = partial(look_at_image, image, require_image(model, **texts))
+    else:
+        content = _read_text(text, file)
+        source = partial(look_at_text, content, model)
+        if against is not None or against_model is not None:
+            require_against(against, against_model, stat)
+            source = partial(look_at_both, (content, against or content), (model, against_model or model))
+    choice = Choice(layer, head, stat)
+    if layer is not None or head is not None:
+        sizes = demo.configured_sizes(model, "text" if image is None else "vision")
+        if sizes is not None:
+            choice.places([sizes[1]] * sizes[0])  # raises before the model is loaded
+    require_writable(paths)
+    _show(partial(source, choice), paths, to_stdout=json is not None and paths["json"] is None)
 
 
 def _read_text(text: str | None, file: Path | None) -> str:
@@ -150,15 +131,19 @@ def _target(option: str, path: Path | None, unwanted: bool, default: Path) -> Pa
     return None if unwanted else path or default
 
 
-def _show(make: Callable[[Work], Outcome], paths: dict[str, Path | None], json: Path | None) -> None:
-    """Write the files that are wanted of an outcome, and print it; or only its numbers."""
-    to_stdout = json is not None and str(json) == "-"
+def _show(make: Callable[[Work], Look], paths: dict[str, Path | None], *, to_stdout: bool) -> None:
+    """Write the files that are wanted of a look, and print it; or only its numbers."""
     with at_work() as work:
-        outcome = make(work)
-        written = deliver(outcome, {**paths, "json": None if to_stdout else json}, work.step)
+        look = make(work)
+        written = deliver(look, paths, work.step)
     if to_stdout:
-        print(outcome.as_json())
+        print(look.as_json())
         return
-    outcome.show()
-    print(*(f"wrote {path}" for path in written), sep="\n", end="\n" if written else "")
-    print(f"took {work.seconds():.1f} s, {work.loading:.1f} s of them to load the model")
+
+    def show(console: Console) -> None:
+        look.show(console)
+        for path in written:
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+        console.print(f"took {work.seconds():.1f} s, {work.loading:.1f} s of them to load the model")
+
+    print_with(show)

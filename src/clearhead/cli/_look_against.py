@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from ..errors import explain_problem
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+from torch import Tensor
+
+from ..errors import ShapeError, explain_problem
+from ..plot._alignment import align
 from ..plot._collect import SectionPicture
-from ..plot._comparison_plots import draw_comparison
+from ..plot._compared_records import ranked_heads
+from ..plot._comparison import Comparison
+from ..plot._comparison_page import Views, compared_items
+from ..plot._comparison_plots import draw_comparison, name_of
 from ..plot._heads import summarize
+from ..plot._html import Page
 from ..plot._labels import layer_labels, printable, shortened
-from ..plot._terminal import overview, token_table
+from ..plot._terminal import top_changes
 from . import _demo as demo
-from ._against import Against, see_both, where_they_part
+from ._choice import RECORDED, Choice
+from ._demo import PretrainedModel
 from ._errors import UsageProblem, warn
-from ._output import Outcome, as_json, new_console, rounded, rounded_all, show_parts
+from ._output import Look
 from ._progress import Work
-from ._windows import cut_into_windows, unknown_note
+from ._running import about_the_model, as_table, run_recorded
+from ._windows import Window, cut_into_windows, joined_inputs, unknown_note
 
 LONGEST_NAME = 60
-MOST_CHANGES = 3  # of a token
 MOST_RANKED = 5
-LEAST_CHANGE = 0.005  # what rounds to 0.00 is none
+
+#: A window of the first text and one of the second.
+Pair = tuple[Window, Window]
 
 
 def require_against(against: str | None, against_model: str | None, stat: str | None) -> None:
@@ -33,102 +46,143 @@ def require_against(against: str | None, against_model: str | None, stat: str | 
         raise UsageProblem(explain_problem("--stat", expected=f"no --stat beside {option}", got=stat))
 
 
-def look_at_both(
-    texts: tuple[str, str],
-    models: tuple[str | None, str | None],
-    *,
-    layer: int | None,
-    head: int | None,
-    work: Work,
-) -> Outcome:
+def look_at_both(texts: tuple[str, str], models: tuple[str | None, str | None], choice: Choice, work: Work) -> Look:
     """Load what is needed, run both and compare them."""
     first = demo.load_text_model(models[0], notify=warn)
     second = first if models[1] == models[0] else demo.load_text_model(models[1], notify=warn)
     work.loaded()
     windows = (cut_into_windows(first, texts[0]), cut_into_windows(second, texts[1]))
-    for note in dict.fromkeys(map(unknown_note, (first, second), windows)):
-        if note:
-            warn(note)
-    count = min(len(side) for side in windows)
-    advance = work.step("running both" if count == 1 else f"running both on {count} windows", count)
+    for unknown in dict.fromkeys(map(unknown_note, (first, second), windows)):
+        if unknown is not None:
+            warn(unknown)
     titles = [" ".join(text.split()) for text in texts]
     if titles[0] == titles[1]:
         titles = [first.name, second.name if second.name != first.name else models[1] or second.name]
-    if titles[0][: LONGEST_NAME - 1] == titles[1][: LONGEST_NAME - 1]:
-        titles = list(where_they_part(*titles))
+    pairs, left_out = _pairs(windows)
+    advance = work.step("running both" if len(pairs) == 1 else f"running both on {len(pairs)} windows", len(pairs))
+    both = Both((first, second), pairs, choice, advance)
     labels = (shortened(titles[0], LONGEST_NAME), shortened(titles[1], LONGEST_NAME))
-    seen = see_both((first, second), windows, labels, layer=layer, head=head, next_window=advance)
-    return Outcome(
-        figure=lambda: draw_comparison(
-            seen.pictures, seen.place, seen.scores, labels=labels, by=seen.comparison.by, note=seen.note
-        ),
-        page=lambda: seen.page(title=first.name).text,
-        as_json=lambda: _numbers(first.name, seen),
-        show=lambda: _show(first.name, seen),
+    note = f"{both.comparison.note} {left_out}".rstrip()
+    by, scores = both.comparison.by, as_table(list(both.scores.values()))
+    measure = f"{name_of(by)} in nats" if by == "divergence" else name_of(by)
+    return Look(
+        model=first.name,
+        modules=both.modules,
+        place=both.place,
+        summaries=summarize(both.pictures[0]),
+        numbers=(measure, scores),
+        columns={"difference": scores, **both.statistics()},
+        fields={"compared": note, "by": by, "labels": labels},
+        facts=_facts(first.name, both, labels, note),
+        details=partial(_details, both, measure),
+        figure=lambda: draw_comparison(both.pictures, both.place, scores, labels=labels, by=by, note=note),
+        page=lambda: both.page(labels, note, first.name),
     )
 
 
-def _show(name: str, seen: Against) -> None:
-    """Print how different every head is, and where the large one changes."""
-    console = new_console()
-    heads = max(len(row) for row in seen.scores)
-    windows = "" if seen.windows == 1 else f" · {seen.windows} windows"
-    by = seen.comparison.by
-    measure = "Jensen–Shannon divergence in nats" if by == "divergence" else f"change of {by}"
-    labels = layer_labels(seen.modules)
+class Both:
+    """Two runs compared, folded one pair of windows after the other.
+
+    The large head is the chosen one, or differs most in the first pair. `next_pair` is called after each pair.
+
+    Attributes:
+        comparison: the comparison of the first pair.
+        scores: module → (H,), the differences of its heads over all windows.
+        pictures: both pictures of the first pair, and their difference if weights are compared.
+    """
+
+    def __init__(
+        self,
+        models: tuple[PretrainedModel, PretrainedModel],
+        pairs: Sequence[Pair],
+        choice: Choice,
+        next_pair: Callable[[], None],
+    ) -> None:
+        self.count = len(pairs)
+        self.comparison = _compare(models, pairs[0])
+        self.modules = list(self.comparison.modules)
+        places = choice.places([len(heads) for heads in self.comparison.heads.values()])
+        self._large = next(
+            (name, head) for name, head, _ in self.comparison.ranked() if (self.modules.index(name), head) in places
+        )
+        self.place = (self.modules.index(self._large[0]), self._large[1])
+        self._views = Views(self.comparison, len(pairs), [self._large])
+        self.pictures: list[SectionPicture] = []
+        totals = {name: torch.zeros(len(heads), dtype=torch.float64) for name, heads in self.comparison.heads.items()}
+        for pair in pairs:
+            found = _compare(models, pair) if self.pictures else self.comparison
+            with about_the_model(models[0]):
+                [item] = compared_items(found, self._large)
+            self.pictures = self.pictures or [view.sections[0] for view in item.views]
+            self._views.add(item.labelled(f"tokens {pair[0].first}–{pair[0].last}"))
+            for total, scores in zip(totals.values(), found.scores().values(), strict=True):
+                total += scores.double() * len(pair[0].tokens)
+            next_pair()
+        tokens = sum(len(first.tokens) for first, _ in pairs)
+        self.scores: dict[str, Tensor] = {name: total / tokens for name, total in totals.items()}
+
+    def ranked(self) -> list[tuple[str, int, float]]:
+        """Module, head and score, the most different first."""
+        return ranked_heads(self.scores, self.comparison.heads)
+
+    def statistics(self) -> dict[str, list[Tensor]]:
+        """Statistic → layer → (H, 2), of both runs of the first pair."""
+        first, second = (rec.summary() for rec in self.comparison.records)
+        return {
+            name: [
+                torch.stack([first[name][one].cpu(), second[name][two].cpu()], -1)
+                for one, two in self.comparison.modules.items()
+            ]
+            for name in self.comparison.differences
+        }
+
+    def page(self, labels: tuple[str, str], note: str, title: str) -> Page:
+        """The page of all windows."""
+        return self._views.page(labels, note=note, ranked=self.ranked(), title=title, large=self._large)
+
+
+def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[Pair], str]:
+    """The pairs of windows whose tokens agree, or all pairs, and a sentence about the others."""
+    both = list(zip(*windows, strict=False))
+    agreeing = [pair for pair in both if align(pair[0].tokens, pair[1].tokens).enough]
+    most = max(len(side) for side in windows)
+    if not agreeing or len(agreeing) == most:
+        return both, ""
+    return agreeing, f"Of {most} windows, {most - len(agreeing)} have no counterpart and are left out."
+
+
+def _compare(models: tuple[PretrainedModel, PretrainedModel], pair: Pair) -> Comparison:
+    first, second = (
+        run_recorded(model, joined_inputs([window]), RECORDED, set())
+        for model, window in zip(models, pair, strict=True)
+    )
+    with about_the_model(models[0]):
+        try:
+            return Comparison(first, second, [pair[0].tokens], [pair[1].tokens])
+        except ShapeError as error:
+            got = str(error).partition(": ")[2].partition(". ")[0].rstrip(".")
+            raise ShapeError(f"--against-model {models[1].name}: {got}.") from error
+
+
+def _facts(name: str, both: Both, labels: tuple[str, str], note: str) -> RenderableType:
+    heads = max(len(row) for row in both.scores.values())
+    windows = "" if both.count == 1 else f" · {both.count} windows"
+    return Group(
+        Text(f"{printable([name])[0]} · {len(both.modules)} layers × {heads} heads{windows}", style="bold"),
+        *map(Text, map("{}  {}".format, ("first ", "second"), printable(labels))),
+        Text(note, style="dim"),
+    )
+
+
+def _details(both: Both, measure: str, _: Console) -> list[RenderableType]:
+    """The heads that differ most, and where the large one changes."""
+    labels = dict(zip(both.modules, layer_labels(both.modules), strict=True))
     ranking = ", ".join(
-        f"layer {labels[layer]} head {head} ({value:.3f})" for layer, head, value in seen.ranked()[:MOST_RANKED]
+        f"layer {labels[name]} head {head} ({value:.3f})" for name, head, value in both.ranked()[:MOST_RANKED]
     )
-    parts: list[RenderableType] = [
-        Group(
-            Text(f"{printable([name])[0]} · {len(seen.scores)} layers × {heads} heads{windows}", style="bold"),
-            *map(Text, map("{}  {}".format, ("first ", "second"), printable(seen.labels))),
-            Text(seen.note, style="dim"),
-        ),
-        overview(summarize(seen.pictures[0]), numbers=(measure, seen.scores), chosen=seen.place, width=console.width),
-        Text(f"heads that differ most, by {measure}: {ranking}"),
-    ]
-    if len(seen.pictures) == 3:
-        title = f"layer {labels[seen.place[0]]}, head {seen.place[1]}: where each token's look changes most"
-        parts.append(Group(Text(title, style="bold"), _changes(seen.pictures[2], seen.place)))
-    show_parts(console, *parts)
-
-
-def _changes(picture: SectionPicture, place: tuple[int, int]) -> RenderableType:
-    keys = printable(picture.keys.names)
-
-    def changes(places: list[int], weights: list[float]) -> list[RenderableType]:
-        changed = [pair for pair in zip(places, weights, strict=True) if abs(pair[1]) >= LEAST_CHANGE][:MOST_CHANGES]
-        parts = Text("   ".join(keys[key] + f" {change:+.2f}".replace("-", "−") for key, change in changed))
-        return [parts or Text("as before", style="dim")]
-
-    return token_table(picture, picture.layers[place[0]], place[1], changes)
-
-
-def _numbers(name: str, seen: Against) -> str:
-    """Everything in numbers; `docs/comparing.md` describes the fields."""
-    comparison, modules = seen.comparison, seen.modules
-    sides = [rec.summary() for rec in comparison.records]
-
-    def pair(statistic: str, layer: int, head: int) -> list[float | None]:
-        names = (modules[layer], comparison.modules[modules[layer]])
-        return rounded_all([side[statistic][name][head].item() for side, name in zip(sides, names, strict=True)])
-
-    return as_json(
-        name,
-        compared=seen.note,
-        by=comparison.by,
-        labels=list(seen.labels),
-        chosen={"layer": seen.place[0], "head": seen.place[1]},
-        heads=[
-            {
-                "layer": layer,
-                "head": head,
-                "module": modules[layer],
-                "difference": rounded(value),
-                **{statistic: pair(statistic, layer, head) for statistic in comparison.differences},
-            }
-            for layer, row in enumerate(seen.scores)
-            for head, value in enumerate(row)
-        ],
-    )
+    parts: list[RenderableType] = [Text(f"heads that differ most, by {measure}: {ranking}")]
+    if len(both.pictures) == 3:
+        layer, head = both.place
+        title = f"layer {labels[both.modules[layer]]}, head {head}: where each token's look changes most"
+        parts.append(Group(Text(title, style="bold"), top_changes(both.pictures[2], layer, head)))
+    return parts

@@ -1,118 +1,176 @@
-"""``clearhead look``: a pretrained model on a text."""
+"""``clearhead look`` on a text: a pretrained model, window by window."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
+from torch import Tensor
 
+from .._statistics.definitions import LARGEST, OF_WEIGHTS
+from .._statistics.recorded import Recorded
+from ..errors import ArgumentError, explain_problem
+from ..plot._collect import ItemPicture, collect
+from ..plot._crops import with_crops_of
+from ..plot._heads import HeadSummary, average, summarize
+from ..plot._html import PageMaker
 from ..plot._labels import printable
 from ..plot._sheet import draw_sheet
-from ..plot._terminal import colored_tokens, overview, sparkline, top_keys
+from ..plot._terminal import marginals, top_keys
 from . import _demo as demo
-from ._demo import TextModel
-from ._errors import warn
-from ._output import Outcome, as_json, new_console, rounded, rounded_all, show_parts
+from ._choice import SHOWN, Choice, numbers_of
+from ._demo import PretrainedModel
+from ._errors import UsageProblem, warn
+from ._output import Look
 from ._progress import Work
-from ._seeing import Seen, parts_of, recorded_with, see, shown_numbers, shown_statistic
-from ._windows import cut_into_windows, unknown_note
+from ._running import about_the_model, after_each, blocks_of, run_recorded
+from ._windows import Window, cut_into_windows, joined_inputs, unknown_note
 
-SPARKS = 72
 TITLE = 400  # characters of the text, of which the picture shows fewer
+#: Tokens of windows that run together; beyond, a batch saves nothing more and takes memory.
+TOKENS_AT_ONCE = 2048
 
 
-def look_at_text(
-    text: str,
-    model: str | None,
-    *,
-    layer: int | None,
-    head: int | None,
-    statistic: str | None,
-    work: Work,
-) -> Outcome:
-    """Load a model, run it on a text and read off where its heads look.
-
-    Args:
-        text, model: as on the command line.
-        layer, head: the head shown large. Default: chosen automatically.
-        statistic: a key of `SHOWN`.
-        work: what is at work.
-    """
-    recorded_with(statistic)  # refuses it before anything is loaded
+def look_at_text(text: str, model: str | None, choice: Choice, work: Work) -> Look:
+    """Load a model, run it on a text and read off where its heads look."""
     loaded = demo.load_text_model(model, notify=warn)
     work.loaded()
     work.step("reading the text")
     windows = cut_into_windows(loaded, text)
-    notes = [note for note in (unknown_note(loaded, windows),) if note]
-    for note in notes:
+    note = unknown_note(loaded, windows)
+    if note is not None:
         warn(note)
     running = "running it" if len(windows) == 1 else f"running it on {len(windows)} windows"
-    advance = work.step(running, parts_of(loaded, windows))
-    seen = see(loaded, windows, layer=layer, head=head, statistic=statistic, next_part=advance)
-    title = " ".join(text[:TITLE].split())
-    numbers, shown = shown_numbers(statistic, seen.numbers), shown_statistic(statistic)
-    chosen = layer is not None and head is not None
-    return Outcome(
+    seen = see(loaded, windows, choice, work.step(running, parts_of(loaded, windows)))
+    title, numbers = " ".join(text[:TITLE].split()), choice.numbers(seen.numbers)
+    notes = [] if note is None else [note]
+    return Look(
+        model=loaded.name,
+        modules=[layer.name for layer in seen.first.layers],
+        place=seen.place,
+        summaries=seen.summaries,
+        numbers=numbers,
+        columns={"looks_at": [[head.kind for head in row] for row in seen.summaries], **seen.numbers},
+        fields={"windows": seen.chosen},
+        facts=Text(_facts(loaded, seen), style="bold"),
+        details=partial(_details, seen, choice),
         figure=lambda: draw_sheet(seen.first, *seen.place, title=title, numbers=numbers),
-        page=lambda: seen.page.page((0, *seen.place), title=loaded.name, statistic=shown, notes=notes).text,
-        as_json=lambda: _numbers(loaded, seen),
-        show=lambda: _show(loaded, seen, numbers, chosen),
+        page=lambda: seen.page.page((0, *seen.place), title=loaded.name, statistic=choice.on_page, notes=notes),
     )
 
 
-def _show(loaded: TextModel, seen: Seen, numbers: tuple[str, list[list[float]]] | None, chosen: bool) -> None:
-    """Print the overview of all heads and the chosen one token by token, in colour if this is a terminal."""
-    layer, head = seen.place
-    console = new_console()
-    lines: list[RenderableType] = [Text(f"layer {layer}, head {head}: what each token looks at most", style="bold")]
-    if not chosen:
-        lines.append(Text("Chosen for its clear looks at words further away; choose with --layer and --head.", "dim"))
-    if len(seen.windows) > 1:
-        first, last = seen.windows[0].first, seen.windows[0].last
-        lines.append(Text(f"The first window of {len(seen.windows)}, tokens {first}–{last}.", "dim"))
-    show_parts(
-        console,
-        Text(_facts(loaded, seen), style="bold"),
-        overview(seen.summaries, numbers=numbers, chosen=seen.place, width=console.width),
-        Group(*lines, top_keys(seen.first, seen.first.layers[layer], head)),
-        _marginals(console, seen),
-    )
+class Seen:
+    """Where every head looked, folded one window after the other.
+
+    Attributes:
+        first: the picture of the first window, with the exact weights of the chosen head.
+        summaries: layer → head, over all windows.
+        numbers: statistic → layer → (H,), over all windows.
+        chosen: the JSON of the chosen head, per window.
+        page: the maker of the page.
+    """
+
+    def __init__(self, windows: Sequence[Window], item: ItemPicture, place: tuple[int, int]) -> None:
+        self.windows, self.place = windows, place
+        self.first = item.sections[0]
+        layer = self.first.layers[place[0]]
+        self._large = (layer.name, layer.heads[place[1]])
+        self.page = PageMaker(len(windows), [self._large])
+        self.summaries: list[list[HeadSummary]] = []
+        self.numbers: dict[str, list[Tensor]] = {}
+        self.chosen: list[dict[str, Any]] = []
+        self._length = 0
+
+    def add(self, rec: Recorded, items: Sequence[ItemPicture], batch: Sequence[Window]) -> None:
+        """Fold a batch of windows."""
+        for number, (item, window) in enumerate(zip(items, batch, strict=True)):
+            item = replace(item, label=f"tokens {window.first}–{window.last}")
+            if self.page.takes_next:
+                item = with_crops_of(rec, item, number, [self._large])
+            section, found = item.sections[0], [summarize(picture) for picture in item.sections]
+            if not self.chosen:
+                self.first = section
+            self.page.add(item, found)
+            layer, head = section.layers[self.place[0]], self.place[1]
+            self.chosen.append(
+                {
+                    "first": window.first,
+                    "last": window.last,
+                    "tokens": list(window.tokens.names),
+                    "special": list(window.tokens.special),
+                    "entropy": layer.entropy[head].clone(),  # without the other heads
+                    "received": layer.received[head].clone(),
+                    "top_keys": layer.indices[head].int(),
+                    "top_weights": layer.weights[head].clone(),
+                }
+            )
+            self.summaries = average([self.summaries, found[0]]) if self.summaries else found[0]
+            self._average(numbers_of(section), len(window.tokens))
+
+    def _average(self, numbers: dict[str, list[Tensor]], length: int) -> None:
+        """Means over windows by their lengths, and the largest of the largest scores."""
+        self._length += length
+        for name, layers in numbers.items():
+            pairs = zip(self.numbers.get(name, layers), layers, strict=True)
+            merge = torch.maximum if name in LARGEST else partial(torch.lerp, weight=length / self._length)
+            self.numbers[name] = [merge(known, new) for known, new in pairs]
 
 
-def _numbers(loaded: TextModel, seen: Seen) -> str:
-    """Everything in numbers; `docs/pictures.md` describes the fields."""
-    layer, head = seen.place
-    names = [found.name for found in seen.first.layers]
-    return as_json(
-        loaded.name,
-        chosen={"layer": layer, "head": head},
-        heads=[
-            {
-                "layer": row,
-                "head": column,
-                "module": names[row],
-                "looks_at": summary.kind,
-                **{name: rounded(values[row][column].item()) for name, values in seen.numbers.items()},
-            }
-            for row, heads in enumerate(seen.summaries)
-            for column, summary in enumerate(heads)
-        ],
-        windows=[
-            {
-                "first": window.first,
-                "last": window.last,
-                "tokens": list(window.tokens.names),
-                "special": list(window.tokens.special),
-                "entropy": rounded_all(found.entropy.tolist()),
-                "received": rounded_all(found.received.tolist()),
-                "top_keys": found.top_keys.tolist(),
-                "top_weights": [rounded_all(row) for row in found.top_weights.tolist()],
-            }
-            for window, found in zip(seen.windows, seen.chosen, strict=True)
-        ],
-    )
+def see(
+    loaded: PretrainedModel, windows: Sequence[Window], choice: Choice, next_part: Callable[[], None] = lambda: None
+) -> Seen:
+    """Run the model on every window and fold the records.
+
+    The large head is the chosen one, or the clearest in the first window. `next_part` is called `parts_of` times, after
+    equal parts of the work. Choices that this model does not have raise `UsageProblem`.
+    """
+    if choice.statistic is not None and not loaded.recordable and SHOWN[choice.statistic] not in OF_WEIGHTS:
+        known = sorted(label for label, name in SHOWN.items() if name in OF_WEIGHTS)
+        expected = f"one of {', '.join(known)} for {loaded.name}, whose attention cannot be replaced"
+        raise UsageProblem(explain_problem("--stat", expected=expected, got=choice.statistic))
+    seen: Seen | None = None
+    warned: set[str] = set()
+    blocks = blocks_of(loaded)
+    for batch in _batches(loaded, windows):
+        with after_each(blocks, next_part):
+            rec = run_recorded(loaded, joined_inputs(batch), choice.recorded, warned)
+        with about_the_model(loaded):
+            items = collect(rec, [window.tokens for window in batch])
+        if seen is None:
+            seen = Seen(windows, items[0], choice.clearest(summarize(items[0].sections[0])))
+        seen.add(rec, items, batch)
+        del rec, items  # before the next ones take as much memory
+        next_part()
+    if seen is None:
+        raise ArgumentError("windows", expected="at least one", got="none")
+    return seen
 
 
-def _facts(loaded: TextModel, seen: Seen) -> str:
+def parts_of(loaded: PretrainedModel, windows: Sequence[Window]) -> int:
+    """How many equal parts the work of `see` has."""
+    return (len(blocks_of(loaded)) + 1) * sum(1 for _ in _batches(loaded, windows))
+
+
+def _batches(loaded: PretrainedModel, windows: Sequence[Window]) -> Generator[list[Window]]:
+    """Neighbouring windows of one length that run together, without any padding."""
+    batch: list[Window] = []
+    for window in windows:
+        length = len(window.tokens)
+        fits = loaded.recordable and (len(batch) + 1) * length <= TOKENS_AT_ONCE
+        if batch and not (fits and len(batch[0].tokens) == length):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def _facts(loaded: PretrainedModel, seen: Seen) -> str:
     heads = max(len(row) for row in seen.summaries)
     tokens = len(seen.windows[0].tokens)
     facts = f"{printable([loaded.name])[0]} · {len(seen.summaries)} layers × {heads} heads"
@@ -121,28 +179,13 @@ def _facts(loaded: TextModel, seen: Seen) -> str:
     return f"{facts} · {seen.windows[-1].last + 1} tokens in {len(seen.windows)} windows of up to {tokens}"
 
 
-def _marginals(console: Console, seen: Seen) -> RenderableType:
-    """The text, shaded by what its tokens receive, and both marginals as sparklines.
-
-    A key that everything looks at would leave the others no height at all, so blocks follow square roots there.
-    """
+def _details(seen: Seen, choice: Choice, console: Console) -> list[RenderableType]:
+    """The large head token by token, and the text shaded by what its tokens receive."""
     layer, head = seen.place
-    found = seen.first.layers[layer]
-    received, entropy = found.received[head].tolist(), found.entropy[head].tolist()
-    parts: list[RenderableType] = []
-    if console.color_system is not None:
-        parts = [
-            Text("shaded by what each token receives", style="dim"),
-            colored_tokens(seen.first.keys.names, received),
-        ]
-    lines = (
-        ("received", [value**0.5 for value in received], f"{max(received):.1f} of {len(entropy)}, as square roots"),
-        ("entropy", entropy, f"{max(entropy):.2f} nats"),
-    )
-    room = console.width - len("received   up to ") - max(len(most) for _, _, most in lines)
-    for name, values, most in lines:
-        line = Text(f"{name:>8} ", "dim")
-        line.append(sparkline(values, min(SPARKS, max(10, room))), "")
-        line.append(f"  up to {most}", "dim")
-        parts.append(line)
-    return Group(*parts)
+    lines = [Text(f"layer {layer}, head {head}: what each token looks at most", style="bold")]
+    if choice.layer is None or choice.head is None:
+        lines.append(Text("Chosen for its clear looks at words further away; choose with --layer and --head.", "dim"))
+    if len(seen.windows) > 1:
+        first, last = seen.windows[0].first, seen.windows[0].last
+        lines.append(Text(f"The first window of {len(seen.windows)}, tokens {first}–{last}.", "dim"))
+    return [Group(*lines, top_keys(seen.first, *seen.place)), marginals(seen.first, *seen.place, console)]

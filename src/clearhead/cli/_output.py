@@ -1,10 +1,11 @@
-"""What a look leaves: files that appear whole or not at all, numbers as JSON, and what is printed."""
+"""The output of a look: files that appear whole or not at all, JSON, and lines on the terminal."""
 
 from __future__ import annotations
 
+import errno
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,48 +13,92 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
+from torch import Tensor
 
 from .._version import __version__
 from ..errors import ClearheadError
 from ..plot._files import whole_file
+from ..plot._heads import HeadSummary
+from ..plot._html import Page
 from ..plot._ink import NOTE, figure_bytes
+from ..plot._terminal import overview
+from ._choice import Numbers
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A finished look, made into files and lines on request.
+class Look:
+    """A finished look, before anything of it is drawn.
 
     Args:
-        figure: draws the picture, a matplotlib figure.
-        page: the HTML.
-        as_json: the numbers.
-        show: prints to the terminal.
+        model: its name.
+        modules: names of the layers.
+        place: layer and head of the large head.
+        summaries: layer → head.
+        numbers: the statistic of the overview. Default: the mean entropy.
+        columns: name → layer → head → entry of the JSON.
+        fields: other entries of the JSON. Tensors become lists.
+        facts: a few lines about the run.
+        details: from the console to the lines about the large head.
+        figure: draws the matplotlib figure.
+        page: makes the HTML page.
     """
 
+    model: str
+    modules: Sequence[str]
+    place: tuple[int, int]
+    summaries: Sequence[Sequence[HeadSummary]]
+    numbers: Numbers | None
+    columns: Mapping[str, Sequence[Sequence[Any] | Tensor]]
+    fields: Mapping[str, Any]
+    facts: RenderableType
+    details: Callable[[Console], Iterable[RenderableType]]
     figure: Callable[[], Any]
-    page: Callable[[], str]
-    as_json: Callable[[], str]
-    show: Callable[[], None]
+    page: Callable[[], Page]
+
+    def as_json(self) -> str:
+        """All numbers, in plain ASCII; the pages of `docs/` describe the fields."""
+        heads = [
+            {"layer": layer, "head": head, "module": module}
+            | {name: values[layer][head] for name, values in self.columns.items()}
+            for layer, module in enumerate(self.modules)
+            for head in range(len(self.summaries[layer]))
+        ]
+        chosen = {"layer": self.place[0], "head": self.place[1]}
+        data = {"note": NOTE, "model": self.model, **self.fields, "chosen": chosen, "heads": heads}
+        return json.dumps({"clearhead": __version__, **_rounded(data)}, ensure_ascii=True, allow_nan=False)
+
+    def show(self, console: Console) -> None:
+        """Print the overview of all heads and the large one."""
+        every = overview(self.summaries, numbers=self.numbers, chosen=self.place, width=console.width)
+        for part in (self.facts, every, *self.details(console), Text(NOTE, style="dim")):
+            console.print(part)
+            console.print()
 
 
-def deliver(outcome: Outcome, paths: Mapping[str, Path | None], step: Callable[[str], Any]) -> list[Path]:
-    """Write the files of an outcome, all of them whole or none.
+def require_writable(paths: Mapping[str, Path | None]) -> None:
+    """Raise `ClearheadError` for a file that certainly cannot be written, before there is anything to write."""
+    for name, path in paths.items():
+        if path is None:
+            continue
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir():
+            raise _unwritable(name, path, os.strerror(errno.EISDIR))
+        if not folder.is_dir():
+            raise _unwritable(name, path, os.strerror(errno.ENOTDIR))
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise _unwritable(name, path, os.strerror(errno.EACCES))
 
-    Args:
-        outcome: what to write.
-        paths: ``"png"``, ``"html"`` and ``"json"`` to where, or ``None`` for those that are not wanted.
-        step: begins a step of the progress bar.
 
-    Returns:
-        The paths that were written.
+def deliver(look: Look, paths: Mapping[str, Path | None], step: Callable[[str], Any]) -> list[Path]:
+    """Write all files of a look, or none; return their paths.
 
-    Raises:
-        ClearheadError: if one of them cannot be written; it names the option.
+    `paths` has a path or ``None`` for ``"png"``, ``"html"`` and ``"json"``. `step` begins a step of the progress bar.
+    An error names the option of the file.
     """
     makers: dict[str, tuple[str, Callable[[Path], bytes]]] = {
-        "png": ("drawing the picture", lambda path: figure_bytes(outcome.figure(), path.suffix.lower()[1:])),
-        "html": ("writing the page", lambda _: outcome.page().encode()),
-        "json": ("writing the numbers", lambda _: (outcome.as_json() + "\n").encode()),
+        "png": ("drawing the picture", lambda path: figure_bytes(look.figure(), path.suffix.lower()[1:])),
+        "html": ("writing the page", lambda _: look.page().text.encode()),
+        "json": ("writing the numbers", lambda _: (look.as_json() + "\n").encode()),
     }
     files: list[tuple[str, Path, bytes]] = []
     for name, (title, make) in makers.items():
@@ -64,40 +109,32 @@ def deliver(outcome: Outcome, paths: Mapping[str, Path | None], step: Callable[[
     begun, path = "", Path()
     try:
         with ExitStack() as stack:
-            for name, path, contents in files:
-                begun = name
+            for begun, path, contents in files:  # noqa: B007
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(whole_file(path)).write_bytes(contents)
     except (OSError, ValueError) as error:  # a null character in the name is a ValueError
-        got = f"{path}: {getattr(error, 'strerror', None) or type(error).__name__}"
-        raise ClearheadError(f"--{begun}", expected="a file that can be written", got=got) from error
+        raise _unwritable(begun, path, getattr(error, "strerror", None) or type(error).__name__) from error
     return [path for _, path, _ in files]
 
 
-def as_json(model: str, **fields: Any) -> str:
-    """Numbers of a look at a model, in plain ASCII."""
-    data = {"clearhead": __version__, "note": NOTE, "model": model, **fields}
-    return json.dumps(data, ensure_ascii=True, allow_nan=False)
+def _unwritable(name: str, path: Path, reason: str) -> ClearheadError:
+    return ClearheadError(f"--{name}", expected="a file that can be written", got=f"{path}: {reason}")
 
 
-def rounded(value: float) -> float | None:
-    """A number with six decimals; ``None`` for what JSON has no number for."""
-    return round(value, 6) if abs(value) < float("inf") else None
+def print_with(show: Callable[[Console], None]) -> None:
+    """Print at once what a function prints on the console that it is given."""
+    console = Console(highlight=False)
+    with console.capture() as printed:
+        show(console)
+    print(printed.get(), end="")
 
 
-def rounded_all(values: Sequence[float]) -> list[float | None]:
-    """`rounded` of each."""
-    return [rounded(value) for value in values]
-
-
-def new_console() -> Console:
-    """The terminal; one, or a pipe, that is not UTF-8 shows "?" instead of failing."""
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    return Console(highlight=False)
-
-
-def show_parts(console: Console, *parts: RenderableType) -> None:
-    """Print parts with an empty line below each, and at last what weights do not say."""
-    for part in (*parts, Text(NOTE, style="dim")):
-        console.print(part)
-        console.print()
+def _rounded(value: Any) -> Any:
+    """Numbers with six decimals, ``None`` for those that JSON has none for; in lists and tensors too."""
+    if isinstance(value, float):
+        return round(value, 6) if abs(value) < float("inf") else None
+    if isinstance(value, Tensor):
+        return _rounded(value.tolist())
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value

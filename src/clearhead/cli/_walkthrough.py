@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import torch
@@ -12,6 +13,7 @@ from .._multihead import MultiHeadAttention
 from ..errors import explain_problem
 from ..inspection._walkthrough import walkthrough as walk_through
 from ..inspection._walkthrough_text import LANGUAGES
+from ._encoding import unprintable
 from ._errors import UsageProblem
 
 _LARGEST_TENSOR = 50_000_000  # numbers; enough for any example, and no machine runs out of memory
@@ -35,14 +37,13 @@ def walkthrough(
         module = MultiHeadAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads).eval()
         query = torch.randn(batch_size, length, embed_dim)  # (B, L, E)
     walk = walk_through(module, query, mask=masks.causal() if causal else None, language=lang)
-    try:
-        typer.echo(str(walk))
-    except UnicodeEncodeError as problem:
-        sign = problem.object[problem.start]
+    signs = unprintable(str(walk))
+    if signs:
         raise UsageProblem(
-            f"the output's encoding ({problem.encoding}) has no sign for {sign!a}. "
+            f"the output's encoding ({sys.stdout.encoding}) has no sign for {signs[0]!a}. "
             "Set PYTHONIOENCODING=utf-8 and try again."
-        ) from None
+        )
+    print(walk)
 
 
 def _check_options(

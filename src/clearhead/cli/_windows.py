@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
 from ..integrations._hub import without_noise
-from ..plot._tokens import Tokens, read_tokens
-from ._demo import TextModel
+from ..plot._tokens import Names, Tokens, read_known_tokens
+from ._demo import PretrainedModel
 
 MANY_UNKNOWN = 0.1  # of a text's tokens
 
@@ -21,9 +22,9 @@ class Window:
     """A part of a text as a model takes it.
 
     Args:
-        inputs: what the model is called with, a batch of one.
-        tokens: with the special ones that the tokenizer added.
-        first, last: places of its first and last token in the text, without special tokens.
+        inputs: the arguments of the model, a batch of one.
+        tokens: its tokens and the special ones that the tokenizer added.
+        first, last: places of its first and last token in the text. Special tokens do not count.
     """
 
     inputs: dict[str, Any]
@@ -37,27 +38,21 @@ def overlap_of(size: int) -> int:
     return size // 8
 
 
-def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
+def cut_into_windows(loaded: PretrainedModel, text: str) -> list[Window]:
     """Tokenize a text and cut it where it is longer than the model takes; nothing is left out.
 
-    Neighbouring windows share an eighth of their tokens, so that what stands at an edge is seen with its context in
-    one of them. Each window gets special tokens of its own.
-
-    Args:
-        loaded: from `load_text_model`.
-        text: some text.
-
-    Raises:
-        ArgumentError: if there is no token in it.
+    Neighbouring windows share an eighth of their tokens, so one of them has context for a token at an edge. Each window
+    has its own special tokens.
     """
     _require_text(text)
     with without_noise():
         parts = list(_encode(loaded, text))
     windows: list[Window] = []
+    names: Names = {}
     first = 0
     for ids, special, words, inputs in parts:
         count = len(ids) - sum(special)
-        tokens = read_tokens(loaded.tokenizer, ids, words=words)
+        tokens = read_known_tokens(loaded.reader, ids, words, names)
         tokens = Tokens(tokens.names, list(map(bool, special)), tokens.words)
         windows.append(Window(inputs, tokens, first, first + count - 1))
         first += count - overlap_of(loaded.max_tokens)
@@ -66,9 +61,14 @@ def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
     return windows
 
 
-def unknown_note(loaded: TextModel, windows: Sequence[Window]) -> str | None:
-    """What to know of a text of which more than a tenth is unknown to the model's vocabulary; ``None`` of any other."""
-    unknown = loaded.tokenizer.unk_token_id
+def joined_inputs(batch: Sequence[Window]) -> dict[str, torch.Tensor]:
+    """The arguments of the model for windows of one length."""
+    return {name: torch.cat([window.inputs[name] for window in batch]) for name in batch[0].inputs}
+
+
+def unknown_note(loaded: PretrainedModel, windows: Sequence[Window]) -> str | None:
+    """A warning if the vocabulary lacks more than a tenth of the tokens, else ``None``."""
+    unknown = loaded.reader.unk_token_id
     if unknown is None:
         return None
     count = found = 0
@@ -78,19 +78,19 @@ def unknown_note(loaded: TextModel, windows: Sequence[Window]) -> str | None:
         count, found = count + len(ordinary), found + ordinary.count(unknown)
     if found <= MANY_UNKNOWN * count:
         return None
-    name = loaded.tokenizer.convert_ids_to_tokens(unknown)
+    name = loaded.reader.convert_ids_to_tokens(unknown)
     return (
         f"{loaded.name} does not know {100 * found / count:.0f} % of the tokens of this text; they are {name}, one "
         "like the other. Look at it with a model of its language: --model NAME_OR_PATH."
     )
 
 
-#: Of a window: ids, which are special, the tokenizer's words, and what the model is called with.
+#: A window's ids, special marks, words of the tokenizer, and arguments of the model.
 Part = tuple[list[int], list[int], Sequence[int | None] | None, dict[str, Any]]
 
 
-def _encode(loaded: TextModel, text: str) -> Generator[Part]:
-    tokenizer, size = loaded.tokenizer, loaded.max_tokens
+def _encode(loaded: PretrainedModel, text: str) -> Generator[Part]:
+    tokenizer, size = loaded.reader, loaded.max_tokens
     if tokenizer.is_fast:
         encoded = tokenizer(
             text,
@@ -101,9 +101,12 @@ def _encode(loaded: TextModel, text: str) -> Generator[Part]:
             return_special_tokens_mask=True,
         )
         masks = encoded.pop("special_tokens_mask")
-        encoded.pop("overflow_to_sample_mapping", None)
+        named = signature(loaded.model.forward).parameters.keys()
+        taken = (
+            named & encoded.keys() if "input_ids" in named else encoded.keys()
+        )  # token types are not for every model
         for part, ids in enumerate(encoded["input_ids"]):
-            inputs = {name: torch.tensor([values[part]]) for name, values in encoded.items()}
+            inputs = {name: torch.tensor([encoded[name][part]]) for name in taken}
             yield ids, masks[part], encoded.word_ids(part), inputs
         return
     everything = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -14,12 +14,7 @@ LEAST_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Pairs:
-    """Places in two texts that hold the same token, ascending in both.
-
-    Args:
-        first, second: equally many places.
-        lengths: of the two texts.
-    """
+    """Places in two texts that hold the same token, ascending in both, and the lengths of the texts."""
 
     first: tuple[int, ...]
     second: tuple[int, ...]
@@ -41,11 +36,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The comparable queries and keys of one batch item, counted without padding.
-
-    Args:
-        queries, keys: pairs of places.
-    """
+    """The comparable queries and keys of one batch item, counted without padding."""
 
     queries: Pairs
     keys: Pairs

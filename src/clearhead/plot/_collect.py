@@ -10,26 +10,26 @@ from torch import Tensor
 
 from .._checks import shown
 from .._statistics.compute import compute_statistics
-from .._statistics.definitions import PER_QUERY
+from .._statistics.distributions import row_entropy
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
+from .._statistics.summary import summarize
+from .._statistics.vectors import TopK
 from ..errors import DTypeError, RecordError, ShapeError
 from ._patches import Tiles
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls, span_of
 from ._tokens import Tokens
-from ._words import has_pieces, merge_words, row_entropy
+from ._words import has_pieces, merge_words
 
 NEEDED = ("entropy", "received", "top_k", "map")
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Exact weights of a part of one head.
+    """Exact weights (queries, keys) of a part of one head.
 
-    Args:
-        queries, keys: first and one past the last, counted without padding.
-        weights: (queries, keys).
-        word_entropy: of the rows merged into words, if all tokens are here and some word has several pieces.
+    `queries` and `keys` are its first row and column, and one past its last, without padding. `word_entropy` is that of
+    the rows merged into words. It exists for a whole head whose text has words of several tokens.
     """
 
     queries: tuple[int, int]
@@ -87,6 +87,17 @@ class LayerPicture:
         """(H, l, s), where `exact`."""
         return self.map[:, slice(*self.queries), slice(*self.keys)]
 
+    def head_map(self, place: int) -> Tensor:
+        """The weights of the head at this place without padding, (l, s), or the best known tiles of them."""
+        crop = self.crops.get(self.heads[place])
+        if crop is not None and tuple(crop.weights.shape) == (self.entropy.shape[1], self.received.shape[1]):
+            return crop.weights  # not a part of a text that is too long for a picture
+        rows, columns = (
+            slice(first * tiles // size, -(-last * tiles // size))
+            for (first, last), tiles, size in zip((self.queries, self.keys), self.map.shape[1:], self.size, strict=True)
+        )
+        return self.map[place, rows, columns]
+
 
 @dataclass(frozen=True)
 class SectionPicture:
@@ -103,10 +114,7 @@ class SectionPicture:
 class ItemPicture:
     """Everything about one batch item.
 
-    Args:
-        label: what to call it.
-        sections: its kinds of attention; those of a vision model have tiles.
-        picture: what a vision model saw, (3, height, width), uint8.
+    `sections` are its kinds of attention, `picture` the input of a vision model, (3, height, width), uint8.
     """
 
     label: str
@@ -218,15 +226,11 @@ def _layer(
     texts: tuple[Tokens, Tokens],
 ) -> LayerPicture:
     rows, columns = slice(*extents[0]), slice(*extents[1])
-    sees = (found.sees[item] & found.counted[item])[:, rows]  # (H, l)
-    indices = found.top_k.indices[item][:, rows] - extents[1][0]
-    outside = (indices < 0) | (indices >= extents[1][1] - extents[1][0])
-    numbers: dict[str, Tensor] = {}
-    for statistic in PER_QUERY:
-        if statistic in found.names:
-            values = found.results[statistic][item][:, rows]
-            numbers[statistic] = ((values * sees).sum(-1) / sees.sum(-1).clamp(min=1)).float().cpu()
-    numbers |= {label: values[item].float().cpu() for label, values in found.head_numbers().items()}
+    indices, weights = found.top_k.indices[item][:, rows], found.top_k.weights[item][:, rows]
+    if extents[1] != (0, found.key_length):  # the largest weights of padded keys are left out
+        indices = indices - extents[1][0]
+        outside = (indices < 0) | (indices >= extents[1][1] - extents[1][0])
+        indices, weights = indices.masked_fill(outside, -1), weights.masked_fill(outside, 0)
     picture = LayerPicture(
         name=name,
         heads=found.heads,
@@ -238,11 +242,22 @@ def _layer(
         entropy=found.entropy[item][:, rows].float().cpu(),
         spread=found.normalized_entropy[item][:, rows].float().cpu(),
         received=found.received[item][:, columns].float().cpu(),
-        indices=indices.masked_fill(outside, -1).cpu(),
-        weights=found.top_k.weights[item][:, rows].masked_fill(outside, 0).float().cpu(),
-        numbers=numbers,
+        indices=indices.cpu(),
+        weights=weights.float().cpu(),
+        numbers=_numbers(found, item),
     )
     if not picture.exact or not any(has_pieces(text) for text in texts):
         return picture
     entropy = row_entropy(merge_words(picture.exact_map, *texts))
     return replace(picture, word_entropy=entropy)
+
+
+def _numbers(found: AttentionStatistics, item: int) -> dict[str, Tensor]:
+    """The summary of one batch item: statistic → (H,)."""
+    cut = slice(item, item + 1)
+    results = {
+        name: TopK(*(part[cut] for part in values)) if isinstance(values, TopK) else values[cut]
+        for name, values in found.results.items()
+    }
+    one = found.like(results, found.counted[cut], found.key_length)
+    return {name: layers[""].float().cpu() for name, layers in summarize({"": [one]}).values.items()}

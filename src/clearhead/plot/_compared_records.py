@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from .._statistics.distributions import jensen_shannon
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, RecordError, ShapeError
 from ._alignment import Alignment, align, same_places
-from ._divergence import HeadPair, jensen_shannon
+from ._divergence import HeadPair
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
 from ._tokens import Tokens
 
-#: Statistics that stand in for the divergence, the first that both records have. All but the last two lie in [0, 1].
+#: The first of these that both records have replaces the divergence. All but the last two lie in [0, 1].
 STAND_INS = ("normalized_entropy", "confidence", "sink", "distance", "entropy")
 
 
@@ -31,8 +32,9 @@ class ComparedRecords:
         self.texts = (tokens, tokens if other_tokens is None else other_tokens)
         if tokens is None and other_tokens is not None:
             raise ArgumentError("tokens", expected="those of the first record too", got="None")
-        #: Module of the first record → module of the second.
+        #: Module of the first record → module of the second, and → numbers of its heads.
         self.modules = dict(zip(first, second, strict=True))
+        self.heads = {name: first[name][0].heads for name in first}
         self._pairs: dict[tuple[str, int], HeadPair] = {}
         self._reason: str | None = None
         try:
@@ -42,12 +44,12 @@ class ComparedRecords:
 
     @property
     def by(self) -> str:
-        """What heads are compared by: ``"divergence"``, or a statistic's name where weights cannot be compared."""
+        """``"divergence"``, or the statistic that replaces it if weights cannot be compared."""
         return "divergence" if self._reason is None else self._stand_in()
 
     @property
     def note(self) -> str:
-        """What was compared with what, in a sentence."""
+        """A sentence about the compared tokens."""
         if self._reason is not None:
             return f"{self._reason} Heads are compared by their {self._stand_in()}."
         keys = [alignment.keys for pair in self._pairs.values() for alignment in pair.alignments]
@@ -89,7 +91,7 @@ class ComparedRecords:
         }
 
     def scores(self) -> dict[str, Tensor]:
-        """Module of the first record → (H,) ≥ 0, what heads are ranked by: see `by`."""
+        """Module of the first record → (H,) ≥ 0, the score that `by` names."""
         if self._reason is None:
             return self.divergence
         return {name: values.abs() for name, values in self.differences[self._stand_in()].items()}
@@ -104,12 +106,7 @@ class ComparedRecords:
             >>> given([weights]).compare(given([torch.eye(3).expand(2, 3, 3)])).ranked()[0]
             ('0', 1, 0.3183)
         """
-        found = [
-            (name, head, value)
-            for name, values in self.scores().items()
-            for head, value in zip(self.records[0][name][0].heads, values.tolist(), strict=True)
-        ]
-        return sorted(found, key=lambda each: -each[2])
+        return ranked_heads(self.scores(), self.heads)
 
     def require_weights(self) -> None:
         """Raise `RecordError` unless weights can be compared."""
@@ -121,7 +118,7 @@ class ComparedRecords:
         return self._pairs[name, call]
 
     def __repr__(self) -> str:
-        heads = sum(len(self.records[0][name][0].heads) for name in self.modules)
+        heads = sum(map(len, self.heads.values()))
         return f"<comparison of {heads} heads by {self.by}>"
 
     def _pair(self) -> None:
@@ -183,7 +180,7 @@ class ComparedRecords:
         )
 
     def _mean_divergence(self, name: str) -> Tensor:
-        heads = len(self.records[0][name][0].heads)
+        heads = len(self.heads[name])
         total, count = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
         for call in range(len(self.records[0][name])):
             pair = self.pair(name, call)
@@ -194,6 +191,16 @@ class ComparedRecords:
                     total += (values * counted[:, :, part]).sum((0, 2))
                 count += counted.sum((0, 2))
         return total / count.clamp(min=1)
+
+
+def ranked_heads(scores: Mapping[str, Tensor], heads: Mapping[str, Sequence[int]]) -> list[tuple[str, int, float]]:
+    """Module, head and score of every head, the largest score first."""
+    found = [
+        (name, head, value)
+        for name, values in scores.items()
+        for head, value in zip(heads[name], values.tolist(), strict=True)
+    ]
+    return sorted(found, key=lambda each: -each[2])
 
 
 class _Incomparable(Exception):

@@ -22,16 +22,16 @@ def compare(
 ) -> Comparison:
     """Compare two records head by head: of two texts, of a model before and after training, with an intervention.
 
-    Modules are paired in the order in which they ran, so the models may differ in anything but the number of attention
-    layers and heads. Rows are compared where their query is the same token in both, between keys that are the same:
-    without tokens place by place, with tokens where the longest runs of equal ones match.
+    Modules are paired in the order in which they ran. The models need equal numbers of attention layers and heads.
+    Queries and keys with the same token in both are compared. Without tokens they are paired place by place, with
+    tokens by the longest runs of equal ones. Without queries and keys, and for texts that cannot be paired, heads are
+    compared by their statistics. `Comparison.note` has the reason.
 
     Args:
-        rec: made with ``keep="queries_keys"``; without that, and where the texts cannot be paired, heads are compared
-            by their statistics, and `Comparison.note` says so.
-        other: what it is compared with, likewise.
-        tokens: of `rec`, as for `clearhead.plot.page`. Default: the texts are the same, place by place.
-        other_tokens: of `other`. Default: `tokens`.
+        rec: a record made with ``keep="queries_keys"``.
+        other: the other record, likewise.
+        tokens: those of `rec`, as for `clearhead.plot.page`. Default: both texts are the same, place by place.
+        other_tokens: those of `other`. Default: `tokens`.
 
     Returns:
         A `Comparison`.
@@ -62,7 +62,7 @@ class Comparison(ComparedRecords):
 
     Args:
         first, second: the records.
-        tokens, other_tokens: their texts, one per batch item or one for all; as for `compare`.
+        tokens, other_tokens: their texts, as for `compare`.
 
     Raises:
         DTypeError: for anything that is no record, or no tokens.
@@ -88,8 +88,8 @@ class Comparison(ComparedRecords):
         """Draw one number per head, layers × heads.
 
         Args:
-            statistic: of `differences`, on a diverging scale. Default: the divergence, or what stands in for it.
-            ax: where to draw. Default: a new figure.
+            statistic: one of `differences`, on a diverging scale. Default: the score of `scores`.
+            ax: the axes. Default: a new figure.
 
         Raises:
             ArgumentError: for a statistic that is not in both records.
@@ -114,9 +114,9 @@ class Comparison(ComparedRecords):
         """Make one page of both: the same view of each and a third of the difference, heads ranked.
 
         Args:
-            tokens, other_tokens: as for `compare`; there and here they pair the texts. Default: those given there.
-            labels: what to call the two.
-            title: of the page.
+            tokens, other_tokens: as for `compare`. Default: those given there.
+            labels: the names of both.
+            title: the title of the page.
 
         Raises:
             RecordError: if the records lack what `clearhead.plot.page` needs.

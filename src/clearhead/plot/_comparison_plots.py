@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,29 +11,19 @@ from .._checks import shown
 from ..errors import ArgumentError
 from ._collect import SectionPicture
 from ._compared_records import ComparedRecords
-from ._head_table import head_table, plot_head_table
-from ._ink import (
-    CHANGES,
-    INK,
-    MARK,
-    NOTE,
-    QUIET,
-    colors,
-    fonts,
-    label_tokens,
-    plain_frame,
-    token_labels,
-    weight_bar,
-)
+from ._head_grid import draw_heads, head_cells, plot_head_table
+from ._ink import CHANGES, INK, NOTE, QUIET, colors, draw_weights, fonts, token_labels, weight_bar
 from ._labels import layer_labels, shortened
 from ._scale import scale_end
-from ._sheet import draw_large, large_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NAMES = {"divergence": "Jensen–Shannon divergence"}
+
+def name_of(by: str) -> str:
+    """The score that `ComparedRecords.by` names, in words."""
+    return "Jensen–Shannon divergence" if by == "divergence" else f"change of {by}"
 
 
 def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes | None) -> Axes:
@@ -44,12 +33,11 @@ def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes
         raise ArgumentError("statistic", expected=f"one that both records have, {known}", got=shown(statistic))
     values = comparison.scores() if statistic is None else comparison.differences[statistic]
     if statistic is not None:
-        end = float(head_table(list(values.values())).abs().nan_to_num(0).max()) or 1.0
+        end = max(float(each.abs().nan_to_num(0).max()) for each in head_cells(list(values.values()))) or 1.0
         title = f"{statistic}, second − first"
         return plot_head_table(values, title, cmap=colors(CHANGES), low=-end, high=end, ax=ax)
-    title = NAMES.get(comparison.by, f"change of {comparison.by}")
     unit = "nats" if comparison.by == "divergence" else ""
-    return plot_head_table(values, title, cmap=colors(), low=0, unit=unit, ax=ax)
+    return plot_head_table(values, name_of(comparison.by), cmap=colors(), low=0, unit=unit, ax=ax)
 
 
 def draw_comparison(
@@ -64,17 +52,17 @@ def draw_comparison(
     """Draw one head of both and the difference beside each other, above one number per head.
 
     Args:
-        pictures: of the first, of the second and, where weights are compared, of their difference.
-        place: layer and head that are large, as places in the pictures.
-        scores: layer → head, how different they are.
-        labels: what the two are called.
-        by, note: as the comparison's.
+        pictures: of the first and the second, and of their difference if weights are compared.
+        place: places of the large layer and head in the pictures.
+        scores: layer → head → difference.
+        labels: the names of both.
+        by, note: as in the comparison.
     """
     from matplotlib.figure import Figure
 
     layer, head = place
     found = [picture.layers[layer] for picture in pictures]
-    weights = [large_weights(each, each.heads[head]) for each in found]
+    weights = [each.head_map(head) for each in found]
     texts = [(token_labels(picture.queries.names), token_labels(picture.keys.names)) for picture in pictures]
     longest = max(len(names) for pair in texts for names in pair)
     side = min(max(0.27 * longest, 2.4), 6.5)
@@ -89,7 +77,7 @@ def draw_comparison(
         changed = number == 2
         last = scale_end([shown_weights.abs()]) if changed else end
         look: dict[str, Any] = {"cmap": colors(CHANGES), "vmin": -1} if changed else {}
-        image = draw_large(each, shown_weights, tokens, end=last, size=9, **look)
+        image = draw_weights(each, shown_weights, tokens, end=last, size=9, **look)
         name = "second − first" if changed else _wrapped(f"{('first', 'second')[number]}: {labels[number]}", side)
         each.set_xlabel(name, color=INK, fontsize=10, fontfamily=fonts(), parse_math=False)
         caption = "change of a weight" if changed else "weight of a key in its query's row"
@@ -99,33 +87,27 @@ def draw_comparison(
     upper.suptitle(
         f"layer {layer_names[layer]}, head {found[0].heads[head]}", x=0.01, ha="left", color=INK, fontsize=12
     )
-    _draw_scores(lower, scores, layer_names, place, NAMES.get(by, f"change of {by}"))
+    _draw_scores(lower, scores, layer_names, place, name_of(by))
     figure.supxlabel(f"{note}\n{NOTE}", x=0.01, ha="left", color=QUIET, fontsize=9)
     return figure
 
 
 def _wrapped(text: str, inches: float) -> str:
     """A label on at most three lines that fit below axes of that width."""
-    lines = wrap(shortened(text, 200), max(16, round(11 * inches)))
-    return "\n".join(lines[:3])
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = Text(shortened(text, 200)).wrap(Console(), max(16, round(11 * inches)))
+    return "\n".join(line.plain for line in lines[:3])
 
 
 def _draw_scores(
     figure: Any, scores: Sequence[Sequence[float]], labels: Sequence[str], place: tuple[int, int], name: str
 ) -> None:
-    from matplotlib.patches import Rectangle
-
     axes = figure.subplots()
-    table = head_table([torch.tensor(row) for row in scores])
-    end = float(table.nan_to_num(0).max()) or 1.0
-    axes.imshow(table.numpy(), cmap=colors(), aspect="auto", vmin=0, vmax=end * 1.25)
-    for row, values in enumerate(scores):
-        for column, value in enumerate(values):
-            ink = "white" if value / end > 0.55 else INK
-            axes.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=7.5, color=ink)
-    axes.add_patch(Rectangle((place[1] - 0.5, place[0] - 0.5), 1, 1, fill=False, edgecolor=MARK, linewidth=2))
-    label_tokens(axes.xaxis, [str(head) for head in range(table.shape[1])], turn=0, size=8)
-    label_tokens(axes.yaxis, list(labels), turn=0, size=8)
-    axes.set_ylabel("layer", color=QUIET, fontsize=9)
+    cells = head_cells([torch.tensor(row) for row in scores])
+    end = max(float(each.nan_to_num(0).max()) for each in cells) or 1.0
+    written = [[f"{value:.3f}" for value in row] for row in scores]
+    look: dict[str, Any] = {"cmap": colors(), "vmin": 0, "vmax": end * 1.25, "aspect": "auto"}
+    draw_heads(axes, cells, labels, gap=0, empty=float("nan"), chosen=place, written=written, **look)
     axes.set_title(f"{name} of every head", loc="left", fontsize=9, color=QUIET)
-    plain_frame(axes)

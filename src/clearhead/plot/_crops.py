@@ -10,10 +10,11 @@ import torch
 
 from .._checks import items as items_of
 from .._checks import require_slice, shown
+from .._statistics.distributions import row_entropy
 from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, DTypeError
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture, item_places
-from ._words import has_pieces, merge_words, row_entropy
+from ._words import has_pieces, merge_words
 
 CropRequest = tuple[int | str, int] | tuple[int | str, int, slice, slice]
 
@@ -24,17 +25,10 @@ ROWS_AT_A_TIME = 128
 
 
 def with_crops(rec: Recorded, items: Sequence[ItemPicture], crops: Sequence[CropRequest]) -> list[ItemPicture]:
-    """Add the exact weights of some heads to every item.
+    """Add the exact weights of some heads to every item of a record made with ``keep="queries_keys"``.
 
-    Args:
-        rec: made with ``keep="queries_keys"``.
-        items: from `collect` of the same record.
-        crops: (layer, head), or (layer, head, queries, keys) with slices of positions that are no padding. Default
-            slices: the first 1024.
-
-    Raises:
-        RecordError: if queries and keys were not kept.
-        ArgumentError: for a layer or head that is not there.
+    A crop is (layer, head), or (layer, head, queries, keys) with slices of positions without padding. The default
+    slices are the first 1024.
     """
     crops = items_of("crops", crops, CROPS)
     return [with_crops_of(rec, picture, number, crops) for number, picture in enumerate(items)]
@@ -68,11 +62,7 @@ def _checked_crop(crop: object) -> tuple[Any, ...]:
 
 
 def head_place(head: object, heads: Sequence[int], module: str) -> int:
-    """Where a head stands among those there are of a module.
-
-    Raises:
-        ArgumentError: if it is none of them.
-    """
+    """The place of a head among the recorded heads of a module, or `ArgumentError`."""
     if isinstance(head, bool) or not isinstance(head, int) or head not in heads:
         known = ", ".join(map(str, heads))
         raise ArgumentError("head", expected=f"one of {known} in {module}", got=shown(head))
@@ -82,18 +72,9 @@ def head_place(head: object, heads: Sequence[int], module: str) -> int:
 def cut_crop(
     rec: Recorded, picture: SectionPicture, layer: LayerPicture, head: int, place: tuple[int, int], slices: list[slice]
 ) -> Crop:
-    """Exact weights of one head on one batch item.
+    """Exact weights of one head in a record made with ``keep="queries_keys"``.
 
-    Args:
-        rec: made with ``keep="queries_keys"``.
-        picture, layer: from `collect` of the same record.
-        head: its number.
-        place: call and batch item, from `item_places`.
-        slices: of queries and keys that are no padding.
-
-    Raises:
-        RecordError: if queries and keys were not kept.
-        ArgumentError: for slices with a step.
+    `place` is the call and the batch item. `slices` are of queries and keys without padding.
     """
     call, item = place
     queries, keys = (

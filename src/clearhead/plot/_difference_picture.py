@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._statistics.distributions import row_entropy
 from ._alignment import Alignment, Pairs
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._compared_records import ComparedRecords
 from ._crops import CROP_SIDE
 from ._divergence import HeadPair
 from ._tokens import Tokens
-from ._words import has_pieces, merge_words, row_entropy
+from ._words import has_pieces, merge_words
 
 
 def difference_picture(
@@ -24,14 +25,12 @@ def difference_picture(
     scores: dict[str, Tensor],
     large: tuple[str, int],
 ) -> ItemPicture:
-    """Subtract one picture from another, at the rows and columns that stand for the same tokens.
+    """Subtract the first picture of a comparison from the second, at the rows and columns of equal tokens.
 
     Args:
-        comparison: by weights.
-        first, second: from `collect` of its records.
         place: call and batch item of the pictures.
-        scores: module → (H,), the heads' divergence.
-        large: module and head, by its place, that keeps every weight.
+        scores: module → (H,), the divergence.
+        large: module and place of the head that keeps every weight.
     """
     sections = [
         _section(comparison, parts, place, scores, large) for parts in zip(first.sections, second.sections, strict=True)

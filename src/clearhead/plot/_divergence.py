@@ -19,41 +19,12 @@ Places = tuple[list[int], list[int]]
 MOST_NUMBERS = 4_000_000  # weights held at a time, per record
 
 
-def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
-    """Jensen–Shannon divergence of the distributions along the last dimension, in nats: 0 … ln 2.
-
-    ::
-
-        m = (p + q) / 2        JS(p, q) = ½ Σ_j p_j ln(p_j / m_j) + ½ Σ_j q_j ln(q_j / m_j)
-
-    (Lin, "Divergence measures based on the Shannon entropy", 1991.)
-
-    Args:
-        p, q: (…, n), each ≥ 0 with sum 1.
-
-    Returns:
-        (…,).
-
-    Example:
-        >>> p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.0, 1.0])
-        >>> jensen_shannon(p, p).item(), round(jensen_shannon(p, q).item(), 4)
-        (0.0, 0.6931)
-    """
-    middle = ((p + q) / 2).clamp(min=torch.finfo(p.dtype).tiny)
-    terms = torch.special.xlogy(p, p / middle) + torch.special.xlogy(q, q / middle)
-    return (terms.sum(-1) / 2).clamp(min=0)
-
-
 @dataclass(frozen=True)
 class HeadPair:
-    """The heads of one module in one call of two records, and which of their rows and columns are compared.
+    """The heads of one module in one call of two records, with the alignment of every batch item.
 
-    Args:
-        records: both, made with ``keep="queries_keys"``.
-        names: of the module in each.
-        call: which call.
-        same: whether its queries and keys are the same tokens.
-        alignments: of every batch item.
+    Both records were made with ``keep="queries_keys"``. `names` are those of the module in each. `same` means that
+    queries and keys are the same tokens.
     """
 
     records: tuple[Recorded, Recorded]
@@ -63,7 +34,7 @@ class HeadPair:
     alignments: tuple[Alignment, ...]
 
     def statistics(self, side: int) -> AttentionStatistics:
-        """What was recorded of the first or the second."""
+        """The record of the first or the second call."""
         return self.records[side][self.names[side]][self.call]
 
     def groups(self) -> list[list[int]]:
@@ -86,7 +57,7 @@ class HeadPair:
         return rows, keys
 
     def counted(self, items: list[int]) -> Tensor:
-        """(b, H, n): which of the compared rows of alike batch items are no padding and see a key in both records."""
+        """(b, H, n): the compared rows that are no padding and have a visible key in both records."""
         rows, _ = self.compared(items[0])
         marks: list[Tensor] = []
         for side in (0, 1):
@@ -99,8 +70,8 @@ class HeadPair:
         """Go through the compared rows of alike batch items in blocks.
 
         Yields:
-            Which rows, and the distributions p and q (b, H, n, s + 1): the weights of the compared keys, then what is
-            left of the row's 1: keys without a counterpart and sinks together.
+            The rows, and the distributions p and q (b, H, n, s + 1). Their last entry is the sum of all other weights,
+            of keys without a counterpart and of sinks.
         """
         rows, keys = self.compared(items[0])
         heads, batch = self.statistics(0).num_heads, self.statistics(0).batch_size

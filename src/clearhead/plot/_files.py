@@ -14,13 +14,7 @@ _unfinished: set[Path] = set()
 def whole_file(path: Path) -> Generator[Path]:
     """Give a file to write to that takes the name `path` when the block ends, and is gone if it fails or is stopped.
 
-    What has that name meanwhile stays as it is. A device or a pipe is written to itself.
-
-    Args:
-        path: where to; the folder must exist.
-
-    Raises:
-        OSError: if nothing can be written there.
+    A file of that name stays as it is until then. The folder must exist. A device or a pipe is written directly.
     """
     if path.exists() and not path.is_file():
         yield path

@@ -99,7 +99,7 @@ class Given(Recorded):
         return self._calls[self.name_of(layer)]
 
     def patches(self, layer: int | str) -> PatchLayout:
-        """Refused: weights alone do not say where patches lie."""
+        """Refused, because weights have no places of patches."""
         raise ArgumentError(
             "image",
             expected="a record of a vision model",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,15 +74,10 @@ def clearest_head(
 ) -> tuple[int, int]:
     """Choose the head to show first: the one with the largest `contrast`.
 
-    Heads that look at special tokens, at neighbours, or at the same token from everywhere are common and need no
-    large picture; this is the one where different words most clearly look at different words further away.
+    Many heads attend to special tokens, to neighbours, or to one token from everywhere. In this one, different words
+    attend most clearly to different words further away.
 
-    Args:
-        summaries: per layer and head.
-        places: which heads to choose from, at least one. Default all.
-
-    Returns:
-        Places of the layer and the head in `summaries`.
+    `places` are the heads to choose from, by default all. The result is one of them.
     """
     every = [(layer, head) for layer, heads in enumerate(summaries) for head in range(len(heads))]
     return max(places or every, key=lambda place: summaries[place[0]][place[1]].contrast)
@@ -105,31 +99,28 @@ def _average(heads: Sequence[HeadSummary]) -> HeadSummary:
 
 
 def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadSummary]:
-    same = picture.section.same
-    length = len(picture.queries)
+    same, length = picture.section.same, len(picture.queries)
     is_special = torch.tensor(picture.keys.special, dtype=torch.bool)
-    there = layer.indices >= 0  # (H, l, k)
-    keys = layer.indices.clamp(min=0)
-    special = is_special[keys] & there
-    offset = keys - torch.arange(length)[:, None]  # (H, l, k)
-    ordinary = there & ~special
-    places = {"special": special}
+    keys = layer.indices.clamp(min=0)  # (H, l, k); where there is no key the weight is 0
     if same:
-        places |= {name: ordinary & (offset == away) for name, away in (("itself", 0), ("previous", -1), ("next", 1))}
-    far = ordinary & (offset.abs() > 1) if same else ordinary
-    # Between two texts nothing is near or far; there a head is telling where it has one key for each query.
-    places |= {"far": far} if same else {"one": ordinary & (torch.arange(keys.shape[2]) == 0)}
-    shares = {name: (layer.weights * place).sum(-1).mean(-1) for name, place in places.items()}  # (H,) each
+        names = ("special", "itself", "previous", "next", "far")
+        offset = keys - torch.arange(length)[:, None]
+        place = torch.tensor([4, 2, 1, 3, 4])[offset.clamp(-2, 2) + 2]  # of keys two before, one before, here, …
+    else:
+        # Between two texts nothing is near or far; there a head is telling where it has one key for each query.
+        names = ("special", "one", "others")
+        place = torch.full_like(keys, 2)
+        place[..., :1] = 1
+    place[is_special[keys]] = 0
+    far = place == 4 if same else place > 0
+    shares = torch.zeros(len(layer.heads), len(names))
+    shares.scatter_add_(1, place.flatten(1), layer.weights.flatten(1)).div_(max(length, 1))
     contrast = _contrast(layer, keys, far, ~is_special if same else torch.ones(length, dtype=torch.bool))
+    counted = names if same else names[:2]
+    columns = (layer.entropy.mean(-1), layer.spread.mean(-1).clamp(max=1), contrast.nan_to_num(0), *shares.unbind(-1))
     return [
-        HeadSummary(
-            entropy=layer.entropy[head].mean().item(),
-            spread=min(layer.spread[head].mean().item(), 1.0),
-            shares={name: share[head].item() for name, share in shares.items()},
-            contrast=contrast[head].item() if math.isfinite(contrast[head].item()) else 0.0,
-            queries=length,
-        )
-        for head in range(len(layer.heads))
+        HeadSummary(entropy, spread, dict(zip(counted, found, strict=False)), head_contrast, length)
+        for entropy, spread, head_contrast, *found in torch.stack(columns, -1).tolist()
     ]
 
 

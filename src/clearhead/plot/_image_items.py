@@ -22,10 +22,9 @@ ROWS_AT_A_TIME = 64
 
 
 def layouts_of(rec: Recorded) -> dict[str, PatchLayout]:
-    """Module → where its tokens lie, for every module that attends between patches.
+    """Module → the places of its tokens, for every module that attends between patches.
 
-    Raises:
-        ArgumentError: if there is none; the reason is that of the first module.
+    Without such a module, the error of the first module is raised.
     """
     found: dict[str, PatchLayout] = {}
     first: ClearheadError | None = None
@@ -40,15 +39,10 @@ def layouts_of(rec: Recorded) -> dict[str, PatchLayout]:
 
 
 def image_items(rec: Recorded, *, most: int = MOST_WEIGHTS) -> list[ItemPicture]:
-    """Take out of a record of a vision model what its page shows.
+    """Collect the record of a vision model for a page.
 
-    Args:
-        rec: made with ``keep="queries_keys"``, or of so few patches that its maps are exact.
-        most: weights of one batch item; where there are more, tiles of patches are taken together.
-
-    Raises:
-        RecordError: if not every weight is known.
-        ArgumentError: if it is not known where the patches lie.
+    The record needs every weight: queries and keys, or exact maps. If a batch item has more than `most` weights,
+    patches are pooled to tiles.
     """
     layouts = layouts_of(rec)
     items: list[ItemPicture] = []
@@ -63,10 +57,7 @@ def image_items(rec: Recorded, *, most: int = MOST_WEIGHTS) -> list[ItemPicture]
 def with_pictures(rec: Recorded, image: Any, processor: Any, *others: Any) -> list[ItemPicture]:
     """`image_items` with the picture of each, for `clearhead.plot.page`.
 
-    Args:
-        rec: as there.
-        image, processor: as for `seen_picture`; one picture, or a list with one per batch item.
-        others: arguments that mean nothing beside a picture, and must be ``None``.
+    `image` is one picture, or a list with one per batch item. `others` must be ``None``.
     """
     if any(other is not None for other in others):
         raise ArgumentError("tokens", expected="None beside image", got="tokens")

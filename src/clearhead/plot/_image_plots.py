@@ -14,6 +14,7 @@ from .._statistics.recorded import Recorded
 from ..errors import ArgumentError
 from ._collect import item_places, require_record
 from ._crops import head_place
+from ._head_grid import draw_head_numbers, draw_heads
 from ._image_items import layouts_of
 from ._ink import (
     INK,
@@ -23,7 +24,6 @@ from ._ink import (
     RAMP,
     colors,
     fonts,
-    label_heads,
     new_axes,
     plain_frame,
     shade,
@@ -32,7 +32,6 @@ from ._ink import (
 from ._labels import layer_labels, shortened
 from ._picture import seen_picture
 from ._scale import scale_end
-from ._sheet import draw_numbers, frame_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 LEFT = 0.4
 GREY = (0.299, 0.587, 0.114)
 THUMBNAIL = 96  # pixels
-GAP = 8
+GAP = 0.08  # of a thumbnail, between neighbours
 WEIGHT = "weight of a patch in the query's row"
 
 Query = int | str | tuple[int, int]
@@ -66,25 +65,24 @@ def plot_image(
 
     Args:
         rec: made with ``keep="queries_keys"``.
-        image: what the model was shown: a path, a picture of Pillow, or numbers (h, w), (h, w, 3) or (3, h, w), uint8
-            or floats. Of the size of the model's input, unless there is a processor.
-        layer: number in running order, or module name. Default: all, as thumbnails; the last, if there is a head.
+        image: the model's input as a path, a picture of Pillow, or numbers (h, w), (h, w, 3) or (3, h, w), uint8 or
+            floats. Without a processor it has the size of the input.
+        layer: number in running order, or module name. Default: all layers, or with a head the last one.
         head: its number. Default: all heads, as thumbnails.
-        query: the token that looks: (row, column) of a patch, a token's number, or its name (``"class"``,
-            ``"register 1"``). Default: the class token, or the pooling; without either the mean over the patches.
+        query: (row, column) of a patch, a token's number, or its name (``"class"``, ``"register 1"``). Default: the
+            class token, or the pooling. Models without either show the mean over the patches.
         processor: the image processor of transformers that made the model's input from `image`, or a function from a
-            picture to the input (3, h, w): with it `image` is the picture as it was, and what it cuts away is cut away
-            here.
-        item: which batch item, counted over calls. Default the first.
-        ax: where to draw. Default: a new figure.
+            picture to the input (3, h, w). It resizes and crops `image` in the same way here.
+        item: the batch item, counted over calls. Default: the first.
+        ax: the axes. Default: a new figure.
 
     Returns:
         The axes.
 
     Raises:
         RecordError: if queries and keys were not kept.
-        ArgumentError: if it is not known where the model's patches lie; for a layer, head or query that is not there;
-            for a file that is no picture.
+        ArgumentError: for a model whose patches have no known places, an unknown layer, head or query, or a file that
+            is no picture.
         ShapeError: if the image has not the size of the model's input.
 
     Example:
@@ -122,7 +120,7 @@ def plot_image(
     most = max(len(each) for each in looks)
     axes = new_axes(ax, (min(1.2 + 0.9 * most, 15), min(max(1.2 + 0.9 * len(looks), 3.6), 15)))
     end = scale_end(looks)
-    _draw_thumbnails(axes, picture, looks, [layouts[name] for name in names], labels, end)
+    _draw_thumbnails(axes, picture, looks, [layouts[name] for name in names], labels, end, None)
     where = "every head" if layer is None else f"layer {labels[0]}"
     axes.set_title(f"{where}: what {what} looks at", loc="left")
     weight_bar(axes.figure, _scale_image(), end=end, caption=WEIGHT, ax=axes)
@@ -138,7 +136,7 @@ def _alike(layouts: dict[str, PatchLayout], query: Query | None) -> list[str]:
 
 
 def _labels(layouts: dict[str, PatchLayout], names: Sequence[str]) -> list[str]:
-    """What pictures call the layers: their numbers among those of their kind, or ``pooling``."""
+    """The names of the layers in pictures: numbers, or ``pooling``."""
     tokens = [name for name, layout in layouts.items() if not layout.queries]
     numbers = dict(zip(tokens, layer_labels(tokens), strict=True))
     return [numbers.get(name, "pooling") for name in names]
@@ -171,7 +169,7 @@ def over_picture(picture: Tensor, weights: Tensor, layout: PatchLayout, end: flo
 
 
 def looks_of(rec: Recorded, name: str, layout: PatchLayout, query: Query | None, place: tuple[int, int]) -> Tensor:
-    """What the query looks at in every head, (H, rows, columns)."""
+    """The weights of the query in every head, (H, rows, columns)."""
     call, item = place
     number = _query_number(layout, query)
     queries = slice(len(layout.prefix), None) if number is None else [number]
@@ -201,7 +199,7 @@ def _query_number(layout: PatchLayout, query: Query | None) -> int | None:
 
 
 def query_name(layout: PatchLayout, query: Query | None) -> str:
-    """What looks, in words."""
+    """The query in words."""
     number = _query_number(layout, query)
     if number is None:
         return "a patch, on average,"
@@ -227,7 +225,7 @@ def _draw_over(
 
 
 def _scale_image() -> Any:
-    """What the colour bar belongs to: the picture itself has its colours mixed already."""
+    """The scale of the colour bar, because the picture itself has mixed colours."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
@@ -243,30 +241,17 @@ def _draw_thumbnails(
     layouts: Sequence[PatchLayout],
     labels: Sequence[str],
     end: float,
-    chosen: tuple[int, int] | None = None,
+    chosen: tuple[int, int] | None,
 ) -> None:
-    from matplotlib.patches import Rectangle
-
-    small = _small_size(layouts[0].size)
-    step = (small[0] + GAP, small[1] + GAP)
-    most = max(len(each) for each in looks)
-    mosaic = torch.ones(len(looks) * step[0] - GAP, most * step[1] - GAP, 3)
-    for row, (heads, layout) in enumerate(zip(looks, layouts, strict=True)):
-        for column, weights in enumerate(heads):
-            over = over_picture(picture, weights, layout, end).permute(2, 0, 1)[None]
-            over = torch.nn.functional.interpolate(over, small, mode="area" if small < layout.size else "nearest")
-            top, left = row * step[0], column * step[1]
-            mosaic[top : top + small[0], left : left + small[1]] = over[0].permute(1, 2, 0)
-    axes.imshow(mosaic.numpy(), interpolation="antialiased")
-    if chosen is not None:
-        corner = (chosen[1] * step[1] - GAP / 2, chosen[0] * step[0] - GAP / 2)
-        axes.add_patch(Rectangle(corner, step[1], step[0], fill=False, edgecolor=MARK, linewidth=2, clip_on=False))
-    label_heads(axes, most, labels, step=step, cell=small)
-
-
-def _small_size(size: tuple[int, int]) -> tuple[int, int]:
-    scale = THUMBNAIL / max(size)
-    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+    scale = THUMBNAIL / max(layouts[0].size)
+    small = [max(1, round(side * scale)) for side in layouts[0].size]
+    mode = "area" if tuple(small) < layouts[0].size else "nearest"
+    cells: list[Tensor] = []
+    for heads, layout in zip(looks, layouts, strict=True):
+        over = torch.stack([over_picture(picture, weights, layout, end) for weights in heads]).permute(0, 3, 1, 2)
+        cells.append(torch.nn.functional.interpolate(over, small, mode=mode).permute(0, 2, 3, 1))  # (H, h, w, 3)
+    aspect = small[0] / small[1]
+    draw_heads(axes, cells, labels, gap=GAP, empty=1.0, chosen=chosen, interpolation="antialiased", aspect=aspect)
 
 
 def draw_image_sheet(
@@ -279,12 +264,7 @@ def draw_image_sheet(
 ) -> Figure:
     """Draw the picture, what the class token or the mean of the patches looks at in one head, and every head small.
 
-    Args:
-        rec: made with ``keep="queries_keys"``.
-        picture: from `seen_picture`.
-        chosen: module and head that are large.
-        title: a line above.
-        numbers: as for `draw_sheet`.
+    `chosen` is the module and the number of the large head. `numbers` replaces the thumbnails, as in `draw_sheet`.
     """
     from matplotlib.figure import Figure
 
@@ -315,9 +295,8 @@ def draw_image_sheet(
         _draw_thumbnails(small, picture, looks, [layouts[name] for name in names], labels, ends[1], place)
         what = "every head" if ends[0] == ends[1] else f"every head; their scale ends at {ends[1]:g}"
     else:
-        draw_numbers(small, numbers[1])
+        draw_head_numbers(small, numbers[1], labels, place)
         small.set_aspect("equal")
-        frame_heads(small, [len(each) for each in looks], place, labels)
         what = f"{numbers[0]} of all heads"
     small.set_title(what, loc="left", fontsize=10, color=QUIET)
     caption = f"{WEIGHT}\n{NOTE}"

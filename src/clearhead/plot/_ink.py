@@ -29,9 +29,9 @@ INK, QUIET, FRAME, MARK, BAR = "#1c2430", "#6b7684", "#cfd6dd", "#d1495b", "#6ea
 GAMMA = 0.5
 TICKS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 CHANGE_TICKS = (-1.0, -0.25, -0.05, 0.0, 0.05, 0.25, 1.0)
-MOST_HEADS = 16  # that are numbered
 NOTE = "Weights show where a head reads; they do not explain what the model decides."
 MOST_LABELS = 60
+SMOOTHED = 200  # rows or columns, more than a figure has room for
 LONGEST_LABEL = 16
 
 # For scripts that matplotlib's own font lacks; the ones that are installed are used.
@@ -68,7 +68,7 @@ def fonts() -> list[str]:
 
 
 def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
-    """The axes that were given, or those of a new pyplot figure of so many inches, which notebooks show."""
+    """The given axes, or those of a new pyplot figure of this size in inches, which notebooks show."""
     if ax is not None:
         if isinstance(ax, type) or not hasattr(ax, "imshow"):
             raise DTypeError("ax", expected="axes of matplotlib", got=shown(ax))
@@ -79,7 +79,7 @@ def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 
 def shade(weights: Tensor, end: float = 1.0) -> Any:
-    """Colour values in [−1, 1]: the root of the weight, or with its sign of a difference; faint ones stay visible."""
+    """Colour values in [−1, 1], the signed root of weights or differences. Small ones stay visible."""
     weights = weights.detach().float().cpu()
     return (weights.sign() * (weights.abs() / end).clamp(max=1).pow(GAMMA)).numpy()
 
@@ -95,17 +95,13 @@ def draw_weights(
 ) -> AxesImage:
     """Draw weights between labelled tokens, queries down and keys across.
 
-    Args:
-        axes: where to draw.
-        weights: single ones, or tiles, which stand where their tokens are.
-        tokens: labels of the queries and of the keys.
-        end: of the colour scale.
-        size: of the labels.
-        look: what else `imshow` takes.
+    `weights` are single ones, or tiles that cover the tokens. `end` is that of the colour scale, `size` that of the
+    labels. `look` has further arguments of `imshow`.
     """
     queries, keys = tokens
     extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
-    options: dict[str, Any] = {"cmap": colors(), "vmin": 0, "vmax": 1, "interpolation": "nearest"} | look
+    smooth = "nearest" if max(weights.shape) < SMOOTHED else "antialiased"
+    options: dict[str, Any] = {"cmap": colors(), "vmin": 0, "vmax": 1, "interpolation": smooth} | look
     image = axes.imshow(shade(weights, end), aspect="auto", extent=extent, **options)
     axes.xaxis.tick_top()
     label_tokens(axes.xaxis, keys, turn=90, size=size)
@@ -136,33 +132,6 @@ def plain_frame(axes: Axes) -> None:
         spine.set_color(FRAME)
 
 
-def label_heads(
-    axes: Axes,
-    heads: int,
-    labels: Sequence[str],
-    *,
-    step: tuple[float, float] = (1, 1),
-    cell: tuple[float, float] = (1, 1),
-) -> None:
-    """Number the cells of a table of heads: layers down, heads across, every n-th where there are many.
-
-    Args:
-        axes: which show the table and nothing else.
-        heads: how many columns there are.
-        labels: of the layers.
-        step: from one cell to the next, down and across.
-        cell: how high and wide a cell is.
-    """
-    shown = range(0, heads, -(-heads // MOST_HEADS))
-    axes.set_xticks([head * step[1] + cell[1] / 2 for head in shown], [str(head) for head in shown])
-    axes.set_yticks([row * step[0] + cell[0] / 2 for row in range(len(labels))], list(labels))
-    axes.tick_params(length=0, labelsize=8, labelcolor=QUIET)
-    axes.xaxis.tick_top()
-    axes.set_ylabel("layer", color=QUIET, fontsize=9)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
 def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str, **place: Any) -> Any:
     """A colour bar that prints weights, or differences, with its caption; `place` is for `Figure.colorbar`."""
     bar = figure.colorbar(image, **place)
@@ -186,12 +155,7 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
 
 
 def figure_bytes(figure: Figure, kind: str) -> bytes:
-    """A figure as the contents of a file, without warnings about glyphs that no installed font has.
-
-    Args:
-        figure: any.
-        kind: ``"png"``, ``"svg"`` or ``"pdf"``.
-    """
+    """A figure as a ``"png"``, ``"svg"`` or ``"pdf"``, without warnings about glyphs that no installed font has."""
     target = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")

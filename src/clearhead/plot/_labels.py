@@ -13,10 +13,11 @@ def printable(tokens: Sequence[str]) -> list[str]:
         >>> printable(["street", "\x1b[31m", "\u202e", "街"])
         ['street', '\\x1b[31m', '\\u202e', '街']
     """
-    escaped = (
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in token) for token in tokens
-    )
-    return [name or "∅" for name in escaped]
+    return [token if token and token.isprintable() else _escaped(token) for token in tokens]
+
+
+def _escaped(token: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in token) or "∅"
 
 
 def shortened(text: str, longest: int) -> str:

@@ -13,11 +13,9 @@ from ._tokens import Tokens
 
 @dataclass(frozen=True)
 class Tiles:
-    """Squares of patches taken together, so that the weights between them fit on a page.
+    """Squares of patches that are pooled, so that the weights between them fit on a page.
 
-    Args:
-        layout: the patches.
-        side: how many patches a tile is high and wide, less at the right and lower edge.
+    A tile is `side` patches high and wide, and smaller at the right and lower edge.
 
     Example:
         >>> tiles = Tiles(PatchLayout(("class",), (3, 4), (8, 8), (24, 32)), side=2)
@@ -40,7 +38,7 @@ class Tiles:
         return len(self.layout.prefix) + self.grid[0] * self.grid[1]
 
     def places(self) -> Tensor:
-        """(tokens,): the tile of each token; what is no patch is a tile of its own."""
+        """(tokens,): the tile of each token. Every other token is a tile of its own."""
         rows, columns = self.layout.grid
         row, column = torch.arange(rows) // self.side, torch.arange(columns) // self.side
         tiles = (row[:, None] * self.grid[1] + column).flatten() + len(self.layout.prefix)

@@ -1,4 +1,4 @@
-"""Pictures as a vision model sees them: read, put through its processor, and of the size it was called with."""
+"""Pictures in the form of a vision model's input, read from files and processed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import shown
-from ..errors import ArgumentError, DTypeError, ShapeError
-from ._rollout_plot import pixels_of
+from .._checks import FLOATS, shown, strided, with_values
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 
 #: Larger pictures are refused: they would take gigabytes once decoded.
 MOST_PIXELS = 50_000_000
 
 
 def open_picture(path: str | Path) -> Any:
-    """Read a picture from a file, upright and in RGB, as Pillow's.
-
-    Raises:
-        ArgumentError: if the file cannot be read, is no picture, or has more than 50 million pixels.
-    """
+    """Read a picture of at most 50 million pixels from a file, upright and in RGB, as Pillow's."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     name = shown(str(path))
@@ -69,16 +64,10 @@ def as_picture(image: Any) -> Tensor:
 
 
 def seen_picture(image: Any, size: tuple[int, int], processor: Any) -> Tensor:
-    """The part of a picture that the model saw, in the size in which it saw it: (3, height, width), uint8.
+    """A picture as the model received it, (3, height, width), uint8.
 
-    Args:
-        image: as for `as_picture`.
-        size: height and width of the model's input.
-        processor: transformers' image processor that made the input, or a function from a picture to it. Default: the
-            picture has the input's size already.
-
-    Raises:
-        ShapeError: if the result has another size.
+    `image` is as for `as_picture`. `size` is the height and width of the model's input, and `processor` made it:
+    transformers' image processor, or a function. Without a processor the picture has that size.
     """
     if processor is None:
         found = as_picture(image)
@@ -111,6 +100,33 @@ def _processed(image: Any, processor: Any) -> Any:
             expected = "a function that takes the image"
             raise ArgumentError("processor", expected=expected, got=f"one that raises {error!r}") from error
     return own(images=image, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]
+
+
+def pixels_of(image: Any) -> Any:
+    """(h, w) or (h, w, channels), from a tensor, an array or a PIL image; floats outside [0, 1] are stretched."""
+    import numpy
+
+    expected = "a picture of numbers, (height, width, 3)"
+    if isinstance(image, Tensor):
+        image = with_values("image", strided("image", image, expected)).detach().cpu()
+        image = image.float() if image.dtype in FLOATS else image
+    try:
+        pixels = numpy.asarray(image)
+    except (TypeError, ValueError, RuntimeError):
+        raise DTypeError("image", expected=expected, got=shown(image)) from None
+    if pixels.dtype.kind not in "fiub" or pixels.size == 0:
+        raise DTypeError("image", expected=expected, got=f"{pixels.dtype} {shape_text(pixels.shape)}")
+    if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[..., 0]
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
+        raise ShapeError("image", expected="(height, width, 3)", got=shape_text(pixels.shape))
+    if not numpy.isfinite(pixels).all():
+        raise ArgumentError("image", expected="finite numbers", got="inf or NaN among them")
+    if pixels.dtype.kind == "f" and (pixels.min() < 0 or pixels.max() > 1):
+        pixels = (pixels - pixels.min()) / max(float(pixels.max() - pixels.min()), 1e-12)
+    return pixels
 
 
 def _expected() -> str:

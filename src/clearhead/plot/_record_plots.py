@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .._checks import flag, shown
+from .._checks import flag, integer, shown
 from .._statistics.recorded import Recorded
-from ..errors import ArgumentError
-from ._collect import collect, require_record
-from ._crops import head_place
-from ._head_table import plot_head_table
+from ..errors import ArgumentError, RecordError
+from ._collect import LayerPicture, SectionPicture, collect, item_places, require_record
+from ._crops import cut_crop, head_place
+from ._head_grid import plot_head_table
 from ._ink import BAR, QUIET, colors, draw_weights, label_tokens, new_axes, token_labels, weight_bar
-from ._one_head import head_weights, item_of, label_of, layers_of
+from ._labels import layer_labels
 from ._scale import scale_end
 from ._tokens import Texts, as_texts
 from ._words import merge_words
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WEIGHT = "weight of a key in its query's row"
+#: Longer texts are drawn as tiles: a figure has no more pixels than that.
+LONGEST_EXACT = 2048
 
 
 def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = None) -> Axes:
@@ -88,11 +92,15 @@ def plot_map(
         >>> plot_map(given([torch.eye(3).expand(2, 3, 3)]), 0, 1, tokens=["a", "b", "c"]).get_title("left")
         'layer 0, head 1'
     """
-    require_record(rec)
-    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
-    picture, [found] = layers_of(rec, item_of(items, item), layer)
-    weights, exact = head_weights(rec, picture, found, head, item)
+    picture, [found] = _layers_of(rec, layer, tokens, key_tokens, item)
+    place = head_place(head, found.heads, found.name)
     queries, keys = picture.queries.names, picture.keys.names
+    if not found.exact and max(len(queries), len(keys)) <= LONGEST_EXACT:
+        with suppress(RecordError):  # queries and keys were not kept; tiles are known
+            crop = cut_crop(rec, picture, found, head, item_places(rec)[item], [slice(None), slice(None)])
+            found = replace(found, crops={head: crop})
+    weights = found.head_map(place)
+    exact = tuple(weights.shape) == (len(queries), len(keys))
     if flag("words", words):
         if not exact:
             raise ArgumentError(
@@ -109,7 +117,7 @@ def plot_map(
     axes = new_axes(ax, (size[0], size[1] - 0.6))
     end = scale_end([weights])
     image = draw_weights(axes, weights, (token_labels(queries), token_labels(keys)), end=end)
-    axes.set_title(f"layer {label_of(picture, found)}, head {head}", loc="left")
+    axes.set_title(f"layer {_label_of(picture, found)}, head {head}", loc="left")
     weight_bar(axes.figure, image, end=end, caption=WEIGHT if exact else "weight of a tile in its row", ax=axes)
     return axes
 
@@ -139,9 +147,7 @@ def plot_received(
         >>> [float(bar.get_height()) for bar in axes.patches]
         [1.0, 1.0, 1.0]
     """
-    require_record(rec)
-    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
-    picture, layers = layers_of(rec, item_of(items, item), layer)
+    picture, layers = _layers_of(rec, layer, tokens, key_tokens, item)
     rows: list[Tensor] = []
     for found in layers:
         heads = range(len(found.heads)) if head is None else [head_place(head, found.heads, found.name)]
@@ -155,9 +161,28 @@ def plot_received(
     label_tokens(axes.xaxis, token_labels(picture.keys.names), turn=90)
     axes.set_xlim(-0.6, len(received) - 0.4)
     axes.set_ylabel(f"received from {len(picture.queries)} queries", color=QUIET)
-    where = "all layers" if layer is None else f"layer {label_of(picture, layers[0])}"
+    where = "all layers" if layer is None else f"layer {_label_of(picture, layers[0])}"
     axes.set_title(f"{where}, {'mean over heads' if head is None else f'head {head}'}", loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="x", length=0)
     return axes
+
+
+def _layers_of(
+    rec: Recorded, layer: int | str | None, tokens: Texts | None, key_tokens: Texts | None, item: int
+) -> tuple[SectionPicture, list[LayerPicture]]:
+    """The section of a layer on one batch item, and the layer. Default: the first section and all its layers."""
+    require_record(rec)
+    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    chosen = items[integer("item", item, least=0, most=len(items) - 1, expected=f"0 … {len(items) - 1}")]
+    if layer is None:
+        return chosen.sections[0], chosen.sections[0].layers
+    name = rec.name_of(layer)
+    return next((picture, [found]) for picture in chosen.sections for found in picture.layers if found.name == name)
+
+
+def _label_of(picture: SectionPicture, layer: LayerPicture) -> str:
+    """A layer's number, as pictures write it."""
+    names = [found.name for found in picture.layers]
+    return layer_labels(names)[names.index(layer.name)]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .._checks import FLOATS, integer, items, strided, with_values
+from .._checks import integer, items
 from .._checks import shown as describe_value
 from .._statistics.recorded import Recorded
-from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, ShapeError
 from ._collect import require_record
 from ._ink import colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
+from ._picture import pixels_of
 from ._scale import scale_end
-from ._tokens import Texts, as_texts, as_tokens
+from ._tokens import Texts, as_texts, numbered_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,17 +40,17 @@ def plot_rollout(
         rec: made with ``keep="queries_keys"``; see `clearhead.record.rollout`.
         targets: one token number, or several (one row each).
         tokens: as for `plot_map`.
-        grid: (rows, columns) of image patches: one target is drawn over them, as a picture. Tokens before the
-            patches, such as a class token and registers, are left out.
-        image: what the patches were cut from, (height, width), (height, width, 3) or (3, height, width), drawn below.
-        item: which batch item of the first call. Default the first.
-        layers: which recorded layers, first to last. Default all.
-        residual: share of the residual connection. Default 0.5.
-        ax: where to draw. Default: a new figure.
+        grid: (rows, columns) of image patches, for a picture of one target. Tokens before the patches, such as a class
+            token and registers, are left out.
+        image: the image of the patches, (height, width), (height, width, 3) or (3, height, width), drawn below.
+        item: the batch item of the first call. Default: the first.
+        layers: recorded layers, first to last. Default: all.
+        residual: share of the residual connection. Default: 0.5.
+        ax: the axes. Default: a new figure.
 
     Raises:
         RecordError: if queries and keys were not kept.
-        ArgumentError: for a target that is not there; several targets with a grid; an image without one.
+        ArgumentError: for an unknown target, several targets with a grid, or an image without a grid.
         ShapeError: for a grid of more patches than tokens.
 
     Example:
@@ -77,7 +77,7 @@ def plot_rollout(
     if texts is not None and len(texts) not in (1, shares.shape[0]):
         expected = f"{shares.shape[0]} texts, one per batch item"
         raise ShapeError("tokens", expected=expected, got=str(len(texts)))
-    names = as_tokens(None, share.shape[1]) if texts is None else texts[item if len(texts) > 1 else 0]
+    names = numbered_tokens(share.shape[1]) if texts is None else texts[item if len(texts) > 1 else 0]
     if len(names) != share.shape[1]:
         raise ShapeError("tokens", expected=f"{share.shape[1]} tokens", got=str(len(names)))
     axes = new_axes(ax, (min(max(4.0, 0.3 * len(names)), 14), 1.6 + 0.35 * len(chosen)))
@@ -107,7 +107,7 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
         raise ShapeError("grid", expected=f"at most {share.shape[1]} patches", got=f"{rows} × {columns}")
     patches = share[0, extra:].view(rows, columns)
     axes = new_axes(ax, (1.4 + 4 * columns / max(rows, columns), 0.6 + 4 * rows / max(rows, columns)))
-    end = _round_up(patches.max().item())
+    end = scale_end([patches])
     extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     if image is not None:
         axes.imshow(pixels_of(image), extent=extent, cmap="gray")
@@ -120,38 +120,3 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
     plain_frame(axes)
     weight_bar(axes.figure, shown, end=end, caption="share of a patch", ax=axes)
     return axes
-
-
-def _round_up(largest: float) -> float:
-    """The next of 1, 2, 5, 10, … times a power of ten."""
-    if largest <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(largest))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= largest)
-
-
-def pixels_of(image: Any) -> Any:
-    """(h, w) or (h, w, channels), from a tensor, an array or a PIL image; floats outside [0, 1] are stretched."""
-    import numpy
-
-    expected = "a picture of numbers, (height, width, 3)"
-    if isinstance(image, Tensor):
-        image = with_values("image", strided("image", image, expected)).detach().cpu()
-        image = image.float() if image.dtype in FLOATS else image
-    try:
-        pixels = numpy.asarray(image)
-    except (TypeError, ValueError, RuntimeError):
-        raise DTypeError("image", expected=expected, got=describe_value(image)) from None
-    if pixels.dtype.kind not in "fiub" or pixels.size == 0:
-        raise DTypeError("image", expected=expected, got=f"{pixels.dtype} {shape_text(pixels.shape)}")
-    if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
-        pixels = pixels.transpose(1, 2, 0)
-    if pixels.ndim == 3 and pixels.shape[2] == 1:
-        pixels = pixels[..., 0]
-    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
-        raise ShapeError("image", expected="(height, width, 3)", got=shape_text(pixels.shape))
-    if not numpy.isfinite(pixels).all():
-        raise ArgumentError("image", expected="finite numbers", got="inf or NaN among them")
-    if pixels.dtype.kind == "f" and (pixels.min() < 0 or pixels.max() > 1):
-        pixels = (pixels - pixels.min()) / max(float(pixels.max() - pixels.min()), 1e-12)
-    return pixels

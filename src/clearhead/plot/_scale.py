@@ -17,9 +17,6 @@ def scale_end(parts: Sequence[Tensor]) -> float:
 
     Weights get smaller as texts get longer; a scale that always ended at 1 would leave long texts white.
 
-    Args:
-        parts: weights in [0, 1], of any shapes.
-
     Example:
         >>> scale_end([torch.eye(4)]), scale_end([torch.full((300, 300), 1 / 300)])
         (1.0, 0.005)

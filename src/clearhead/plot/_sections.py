@@ -12,7 +12,7 @@ from torch import Tensor
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, ShapeError
-from ._tokens import Tokens, as_tokens
+from ._tokens import Tokens, numbered_tokens
 
 Kind = Literal["self", "encoder", "cross", "other"]
 CROSS = re.compile(r"cross|encoder_attn|enc_?dec|multihead_attn|src_attn", re.IGNORECASE)
@@ -27,13 +27,10 @@ TITLES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Section:
-    """Modules of one kind and size.
+    """Modules of one kind and size, in the order in which they ran.
 
-    Args:
-        kind: ``"encoder"`` looks from the source text at itself, ``"self"`` from the target at itself, ``"cross"`` and
-            ``"other"`` from the target at the source.
-        title: the kind in words.
-        layers: names of the modules, in the order in which they ran.
+    ``"encoder"`` attends from the source text to itself, and ``"self"`` from the target text to itself. ``"cross"`` and
+    ``"other"`` attend from the target to the source. `title` is the kind in words.
     """
 
     kind: Kind
@@ -49,9 +46,7 @@ class Section:
 def find_sections(rec: Recorded, *, two_texts: bool) -> list[Section]:
     """Group the recorded modules by what attends to what, from their names and sizes.
 
-    Args:
-        rec: the record.
-        two_texts: whether the user has given key tokens of their own.
+    `two_texts` means that the keys have tokens of their own.
 
     Example:
         >>> import torch, clearhead
@@ -80,11 +75,7 @@ def find_sections(rec: Recorded, *, two_texts: bool) -> list[Section]:
 
 
 def number_of_calls(rec: Recorded) -> int:
-    """How often every module was called.
-
-    Raises:
-        ArgumentError: if that differs between modules, or nothing was recorded.
-    """
+    """The number of calls of every module, or `ArgumentError` if that differs or is 0."""
     counts = {name: len(rec[name]) for name in rec}
     if not counts:
         raise ArgumentError("rec", expected="a record with calls", got="an empty one")
@@ -104,16 +95,13 @@ def fitted(what: str, given: Sequence[Tokens] | None, item: int, length: int, ex
 
     Args:
         what: the argument's name, for errors.
-        given: one per item, or a single one for all. Default: numbers.
-        item: which.
-        length: how many positions the model saw.
-        extent: first and one past the last position that is no padding.
-
-    Raises:
-        ShapeError: if there are neither `length` tokens nor as many as are no padding.
+        given: one per item, or one for all. Default: numbers.
+        item: its number.
+        length: positions of the model, padding included.
+        extent: first and one past the last position without padding.
     """
     if given is None:
-        return as_tokens(None, length).cut(*extent)
+        return numbered_tokens(length).cut(*extent)
     tokens = given[item] if len(given) > 1 else given[0]
     if len(tokens) == length:
         return tokens.cut(*extent)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
-from ._collect import LayerPicture, SectionPicture
+from ._collect import SectionPicture
 from ._heads import KINDS, HeadSummary
 from ._labels import printable
 
@@ -18,6 +19,9 @@ LAYER_WIDTH = 5
 CELL_WIDTH = 6
 MOST_ROWS = 60
 MOST_TOKENS = 300
+MOST_KEYS = 3  # of a token
+LEAST_CHANGE = 0.005  # what rounds to 0.00 is none
+SPARKS = 72  # columns of a sparkline
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -30,13 +34,13 @@ def overview(
 ) -> RenderableType:
     """Draw a layers × heads table: the kind of each head, and a number.
 
-    Heads with large numbers are shaded (with small ones, for the entropy: they look at few tokens); models with more
-    heads than fit continue in another table.
+    Heads with large numbers are shaded. For the entropy these are the small ones, which attend to few tokens. Heads
+    that do not fit into the width continue in another table.
 
     Args:
-        summaries: from `clearhead.plot._heads.summarize`.
-        numbers: a statistic's name and one number per head. Default: the mean entropy of a head's queries.
-        chosen: layer and head that are marked with ``>``.
+        summaries: layer → head.
+        numbers: a statistic's name and one number per head. Default: the mean entropy.
+        chosen: layer and head with a ``>``.
         width: columns of the terminal.
 
     Example:
@@ -47,11 +51,19 @@ def overview(
             0 i 0.0
         ...
     """
-    most = max(len(row) for row in summaries)
-    per_table = max(1, (width - LAYER_WIDTH) // CELL_WIDTH)
     name, values = numbers or ("entropy", [[head.entropy for head in row] for row in summaries])
     strengths = _strengths(name, values, summaries)
     decimals = 1 if max((abs(value) for row in values for value in row), default=0.0) >= 1 else 2
+
+    def cell(layer: int, head: int) -> Text:
+        if head >= len(summaries[layer]):
+            return Text("")
+        mark = ">" if (layer, head) == chosen else " "
+        style = "bold reverse" if (layer, head) == chosen else _shade(strengths[layer][head])
+        return Text(f"{mark}{summaries[layer][head].kind[0]}{_short(values[layer][head], decimals)}", style=style)
+
+    per_table = max(1, (width - LAYER_WIDTH) // CELL_WIDTH)
+    most = max(len(row) for row in summaries)
     tables: list[Table] = []
     for first in range(0, most, per_table):
         heads = range(first, min(first + per_table, most))
@@ -59,65 +71,95 @@ def overview(
         table.add_column("layer", justify="right", style="dim", width=LAYER_WIDTH)
         for head in heads:
             table.add_column(str(head), justify="right", width=CELL_WIDTH, no_wrap=True)
-        for layer, row in enumerate(summaries):
-            cells = [
-                _cell(
-                    row[head].kind,
-                    _short(values[layer][head], decimals),
-                    strengths[layer][head],
-                    (layer, head) == chosen,
-                )
-                if head < len(row)
-                else Text("")
-                for head in heads
-            ]
-            table.add_row(str(layer), *cells)
+        for layer in range(len(summaries)):
+            table.add_row(str(layer), *(cell(layer, head) for head in heads))
         tables.append(table)
     return Group(*tables, _legend(summaries, name))
 
 
-def top_keys(picture: SectionPicture, layer: LayerPicture, head: int, *, count: int = 3) -> RenderableType:
-    """List what each token looks at most, with the weights.
-
-    Args:
-        picture, layer: from `clearhead.plot._collect.collect`.
-        head: the head's place in the layer.
-        count: how many keys per query.
-    """
+def top_keys(picture: SectionPicture, layer: int, head: int) -> RenderableType:
+    """List the largest weights of each token and their keys. `layer` and `head` are places in the picture."""
     keys = printable(picture.keys.names)
 
     def looks(places: list[int], weights: list[float]) -> list[RenderableType]:
-        seen = [(keys[place], weight) for place, weight in zip(places, weights, strict=True) if place >= 0][:count]
+        seen = [(keys[place], weight) for place, weight in zip(places, weights, strict=True) if place >= 0][:MOST_KEYS]
         if not seen:
             return [Text("nothing", style="dim")]
         others = [Text(f"{key} {weight:.2f}", style="dim") for key, weight in seen[1:]]
         return [Text(seen[0][0]), Text(f"{seen[0][1]:.2f}"), Text("  ").join(others)]
 
-    return token_table(picture, layer, head, looks)
+    return _token_table(picture, layer, head, looks)
 
 
-def token_table(
+def top_changes(picture: SectionPicture, layer: int, head: int) -> RenderableType:
+    """List the largest changes of each token, from a picture of differences; as `top_keys`."""
+    keys = printable(picture.keys.names)
+
+    def changes(places: list[int], weights: list[float]) -> list[RenderableType]:
+        changed = [pair for pair in zip(places, weights, strict=True) if abs(pair[1]) >= LEAST_CHANGE][:MOST_KEYS]
+        parts = Text("   ".join(keys[key] + f" {change:+.2f}".replace("-", "−") for key, change in changed))
+        return [parts or Text("as before", style="dim")]
+
+    return _token_table(picture, layer, head, changes)
+
+
+def _token_table(
     picture: SectionPicture,
-    layer: LayerPicture,
+    layer: int,
     head: int,
     cells: Callable[[list[int], list[float]], list[RenderableType]],
 ) -> RenderableType:
-    """List the first tokens, each with what a function makes of its largest weights.
+    """List the first tokens, each with its largest weights.
 
-    Args:
-        picture, layer, head: as for `top_keys`.
-        cells: from the places of a query's keys and their weights to at most three columns, the second of numbers.
+    `cells` makes at most three columns, the second of numbers, from the places of a query's keys and their weights.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    for numbers, wraps in ((True, False), (False, True), (False, False), (True, True), (False, False)):
+    for numbers, wraps in ((True, False), (False, False), (False, True), (True, False), (False, True)):
         table.add_column(justify="right" if numbers else "left", no_wrap=not wraps)
-    queries = printable(picture.queries.names)
-    rows = zip(queries, layer.indices[head].tolist(), layer.weights[head].tolist(), strict=True)
-    for query, places, weights in list(rows)[:MOST_ROWS]:
+    queries, found = printable(picture.queries.names), picture.layers[layer]
+    rows = zip(queries[:MOST_ROWS], found.indices[head].tolist(), found.weights[head].tolist(), strict=False)
+    for query, places, weights in rows:
         table.add_row(Text(query, style="bold"), "→", *cells(places, weights))
     if len(queries) <= MOST_ROWS:
         return table
     return Group(table, Text(f"… and {len(queries) - MOST_ROWS} more tokens; the page shows them all.", style="dim"))
+
+
+def marginals(picture: SectionPicture, layer: int, head: int, console: Console) -> RenderableType:
+    """The text, shaded by what its tokens receive if there are colours, and both marginals as sparklines.
+
+    One key with a large sum would leave the others no height, so those blocks follow square roots.
+    """
+    found = picture.layers[layer]
+    received, entropy = found.received[head].tolist(), found.entropy[head].tolist()
+    parts: list[RenderableType] = []
+    if console.color_system is not None:
+        parts = [
+            Text("shaded by what each token receives", style="dim"),
+            colored_tokens(picture.keys.names, received),
+        ]
+    lines = (
+        ("received", [value**0.5 for value in received], f"{max(received):.1f} of {len(entropy)}, as square roots"),
+        ("entropy", entropy, f"{max(entropy):.2f} nats"),
+    )
+    room = console.width - len("received   up to ") - max(len(most) for _, _, most in lines)
+    for name, values, most in lines:
+        line = Text(f"{name:>8} ", "dim")
+        line.append(sparkline(values, min(SPARKS, max(10, room))), "")
+        line.append(f"  up to {most}", "dim")
+        parts.append(line)
+    return Group(*parts)
+
+
+def patch_blocks(weights: Tensor, width: int) -> Text:
+    """Weights of patches (rows, columns) as blocks, two columns each, after the square root of weight / largest.
+
+    Large grids show every n-th row and column, so that they fit into 24 lines and `width` columns.
+    """
+    shares = (weights / weights.max().clamp(min=1e-12)).sqrt().tolist()
+    step = max(-(-len(shares) // 24), -(-2 * len(shares[0]) // width))
+    lines = ["".join(" ░▒▓█"[round(4 * value)] * 2 for value in row[::step]) for row in shares[::step]]
+    return Text("\n".join(lines))
 
 
 def colored_tokens(tokens: Sequence[str], values: Sequence[float]) -> Text:
@@ -167,12 +209,6 @@ def _strengths(
     everything = [value for row in values for value in row]
     low, high = min(everything), max(everything)
     return [[(value - low) / ((high - low) or 1.0) for value in row] for row in values]
-
-
-def _cell(kind: str, number: str, strength: float, chosen: bool) -> Text:
-    if chosen:
-        return Text(f">{kind[0]}{number}", style="bold reverse")
-    return Text(f" {kind[0]}{number}", style=_shade(strength))
 
 
 def _short(value: float, decimals: int) -> str:

@@ -75,11 +75,9 @@ class Tokens:
         return f"Tokens({list(self.names)!r})"
 
 
-def as_tokens(given: Tokens | Sequence[str] | None, length: int) -> Tokens:
-    """Take tokens however they were given; ``None`` numbers `length` of them."""
-    if given is None:
-        return Tokens([str(place) for place in range(length)], [False] * length, range(length))
-    return given if isinstance(given, Tokens) else Tokens(given)
+def numbered_tokens(length: int) -> Tokens:
+    """The numbers 0, 1, … in place of tokens."""
+    return Tokens([str(place) for place in range(length)], [False] * length, range(length))
 
 
 Texts = Tokens | Sequence[str] | Sequence[Tokens] | Sequence[Sequence[str]]
@@ -112,6 +110,15 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
         >>> read_tokens(tokenizer, tokenizer("Embeddings")["input_ids"])
         Tokens(['[CLS]', 'em', '##bed', '##ding', '##s', '[SEP]'])
     """
+    return read_known_tokens(tokenizer, ids, words, {})
+
+
+#: Number, stored form and special mark of a token → how it is written.
+Names = dict[tuple[int, str, bool], str]
+
+
+def read_known_tokens(tokenizer: Any, ids: Sequence[int], words: Sequence[int | None] | None, names: Names) -> Tokens:
+    """`read_tokens`, with the names of tokens that other parts of the text have; new ones are added."""
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise DTypeError("tokenizer", expected="a tokenizer of transformers", got=shown(tokenizer))
     ids = _token_ids(ids)
@@ -124,7 +131,7 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
     special = [number in known for number in ids]
     guessed = _guess_words(stored, special)
     whole = list(zip(ids, stored, special, strict=True))
-    names = {each: _readable(tokenizer, *each) for each in set(whole)}
+    names |= {each: _readable(tokenizer, *each) for each in set(whole) - names.keys()}
     return Tokens(
         [names[each] for each in whole],
         special,

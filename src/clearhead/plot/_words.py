@@ -11,15 +11,7 @@ from ._tokens import Tokens
 def merge_words(weights: Tensor, queries: Tokens, keys: Tokens) -> Tensor:
     """Add up the weights of a word's pieces as keys, and average over a word's pieces as queries.
 
-    Rows keep their sum.
-
-    Args:
-        weights: (…, L, S).
-        queries: L tokens.
-        keys: S tokens.
-
-    Returns:
-        (…, words of the queries, words of the keys).
+    Rows keep their sum. (…, L, S) becomes (…, words of the queries, words of the keys).
 
     Example:
         >>> tokens = Tokens(["play", "##ing", "chess"])
@@ -34,11 +26,6 @@ def merge_words(weights: Tensor, queries: Tokens, keys: Tokens) -> Tensor:
 def has_pieces(tokens: Tokens) -> bool:
     """Whether a word consists of more than one token."""
     return len(set(tokens.words)) < len(tokens)
-
-
-def row_entropy(weights: Tensor) -> Tensor:
-    """−Σ_j p ln p of every row, in nats: (…, L, S) → (…, L)."""
-    return torch.special.entr(weights).sum(-1)
 
 
 def _membership(tokens: Tokens, like: Tensor) -> Tensor:

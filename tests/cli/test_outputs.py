@@ -1,0 +1,157 @@
+"""Outputs that take nothing, are narrow or lack characters, and what is checked before a model is loaded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from rich.cells import cell_len
+from typer.testing import CliRunner
+
+from clearhead.cli import _demo as demo
+from clearhead.cli import main
+from clearhead.cli._windows import cut_into_windows
+from clearhead.plot import _files
+
+from .looking import LETTERS, SENTENCE, fails, look
+
+PROGRAM = [sys.executable, "-m", "clearhead_command"]
+FULL = Path("/dev/full")
+WALKTHROUGH = ["walkthrough", "--length", "3"]
+
+in_an_empty_folder = pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([*PROGRAM, *arguments], stderr=subprocess.PIPE, check=False, **options)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [WALKTHROUGH, ["look", "--help"]])
+def test_an_output_that_takes_nothing_is_one_line_and_exits_with_1(arguments: list[str]) -> None:
+    with FULL.open("wb") as full:
+        result = run(*arguments, stdout=full)
+    line = f"clearhead: the output: expected one that can be written, got {os.strerror(errno.ENOSPC)}.\n"
+    assert (result.returncode, result.stderr.decode()) == (1, line)
+
+
+@pytest.mark.parametrize("arguments", [WALKTHROUGH, ["look", "--help"]])
+def test_a_reader_that_left_ends_it_quietly_with_0(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = run(*arguments, stdout=writer)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@in_an_empty_folder
+def test_a_full_disk_is_one_line_and_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_files.Path, "write_bytes", full)
+    line = fails(look("a b", "--no-png"), 1)
+    assert line.endswith("--html: expected a file that can be written, got attention.html: No space left on device.")
+    assert not list(Path().iterdir())
+
+
+@in_an_empty_folder
+@pytest.mark.parametrize(
+    ("arguments", "expected", "code"),
+    [
+        (["--layer", "6"], "--layer: expected 0 to 5, counted from 0, got 6.", 2),
+        (["--head", "12"], "--head: expected 0 to 11, counted from 0, got 12.", 2),
+        (["--stat", "received"], "--stat: expected one of entropy, normalized_entropy,", 2),
+        (["--out", "taken"], "--out: expected a folder, got a file, taken.", 1),
+        (
+            ["--out", "taken/below"],
+            "--png: expected a file that can be written, got taken/below/attention.png: Not a directory.",
+            1,
+        ),
+        (["--json", "folder"], "--json: expected a file that can be written, got folder: Is a directory.", 1),
+    ],
+)
+def test_what_can_be_checked_is_checked_before_the_model_is_loaded(
+    arguments: list[str], expected: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("taken").write_text("")
+    Path("folder").mkdir()
+    monkeypatch.setattr(demo, "load_text_model", lambda *_, **__: pytest.fail("loaded"))
+    assert expected in fails(look("a", *arguments), code)
+
+
+@in_an_empty_folder
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_token_types_of_a_tokenizer_do_not_reach_a_model_that_takes_none(
+    kind: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "model_input_names", names)
+    loaded = demo.load_text_model(str(model_folder(kind)))
+    assert "token_type_ids" in loaded.reader(LETTERS)
+    [window] = cut_into_windows(loaded, LETTERS)
+    assert sorted(window.inputs) == ["attention_mask", "input_ids"]
+    assert look(LETTERS, "--model", str(model_folder(kind)), "--no-png", "--no-html").exit_code == 0
+
+
+@in_an_empty_folder
+def test_no_message_advises_what_the_command_cannot_do(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(transformers.MPNetModel):
+        def forward(self, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+            found: Any = super().forward(*args, **options)
+            found.attentions = [weights / 2 for weights in found.attentions]
+            return found
+
+    loaded = demo.load_text_model(str(model_folder("mpnet")))
+    loaded.model.__class__ = Odd
+    monkeypatch.setattr(demo, "load_text_model", lambda *_, **__: loaded)
+    line = fails(look(LETTERS, "--no-png"), 1)
+    assert line.endswith("got weights[0]: expected weights ≥ 0 whose rows sum to 1, got a row that sums to 0.500.")
+
+
+@in_an_empty_folder
+@pytest.mark.parametrize("text", [SENTENCE, "今天天气很好，我们去公园散步。"])
+def test_forty_columns_are_kept(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = look(text, "--no-png", "--no-html").stdout.splitlines()
+    assert max(map(cell_len, lines)) <= 40
+    if text == SENTENCE:
+        assert any(line.split()[:4] == ["was", "→", "tired", "0.65"] for line in lines), "no weight is left out"
+
+
+@in_an_empty_folder
+def test_ascii_stands_in_for_what_the_encoding_lacks() -> None:
+    result = CliRunner(charset="ascii").invoke(main, ["look", "Le café 街.", "--no-png", "--no-html"])
+    assert result.exit_code == 0, result.output
+    assert "all-MiniLM-L6-v2 - 6 layers x 12 heads - " in result.stdout
+    sparks = next(line for line in result.stdout.splitlines() if line.startswith("received "))
+    assert set(sparks.split()[1]) <= set("_.-~=+*#")
+    assert "?" not in result.stdout.replace("??", ""), "only what has nothing like it, as wide as it is"
+    walk = CliRunner(charset="ascii").invoke(main, WALKTHROUGH)
+    assert (walk.exit_code, walk.stdout.isascii(), "?" in walk.stdout) == (0, True, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "seconds"), [(44_000, 20), (400_000, 60)])
+def test_long_texts_take_few_seconds_of_the_processor_and_one_gigabyte(
+    size: int, seconds: float, tmp_path: Path
+) -> None:
+    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    (tmp_path / "text.txt").write_bytes((text.encode() * 2)[:size].decode(errors="ignore").encode())
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = run("look", "--file", "text.txt", cwd=tmp_path, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= seconds
+    assert after.ru_maxrss <= 1_000_000  # kilobytes
