@@ -84,7 +84,7 @@ def compare_generated(call: Call, data: st.DataObject) -> None:
     compare(found, oracle_of(call, counted), exact=EXACT[call.query.dtype])
 
 
-@pytest.mark.parametrize(("dtype", "blocks"), [(torch.float64, "few"), (torch.float32, "few"), (torch.float64, "many")])
+@pytest.mark.parametrize(("dtype", "blocks"), [(torch.float32, "few"), (torch.float64, "many")])
 def test_every_statistic_equals_the_oracle(dtype: torch.dtype, blocks: str, request: pytest.FixtureRequest) -> None:
     if blocks == "many":
         request.getfixturevalue("small_blocks")
