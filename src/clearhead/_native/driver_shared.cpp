@@ -1,5 +1,7 @@
 #include "driver_shared.h"
 
+#include <string.h>
+
 #include <atomic>
 
 namespace clearhead {
@@ -10,7 +12,7 @@ constexpr int64_t FEW_ROWS_OF_PAIRS = 5;  // or beyond these if they multiply pa
 constexpr int64_t FEW_ROWS_AND_KEYS = 4;  // or beyond these with at most
 constexpr int64_t FEW_KEYS = 16;
 
-// Whether the bits of any number, without its sign, are above a limit. Above infinity there is only NaN.
+// Whether any of `count` numbers, without their signs, is above a limit as bits; above infinity there is only NaN.
 template <class Bits>
 bool any_above(const char* row, int64_t count, Bits limit) {
     constexpr Bits UNSIGNED = static_cast<Bits>(~Bits()) >> 1;
@@ -26,14 +28,14 @@ bool any_above(const char* row, int64_t count, Bits limit) {
 }  // namespace
 
 bool decodes(const Kernels& kernels, const Problem& p) {
-    const int64_t of_many_keys = kernels.without_pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS;
-    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : of_many_keys);
+    const bool pairs = kernels.pairs && p.type == Type::bfloat16;
+    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
 }
 
 bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes,
              int64_t threads) {
     const int64_t units = p.batch * heads;
-    std::atomic<bool> any_nan(false);
+    std::atomic<bool> found(false);
     parallel_for(units, threads, 16, [&](int64_t unit, float*) {
         bool any = false;
         for (int64_t i = 0; i < rows && !any; i++) {
@@ -44,9 +46,9 @@ bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, in
             else
                 any = any_above<uint16_t>(row, columns, p.type == Type::bfloat16 ? 0x7f80 : 0x7c00);
         }
-        if (any) any_nan = true;
+        if (any) found = true;
     });
-    return any_nan;
+    return found;
 }
 
 }  // namespace clearhead

@@ -7,17 +7,21 @@ namespace clearhead::ISA {
 struct BFloat16 {
     uint16_t bits;
 };
-struct Float16 {
+#ifdef __FLT16_MANT_DIG__
+typedef _Float16 Float16;
+#else
+struct Float16 {  // of compilers that have none of their own
     uint16_t bits;
 };
+#endif
 
-INLINE float with_bits(uint32_t bits) {
+INLINE float widen(float x) { return x; }
+INLINE float widen(BFloat16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
     float result;
     memcpy(&result, &bits, 4);
     return result;
 }
-INLINE float widen(float x) { return x; }
-INLINE float widen(BFloat16 x) { return with_bits(static_cast<uint32_t>(x.bits) << 16); }
 INLINE void narrow(float x, float* to) { *to = x; }
 INLINE void narrow(float x, BFloat16* to) {
     uint32_t bits;
@@ -25,10 +29,19 @@ INLINE void narrow(float x, BFloat16* to) {
     const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
     to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+#ifdef __FLT16_MANT_DIG__
+INLINE float widen(Float16 x) { return static_cast<float>(x); }
+INLINE void narrow(float x, Float16* to) { *to = static_cast<Float16>(x); }
+#else
+INLINE float with_bits(uint32_t bits) {
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
 INLINE float widen(Float16 x) {
-    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
-    if (magnitude >= 0x0f800000) return with_bits(sign | 0x7f800000 | magnitude);  // infinity and NaN
-    const float size = with_bits(magnitude) * 0x1p112f;  // the exponents' biases differ by 112, also below the normal numbers
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+    if (rest >= 0x0f800000) return with_bits(sign | 0x7f800000 | rest);  // infinity and NaN
+    const float size = with_bits(rest) * 0x1p112f;  // the exponents' biases differ by 112, also below the normal numbers
     return sign ? -size : size;
 }
 INLINE void narrow(float x, Float16* to) {
@@ -47,6 +60,7 @@ INLINE void narrow(float x, Float16* to) {
     }
     to->bits = static_cast<uint16_t>(bits | (sign >> 16 & 0x8000));
 }
+#endif
 
 INLINE Floats load_wide(const float* from) { return load(from); }
 INLINE void store_narrow(float* to, Floats x) { store(to, x); }
