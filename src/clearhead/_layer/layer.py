@@ -107,6 +107,8 @@ class Layer:
                     if output is not None:
                         return output, None
             q, k, v = self.projected(query, key, value, 0, environment)
+            if grid is not None and grid.key_length != k.shape[2]:  # the module has appended keys
+                grid = None
             attended, at, keys_at = KeyValues(k, v), None, None
         else:
             at = positions_of_queries(positions, cache, query.shape[-2])

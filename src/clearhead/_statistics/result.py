@@ -162,6 +162,13 @@ class AttentionStatistics:
             chosen.totals = {name: total.index_select(0, index) for name, total in self.totals.items()}
         return chosen
 
+    def like(self, results: dict[str, Any], counted: Tensor, key_length: int) -> AttentionStatistics:
+        """Other results for the same heads, with other queries and keys."""
+        statistics = copy(self)
+        statistics.results, statistics.counted, statistics.key_length = results, counted, key_length
+        statistics.batch_size, statistics.query_length = counted.shape
+        return statistics
+
     def __repr__(self) -> str:
         sizes = f"B={self.batch_size}, H={self.num_heads}, L={self.query_length}, S={self.key_length}"
         return f"AttentionStatistics({', '.join(self.results)}; {sizes})"
