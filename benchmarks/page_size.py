@@ -26,7 +26,7 @@ TEXT = Path(__file__).parent.parent / "docs" / "architecture.md"
 def sizes(tokens: int) -> dict[str, float]:
     """Megabytes of the page and of every weight as JSON, and the number of tokens."""
     loaded = demo.load_text_model()
-    encoded = loaded.tokenizer(
+    encoded = loaded.reader(
         TEXT.read_text(encoding="utf-8"),
         truncation=True,
         max_length=min(tokens, loaded.max_tokens),
@@ -34,7 +34,7 @@ def sizes(tokens: int) -> dict[str, float]:
     )
     with torch.no_grad(), clearhead.record(loaded.model, keep="queries_keys") as rec:
         loaded.model(**encoded)
-    read = plot.read_tokens(loaded.tokenizer, encoded["input_ids"][0].tolist(), words=encoded.word_ids(0))
+    read = plot.read_tokens(loaded.reader, encoded["input_ids"][0].tolist(), words=encoded.word_ids(0))
     page = rec.page(read, title=loaded.name)
     every_weight = sum(len(json.dumps(rec.weights(name)[0].tolist())) for name in rec)
     return {"page": len(page.text.encode()) / 1e6, "json": every_weight / 1e6, "tokens": len(read)}

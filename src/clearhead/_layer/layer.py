@@ -98,7 +98,7 @@ class Layer:
         """
         mask, grid = self.combined(mask), None
         if positions is None and cache is None:
-            if mask is not None and key is not None:
+            if mask is not None and key is not None and not environment.tracing:
                 batch = query.shape[0] if query.dim() == 3 else 1
                 grid = Grid(batch, self.num_heads, query.shape[-2], key.shape[-2], query.device)
                 # Only a mask marks padding, and returned weights have rows and columns for it.
