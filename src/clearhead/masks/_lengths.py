@@ -72,10 +72,9 @@ class _Counts(OfTensor):
             fix = f"Lengths count {tokens} of this call; cut them, or check that they belong to this batch."
             raise ArgumentError("mask lengths(...)", expected=expected, got=got, fix=fix)
 
-    def _require_batch(self, mask: str, expected: str, fits: bool) -> None:
-        if not fits:
-            got, fix = shape_text(self._tensor.shape), "Give one number per batch item."
-            raise ShapeError(f"mask {mask}(...)", expected=expected, got=got, fix=fix)
+    def _unfit(self, mask: str, expected: str) -> ShapeError:
+        got, fix = shape_text(self._tensor.shape), "Give one number per batch item."
+        return ShapeError(f"mask {mask}(...)", expected=expected, got=got, fix=fix)
 
 
 @final
@@ -102,8 +101,9 @@ class Lengths(_Counts):
     def validate(self, grid: Grid) -> None:
         batch, *per_query = self._tensor.shape
         fits = broadcasts(batch, grid.batch_size) and all(broadcasts(size, grid.query_length) for size in per_query)
-        either = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
-        self._require_batch(self._name, f"shape ({grid.batch_size},){either}", fits)
+        if not fits:  # only then, because the text reads sizes, which a graph must not fix
+            either = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
+            raise self._unfit(self._name, f"shape ({grid.batch_size},){either}")
         # A prefix may be longer than the keys. With positions, lengths are positions and may exceed the call's sizes.
         if self._name == "lengths" and not grid.has_positions:
             self._require_at_most(grid.key_length, "S", "lengths", "keys")
@@ -132,8 +132,8 @@ class _QueryLengths(_Counts):
         return Structure(queries=positions < self._tensor.to(grid.device)[:, None])  # (1 or B, L)
 
     def validate(self, grid: Grid) -> None:
-        fits = broadcasts(self._tensor.shape[0], grid.batch_size)
-        self._require_batch("lengths", f"query_lengths of shape ({grid.batch_size},)", fits)
+        if not broadcasts(self._tensor.shape[0], grid.batch_size):
+            raise self._unfit("lengths", f"query_lengths of shape ({grid.batch_size},)")
         if not grid.has_positions:
             self._require_at_most(grid.query_length, "L", "query_lengths", "queries")
 
