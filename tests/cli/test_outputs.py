@@ -142,16 +142,11 @@ def test_ascii_stands_in_for_what_the_encoding_lacks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "seconds"), [(44_000, 20), (400_000, 60)])
-def test_long_texts_take_few_seconds_of_the_processor_and_one_gigabyte(
-    size: int, seconds: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("size", [44_000, 400_000])
+def test_long_texts_take_one_gigabyte_at_most(size: int, tmp_path: Path) -> None:
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     (tmp_path / "text.txt").write_bytes((text.encode() * 2)[:size].decode(errors="ignore").encode())
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = run("look", "--file", "text.txt", cwd=tmp_path, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (result.returncode, result.stderr) == (0, b"")
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= seconds
-    assert after.ru_maxrss <= 1_000_000  # kilobytes
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 1_000_000  # kilobytes
