@@ -13,6 +13,7 @@ from ._layer.linear import describe_backend
 from ._layer.plan import attend
 from .kernels._choice import Explanation, explain_call
 from .masks._base import Mask
+from .masks._tensors import as_mask
 
 
 @overload
@@ -108,7 +109,7 @@ def attention(
         >>> clearhead.attention(query, key, value, clearhead.masks.causal()).shape
         torch.Size([2, 4, 5, 3])
     """
-    request = Request(mask, scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
+    request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
     results = attend(query, key, value, request, read_environment())
     return results.output if results.lse is None else (results.output, results.lse)
 
@@ -153,6 +154,6 @@ def explain(
         projections: ...
     """
     query, key, value = cast_for_autocast(query, key, value)
-    request = Request(mask, scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
+    request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
     call = valid_call(query, key, value, request)
     return explain_call(call, describe_backend() if call.query.is_cpu else "")

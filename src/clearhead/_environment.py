@@ -17,14 +17,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Forced(threading.local, Generic[Choice]):
-    """Choices that context managers force in this thread, the innermost last."""
+    """The choice that the innermost context manager forces in this thread, or ``None``, and those outside it."""
 
     # threading.local and not a ContextVar: torch.compile(fullgraph=True) can read this one.
-    stack: tuple[Choice, ...] = ()
-
-    @property
-    def value(self) -> Choice | None:
-        return self.stack[-1] if self.stack else None
+    value: Choice | None = None
+    outer: tuple[Choice | None, ...] = ()
 
 
 class forcing(Generic[Choice]):
@@ -34,12 +31,14 @@ class forcing(Generic[Choice]):
         self._forced, self._choice = forced, choice
 
     def __enter__(self) -> None:
-        self._forced.stack = (*self._forced.stack, self._choice)
+        forced = self._forced
+        forced.outer, forced.value = (*forced.outer, forced.value), self._choice
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._forced.stack = self._forced.stack[:-1]
+        forced = self._forced
+        forced.outer, forced.value = forced.outer[:-1], forced.outer[-1]
 
 
 class _State(threading.local):

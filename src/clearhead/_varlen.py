@@ -13,6 +13,7 @@ from ._environment import read_environment
 from ._layer.plan import attend
 from .errors import ShapeError, shape_text
 from .masks._base import Mask
+from .masks._tensors import as_mask
 
 
 @overload
@@ -102,7 +103,7 @@ def attention_varlen(
     """
     _require_packed(query=query, key=key, value=value)
     sequences = read_sequences(cu_seqlens_q, cu_seqlens_k, query, key)
-    request = Request(mask, scale, softcap, sinks, dropout_p, lse=return_lse, sequences=sequences)
+    request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, lse=return_lse, sequences=sequences)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # (1, H, T, D), (1, Hkv, Tk, D) and (…, Dv)
     output, lse, _ = attend(q, k, v, request, read_environment())
     output = output.squeeze(0).transpose(0, 1)  # (T, H, Dv)

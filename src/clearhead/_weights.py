@@ -15,6 +15,7 @@ from ._environment import autocast_off, cast_for_autocast, is_tracing
 from .errors import ArgumentError, DTypeError
 from .kernels._weights import compute_weights
 from .masks._base import Mask
+from .masks._tensors import as_mask
 
 Queries = int | slice | Sequence[int] | Tensor
 
@@ -64,7 +65,9 @@ def attention_weights(
     query, key = cast_for_autocast(query, key)
     average_attn_weights = flag("average_attn_weights", average_attn_weights)
     with autocast_off(query):
-        request = Request(mask, scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions)
+        request = Request(
+            as_mask(mask), scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions
+        )
         call = build_call(query, key, None, request)
         weights = compute_weights(call, row_numbers(queries, call.grid.query_length), average_attn_weights)
     return weights.squeeze(0) if query.dim() == 3 else weights

@@ -73,6 +73,7 @@ def surroundings() -> Any:
     from clearhead._environment import forced_kernels, forced_linears, state
 
     modes = torch.overrides._get_current_function_mode_stack()
-    own = state.observers, state.computing, forced_kernels.stack, forced_linears.stack
+    forced = [(each.value, each.outer) for each in (forced_kernels, forced_linears)]
+    own = state.observers, state.computing, forced
     switches = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
     return own, len(modes), switches, torch.get_default_dtype(), torch.get_num_threads()

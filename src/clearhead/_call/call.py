@@ -14,7 +14,6 @@ from .._environment import Environment, read_environment
 from ..masks._base import Mask
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid
-from ..masks._tensors import as_mask
 from .dropout import dropout_factors
 from .request import Request
 from .sequences import require_within
@@ -63,7 +62,7 @@ class AttentionCall:
     @property
     def mask(self) -> Mask | None:
         """Still a description; kernels lower it. ``None`` hides nothing."""
-        return self.request.mask  # pyright: ignore[reportReturnType]  # read by `make_call`
+        return self.request.mask
 
     @property
     def grid(self) -> Grid:
@@ -140,17 +139,31 @@ def make_call(
     environment: Environment,
     grid: Grid | None = None,
 ) -> AttentionCall:
-    """A call of arguments, with a batch of one where there is none.
+    """A call of arguments, with a batch of one where there is none, and positions and sinks as kernels read them.
 
     It checks only what the spec does not hold. `validate` checks the rest, once for all calls of a spec.
     """
     # The spec holds one dtype and one device, and no layout other than strides.
-    if not (_is_like(query, query) and _is_like(key, query) and _is_like(value, query)):
-        require_tensors(query=query, key=key, value=value)
+    for x in (query, key, value):
+        is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
+        if not is_plain or x.dtype is not query.dtype or x.device != query.device:
+            require_tensors(query=query, key=key, value=value)
+            break
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         require_shapes(query=query, key=key, value=value)
         query, key, value = query[None], key[None], value[None]  # (1, H, L, D)
-    request = _read(request, query, key)
+    changes: dict[str, Any] = {}
+    if request.query_positions is not None:
+        changes["query_positions"] = read_positions("query_positions", request.query_positions, query)
+    if request.key_positions is not None:
+        positions = read_positions("key_positions", request.key_positions, key, heads=query.shape[1])
+        changes["key_positions"] = positions
+    if request.sinks is not None:
+        changes["sinks"] = read_sinks(request.sinks, query)
+    if changes:
+        request = request._replace(**changes)
+    if request.sequences is not None and request.mask is not None:
+        require_within(request.mask)
     spec = spec_of(query, key, value, request, environment)
     return AttentionCall(spec, query, key, value, request, grid_=grid)
 
@@ -180,34 +193,6 @@ def valid_call(
 def build_call(query: Tensor, key: Tensor, value: Tensor | None, request: Request) -> AttentionCall:
     """`valid_call`, with zeros for what the mask hides; for computing from the call without a kernel."""
     return zero_hidden(valid_call(query, key, value, request))
-
-
-def _is_like(tensor: Tensor, query: Tensor) -> bool:
-    """Whether it is a plain tensor with strides, of the query's dtype and device."""
-    return (
-        type(tensor) in PLAIN  # operations of a subclass may do anything
-        and tensor.dtype is query.dtype
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.device == query.device
-    )
-
-
-def _read(request: Request, query: Tensor, key: Tensor) -> Request:
-    """The request with mask, sinks and positions as kernels read them, for a (B, H, L, D) query."""
-    changes: dict[str, Any] = {}
-    if request.query_positions is not None:
-        changes["query_positions"] = read_positions("query_positions", request.query_positions, query)
-    if request.key_positions is not None:
-        positions = read_positions("key_positions", request.key_positions, key, heads=query.shape[1])
-        changes["key_positions"] = positions
-    if request.sequences is not None:
-        changes["mask"] = require_within(request.mask)
-    elif request.mask is not None and not isinstance(request.mask, Mask):
-        changes["mask"] = as_mask(request.mask)
-    if request.sinks is not None:
-        changes["sinks"] = read_sinks(request.sinks, query)
-    return request._replace(**changes) if changes else request
 
 
 def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:

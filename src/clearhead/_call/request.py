@@ -27,8 +27,9 @@ class Request(NamedTuple):
     """How to attend: every argument of a call but query, key and value.
 
     Args:
-        mask, scale, softcap, sinks, dropout_p, query_positions, key_positions: as for `attention`. In an
-            `AttentionCall` the mask is a `Mask`, and tensors of sinks and positions have the dtype that kernels read.
+        mask: which keys each query may attend to. It stays a description, and kernels lower it.
+        scale, softcap, sinks, dropout_p, query_positions, key_positions: as for `attention`. In an `AttentionCall`
+            tensors of sinks and positions have the dtype that kernels read.
         lse: whether the log-sum-exp is returned.
         weights: which weights are returned.
         sequences: packed sequences. Query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
@@ -37,7 +38,7 @@ class Request(NamedTuple):
         offset: where the call lies in a larger call, for dropout. Default: it is a call of its own.
     """
 
-    mask: Mask | Tensor | None = None
+    mask: Mask | None = None
     scale: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None

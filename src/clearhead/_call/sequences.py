@@ -19,7 +19,6 @@ from ..masks._grid import Block, Grid
 from ..masks._positional import Causal
 from ..masks._prepared import PreparedMask
 from ..masks._structure import UNKNOWN, RowRanges, Structure
-from ..masks._tensors import as_mask
 
 
 @dataclass(frozen=True)
@@ -102,23 +101,15 @@ def read_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, ke
     )
 
 
-def require_within(mask: Mask | Tensor | None) -> Mask | None:
-    """The mask of packed sequences.
-
-    Raises:
-        ArgumentError: for ``causal("bottom_right")``, which is not defined here, and for a prepared mask.
-    """
-    if mask is None:
-        return None
-    checked = as_mask(mask)
-    if isinstance(checked, PreparedMask):
+def require_within(mask: Mask) -> None:
+    """Raise for masks that packed sequences cannot have: ``causal("bottom_right")`` and prepared masks."""
+    if isinstance(mask, PreparedMask):
         fix = "Pass the mask itself: within documents it counts from the first token of each."
         raise ArgumentError("mask", expected="a mask that is not prepared", got="prepare(...)", fix=fix)
-    for part in checked.parts():
+    for part in mask.parts():
         if isinstance(part, Causal) and part.align != "top_left":
             fix = "Packed documents are causal from their first tokens: masks.causal()."
             raise ArgumentError("mask", expected="causal()", got=part.describe(), fix=fix)
-    return checked
 
 
 def within_sequences(sequences: PackedSequences, mask: Mask | None) -> Mask:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._checks import PLAIN, flag, number
 from .._environment import Environment
-from ..masks._base import Mask
 from .request import Request, WeightsWanted
 
 _NUMBERS = (float, int)
@@ -107,13 +106,6 @@ class AttentionSpec(NamedTuple):
         """Whether a dimension is empty."""
         return 0 in self.query.shape or 0 in self.key.shape or 0 in self.value.shape
 
-    @property
-    def can_be_cached(self) -> bool:
-        """Whether equal specs are planned alike."""
-        # A subclass may hold what no spec does, sizes of a graph are symbols, and a mask without a signature may be
-        # another one in the next call.
-        return self.subclass is None and not self.tracing and (self.mask is not None or not self.masked)
-
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionSpec:
     """The spec of a call whose operands `read_operands` has read; its sizes and numbers need not be valid yet."""
@@ -131,7 +123,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
         query.device,
         None if plain else next(type(x).__name__ for x in (query, key, value) if type(x) not in PLAIN),
         not tracing and (query.is_neg() or key.is_neg() or value.is_neg()),
-        None if mask is None or tracing else cast(Mask, mask).signature(),
+        None if mask is None or tracing else mask.signature(),
         mask is not None,
         q_positions.shape if isinstance(q_positions, Tensor) else q_positions,
         k_positions.shape if isinstance(k_positions, Tensor) else k_positions,
@@ -158,7 +150,7 @@ def _float(name: str, value: float, expected: str) -> float:
 
 def _gradients(operands: tuple[Tensor, Tensor, Tensor], request: Request) -> tuple[bool, ...]:
     sinks = () if request.sinks is None else (request.sinks,)
-    biases = () if request.mask is None else cast(Mask, request.mask).bias_tensors()
+    biases = () if request.mask is None else request.mask.bias_tensors()
     # Where no input needs one, calls with and without `no_grad` share a plan.
     wanted = tuple([tensor.requires_grad for tensor in (*operands, *sinks, *biases)])
     return wanted if True in wanted else ()

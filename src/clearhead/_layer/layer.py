@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -156,10 +156,12 @@ class Layer:
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
-        own_mask = cast("Mask | None", self.request.mask)
-        if mask is None or own_mask is None:
-            return own_mask if mask is None else as_mask(mask)
-        return own_mask & as_mask(mask)
+        own_mask = self.request.mask
+        if mask is None:
+            return own_mask
+        if not isinstance(mask, Mask):
+            mask = as_mask(mask)
+        return mask if own_mask is None else own_mask & mask
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment

@@ -126,14 +126,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def chosen_backend() -> Backend:
     """The backend that is forced in this thread, or preferred on this machine."""
-    forced = forced_linears.stack
-    return cast(Backend, forced[-1]) if forced else _preferred()
+    return cast("Backend | None", forced_linears.value) or _preferred()
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment | None = None) -> Tensor:
     """`linear` where nothing is traced, in an environment that may have been read before."""
-    forced = forced_linears.stack
-    if (forced[-1] if forced else _preferred()) == "pytorch":
+    forced = forced_linears.value
+    if (forced or _preferred()) == "pytorch":
         return F.linear(x, weight, bias)
     if not forced:
         if type(x) not in PLAIN or type(weight) not in PLAIN:
@@ -168,8 +167,8 @@ def describe_backend() -> str:
         ...     describe_backend()
         "PyTorch's, forced by use_linear"
     """
-    if forced_linears.stack:
-        maker = "PyTorch" if forced_linears.stack[-1] == "pytorch" else "oneDNN"
+    if forced_linears.value:
+        maker = "PyTorch" if forced_linears.value == "pytorch" else "oneDNN"
         return f"{maker}'s, forced by use_linear"
     if _preferred() == "onednn":
         return (
@@ -203,10 +202,13 @@ def _processor_maker() -> str:
     """As the processor names it: ``GenuineIntel``, ``AuthenticAMD``; elsewhere the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id"))
-    except (OSError, StopIteration):
-        described = platform.processor()  # on Windows "AMD64 Family 25 …, AuthenticAMD"
-        return described.rsplit(", ", 1)[-1] or platform.machine()
+            for line in lines:
+                if line.startswith("vendor_id"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    described = platform.processor()  # on Windows "AMD64 Family 25 …, AuthenticAMD"
+    return described.rsplit(", ", 1)[-1] or platform.machine()
 
 
 def _against(input: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment) -> str | None:

@@ -7,7 +7,7 @@ They are removed if this saves more arithmetic than it costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import mul
+from operator import and_, mul
 from typing import cast
 
 import torch
@@ -21,7 +21,7 @@ from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
-from ..masks._structure import both, structure_of
+from ..masks._structure import joined, structure_of
 from .tokens import Tokens, find_tokens, sequences_between
 from .unmodified import apply_linear, is_unmodified
 
@@ -29,16 +29,8 @@ from .unmodified import apply_linear, is_unmodified
 _WORTH_UNPADDING = 1 << 23
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Multiplications that a query, a key, and a query with a key take in a module."""
-
-    query: int
-    key: int
-    pair: int
-
-    def of(self, queries: int, keys: int, pairs: int) -> int:
-        return queries * self.query + keys * self.key + pairs * self.pair
+#: Multiplications that a query, a key, and a query with a key take in a module.
+Costs = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -110,7 +102,8 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
     if environment.observed and changes_outputs():
         return None
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
-    cost_of_item = costs.of(length, keys_length, length * keys_length)
+    query_cost, key_cost, pair_cost = costs
+    cost_of_item = length * query_cost + keys_length * key_cost + length * keys_length * pair_cost
     if 0 in (batch, length, keys_length) or cost_of_item < _WORTH_UNPADDING:
         return None
     # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
@@ -118,13 +111,14 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
     real_queries, real_keys, rules = _marks(mask, grid)
     if rules is None or (real_queries is None and real_keys is None):
         return None
-    if real_keys is not None and any(isinstance(part, Causal) for part in rules):
+    if real_keys is not None and Causal in map(type, rules):
         # Queries before the first key are fully masked; without them left-padded items begin with a key each.
         after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
         real_queries = after if real_queries is None else real_queries & after
     keys, queries = find_tokens(real_keys, batch, keys_length), find_tokens(real_queries, batch, length)
     pairs = sum(map(mul, queries.counts, keys.counts))
-    if batch * cost_of_item - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
+    cost_without = sum(queries.counts) * query_cost + sum(keys.counts) * key_cost + pairs * pair_cost
+    if batch * cost_of_item - cost_without < batch * _WORTH_UNPADDING:
         return None
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
@@ -155,7 +149,8 @@ def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[M
                 return None, None, None
             rules.append(part)
         else:
-            real_queries, real_keys = both(real_queries, marks[0]), both(real_keys, marks[1])
+            real_queries = joined(real_queries, marks[0], and_)
+            real_keys = joined(real_keys, marks[1], and_)
     return real_queries, real_keys, rules
 
 

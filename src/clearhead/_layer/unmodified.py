@@ -47,26 +47,19 @@ def inputs_fit(
 
     Checks of arguments one by one, with an error for each, are made where it is not so.
     """
-    if not _fits_weight(query, weights[0]):
-        return False
-    itself = key is query and value is query
-    if itself and weights[0] is weights[1] is weights[2]:
+    for x, weight in zip((query, key, value), weights, strict=True):
+        if type(x) is not Tensor or not isinstance(weight, Tensor) or type(weight) not in PLAIN:
+            return False
+        # A dtype is one object, which `is` compares faster than `!=`.
+        if x.layout is not torch.strided or x.is_nested or x.dtype is not weight.dtype or x.device != weight.device:
+            return False
+        shape = x.shape
+        if len(shape) not in (2, 3) or shape[-1] != weight.shape[1]:
+            return False
+    if key is query and value is query:
         return True
-    if not (_fits_weight(key, weights[1]) and _fits_weight(value, weights[2])):
-        return False
     same = query.dim() == key.dim() == value.dim() and key.shape[:-1] == value.shape[:-1]
-    return itself or (same and (query.dim() == 2 or query.shape[batch_dim] == key.shape[batch_dim]))
-
-
-def _fits_weight(x: object, weight: object) -> bool:
-    """Whether an ordinary (B, L, features) or (L, features) tensor can be multiplied with a weight as it is."""
-    if type(x) is not Tensor or not isinstance(weight, Tensor) or type(weight) not in PLAIN:
-        return False
-    # A dtype is one object, which `is` compares faster than `!=`.
-    if x.layout is not torch.strided or x.is_nested or x.dtype is not weight.dtype or x.device != weight.device:
-        return False
-    shape = x.shape
-    return len(shape) in (2, 3) and shape[-1] == weight.shape[1]
+    return same and (query.dim() == 2 or query.shape[batch_dim] == key.shape[batch_dim])
 
 
 def apply_linear(module: nn.Module, x: Tensor, environment: Environment | None = None) -> Tensor:

@@ -56,22 +56,22 @@ def require_arguments(**expected: tuple[str, ...]) -> None:
             )
 
 
-_sets: dict[str, int] = {}
 _VARIABLE = "CLEARHEAD_ISA"
 
 
+@cache
 def _numbers() -> dict[str, int]:
     """The number of each instruction set in the extension, starting with the one in use."""
-    if not _sets and extension is not None:
-        numbers = {name: number for number, name in extension.instruction_sets()}
-        names = best_first(list(numbers), extension.pairs_are_slow)
-        wanted = os.environ.get(_VARIABLE)
-        if wanted:
-            if wanted not in names:
-                raise ArgumentError(_unknown(_VARIABLE, wanted, names))
-            names.sort(key=lambda name: name != wanted)
-        _sets.update({name: numbers[name] for name in names})
-    return _sets
+    if extension is None:
+        return {}
+    numbers: dict[str, int] = {name: number for number, name in extension.instruction_sets()}
+    names = best_first(list(numbers), extension.pairs_are_slow)
+    wanted = os.environ.get(_VARIABLE)
+    if wanted:
+        if wanted not in names:
+            raise ArgumentError(_unknown(_VARIABLE, wanted, names))
+        names.sort(key=lambda name: name != wanted)
+    return dict(zip(names, map(numbers.get, names), strict=True))  # pyright: ignore
 
 
 def _unknown(argument: str, name: object, names: Iterable[str]) -> str:
@@ -114,8 +114,8 @@ def instruction_set() -> str | None:
 
 def instruction_set_number() -> int:
     """The same as the compiled module counts them."""
-    stack = _forced.stack
-    return _numbers()[stack[-1]] if stack else _first_number()
+    forced = _forced.value
+    return _first_number() if forced is None else _numbers()[forced]
 
 
 @cache

@@ -18,6 +18,7 @@ from ..kernels._blocks import exact_dtype, score_blocks
 from ..kernels._native_statistics import gather, refuses
 from ..kernels._weights import exact_weights
 from ..masks._base import Mask
+from ..masks._tensors import as_mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
 from .definitions import LIST, STATISTICS, need_values, shape_of
 from .result import AttentionStatistics
@@ -87,7 +88,9 @@ def attention_statistics(
     # `attention` casts in the same way under autocast, so these are the weights of the model's call.
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
     with torch.no_grad(), autocast_off(query):
-        request = Request(mask, scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions)
+        request = Request(
+            as_mask(mask), scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions
+        )
         call = build_call(query, key, values[0] if values else None, request)
         return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
 

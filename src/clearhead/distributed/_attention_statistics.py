@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -168,7 +168,7 @@ def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
         as_positions(name, position, per_head=name == "key_positions")
     if query_mask is not None:
         query_marks(query_mask)
-    request = Request(None if mask is None else as_mask(mask), **numbers, **positions)
+    request = Request(as_mask(mask), **numbers, **positions)
     queries = checked_queries("queries", arguments["queries"])
     (batch, heads, length, dim), spec = call.query.shape, call.spec
     facts = {
@@ -178,7 +178,7 @@ def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
         "head_dim": dim,
         "head_dim of values": operands[2].shape[3],
         "dtype": FLOATS.index(query.dtype),
-        "mask": mask_fact(cast("Mask | None", request.mask)),
+        "mask": mask_fact(request.mask),
         # The shared call checks the sizes of tensors.
         **{
             name: fingerprint("a tensor" if isinstance(x, Tensor) else x)

@@ -184,7 +184,7 @@ def _attend_to_shard(
     key, value = key_values.key, key_values.value
 
     def attend_to(key: Tensor, value: Tensor, columns: Tensor) -> Results:
-        mask = part_of(cast("Mask | None", request.mask), Offset(grid.num_heads), grid, columns)
+        mask = part_of(request.mask, Offset(grid.num_heads), grid, columns)
         return attend(q, key, value, request._replace(mask=mask, sinks=None), environment)
 
     if environment.kernel is not None and key.shape[2] == 0 < grid.key_length:

@@ -7,7 +7,7 @@ mask that knows where these lie in the shared call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class SharedCall:
 
     @property
     def mask(self) -> Mask | None:
-        return cast("Mask | None", self.request.mask)
+        return self.request.mask
 
     @property
     def start(self) -> Offset:

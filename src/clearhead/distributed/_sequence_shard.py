@@ -222,7 +222,7 @@ def read_arguments(module: MultiHeadAttention, environment: Environment, *argume
     else:  # a memory whose keys are projected already
         require_features("query", query, module.q_proj)
         key = value = query
-    mask = None if mask is None else as_mask(mask)
+    mask = as_mask(mask)
     if module.head_shard is not None:
         mask = module.head_shard.mask(mask)
     if positions is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -105,8 +106,9 @@ def applicable(reasons: dict[str, bool]) -> list[Refusal]:
 
 def refusals_of_heads(mask: Mask, grid: Grid) -> list[Refusal]:
     """Refuse a mask whose lowering would be as large as the scores."""
-    differs = mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid))
-    return applicable({"the mask differs between heads and would have to be built whole, (B, H, L, S)": differs})
+    if mask.lowered(grid, "differs between heads", partial(differs_between_heads, mask, grid)):
+        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
+    return []
 
 
 def refusals_of_half(spec: AttentionSpec) -> list[Refusal]:

@@ -84,7 +84,7 @@ def choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
         KernelError: if the forced kernel refuses, with its reasons and which kernels can run it.
     """
     if forced is None:
-        return _preferred(call)
+        return _first(KERNELS, call) or KERNELS[-1]
     refusals = _refusals(forced, call)
     if refusals:
         reasons = "; ".join(str(reason) for reason in refusals)
@@ -105,10 +105,6 @@ def choose_for_packed(call: AttentionCall, forced: Kernel | None) -> Kernel | No
         return _first((kernel for kernel in KERNELS if kernel.takes_packed), call)
     # It may refuse only packed sequences. Each sequence can then run as a separate call.
     return forced if forced.takes_packed and not forced.refusals(call.spec, call.mask, call.grid) else None
-
-
-def _preferred(call: AttentionCall) -> Kernel:
-    return _first(KERNELS, call) or KERNELS[-1]
 
 
 def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
@@ -142,7 +138,7 @@ def explain_call(call: AttentionCall, projections: str) -> Explanation:
     }
     if forced is not None:
         return Explanation(None if reasons[forced.name] else forced.name, reasons, True, projections)
-    return Explanation(_preferred(call).name, reasons, False, projections)
+    return Explanation(choose(call, None).name, reasons, False, projections)
 
 
 def _named(name: str) -> Kernel:

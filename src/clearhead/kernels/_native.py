@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, cast, final
 
 import torch
@@ -18,7 +19,7 @@ from ..masks._structure import Band, structure_of
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
 from ._native_arguments import NativeArguments
-from ._native_masks import LoweredMask, lower_band, lower_mask
+from ._native_masks import LoweredMask, lower_mask
 from ._native_plan import NativePlan, plan_of
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
@@ -66,19 +67,23 @@ class NativeKernel(Kernel):
         if spec.tracing or spec.dispatching:
             return _run_operator
         band = Band.whole(grid) if mask is None else structure_of(mask, grid).only_band(grid)
-        prepare = _prepare if band is None else _prepare_once(spec, lower_band(band))
+        prepare = _prepare if band is None else _prepare_once(spec, vars(band))
         weights = spec.weights
-        if not spec.needs_gradients:
-            return lambda call: _results(call, *_compute(call, *prepare(call), weights, spec.lse))
-        return lambda call: _results(call, *cast(Any, _Native.apply(call, prepare, weights, *call.inputs)))
+        differentiable = spec.needs_gradients
+
+        def compute(call: AttentionCall) -> Results:
+            if differentiable:
+                results: Any = _Native.apply(call, prepare, weights, *call.inputs)
+            else:
+                results = _compute(call, *prepare(call), weights, spec.lse)
+            output, lse, written_weights = results
+            return Results(output, lse.float() if spec.lse else None, written_weights)
+
+        return compute
 
 
 #: The plan of a call, differentiable if the call is, and its arguments.
 Prepare = Callable[[AttentionCall], tuple[NativePlan, NativeArguments]]
-
-
-def _results(call: AttentionCall, output: Tensor, lse: Tensor | None, weights: Tensor | None) -> Results:
-    return Results(output, lse.float() if lse is not None and call.spec.lse else None, weights)
 
 
 def _run_operator(call: AttentionCall) -> Results:
@@ -111,13 +116,18 @@ def _prepare_once(spec: AttentionSpec, mask: LoweredMask) -> Prepare:
 def _prepare(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, NativeArguments]:
     """For calls whose mask has tensors, or other numbers every time; with the gradient of a bias of this shape."""
     arguments = arguments_of(call)
-    return plan_of(arguments, differentiable=call.spec.needs_gradients, bias_gradient=bias_gradient), arguments
+    return plan_of(arguments, differentiable=bool(call.spec.gradients), bias_gradient=bias_gradient), arguments
 
 
-def arguments_of(call: AttentionCall, mask: LoweredMask | None = None) -> NativeArguments:
+def arguments_of(call: AttentionCall, lowered: LoweredMask | None = None) -> NativeArguments:
     """The arguments of a call, whose mask is lowered unless it was before."""
-    request, spec = call.request, call.spec
-    sinks, sequences = request.sinks, request.sequences
+    request, spec, grid = call.request, call.spec, call.grid
+    mask, sinks, sequences = request.mask, request.sinks, request.sequences
+    if lowered is None:
+        if mask is None:
+            lowered = vars(Band.whole(grid))
+        else:
+            lowered = mask.lowered(grid, "native", partial(lower_mask, mask, grid))
     return NativeArguments(
         call.query,
         call.key,
@@ -130,7 +140,7 @@ def arguments_of(call: AttentionCall, mask: LoweredMask | None = None) -> Native
         softcap=spec.softcap or 0.0,
         dropout_p=spec.dropout_p,
         offset=request.offset,
-        **(lower_mask(call) if mask is None else mask),
+        **lowered,
     )
 
 

@@ -85,13 +85,13 @@ class NativePlan:
         self._contiguous = tuple(not layout.has_whole_rows for layout in inputs)
         self._copies = True in self._contiguous
         strides = [x.strides if x.has_whole_rows else contiguous_strides(x.shape) for x in inputs]
-        self._gradients: tuple[Layout, ...] = ()
-        if contiguous_gradients:
-            self._gradients = tuple(Layout(x.shape, contiguous_strides(x.shape)) for x in inputs)
-        elif differentiable:
-            self._gradients = tuple(Layout(x.shape, strides_of_gradient(x)) for x in inputs)
-        names = ("query_gradient", "key_gradient", "value_gradient")
-        gradients = {name: layout.strides[:3] for name, layout in zip(names, self._gradients, strict=False)}
+        self._gradients: list[Layout] = []
+        gradients: dict[str, tuple[int, ...]] = {}
+        if differentiable:
+            for name, x in zip(("query_gradient", "key_gradient", "value_gradient"), inputs, strict=True):
+                laid_out = contiguous_strides(x.shape) if contiguous_gradients else strides_of_gradient(x)
+                self._gradients.append(Layout(x.shape, laid_out))
+                gradients[name] = laid_out[:3]
         self._shape = (batch, heads, rows, value_dim)
         self._strides = strides_of_output(self._shape, query[1])
         self._output_dtype = torch.float32 if differentiable else dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid, Sizes
-from ._structure import Structure, both, joined, structure_of
+from ._structure import Structure, joined, structure_of
 
 
 class _Combined(Mask):
@@ -34,8 +34,10 @@ class _Combined(Mask):
         return reduce(Sizes.merged, (mask.sizes() for mask in self._masks))
 
     def signature(self) -> Hashable | None:
-        signatures = tuple(mask.signature() for mask in self._masks)
-        return None if None in signatures else (self.name, *signatures)
+        signatures: list[Hashable] = [self.name]
+        for mask in self._masks:
+            signatures.append(mask.signature())
+        return None if None in signatures else tuple(signatures)
 
 
 @final
@@ -48,7 +50,10 @@ class And(_Combined):
         return self._masks
 
     def visible(self, block: Block) -> Tensor | None:
-        return reduce(both, (part.visible(block) for part in self._masks))
+        visible: Tensor | None = None
+        for part in self._masks:
+            visible = joined(visible, part.visible(block), and_)
+        return visible
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
         bias: Tensor | None = None
@@ -71,7 +76,10 @@ class And(_Combined):
             start += count
 
     def structure(self, grid: Grid) -> Structure:
-        return reduce(Structure.meet, (structure_of(part, grid) for part in self._masks))
+        structure = Structure()
+        for part in self._masks:
+            structure = structure.meet(structure_of(part, grid))
+        return structure
 
     @property
     def has_bias(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import add
+from operator import add, and_
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from .._environment import is_tracing
 from ._base import Mask
 from ._grid import Block, Grid
-from ._structure import Structure, both, joined, structure_of
+from ._structure import Structure, joined, structure_of
 
 _ENOUGH_ROWS = 64  # fewer rows do not fill a GEMM, and the overhead of Python dominates
 
@@ -51,17 +51,17 @@ def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
 
 def differs_between_heads(mask: Mask, grid: Grid) -> bool:
     """Whether a part must be evaluated for every head, so that its tensor is as large as the scores."""
-    return any(heads > 1 for _, heads in computed_sizes(mask, grid))
+    return max([heads for _, heads in computed_sizes(mask, grid)], default=1) > 1
 
 
 def computed_sizes(mask: Mask, grid: Grid) -> Iterator[tuple[int, int]]:
     """Batch items and heads of the evaluated tensors of each part; 1 if all items or heads share them."""
     if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
         return
-    # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
-    cell = chosen_cell(grid)
     for part in mask.parts():
         if not structure_of(part, grid).exact:
+            # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
+            cell = chosen_cell(grid)
             for tensor in (part.visible(cell), part.bias(cell, torch.float32)):
                 if tensor is not None:
                     yield tensor.shape[0], tensor.shape[1]
@@ -75,7 +75,7 @@ def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None,
         bias = joined(bias, part.bias(block, dtype), add)
         # With several biases, one may be −∞ where another is ∞, so their −∞ are needed as bools.
         if biases > 1 or not structure_of(part, grid).biases:
-            visible = both(visible, part.visible(block))
+            visible = joined(visible, part.visible(block), and_)
     return visible, bias
 
 

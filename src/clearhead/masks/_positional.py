@@ -149,12 +149,13 @@ class _Diagonals(_Rule):
 
     def structure(self, grid: Grid) -> Structure:
         # Position tensors can have any order.
-        if grid.shift is None:
+        shift, keys = grid.shift, grid.key_length
+        if shift is None:
             return UNKNOWN
         low, high = self.limits(grid)
-        full = Band.whole(grid)
-        lowest = full.low if low is None else grid.shift + low
-        return Structure(band=full.meet(Band(lowest, grid.shift + high, full.stop)))
+        # Row numbers are below L, so −L and S limit nothing.
+        lowest = -grid.query_length if low is None else max(low + shift, -grid.query_length)
+        return Structure(band=Band(lowest, min(high + shift, keys), keys))
 
 
 @final
@@ -166,7 +167,7 @@ class Causal(_Diagonals):
 
     def limits(self, grid: Grid) -> tuple[int | None, int]:
         # Explicit positions need no alignment.
-        aligned = grid.has_positions or self.align == "top_left"
+        aligned = self.align == "top_left" or grid.has_positions
         return None, 0 if aligned else grid.key_length - grid.query_length
 
     def describe(self) -> str:

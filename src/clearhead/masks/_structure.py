@@ -23,11 +23,6 @@ def joined(left: Item | None, right: Item | None, join: Callable[[Item, Item], I
     return right if left is None else left if right is None else join(left, right)
 
 
-def both(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """True where both bool tensors are; ``None`` is true everywhere."""
-    return joined(left, right, and_)
-
-
 @dataclass(frozen=True)
 class Band:
     """Column j is visible to row i if i + low ≤ j ≤ i + high and j < stop.
@@ -161,8 +156,8 @@ class Structure:
             self.exact and other.exact,
             joined(self.band, other.band, Band.meet),
             joined(self.rows, other.rows, RowRanges.meet),
-            both(self.queries, other.queries),
-            both(self.keys, other.keys),
+            joined(self.queries, other.queries, and_),
+            joined(self.keys, other.keys, and_),
             self.tensors + other.tensors,
             self.biases + other.biases,
             # Only one pair of alternatives is stored, which is still a bound.
@@ -171,8 +166,9 @@ class Structure:
 
     def only_band(self, grid: Grid) -> Band | None:
         """The band, if the mask is exactly this band; else ``None``."""
-        tensors = self.rows, self.queries, self.keys, *self.tensors, *self.biases
-        if not self.exact or any(tensor is not None for tensor in tensors):
+        if not self.exact or self.tensors or self.biases:
+            return None
+        if self.rows is not None or self.queries is not None or self.keys is not None:
             return None
         return Band.whole(grid) if self.band is None else self.band
 
@@ -189,7 +185,7 @@ class Structure:
         if self.rows is not None:
             if self.rows.first is not None or self.rows.stop.shape[1] != 1:
                 return None
-            keys = both(torch.arange(grid.key_length, device=grid.device) < self.rows.stop, keys)
+            keys = joined(torch.arange(grid.key_length, device=grid.device) < self.rows.stop, keys, and_)
         # A bias of 0 and −∞ for each key is a mark, unless it requires grad.
         for bias in self.biases:
             if bias.requires_grad or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
@@ -197,7 +193,7 @@ class Structure:
             is_zero = bias[:, 0, 0] == 0  # (1 or B, S)
             if not bool((is_zero | (bias[:, 0, 0] == float("-inf"))).all()):
                 return None
-            keys = both(is_zero, keys)
+            keys = joined(is_zero, keys, and_)
         return self.queries, keys
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import final
+from typing import final, overload
 
 import torch
 from torch import Tensor
@@ -75,13 +75,19 @@ def bias(tensor: Tensor) -> Mask:
     return Bias(tensor)
 
 
-def as_mask(value: object) -> Mask:
-    """Read the argument `mask`: a mask, or a bool tensor, which means `keep`.
+@overload
+def as_mask(value: None) -> None: ...
+@overload
+def as_mask(value: Mask | Tensor) -> Mask: ...
+@overload
+def as_mask(value: Mask | Tensor | None) -> Mask | None: ...
+def as_mask(value: object) -> Mask | None:
+    """Read the argument `mask`: a mask, or a bool tensor, which means `keep`. ``None`` hides nothing.
 
     Raises:
         MaskTypeError: for anything else. Ambiguous tensors come with a list of the choices.
     """
-    if isinstance(value, Mask):
+    if value is None or isinstance(value, Mask):
         return value
     if not isinstance(value, Tensor):
         expected = "a mask from clearhead.masks or a bool tensor"
