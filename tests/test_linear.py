@@ -43,7 +43,7 @@ def onednn_preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int
         seen.append((*x.shape, weight.shape[0]))
         return multiply(x, weight, bias)
 
-    monkeypatch.setattr(clearhead._layer.linear, "_preferred", lambda: "onednn")
+    monkeypatch.setattr(clearhead._layer.linear, "_why_pytorchs", lambda: None)
     monkeypatch.setattr(clearhead._layer.linear, "_FEWEST_MULTIPLICATIONS", 1)
     monkeypatch.setattr(clearhead._layer.linear, "_FEWEST_ROWS", 1)
     monkeypatch.setattr(clearhead._layer.linear, "onednn_linear", counted)
@@ -193,7 +193,7 @@ def test_small_products_stay_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> No
     def never(*_: object) -> Tensor:
         raise AssertionError("this product is too small")
 
-    monkeypatch.setattr(clearhead._layer.linear, "_preferred", lambda: "onednn")
+    monkeypatch.setattr(clearhead._layer.linear, "_why_pytorchs", lambda: None)
     monkeypatch.setattr(clearhead._layer.linear, "onednn_linear", never)
     Linear(16, 48)(torch.randn(10, 16))
     Linear(1024, 1024)(torch.randn(15, 1024))
@@ -260,14 +260,12 @@ def test_the_rule(
     monkeypatch.setattr(clearhead._layer.linear, "has_onednn_linear", lambda: onednn)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    rule = (clearhead._layer.linear._preferred, clearhead._layer.linear._why_pytorchs)
-    for cached in rule:
-        cached.cache_clear()
+    rule = clearhead._layer.linear._why_pytorchs
+    rule.cache_clear()
     try:
         assert re.match(said, describe_backend())
     finally:
-        for cached in rule:
-            cached.cache_clear()
+        rule.cache_clear()
 
 
 @needs_onednn

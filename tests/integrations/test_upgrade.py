@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,7 @@ from tests.integrations.encoders import build, inputs_of, require_near, state
 
 
 @pytest.fixture
-def gemm() -> Iterator[None]:
-    """A machine whose choice of a GEMM is not yet known."""
-    layers._preferred.cache_clear()
-    yield
-    layers._preferred.cache_clear()
-
-
-@pytest.fixture
-def on_amd(gemm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which oneDNN's GEMM outruns PyTorch's."""
     if not layers.has_onednn_linear():
         pytest.skip("this build of PyTorch has no oneDNN")
@@ -91,7 +82,6 @@ def test_only_unmodified_linears_are_swapped() -> None:
     assert {name for name, module in model.named_modules() if type(module) is not kinds[name]} == {"ours"}
 
 
-@pytest.mark.usefixtures("gemm")
 def test_where_pytorchs_gemm_is_as_fast_nothing_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "_why_pytorchs", lambda: "MKL is as fast here")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -47,7 +47,7 @@ def require_tensors(**operands: Tensor) -> None:
 def require_shapes(**operands: Tensor) -> None:
     """Raise unless the sizes of query, key and value fit together, with a batch or without one."""
     query, key = operands["query"], operands["key"]
-    dims = {tensor.dim() for tensor in operands.values()}
+    dims = set(map(Tensor.dim, operands.values()))
     # First, because the other checks compare sizes by their place.
     if dims == {3, 4}:
         _mismatch(
@@ -61,8 +61,9 @@ def require_shapes(**operands: Tensor) -> None:
                 got=shape_text(tensor.shape),
                 fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
             )
-    if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in operands.values()):
-        _mismatch("batch sizes (B)", operands, "Repeat the smaller with .expand, or check that they belong together.")
+        if tensor.dim() == 4 and tensor.shape[0] != query.shape[0]:
+            fix = "Repeat the smaller with .expand, or check that they belong together."
+            _mismatch("batch sizes (B)", operands, fix)
     if key.shape[-1] != query.shape[-1]:
         raise ShapeError(
             "key",

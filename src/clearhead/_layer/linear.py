@@ -126,13 +126,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def chosen_backend() -> Backend:
     """The backend that is forced in this thread, or preferred on this machine."""
-    return cast("Backend | None", forced_linears.value) or _preferred()
+    return cast("Backend | None", forced_linears.value) or ("pytorch" if _why_pytorchs() else "onednn")
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment | None = None) -> Tensor:
     """`linear` where nothing is traced, in an environment that may have been read before."""
     forced = forced_linears.value
-    if (forced or _preferred()) == "pytorch":
+    if forced == "pytorch" or (forced is None and _why_pytorchs()):
         return F.linear(x, weight, bias)
     if not forced:
         if type(x) not in PLAIN or type(weight) not in PLAIN:
@@ -170,17 +170,12 @@ def describe_backend() -> str:
     if forced_linears.value:
         maker = "PyTorch" if forced_linears.value == "pytorch" else "oneDNN"
         return f"{maker}'s, forced by use_linear"
-    if _preferred() == "onednn":
-        return (
-            f"oneDNN's for float32 from {_FEWEST_ROWS} rows and {_FEWEST_MULTIPLICATIONS} multiplications on: on "
-            "processors of AMD it outruns the MKL that PyTorch uses"
-        )
-    return f"PyTorch's: {_why_pytorchs()}"
-
-
-@functools.cache
-def _preferred() -> Backend:
-    return "onednn" if _why_pytorchs() is None else "pytorch"
+    if why := _why_pytorchs():
+        return f"PyTorch's: {why}"
+    return (
+        f"oneDNN's for float32 from {_FEWEST_ROWS} rows and {_FEWEST_MULTIPLICATIONS} multiplications on: on "
+        "processors of AMD it outruns the MKL that PyTorch uses"
+    )
 
 
 @functools.cache

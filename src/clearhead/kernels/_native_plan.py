@@ -82,9 +82,12 @@ class NativePlan:
         (batch, heads, rows, dim), (_, kv_heads, keys, value_dim) = query[0], value[0]
         inputs = (query, key, value)
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
-        self._contiguous = tuple(not layout.has_whole_rows for layout in inputs)
+        self._contiguous: list[bool] = []
+        strides: list[tuple[int, ...]] = []
+        for x in inputs:
+            self._contiguous.append(not x.has_whole_rows)
+            strides.append(x.strides if x.has_whole_rows else contiguous_strides(x.shape))
         self._copies = True in self._contiguous
-        strides = [x.strides if x.has_whole_rows else contiguous_strides(x.shape) for x in inputs]
         self._gradients: list[Layout] = []
         gradients: dict[str, tuple[int, ...]] = {}
         if differentiable:
