@@ -51,10 +51,7 @@ def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
 
 def differs_between_heads(mask: Mask, grid: Grid) -> bool:
     """Whether a part must be evaluated for every head, so that its tensor is as large as the scores."""
-    for _, heads in computed_sizes(mask, grid):
-        if heads > 1:
-            return True
-    return False
+    return any(heads > 1 for _, heads in computed_sizes(mask, grid))
 
 
 def computed_sizes(mask: Mask, grid: Grid) -> Iterator[tuple[int, int]]:
