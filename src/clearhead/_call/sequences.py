@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import final
 
@@ -42,25 +41,15 @@ class PackedSequences:
         """The number of sequences."""
         return self.cu_seqlens_q.shape[0] - 1
 
-    @cached_property
-    def sequence_of_query(self) -> Tensor:
-        """(T,) the number of every query's sequence."""
-        return _numbers(self.cu_seqlens_q, self.tokens[0])
-
-    @cached_property
-    def sequence_of_key(self) -> Tensor:
-        """(Tk,) the number of every key's sequence."""
-        return _numbers(self.cu_seqlens_k, self.tokens[1])
-
-    @cached_property
+    @property
     def query_positions(self) -> Tensor:
         """(T,) positions within each sequence."""
-        return _positions(self.cu_seqlens_q, self.sequence_of_query)
+        return _positions(self.cu_seqlens_q, self.tokens[0])
 
-    @cached_property
+    @property
     def key_positions(self) -> Tensor:
         """(Tk,) likewise."""
-        return _positions(self.cu_seqlens_k, self.sequence_of_key)
+        return _positions(self.cu_seqlens_k, self.tokens[1])
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each sequence."""
@@ -69,11 +58,12 @@ class PackedSequences:
 
 
 def _numbers(bounds: Tensor, tokens: int) -> Tensor:
+    """(tokens,) the number of every token's sequence."""
     return torch.searchsorted(bounds, torch.arange(tokens, device=bounds.device), right=True) - 1
 
 
-def _positions(bounds: Tensor, numbers: Tensor) -> Tensor:
-    return torch.arange(len(numbers), device=bounds.device) - bounds[numbers]
+def _positions(bounds: Tensor, tokens: int) -> Tensor:
+    return torch.arange(tokens, device=bounds.device) - bounds[_numbers(bounds, tokens)]
 
 
 def read_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Tensor) -> PackedSequences:
@@ -124,16 +114,17 @@ class _SameSequence(Mask):
 
     def __init__(self, sequences: PackedSequences) -> None:
         self._sequences = sequences
+        self._of_query = _numbers(sequences.cu_seqlens_q, sequences.tokens[0])
+        self._of_key = _numbers(sequences.cu_seqlens_k, sequences.tokens[1])
 
     def visible(self, block: Block) -> Tensor:
-        rows = self._sequences.sequence_of_query[None, None, :, None]
-        return block.cut(rows) == block.cut(self._sequences.sequence_of_key[None, None, None, :])
+        return block.cut(self._of_query[None, None, :, None]) == block.cut(self._of_key[None, None, None, :])
 
     def structure(self, grid: Grid) -> Structure:
         # A graph does not know the boundaries.
         if not self._sequences.queries:
             return UNKNOWN
-        bounds, numbers = self._sequences.cu_seqlens_k, self._sequences.sequence_of_query
+        bounds, numbers = self._sequences.cu_seqlens_k, self._of_query
         return Structure(rows=RowRanges(bounds[numbers][None], bounds[numbers + 1][None]))
 
     def describe(self) -> str:
