@@ -208,6 +208,14 @@ def test_the_text_lists_versions_threads_and_kernels(report: Report) -> None:
     assert text.isascii()
 
 
+@pytest.mark.usefixtures("two_calls")
+def test_a_missing_kernel_is_reported_with_the_command_that_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "instruction_set", lambda: None)
+    monkeypatch.setattr(doctor, "why_missing", "it was not built")
+    command = "pip install --force-reinstall --no-deps --no-binary clearhead clearhead"
+    assert f"not available: it was not built. To build it: {command}" in text_of(examine())
+
+
 def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("no-such-package-clearhead",))
     monkeypatch.setattr(doctor, "CASES", CASES[:1])
