@@ -1,4 +1,8 @@
-"""Builds the native CPU kernel where there is a compiler; everything else of the package is in pyproject.toml."""
+"""Builds the native CPU kernel where there is a compiler; everything else of the package is in pyproject.toml.
+
+CLEARHEAD_PURE=1 builds the wheel for every platform, which has no kernel. LDFLAGS reaches the linker: a wheel for other
+machines links the compiler's own libraries statically (`.ci/wheels`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 FOLDER = Path("src/clearhead/_native")
+PURE = os.environ.get("CLEARHEAD_PURE") == "1"
 SOURCES = sorted(str(path) for path in FOLDER.glob("*.cpp"))
 HEADERS = sorted(str(path) for path in FOLDER.glob("*.h"))
 
@@ -51,21 +56,19 @@ class BuildIfPossible(build_ext):
             super().build_extension(ext)  # a failure of an optional extension is a warning
 
 
+KERNEL = Extension(
+    "clearhead._native._attention",
+    sources=SOURCES,
+    depends=HEADERS,
+    # gcc 12 warns of what its own AVX-512 functions leave open on purpose.
+    extra_compile_args=["-std=gnu++17", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wno-maybe-uninitialized"],
+    extra_link_args=["-fopenmp"],
+    py_limited_api=True,
+    optional=True,
+)
+
 setup(
-    ext_modules=[
-        Extension(
-            "clearhead._native._attention",
-            sources=SOURCES,
-            depends=HEADERS,
-            # gcc 12 warns of what its own AVX-512 functions leave open on purpose.
-            extra_compile_args=[
-                *("-std=gnu++17", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wno-maybe-uninitialized")
-            ],
-            extra_link_args=["-fopenmp"],
-            py_limited_api=True,
-            optional=True,
-        )
-    ],
+    ext_modules=[] if PURE else [KERNEL],
     cmdclass={"build_ext": BuildIfPossible},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={} if PURE else {"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -6,6 +6,8 @@ HYPOTHESIS_PROFILE=full spends the larger budget and draws anew.
 CLEARHEAD_TEST_ISA names the best instruction set of the native kernel (``none``: it was not built),
 CLEARHEAD_TEST_VENDOR the processor's vendor as it names itself (``GenuineIntel``, ``AuthenticAMD``); by default both
 are those of this machine. PyTorch's own is forced with its ATEN_CPU_CAPABILITY.
+
+CLEARHEAD_TEST_INSTALLED=1 refuses to test a checkout's sources.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests start: several tests run at once
 
@@ -46,6 +49,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 
 
+def _require_installed() -> None:
+    """In every worker: the tests see the wheel, and never the sources beside them."""
+    where = Path(clearhead.__file__)
+    if os.environ.get("CLEARHEAD_TEST_INSTALLED") == "1" and "site-packages" not in where.parts:
+        raise pytest.UsageError(f"CLEARHEAD_TEST_INSTALLED=1: clearhead was imported from {where.parent}")
+
+
 def _emulate_machine() -> None:
     best, vendor = os.environ.get("CLEARHEAD_TEST_ISA", "none"), os.environ.get("CLEARHEAD_TEST_VENDOR")
     if best != "none":
@@ -58,6 +68,7 @@ def _emulate_machine() -> None:
         clearhead._layer.linear._processor_maker = lambda: vendor
 
 
+_require_installed()
 _emulate_machine()
 
 

@@ -208,6 +208,14 @@ def test_the_text_lists_versions_threads_and_kernels(report: Report) -> None:
     assert text.isascii()
 
 
+@pytest.mark.usefixtures("two_calls")
+def test_a_missing_kernel_is_reported_with_the_command_that_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "instruction_set", lambda: None)
+    monkeypatch.setattr(doctor, "why_missing", "it was not built")
+    command = "pip install --force-reinstall --no-deps --no-binary clearhead clearhead"
+    assert f"not available: it was not built. To build it: {command}" in text_of(examine())
+
+
 def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("no-such-package-clearhead",))
     monkeypatch.setattr(doctor, "CASES", CASES[:1])
@@ -219,9 +227,9 @@ def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("2.11.0+cu128", "3.11.7", "torch 2.11.0+cu128 (tested: 2.12 to 2.15)"),
         ("3.0.0a0", "3.12.0", "torch 3.0.0a0 (tested: 2.12 to 2.15)"),
-        ("2.13.0", "3.10.2", "python 3.10.2 (tested: 3.11 to 3.12)"),
-        ("2.16.0", "3.14.0rc1", "torch 2.16.0 (tested: 2.12 to 2.15) and python 3.14.0rc1 (tested: 3.11 to 3.12)"),
-        ("2.12.1", "3.12.9", ""),
+        ("2.13.0", "3.10.2", "python 3.10.2 (tested: 3.11 to 3.13)"),
+        ("2.16.0", "3.14.0rc1", "torch 2.16.0 (tested: 2.12 to 2.15) and python 3.14.0rc1 (tested: 3.11 to 3.13)"),
+        ("2.12.1", "3.13.9", ""),
         ("2.15.0+cpu", "3.11.0", ""),
     ],
 )

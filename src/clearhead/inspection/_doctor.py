@@ -26,6 +26,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # in half precision, twice the error of `reference`
 TITLE = "checks: largest error of outputs and gradients against the reference in float64, on the CPU"
 QKV = ("query", "key", "value")
+BUILD_NATIVE = "pip install --force-reinstall --no-deps --no-binary clearhead clearhead"
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _machine() -> dict[str, str]:
         "CUDA": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if cuda else "not available",
         "MPS": "available" if torch.backends.mps.is_available() else "not available",
         "projections": describe_backend(),
-        "native kernel": instruction_set() or f"not available: {why_missing}",
+        "native kernel": instruction_set() or f"not available: {why_missing}. To build it: {BUILD_NATIVE}",
         "threads": str(torch.get_num_threads()),
         "threads between operations": str(torch.get_num_interop_threads()),
     }

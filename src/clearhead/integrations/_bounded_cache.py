@@ -224,9 +224,10 @@ def _before_forward(
     """Replace the mask by the mask of the cache."""
     names = list(signature(decoder.forward).parameters)
     named = dict(zip(names, args, strict=False)) | kwargs
-    cache = named.get("past_key_values")
+    # By type, because the argument is called past_key_values, and cache since transformers 5.24.
+    cache = next((value for value in named.values() if isinstance(value, BoundedCache)), None)
     tokens = named.get("input_ids") if named.get("inputs_embeds") is None else named["inputs_embeds"]
-    if not isinstance(cache, BoundedCache) or tokens is None:  # the model refuses a call without tokens
+    if cache is None or tokens is None:  # the model refuses a call without tokens
         return None
     mask = cache.begin(decoder, tokens, named.get("attention_mask"))
     index = names.index("attention_mask")

@@ -62,6 +62,7 @@ _NAMES = {
 # transformers ignores them too.
 _WITHOUT_EFFECT = frozenset(
     {
+        "cache",
         "cache_position",
         "decoder_attention_mask",
         "deterministic",

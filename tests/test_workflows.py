@@ -1,0 +1,54 @@
+"""Workflows pin actions, ask for few permissions and call scripts that exist. `pre-commit` lints as `.ci/run` does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+assert WORKFLOWS
+
+
+def jobs(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_and_permissions_are_few(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for line in text.splitlines():
+        if "uses:" in line:
+            assert re.fullmatch(r"\s+- uses: [\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+    assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+    writers = {name: job["permissions"] for name, job in jobs(path).items() if "permissions" in job}
+    assert writers == ({"publish": {"id-token": "write"}} if path.stem == "wheels" else {})
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_the_scripts_of_a_workflow_exist(path: Path) -> None:
+    named = set(re.findall(r"(?<![\w/])\.ci/\w+(?:\.\w+)?", path.read_text(encoding="utf-8")))
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_the_matrix_is_that_of_nox() -> None:
+    module = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
+    assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
+    matrix = jobs(ROOT / ".github" / "workflows" / "tests.yml")["versions"]["strategy"]["matrix"]
+    assert matrix["python"] == [*ast.literal_eval(assigned["PYTHONS"])]
+    assert matrix["torch"] == [*ast.literal_eval(assigned["TORCHES"])]
+
+
+def test_pre_commit_runs_what_ci_lints() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert {"ruff format", "ruff check", "pyright", "lint-imports"} == {
+        hook["entry"].removesuffix(" --fix") for hook in hooks
+    }
+    for hook in hooks:
+        assert re.search(rf"^{hook['entry'].removesuffix(' --fix')}\b", ci, re.MULTILINE), hook
