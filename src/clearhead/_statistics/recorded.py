@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from ..kernels._weights import exact_weights
 from .patch_layout import PatchLayout
 from .result import AttentionStatistics
 from .summary import Summary, summarize
+
+
+class RankedHead(NamedTuple):
+    """One head, and its weight from the query to the key of `rank_heads`."""
+
+    layer: str
+    head: int
+    weight: float
 
 
 class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
@@ -66,6 +75,34 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         saved = self.kept_call(layer, call)
         head = None if head is None else index("head", head, saved.grid.num_heads) % saved.grid.num_heads
         return exact_weights(saved, row_numbers(queries, saved.grid.query_length, "queries"), head)
+
+    def rank_heads(self, query: int, key: int, *, item: int = 0, call: int = 0) -> list[RankedHead]:
+        """Rank the heads of all layers by their exact weight from one query to one key.
+
+        The record needs ``keep="queries_keys"``.
+
+        Args:
+            query: the number of the query. Negative numbers count from the end.
+            key: the number of the key. Negative numbers count from the end.
+            item: the number of the batch item. Default the first.
+            call: the number of the call of each module. Default the first.
+
+        Returns:
+            All heads, (layer, head, weight), largest weight first. Equal weights stay in running order.
+
+        Raises:
+            RecordError: if queries and keys were not saved.
+            ArgumentError: for a query, key or batch item that a layer does not have.
+        """
+        ranked: list[RankedHead] = []
+        for layer in self:
+            grid = self.kept_call(layer, call).grid
+            row = index("query", query, grid.query_length) % grid.query_length
+            column = index("key", key, grid.key_length) % grid.key_length
+            place = index("item", item, grid.batch_size) % grid.batch_size
+            weights = self.weights(layer, queries=[row], call=call)[place, :, 0, column]  # (H,)
+            ranked += [RankedHead(layer, head, weight) for head, weight in enumerate(weights.tolist())]
+        return sorted(ranked, key=lambda place: place.weight, reverse=True)
 
     def rollout(
         self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
