@@ -93,6 +93,15 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         Raises:
             RecordError: if queries and keys were not saved.
             ArgumentError: for a query, key or batch item that a layer does not have.
+
+        Example:
+            >>> import torch, clearhead
+            >>> attend = clearhead.MultiHeadAttention(embed_dim=12, num_heads=3)
+            >>> with clearhead.record(attend, keep="queries_keys") as rec, torch.no_grad():
+            ...     output, weights = attend(torch.randn(1, 5, 12), need_weights=True, average_attn_weights=False)
+            >>> first = rec.rank_heads(query=-1, key=0)[0]
+            >>> first.head == int(weights[0, :, -1, 0].argmax())
+            True
         """
         ranked: list[RankedHead] = []
         for layer in self:
