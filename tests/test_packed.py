@@ -92,7 +92,7 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
     "lengths": (starts([3, 4, 0, 0]), ArgumentError, "boundaries from 0 on, got a first one of 3"),
     "short": (starts([0, 3, 3, 6]), ArgumentError, "a last boundary of 7: .*query tokens, got 6"),
     "long": (starts(keys=[0, 3, 3, 9]), ArgumentError, "cu_seqlens_k: .*last boundary of 8: .*key tokens, got 9"),
-    "documents": (starts(keys=[0, 8]), ArgumentError, "as many documents as cu_seqlens_q has, 3, got 1"),
+    "documents": (starts(keys=[0, 8]), ArgumentError, "as many sequences as cu_seqlens_q has, 3, got 1"),
     "floats": ({"cu_seqlens_q": torch.tensor([0.0, 7.0])}, DTypeError, "an int32 or int64 tensor"),
     "list": ({"cu_seqlens_q": [0, 7]}, DTypeError, "got list"),
     "two dimensions": ({"cu_seqlens_q": torch.zeros(2, 2).long()}, ShapeError, r"\(n \+ 1,\) for n doc.* got \(2, 2\)"),

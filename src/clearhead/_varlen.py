@@ -113,6 +113,6 @@ def attention_varlen(
 def _require_packed(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if strided(name, tensor).dim() != 3:
-            fix = "Batches with padding go into clearhead.attention; here documents lie end to end."
+            fix = "Batches with padding go into clearhead.attention; here sequences lie end to end."
             heads = "(T, H, D)" if name == "query" else "(Tk, Hkv, D)"
             raise ShapeError(name, expected=heads, got=shape_text(tensor.shape), fix=fix)

@@ -22,7 +22,7 @@ from clearhead.plot import _files
 
 from .looking import LETTERS, SENTENCE, fails, look
 
-PROGRAM = [sys.executable, "-m", "clearhead_command"]
+PROGRAM = [sys.executable, "-m", "clearhead"]
 FULL = Path("/dev/full")
 WALKTHROUGH = ["walkthrough", "--length", "3"]
 

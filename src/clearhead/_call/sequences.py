@@ -75,9 +75,9 @@ def read_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, ke
     if len(bounds[0]) != len(bounds[1]):
         raise ArgumentError(
             "cu_seqlens_k",
-            expected=f"as many documents as cu_seqlens_q has, {len(bounds[0]) - 1}",
+            expected=f"as many sequences as cu_seqlens_q has, {len(bounds[0]) - 1}",
             got=str(len(bounds[1]) - 1),
-            fix="A document without keys repeats its boundary.",
+            fix="A sequence without keys repeats its boundary.",
         )
     tokens = (query.shape[0], key.shape[0])
     # A graph must hold for other boundaries: no sequence can be cut out of it.
@@ -94,11 +94,11 @@ def read_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, ke
 def require_within(mask: Mask) -> None:
     """Raise for masks that packed sequences cannot have: ``causal("bottom_right")`` and prepared masks."""
     if isinstance(mask, PreparedMask):
-        fix = "Pass the mask itself: within documents it counts from the first token of each."
+        fix = "Pass the mask itself: within packed sequences it counts from the first token of each."
         raise ArgumentError("mask", expected="a mask that is not prepared", got="prepare(...)", fix=fix)
     for part in mask.parts():
         if isinstance(part, Causal) and part.align != "top_left":
-            fix = "Packed documents are causal from their first tokens: masks.causal()."
+            fix = "Packed sequences are causal from their first tokens: masks.causal()."
             raise ArgumentError("mask", expected="causal()", got=part.describe(), fix=fix)
 
 
@@ -128,7 +128,7 @@ class _SameSequence(Mask):
         return Structure(rows=RowRanges(bounds[numbers][None], bounds[numbers + 1][None]))
 
     def describe(self) -> str:
-        return f"same_document({self._sequences.count})"
+        return f"same_sequence({self._sequences.count})"
 
 
 def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
     if bounds.dtype not in (torch.int32, torch.int64):
         raise DTypeError(name, expected=expected, got=str(bounds.dtype))
     if bounds.dim() != 1 or bounds.shape[0] < 1:
-        raise ShapeError(name, expected="(n + 1,) for n documents", got=shape_text(bounds.shape))
+        raise ShapeError(name, expected="(n + 1,) for n sequences", got=shape_text(bounds.shape))
     if bounds.device != x.device:
         fix = f"Move it with .to({str(x.device)!r})."
         raise DeviceError(name, expected=f"the {what}'s {x.device}", got=str(bounds.device), fix=fix)
@@ -158,6 +158,6 @@ def _checked(name: str, bounds: Tensor, count: int) -> tuple[int, ...]:
     if numbers[-1] != count:
         what = "T, the number of query tokens" if name == "cu_seqlens_q" else "Tk, the number of key tokens"
         expected = f"a last boundary of {count}: {what}"
-        fix = "Every token belongs to a document; padding at the end is a document of its own."
+        fix = "Every token belongs to a sequence; padding at the end is a sequence of its own."
         raise ArgumentError(name, expected=expected, got=str(numbers[-1]), fix=fix)
     return tuple(numbers)

@@ -66,7 +66,7 @@ class Kernel(ABC):
     isolates_hidden: ClassVar[bool] = False
     #: Whether NaN in a fully masked query stays out of the output by itself; its gradients may not.
     isolates_queries: ClassVar[bool] = False
-    #: Whether one plan computes all packed sequences of a call (`Request.rows`).
+    #: Whether one plan computes all packed sequences of a call (`Request.sequences`).
     takes_packed: ClassVar[bool] = False
     #: Whether dropout is drawn from the seed of the call, so that such kernels drop the same weights.
     seeds_dropout: ClassVar[bool] = True

@@ -47,9 +47,9 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
 
 def _reasons_of_packed(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
     if spec.tracing or spec.dispatching:
-        return [Refusal("documents are no operator that a graph could hold")]
+        return [Refusal("packed sequences are no operator that a graph could hold")]
     if mask is not None and structure_of(mask, grid).only_band(grid) is None:
-        return [Refusal("within documents it has masks that are bands only")]
+        return [Refusal("within packed sequences it has masks that are bands only")]
     return []
 
 
