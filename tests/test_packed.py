@@ -95,7 +95,7 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
     "documents": (starts(keys=[0, 8]), ArgumentError, "as many sequences as cu_seqlens_q has, 3, got 1"),
     "floats": ({"cu_seqlens_q": torch.tensor([0.0, 7.0])}, DTypeError, "an int32 or int64 tensor"),
     "list": ({"cu_seqlens_q": [0, 7]}, DTypeError, "got list"),
-    "two dimensions": ({"cu_seqlens_q": torch.zeros(2, 2).long()}, ShapeError, r"\(n \+ 1,\) for n doc.* got \(2, 2\)"),
+    "two dimensions": ({"cu_seqlens_q": torch.zeros(2, 2).long()}, ShapeError, r"\(n \+ 1,\) for n seq.* got \(2, 2\)"),
     "empty": ({"cu_seqlens_q": torch.zeros(0).long()}, ShapeError, r"got \(0,\)"),
     "device": ({"cu_seqlens_q": torch.zeros(4, device="meta").long()}, DeviceError, "cu_seqlens_q: .*cpu, got meta"),
     "a batch": ({"query": torch.zeros(1, 7, H, D)}, ShapeError, r"query: expected \(T, H, D\), got \(1, 7, 6, 5\)"),

@@ -38,6 +38,7 @@ def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, tmp_path: P
             opened.wait_for_timeout(200)
             found[f"{width} {scheme}"] = problems_of(opened)
         opened.emulate_media(**MEDIA["light"])
+        opened.wait_for_timeout(200)  # the page draws again after it was printed
         for control, choice in (("order", "entropy"), ("statistic", "entropy")):
             opened.locator(f"#{control}").select_option(choice)
             found[f"{width} {control}"] = problems_of(opened)
