@@ -118,3 +118,19 @@ def test_what_does_not_fit(case: str) -> None:
     }
     with pytest.raises(kind, match=text):
         attention_varlen(**arguments)
+
+
+def test_one_graph_takes_other_boundaries() -> None:
+    def attend(x: Tensor, bounds: Tensor) -> Tensor:
+        return clearhead.attention_varlen(x, x, x, bounds, bounds, masks.causal())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for bounds in ([0, 3, 9], [0, 2, 2, 12]):
+        x = torch.randn(bounds[-1], 2, 8, requires_grad=True)
+        same = x.detach().clone().requires_grad_()
+        got, expected = compiled(x, torch.tensor(bounds)), attend(same, torch.tensor(bounds))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        got.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(x.grad, same.grad, rtol=1e-5, atol=1e-5)
