@@ -59,8 +59,11 @@ def as_one_sequence(call: AttentionCall) -> AttentionCall:
     return replace(call, spec=spec, request=request, grid_=None, coverage_=None)
 
 
-def validate_packed_mask(call: AttentionCall, mask: Mask) -> None:
-    """Raise unless the mask of a call of packed sequences fits their sizes, and its values are valid."""
-    if not mask.fits_any_call:
+def validate_mask(call: AttentionCall) -> None:
+    """Raise unless the mask of a call fits its sizes, and its values are valid. Equal specs need not pass alike."""
+    mask = cast(Mask, call.mask)
+    if call.request.sequences is None:
+        mask.validate(call.grid)
+    elif not mask.fits_any_call:
         as_one = as_one_sequence(call)
         cast(Mask, as_one.mask).validate(as_one.grid)

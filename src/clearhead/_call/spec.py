@@ -106,6 +106,13 @@ class AttentionSpec(NamedTuple):
         """Whether a dimension is empty."""
         return 0 in self.query.shape or 0 in self.key.shape or 0 in self.value.shape
 
+    @property
+    def can_be_cached(self) -> bool:
+        """Whether equal specs are planned alike."""
+        # A subclass may hold what no spec does, sizes of a graph are symbols, and a mask without a signature may be
+        # another one in the next call.
+        return self.subclass is None and not self.tracing and (self.mask is not None or not self.masked)
+
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionSpec:
     """The spec of a call whose operands `read_operands` has read; its sizes and numbers need not be valid yet."""

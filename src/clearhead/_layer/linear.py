@@ -29,8 +29,8 @@ class use_linear(forcing[str]):
     """Choose the GEMM backend of linear layers inside a ``with`` block, in this thread.
 
     Args:
-        name: ``"pytorch"`` (`torch.nn.functional.linear`) or ``"onednn"``, which raises for what it cannot multiply
-            instead of falling back. Graphs that are traced inside hold PyTorch's operator all the same.
+        name: ``"pytorch"`` (`torch.nn.functional.linear`) or ``"onednn"``. oneDNN never falls back: it raises if
+            it cannot run a GEMM. Graphs that are traced inside hold PyTorch's operator.
 
     Raises:
         ArgumentError: for an unknown name. Inside the block, `KernelError` where oneDNN cannot run a GEMM.
@@ -79,7 +79,7 @@ class Linear(nn.Linear):
         try:
             return multiply(input, self.weight, self.bias)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError):
-            require_input("input", input, self)  # checked only here, so that ordinary calls do not wait for it
+            require_input("input", input, self)  # only after an error, so that ordinary calls skip the check
             raise
 
 
@@ -132,7 +132,7 @@ def chosen_backend() -> Backend:
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment | None = None) -> Tensor:
     """`linear` where nothing is traced, in an environment that may have been read before."""
     forced = forced_linears.value
-    if forced == "pytorch" or (forced is None and _why_pytorchs()):
+    if chosen_backend() == "pytorch":
         return F.linear(x, weight, bias)
     if not forced:
         if type(x) not in PLAIN or type(weight) not in PLAIN:
@@ -194,7 +194,7 @@ def _why_pytorchs() -> str | None:
 
 
 def _processor_maker() -> str:
-    """As the processor names it: ``GenuineIntel``, ``AuthenticAMD``; elsewhere the architecture."""
+    """The processor's own name for its maker, such as ``GenuineIntel``. The architecture where there is none."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:

@@ -29,8 +29,16 @@ from .unmodified import apply_linear, is_unmodified
 _WORTH_UNPADDING = 1 << 23
 
 
-#: Multiplications that a query, a key, and a query with a key take in a module.
-Costs = tuple[int, int, int]
+@dataclass(frozen=True)
+class Costs:
+    """Multiplications that a query, a key, and a query with a key take in a module."""
+
+    query: int
+    key: int
+    pair: int
+
+    def of(self, queries: int, keys: int, pairs: int) -> int:
+        return queries * self.query + keys * self.key + pairs * self.pair
 
 
 @dataclass(frozen=True)
@@ -102,8 +110,7 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
     if environment.observed and changes_outputs():
         return None
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
-    query_cost, key_cost, pair_cost = costs
-    cost_of_item = length * query_cost + keys_length * key_cost + length * keys_length * pair_cost
+    cost_of_item = costs.of(length, keys_length, length * keys_length)
     if 0 in (batch, length, keys_length) or cost_of_item < _WORTH_UNPADDING:
         return None
     # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
@@ -111,14 +118,13 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
     real_queries, real_keys, rules = _marks(mask, grid)
     if rules is None or (real_queries is None and real_keys is None):
         return None
-    if real_keys is not None and Causal in map(type, rules):
+    if real_keys is not None and any(isinstance(part, Causal) for part in rules):
         # Queries before the first key are fully masked; without them left-padded items begin with a key each.
         after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
         real_queries = after if real_queries is None else real_queries & after
     keys, queries = find_tokens(real_keys, batch, keys_length), find_tokens(real_queries, batch, length)
     pairs = sum(map(mul, queries.counts, keys.counts))
-    cost_without = sum(queries.counts) * query_cost + sum(keys.counts) * key_cost + pairs * pair_cost
-    if batch * cost_of_item - cost_without < batch * _WORTH_UNPADDING:
+    if batch * cost_of_item - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
         return None
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None

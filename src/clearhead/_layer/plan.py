@@ -14,7 +14,7 @@ from torch import Tensor
 from .._call.call import AttentionCall, Results, make_call, validate, zero_hidden
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.packed import as_one_sequence, each_sequence, validate_packed_mask
+from .._call.packed import as_one_sequence, each_sequence, validate_mask
 from .._call.request import Request
 from .._call.spec import AttentionSpec, Layout
 from .._call.validation import NO_SINK
@@ -94,15 +94,11 @@ def attend(
         with autocast_off(query):
             return attend(query, key, value, request, environment._replace(autocast=False), show, grid)
     call = make_call(query, key, value, request, environment, grid)
-    known = _key(call.spec, environment)
-    plan = None if known is None else plans.get(known)
+    plan = _known_plan(call.spec, environment)
     if plan is None:
         validate(call)
-    if request.mask is not None:  # in every call, because a spec does not hold the values of a mask's tensors
-        if request.sequences is None:
-            request.mask.validate(call.grid)
-        else:
-            validate_packed_mask(call, request.mask)
+    if request.mask is not None:
+        validate_mask(call)
     if plan is None:
         plan = _new_plan(call, environment)
     results = _observed(call, plan, show) if environment.observed else plan(call)
@@ -135,26 +131,20 @@ def _observed(call: AttentionCall, plan: Plan, show: Show | None) -> Results:
 
 def run_call(call: AttentionCall, environment: Environment) -> Results:
     """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
-    key = _key(call.spec, environment)
-    plan = None if key is None else plans.get(key)
+    plan = _known_plan(call.spec, environment)
     return (_new_plan(call, environment) if plan is None else plan)(call)
 
 
-def _key(spec: AttentionSpec, environment: Environment) -> Hashable | None:
-    """The key of a spec's plan, or ``None`` if equal specs may need different plans."""
-    # A subclass may hold what no spec does, sizes of a graph are symbols, and a mask without a signature may be another
-    # one in the next call.
-    if spec.subclass is not None or spec.tracing or (spec.masked and spec.mask is None):
-        return None
-    return spec, environment.kernel, environment.fused
+def _known_plan(spec: AttentionSpec, environment: Environment) -> Plan | None:
+    """The plan that the cache holds."""
+    return plans.get((spec, environment.kernel, environment.fused)) if spec.can_be_cached else None
 
 
 def _new_plan(call: AttentionCall, environment: Environment) -> Plan:
     """The plan of a validated call, which the cache then holds."""
     plan = _plan(call.spec, call, environment)
-    key = _key(call.spec, environment)
-    if key is not None:
-        plans.put(key, plan)
+    if call.spec.can_be_cached:
+        plans.put((call.spec, environment.kernel, environment.fused), plan)
     return plan
 
 

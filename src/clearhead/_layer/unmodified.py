@@ -47,7 +47,10 @@ def inputs_fit(
 
     Checks of arguments one by one, with an error for each, are made where it is not so.
     """
-    for x, weight in zip((query, key, value), weights, strict=True):
+    itself = key is query and value is query
+    # Self-attention with one weight for all three compares one pair.
+    compared = 1 if itself and weights[0] is weights[1] is weights[2] else 3
+    for x, weight in zip((query, key, value)[:compared], weights[:compared], strict=True):
         if type(x) is not Tensor or not isinstance(weight, Tensor) or type(weight) not in PLAIN:
             return False
         # A dtype is one object, which `is` compares faster than `!=`.
@@ -56,7 +59,7 @@ def inputs_fit(
         shape = x.shape
         if len(shape) not in (2, 3) or shape[-1] != weight.shape[1]:
             return False
-    if key is query and value is query:
+    if itself:
         return True
     same = query.dim() == key.dim() == value.dim() and key.shape[:-1] == value.shape[:-1]
     return same and (query.dim() == 2 or query.shape[batch_dim] == key.shape[batch_dim])

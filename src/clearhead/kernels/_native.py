@@ -116,18 +116,18 @@ def _prepare_once(spec: AttentionSpec, mask: LoweredMask) -> Prepare:
 def _prepare(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, NativeArguments]:
     """For calls whose mask has tensors, or other numbers every time; with the gradient of a bias of this shape."""
     arguments = arguments_of(call)
-    return plan_of(arguments, differentiable=bool(call.spec.gradients), bias_gradient=bias_gradient), arguments
+    return plan_of(arguments, differentiable=call.spec.needs_gradients, bias_gradient=bias_gradient), arguments
 
 
 def arguments_of(call: AttentionCall, lowered: LoweredMask | None = None) -> NativeArguments:
     """The arguments of a call, whose mask is lowered unless it was before."""
-    request, spec, grid = call.request, call.spec, call.grid
+    request, spec = call.request, call.spec
     mask, sinks, sequences = request.mask, request.sinks, request.sequences
     if lowered is None:
         if mask is None:
-            lowered = vars(Band.whole(grid))
+            lowered = vars(Band.whole(call.grid))
         else:
-            lowered = mask.lowered(grid, "native", partial(lower_mask, mask, grid))
+            lowered = mask.lowered(call.grid, "native", partial(lower_mask, mask, call.grid))
     return NativeArguments(
         call.query,
         call.key,

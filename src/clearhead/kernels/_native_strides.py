@@ -44,4 +44,4 @@ def strides_of_bias_gradient(shape: tuple[int, ...]) -> Strides:
 
 def broadcast_strides(layout: Layout) -> Strides:
     """Strides, zero where a size of 1 broadcasts."""
-    return tuple([0 if size == 1 else stride for size, stride in zip(*layout, strict=True)])
+    return tuple(0 if size == 1 else stride for size, stride in zip(*layout, strict=True))

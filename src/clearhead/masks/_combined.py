@@ -34,10 +34,8 @@ class _Combined(Mask):
         return reduce(Sizes.merged, (mask.sizes() for mask in self._masks))
 
     def signature(self) -> Hashable | None:
-        signatures: list[Hashable] = [self.name]
-        for mask in self._masks:
-            signatures.append(mask.signature())
-        return None if None in signatures else tuple(signatures)
+        signatures = [mask.signature() for mask in self._masks]
+        return None if None in signatures else (self.name, *signatures)
 
 
 @final

@@ -65,9 +65,9 @@ class _Counts(OfTensor):
         if smallest < 0:
             raise ArgumentError(argument, expected="numbers ≥ 0", got=f"a smallest one of {smallest}")
 
-    def _require_at_most(self, length: int, size: str, argument: str, tokens: str, grid: Grid) -> None:
-        """Raise for a length above the call's L or S. With positions, lengths are positions, and may be above."""
-        if not grid.has_positions and not is_tracing():
+    def _require_at_most(self, length: int, size: str, argument: str, tokens: str) -> None:
+        """Raise if a length is larger than the call's L or S, which without positions is a mistake."""
+        if self._largest > length and not is_tracing():
             expected, got = f"{argument} of at most {size} = {length} {tokens}", f"a length of {self._largest}"
             fix = f"Lengths count {tokens} of this call; cut them, or check that they belong to this batch."
             raise ArgumentError("mask lengths(...)", expected=expected, got=got, fix=fix)
@@ -100,14 +100,13 @@ class Lengths(_Counts):
 
     def validate(self, grid: Grid) -> None:
         batch, *per_query = self._tensor.shape
-        fits = broadcasts(batch, grid.batch_size)
-        if not fits or (per_query and not broadcasts(per_query[0], grid.query_length)):
-            # Only then, because the text reads sizes, which a graph must not fix.
+        fits = broadcasts(batch, grid.batch_size) and all(broadcasts(size, grid.query_length) for size in per_query)
+        if not fits:  # only then, because the text reads sizes, which a graph must not fix
             either = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
             raise self._unfit(self._name, f"shape ({grid.batch_size},){either}")
-        # A prefix may be longer than the keys.
-        if self._name == "lengths" and self._largest > grid.key_length:
-            self._require_at_most(grid.key_length, "S", "lengths", "keys", grid)
+        # A prefix may be longer than the keys. With positions, lengths are positions and may exceed the call's sizes.
+        if self._name == "lengths" and not grid.has_positions:
+            self._require_at_most(grid.key_length, "S", "lengths", "keys")
 
     def sizes(self) -> Sizes:
         rows = self._tensor.shape[1] if self._tensor.dim() == 2 else 1
@@ -135,8 +134,8 @@ class _QueryLengths(_Counts):
     def validate(self, grid: Grid) -> None:
         if not broadcasts(self._tensor.shape[0], grid.batch_size):
             raise self._unfit("lengths", f"query_lengths of shape ({grid.batch_size},)")
-        if self._largest > grid.query_length:
-            self._require_at_most(grid.query_length, "L", "query_lengths", "queries", grid)
+        if not grid.has_positions:
+            self._require_at_most(grid.query_length, "L", "query_lengths", "queries")
 
     def sizes(self) -> Sizes:
         return Sizes.of(self._tensor.shape[0])
