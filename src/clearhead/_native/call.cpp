@@ -3,7 +3,7 @@
 namespace clearhead {
 namespace {
 
-// A name, and where a number or an address of this name goes.
+// The name of an argument, and the assignment of its number or address.
 struct Argument {
     const char* name;
     void (*assign)(Call& call, int64_t x);
@@ -20,8 +20,7 @@ void read_seed(Call& call, int64_t x) { call.problem.seed = x ? *reinterpret_cas
 
 #define TO(place) [](Call& call, int64_t x) { set(call.place, x); }
 
-// The one declaration of their order in C++. Python's is in kernels/_native_arguments.py, and the two are compared when
-// the library is loaded.
+// The order in C++. Python's order is in kernels/_native_arguments.py, and the import compares the two.
 constexpr Argument OPERANDS[] = {
     {"query", TO(problem.query.data)},
     {"key", TO(problem.key.data)},
@@ -37,8 +36,8 @@ constexpr Argument EXTRAS[] = {
     {"visible", TO(problem.visible.data)},
     {"bias", TO(problem.bias.data)},
     {"seed", read_seed},
-    {"cu_seqlens_q", TO(documents.rows)},
-    {"cu_seqlens_k", TO(documents.keys)},
+    {"cu_seqlens_q", TO(sequences.rows)},
+    {"cu_seqlens_k", TO(sequences.keys)},
     {"num_heads", TO(problem.all_heads)},  // 0: those of the plan
     {"head", TO(problem.first_head)},
     {"row", TO(problem.first_row)},

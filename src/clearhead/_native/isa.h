@@ -1,16 +1,7 @@
 // What an instruction set is: ISA (its namespace), LANES (floats in a vector), ROW_VECTORS and STEP (the vectors and rows of
-// a product whose sums are in registers). A source of an instruction set defines them before it includes its kernel.
+// a product whose sums are in registers). The source of an instruction set defines them before it includes its kernel.
 #pragma once
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
-
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 
 #ifndef ISA  // a header by itself, as editors and a test read it
 #define ISA one_header

@@ -1,13 +1,6 @@
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c"))), apply_to = function)
 #else
@@ -22,7 +15,7 @@
      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
 #include "kernel.h"
 
-constexpr clearhead::Kernels clearhead::avx512_kernels = clearhead::avx512::table("avx512");
+constexpr clearhead::InstructionSet clearhead::avx512_set = clearhead::avx512::table("avx512");
 #ifdef __clang__
 #pragma clang attribute pop
 #endif

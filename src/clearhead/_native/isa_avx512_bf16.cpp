@@ -1,22 +1,15 @@
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #ifdef COMPILES_PAIRS
-#include <immintrin.h>
-
 // Before the pragma, so that it runs on every processor.
-static bool supported() { return clearhead::avx512_kernels.supported() && __builtin_cpu_supports("avx512bf16"); }
+static bool supported() { return clearhead::avx512_set.supported() && __builtin_cpu_supports("avx512bf16"); }
 
 #pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
 #define ISA avx512_bf16
 #define LANES 16
 #define ROW_VECTORS 3
 #define STEP 8
-#include "kernel_pairs.h"
+#include "backward_pairs.h"
 
-constexpr clearhead::PairKernels clearhead::avx512_bf16_pairs = clearhead::avx512_bf16::table("avx512_bf16", supported);
+constexpr clearhead::InstructionSet clearhead::avx512_bf16_pairs = clearhead::avx512_bf16::table("avx512_bf16", supported);
 #endif

@@ -1,9 +1,4 @@
 // Four lanes, which every 64-bit processor has: SSE2 on x86, NEON on Arm.
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #define ISA generic
@@ -13,4 +8,4 @@
 #define CPU_HAS_ISA true
 #include "kernel.h"
 
-constexpr clearhead::Kernels clearhead::generic_kernels = clearhead::generic::table("generic");
+constexpr clearhead::InstructionSet clearhead::generic_set = clearhead::generic::table("generic");

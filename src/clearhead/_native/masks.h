@@ -1,5 +1,5 @@
-// The masks of a tile of rows and a block of keys: one bit for each row and key, or, where there is a bias,
-// the number that is added to the score, −∞ where it is hidden. Rows lie in the lanes, as in the scores.
+// The mask of a tile of rows and a block of keys. It has one bit for each row and key. With a bias it has the number that
+// is added to the score instead, −∞ where hidden. Rows lie in the lanes, as in the scores.
 #pragma once
 #include "tile.h"
 
@@ -8,7 +8,7 @@ namespace clearhead::ISA {
 enum class Coverage { nothing, some, everything };
 enum class MaskForm { none, bits, numbers };
 
-// Of a tile that sees some keys of a block either bits or numbers are given, of any other neither.
+// For `Coverage::some` either bits or numbers are set, otherwise neither.
 struct TileMask {
     Coverage coverage;
     const uint32_t* bits;  // bit l of bits[v · BLOCK + key] is set where the row in lane l sees the key
@@ -18,7 +18,7 @@ struct TileMask {
 template <MaskForm FORM>
 using Constant = std::integral_constant<MaskForm, FORM>;
 
-// work(a constant that says which of the two are given)
+// Calls work(the form of the mask, as a constant).
 template <class Work>
 INLINE void by_form(const TileMask& mask, const Work& work) {
     if (mask.bits) return work(Constant<MaskForm::bits>());
@@ -26,14 +26,14 @@ INLINE void by_form(const TileMask& mask, const Work& work) {
     return work(Constant<MaskForm::none>());
 }
 
-// The same from another key on.
+// The mask from another key on.
 template <int V>
 INLINE TileMask from_key(const TileMask& mask, int64_t key) {
     return {mask.coverage, mask.bits ? mask.bits + key : nullptr,
             mask.numbers ? mask.numbers + key * V * LANES : nullptr};
 }
 
-// A bias in units of log 2. The lowest number stays one, where −∞ would hide: models use it for "as little as possible".
+// A bias in units of log 2. The lowest number does not become −∞, which would hide: models use it as a finite stand-in.
 INLINE Floats in_units_of_log2(Floats bias, float unit = LOG2E) {
     return bias == splat(-INFINITY) ? bias : larger(splat(LOWEST), unit * bias);
 }
@@ -56,7 +56,7 @@ INLINE Floats hide(Floats score, uint32_t bits) {
     return (splat(static_cast<int32_t>(bits)) & lanes) != 0 ? score : splat(-INFINITY);
 }
 
-// What a score becomes under the mask of a tile.
+// Applies the mask of a tile to scores.
 template <MaskForm FORM, int V>
 INLINE Floats masked(Floats score, const TileMask& mask, int64_t key, int v) {
     if (FORM == MaskForm::bits) return hide(score, mask.bits[v * BLOCK + key]);
@@ -64,27 +64,27 @@ INLINE Floats masked(Floats score, const TileMask& mask, int64_t key, int v) {
     return score;
 }
 
-// One row of the masks: what they add to `LANES` scores from column j on, −∞ where hidden.
+// The bias of a row for LANES scores from column j on, −∞ where hidden.
 INLINE Floats mask_row(const Problem& p, int64_t batch, int64_t head, int64_t row, int64_t j, int64_t count) {
     Floats added = {};
     if (p.bias.data) added = bias_row(p, batch, head, row, j, count);
     if (p.visible.data) {
         typedef uint8_t Few __attribute__((vector_size(LANES)));
-        Few seen = {};
+        Few visible = {};
         const uint8_t* from = p.visible.at<uint8_t>(batch, head, row) + j * p.visible.column;
         if (p.visible.column == 1 && count == LANES) {
-            memcpy(&seen, from, LANES);
+            memcpy(&visible, from, LANES);
         } else {
-            for (int64_t lane = 0; lane < count; lane++) seen[lane] = from[lane * p.visible.column];
+            for (int64_t lane = 0; lane < count; lane++) visible[lane] = from[lane * p.visible.column];
         }
-        typedef uint16_t Pairs __attribute__((vector_size(LANES * 2)));  // in two steps, for each is one instruction
-        added = __builtin_convertvector(__builtin_convertvector(seen, Pairs), Ints) != 0 ? added : splat(-INFINITY);
+        typedef uint16_t Pairs __attribute__((vector_size(LANES * 2)));  // in two steps of one instruction each
+        added = __builtin_convertvector(__builtin_convertvector(visible, Pairs), Ints) != 0 ? added : splat(-INFINITY);
     }
     return added;
 }
 
-// Fetches the masks of the tile that comes next, a few rows at a time between two products: its rows lie too
-// far from each other for the processor to foresee them, and all at once they would keep it waiting.
+// Prefetches the masks of the next tile, a few rows between two products. Its rows are too far apart for the processor's
+// prefetcher, and prefetching all of them together would stall.
 struct NextMasks {
     const Rows* rows;
     int64_t batch, start, stop;  // of keys
@@ -103,7 +103,7 @@ struct NextMasks {
 };
 
 INLINE NextMasks next_masks(const Problem& p, const Rows& rows, int64_t batch, int64_t start) {
-    if (rows.masks) return {&rows, batch, 0, 0};  // read from one end to the other
+    if (rows.masks) return {&rows, batch, 0, 0};  // read sequentially
     const bool bias = p.bias.data && p.bias.row && p.bias.column == 1;
     const bool visible = p.visible.data && p.visible.row && p.visible.column == 1;
     return {&rows, batch, start, bias || visible ? smaller(start + BLOCK, p.keys) : start};

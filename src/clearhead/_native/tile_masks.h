@@ -1,14 +1,14 @@
-// How the mask of a tile and a block of keys is made: from ranges, marks and biases, or read where it was packed before.
+// Makes the mask of a tile and a block of keys from row ranges, bool mask and bias, or reads it from packed masks.
 #pragma once
 #include "masks.h"
 
 namespace clearhead::ISA {
 
-constexpr int SPAN = 4 * LANES;  // keys whose marks, one byte each, fill a vector
+constexpr int SPAN = 4 * LANES;  // keys whose bytes of a bool mask fill a vector
 typedef uint8_t Bytes __attribute__((vector_size(SPAN)));
 typedef uint8_t LooseBytes __attribute__((vector_size(SPAN), aligned(1)));
 
-// Memory for that.
+// Memory for the mask of a tile and a block.
 struct MaskScratch {
     uint32_t* bits;
     float* numbers;
@@ -20,7 +20,7 @@ INLINE MaskScratch mask_scratch(float* scratch) {
     return {reinterpret_cast<uint32_t*>(scratch), scratch + BLOCK * ROW_VECTORS};
 }
 
-// The marks of SPAN keys, or of as many as there are.
+// The bool mask of at most SPAN keys.
 static __attribute__((noinline)) Bytes marks_one_by_one(const uint8_t* from, int64_t column, int64_t count) {
     Bytes marks = {};
     for (int64_t j = 0; j < smaller(SPAN, count); j++) marks[j] = from[j * column];
@@ -32,15 +32,15 @@ INLINE Bytes marks_of_row(const uint8_t* from, int64_t column, int64_t count) {
     return marks_one_by_one(from, column, count);
 }
 
-// Whether marks that are the same for every row show all keys of a range, or none, or neither.
+// The coverage of a range of keys by a bool mask that all rows share.
 static Coverage shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t start, int64_t stop) {
     const uint8_t* marks = p.visible.at<uint8_t>(batch, head, 0);
-    int64_t seen = 0;
-    for (int64_t j = start; j < stop; j++) seen += marks[j * p.visible.column] != 0;
-    return seen == 0 ? Coverage::nothing : seen == stop - start ? Coverage::everything : Coverage::some;
+    int64_t visible = 0;
+    for (int64_t j = start; j < stop; j++) visible += marks[j * p.visible.column] != 0;
+    return visible == 0 ? Coverage::nothing : visible == stop - start ? Coverage::everything : Coverage::some;
 }
 
-// Which of SPAN keys from `start` on eight rows see, from lane `lane` on: bit r of byte j is row r's.
+// The visible keys among SPAN keys from `start` on, for eight rows from lane `lane` on. Bit r of byte j is row r's.
 template <bool MARKS>
 INLINE Bytes collect_bits(const Problem& p, const Rows& rows, int64_t batch, int lane, int64_t start) {
     Bytes places, bits = {};
@@ -48,18 +48,18 @@ INLINE Bytes collect_bits(const Problem& p, const Rows& rows, int64_t batch, int
     for (int r = 0; r < smaller(8, LANES); r++, lane++) {
         const int64_t first = rows.first[lane] - start, last = rows.last[lane] - start;
         const uint8_t bit = static_cast<uint8_t>(1 << r);
-        Bytes seen = Bytes{} + bit;
+        Bytes visible = Bytes{} + bit;
         if (MARKS) {
             const uint8_t* from = p.visible.at<uint8_t>(batch, rows.head[lane], rows.row[lane]);
             const Bytes marks = marks_of_row(from + start * p.visible.column, p.visible.column, p.keys - start);
-            seen = marks != 0 ? seen : Bytes{};
+            visible = marks != 0 ? visible : Bytes{};
         }
         if (first > 0 || last < SPAN) {
             const uint8_t from = static_cast<uint8_t>(smaller(SPAN, larger(0, first)));
             const uint8_t to = static_cast<uint8_t>(smaller(SPAN, larger(0, last)));
-            seen = (places >= from) & (places < to) ? seen : Bytes{};
+            visible = (places >= from) & (places < to) ? visible : Bytes{};
         }
-        bits |= seen;
+        bits |= visible;
     }
     return bits;
 }
@@ -75,8 +75,8 @@ static Coverage bits_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
             const Bytes bits = collect_bits<MARKS>(p, rows, batch, v * LANES, start + j);
             memcpy(low, &bits, SPAN);
             if (LANES > 8) {
-                const Bytes more = collect_bits<MARKS>(p, rows, batch, v * LANES + 8, start + j);
-                memcpy(high, &more, SPAN);
+                const Bytes upper = collect_bits<MARKS>(p, rows, batch, v * LANES + 8, start + j);
+                memcpy(high, &upper, SPAN);
             }
             uint32_t* place = to + v * BLOCK + j;
             for (int k = 0; k < SPAN; k++) place[k] = low[k] | static_cast<uint32_t>(high[k]) << 8;
@@ -85,14 +85,12 @@ static Coverage bits_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
     return any == 0 ? Coverage::nothing : all == (1u << LANES) - 1 ? Coverage::everything : Coverage::some;
 }
 
-// A square of numbers whose rows begin at from[0 … LANES − 1], transposed.
+// Transposes a square of numbers whose rows begin at from[0 … LANES − 1].
 INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats (&square)[LANES]) {
 #if LANES == 16
-#pragma GCC unroll 4
-    for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
+    UNROLL for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
         __m512 x[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
+        UNROLL for (int k = 0; k < 4; k++) {
             x[k] = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + j + q));
             x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[4 + k] + j + q), 1);
             x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[8 + k] + j + q), 2);
@@ -113,14 +111,14 @@ INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats
 #endif
 }
 
-// The same where columns do not lie side by side, or `count` of them are left.
+// The same for columns with a stride, or for the last `count` columns.
 static __attribute__((noinline)) void load_some_transposed(const float* const (&from)[LANES], int64_t j,
                                                            int64_t column, int64_t count, Floats (&square)[LANES]) {
     for (int64_t k = 0; k < LANES; k++)
         for (int64_t r = 0; r < LANES; r++) square[k][r] = k < count ? from[r][(j + k) * column] : 0;
 }
 
-// Writes the bias of a tile, −∞ where a bit is not set (if there are any), and returns its coverage.
+// Writes the bias of a tile, −∞ where a bit is not set (if `bits` is not null), and returns its coverage.
 template <int V>
 static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
                           const uint32_t* bits, float* to, float unit) {
@@ -137,8 +135,7 @@ static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
                 load_some_transposed(from, j, p.bias.column, p.keys - j, square);
             }
             const int64_t key = j - start;
-#pragma GCC unroll 16
-            for (int r = 0; r < LANES; r++) {
+            UNROLL for (int r = 0; r < LANES; r++) {
                 Floats added = in_units_of_log2(square[r], unit);
                 if (bits) added = hide(added, bits[v * BLOCK + key + r]);
                 best = larger(added, best);
@@ -149,7 +146,7 @@ static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
     return largest_lane(best) == -INFINITY ? Coverage::nothing : Coverage::some;
 }
 
-// Packed, the masks of a tile are those of its blocks one after the other: their coverage, then bits or numbers.
+// The packed masks of a tile are those of its blocks in turn. Each has its coverage, then bits or numbers.
 static int64_t block_size(const Problem& p) { return 16 + BLOCK * (p.bias.data ? TILE : ROW_VECTORS); }
 
 static int64_t masks_size(const Problem& p) { return (p.keys + BLOCK - 1) / BLOCK * block_size(p); }
@@ -165,10 +162,10 @@ INLINE TileMask read_packed(const Problem& p, const Rows& rows, int64_t start) {
     return {coverage, reinterpret_cast<const uint32_t*>(block + 16) + skipped, nullptr};
 }
 
-// What a tile sees of the keys [start, stop); a bias times `unit`.
+// The mask of a tile for the keys [start, stop), with a bias times `unit`.
 template <int V>
 static TileMask tile_mask(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
-                   const MaskScratch& room, float unit = LOG2E) {
+                   const MaskScratch& buffers, float unit = LOG2E) {
     if (rows.masks) return read_packed<V>(p, rows, start);
     Coverage coverage = Coverage::everything;
     bool marks = p.visible.data != nullptr;
@@ -178,12 +175,12 @@ static TileMask tile_mask(const Problem& p, const Rows& rows, int64_t batch, int
     }
     const bool within = rows.highest_first <= start && rows.lowest_last >= stop;
     if (coverage != Coverage::nothing && (marks || !within))
-        coverage = marks ? bits_of_tile<V, true>(p, rows, batch, start, stop - start, room.bits)
-                      : bits_of_tile<V, false>(p, rows, batch, start, stop - start, room.bits);
-    const uint32_t* bits = coverage == Coverage::some ? room.bits : nullptr;
+        coverage = marks ? bits_of_tile<V, true>(p, rows, batch, start, stop - start, buffers.bits)
+                      : bits_of_tile<V, false>(p, rows, batch, start, stop - start, buffers.bits);
+    const uint32_t* bits = coverage == Coverage::some ? buffers.bits : nullptr;
     if (coverage == Coverage::nothing || !p.bias.data) return {coverage, bits, nullptr};
-    coverage = bias_of_tile<V>(p, rows, batch, start, stop, bits, room.numbers, unit);
-    return {coverage, nullptr, room.numbers};
+    coverage = bias_of_tile<V>(p, rows, batch, start, stop, bits, buffers.numbers, unit);
+    return {coverage, nullptr, buffers.numbers};
 }
 
 template <int V>
@@ -195,14 +192,14 @@ static void pack_rows(const Problem& p, const Rows& rows, int64_t batch, float* 
         trim(rows, start, stop);
         Coverage coverage = Coverage::nothing;
         if (start < stop) {
-            const MaskScratch room = {p.bias.data ? bits : reinterpret_cast<uint32_t*>(to + 16), to + 16};
-            coverage = tile_mask<V>(p, rows, batch, block, end, room).coverage;
+            const MaskScratch buffers = {p.bias.data ? bits : reinterpret_cast<uint32_t*>(to + 16), to + 16};
+            coverage = tile_mask<V>(p, rows, batch, block, end, buffers).coverage;
         }
         memcpy(to, &coverage, sizeof coverage);
     }
 }
 
-// Packs what the tile that begins at a folded row sees of all blocks, for any head.
+// Packs the masks of the tile from a folded row on for all blocks and any head.
 [[maybe_unused]] static void pack_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
     Rows rows;
     describe_rows(p, batch, 0, row_start, p.folded_rows(), rows);

@@ -1,5 +1,5 @@
-// How products of pairs walk over their work. A unit is one tile of rows against a block of keys; a chunk is the keys that
-// are packed at once, for all the tiles of a task: for each chunk come the tiles, for each tile its blocks.
+// The order of work in products of pairs. A unit is one tile of rows against a block of keys. A chunk is the keys that
+// are packed together, for all tiles of a task. Chunks are the outer loop, then tiles, then blocks.
 #pragma once
 #include "tile_masks.h"
 
@@ -8,22 +8,22 @@ namespace clearhead::ISA {
 template <class Tile>
 struct Unit {
     Tile* tile = nullptr;
-    int64_t start = 0, count = 0, within = 0;  // keys; how many of its chunk come before
-    int side = 0, slot = 0;                    // of what lies in memory more than once
-    TileMask mask = {};                        // overwritten when the next unit is found
+    int64_t start = 0, count = 0, within = 0;  // keys; the number of keys of the chunk before it
+    int side = 0, slot = 0;                    // which of several buffers
+    TileMask mask = {};                        // valid until the next unit
 
     bool masked() const { return mask.bits || mask.numbers; }
 };
 
-constexpr int SIDES = 3;  // a unit at work, the one before and the one behind it may be of as many chunks
+constexpr int SIDES = 3;  // the current unit, the previous and the next may belong to different chunks
 
-// Finds those units that see anything. pack(key, how many there are, how many with those of zeros, side)
+// Finds the units that are not fully masked. pack(first key, number of keys, number with padding, side)
 template <class Tile, class Pack>
 class Units {
   public:
     Units(const Problem& p, const Task& task, Tile* tiles, int64_t count, int64_t block, int64_t chunk,
-          const MaskScratch& room, const Pack& pack)
-        : p_(p), task_(task), tiles_(tiles), count_(count), tile_(count), size_(block), length_(chunk), room_(room),
+          const MaskScratch& buffers, const Pack& pack)
+        : p_(p), task_(task), tiles_(tiles), count_(count), tile_(count), size_(block), length_(chunk), buffers_(buffers),
           pack_(pack) {
         int64_t first = p.keys;
         for (int64_t n = 0; n < count; n++) {
@@ -66,14 +66,14 @@ class Units {
         chunk_ += length_;
         if (chunk_ >= stop_ || count_ == 0) return false;
         tile_ = 0, padded_ = round_up(smaller(length_, p_.keys - chunk_), KEY_STEP);
-        packed_ = false;  // until a row sees any of it
+        packed_ = false;  // until a row sees a key of it
         return true;
     }
 
     TileMask see(const Rows& rows, int64_t start, int64_t stop) const {
         TileMask mask;
         by_vectors(rows.vectors,
-                   [&](auto vectors) { mask = tile_mask<vectors.value>(p_, rows, task_.batch, start, stop, room_); });
+                   [&](auto vectors) { mask = tile_mask<vectors.value>(p_, rows, task_.batch, start, stop, buffers_); });
         return mask;
     }
 
@@ -81,7 +81,7 @@ class Units {
     const Task& task_;
     Tile* tiles_;
     int64_t count_, tile_, size_, length_, chunk_ = 0, padded_ = 0, block_ = 0, end_ = 0, stop_ = 0;
-    const MaskScratch room_;
+    const MaskScratch buffers_;
     const Pack& pack_;
     bool packed_ = false;
     int side_ = 0, slot_ = 0;
