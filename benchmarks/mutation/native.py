@@ -69,7 +69,7 @@ FAULTS = (
         "the lse of a row whose every score is the lowest number",
     ),
     Fault(
-        "tile.h", "            rows.lowest_last = 0;\n", "", "a fully masked row is not masked beside rows that see all"
+        "tile.h", "            tile.lowest_last = 0;\n", "", "a fully masked row is not masked beside rows that see all"
     ),
     Fault(
         "tile.h",
@@ -103,7 +103,7 @@ FAULTS = (
     ),
     Fault(
         "tile_masks.h",
-        "if (marks && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {",
+        "if (marks && p.visible.row == 0 && (tile.one_head || p.visible.head == 0)) {",
         "if (marks && p.visible.row == 0) {",
         "per-head key masks of a tile with several heads",
     ),
@@ -149,7 +149,7 @@ FAULTS = (
         "    compute",
         "the gradient of a bias is added up twice where a call is repeated",
     ),
-    Fault("packed_sequences.cpp", ", p.first_item = d;", ";", "every packed sequence drops the same weights"),
+    Fault("packed_sequences.cpp", "p.first_item = number, ", "", "every packed sequence drops the same weights"),
     Fault(
         "row_results.h",
         "entropy = sum * factor * (lse - row_max);",

@@ -16,17 +16,16 @@ namespace clearhead::ISA {
 
 // Working memory of one task.
 struct BackwardBuffers {
-    WidenedBlock block;
-    float *weights, *gradients, *slopes;
-    MaskScratch masks;
+    View keys, values;
+    float *weights, *gradients, *slopes, *masks;
 };
 
-// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES). Calls between(step) before each step.
+// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES). Calls between(step, number of steps) before each step.
 template <int V, class Between>
 static void product(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to,
                     const Between& between) {
     for (int64_t j = 0; j < count; j += STEP) {
-        between(j / STEP);
+        between(j / STEP, count / STEP);
         Floats acc[STEP][V] = {};
         multiply<true>(acc, left + j * stride, stride, right, V * LANES, columns);
         UNROLL for (int t = 0; t < STEP; t++)
@@ -78,7 +77,7 @@ static void differentiate(const Problem& p, BackwardTile& tile, int64_t batch, i
     for (int64_t j = 0; j < count; j += GROUP)
         UNROLL for (int v = 0; v < V; v++) {
             Ints undropped[GROUP];
-            if (p.drop_below) dropout_mask(p, tile.rows, batch, v, key + j, undropped);
+            if (p.drop_below) dropout_mask(p, tile, batch, v, key + j, undropped);
             const Floats correction = load(tile.correction + v * LANES);
             [[maybe_unused]] const Floats above = load(tile.heavy_above + v * LANES);
             [[maybe_unused]] Ints heavy_key = load(tile.heavy_key + v * LANES);
@@ -109,19 +108,19 @@ static void differentiate(const Problem& p, BackwardTile& tile, int64_t batch, i
 
 // Stores the slopes of the soft-cap at the heavy keys among [start, stop).
 static void keep_heavy_slopes(BackwardTile& tile, int64_t start, int64_t stop, const float* slopes) {
-    for (int64_t lane = 0; lane < tile.rows.count; lane++) {
+    for (int64_t lane = 0; lane < tile.count; lane++) {
         const int64_t key = tile.heavy_key[lane];
         if (start <= key && key < stop)
-            tile.heavy_slope[lane] = slopes[(key - start) * tile.rows.vectors * LANES + lane];
+            tile.heavy_slope[lane] = slopes[(key - start) * tile.vectors * LANES + lane];
     }
 }
 
 // Adds ds, the gradient of a bias, from the lanes to its rows.
-static void add_to_bias_gradient(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+static void add_to_bias_gradient(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t stop,
                                  const float* gradients, const float* factors) {
     const int64_t columns = smaller(stop, p.keys) - start;
-    each_row_vector(gradients, rows, columns, [&](int64_t lane, int64_t j, Floats ds, int64_t count) {
-        float* to = p.bias_gradient.at<float>(batch, rows.head[lane], rows.row[lane]) + start + j;
+    each_row_vector(gradients, tile, columns, [&](int64_t lane, int64_t j, Floats ds, int64_t count) {
+        float* to = p.bias_gradient.at<float>(batch, tile.head[lane], tile.row[lane]) + start + j;
         store_some(to, load_some(to, count) + ds * factors[lane], count);
     });
 }
@@ -133,7 +132,7 @@ static void score_few(const Problem& p, const BackwardTile& tile, const float* k
     const int64_t width = lanes_up(p.dim), stride = step_up(p.dim);
     memset(to, 0, static_cast<size_t>(count * V * LANES) * sizeof(float));
     for (int64_t j = 0; j < count; j += LANES)
-        for (int64_t r = 0; r < tile.rows.count; r += TOGETHER) {  // which may include rows of zeros
+        for (int64_t r = 0; r < tile.count; r += TOGETHER) {  // which may include rows of zeros
             const int64_t present = smaller(LANES, count - j);
             Floats dot[TOGETHER];
             dots(tile.few_queries + r * width, width, keys + j * stride, stride, p.dim, present, dot);
@@ -143,24 +142,22 @@ static void score_few(const Problem& p, const BackwardTile& tile, const float* k
 }
 
 // One tile against the keys [start, stop), with their sums of dk and dv.
-template <int V, bool HEAVY>
+template <int V, bool HEAVY, class Between>
 static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int64_t start, int64_t stop,
-                        const BackwardBuffers& buffers, const NextMasks& next, const float* keys, const float* values,
+                        const BackwardBuffers& buffers, const Between& between, const float* keys, const float* values,
                         float* key_sums, float* value_sums) {
-    const TileMask mask = tile_mask<V>(p, tile.rows, batch, start, stop, buffers.masks);
-    if (mask.coverage == Coverage::nothing) return;
+    const TileMask mask = tile_mask<V>(p, tile, batch, start, stop, buffers.masks);
+    if (mask.form == MaskForm::nothing) return;
     const int64_t count = stop - start, key_stride = step_up(p.dim), rows = V * LANES;
     if (p.few)
         score_few<V>(p, tile, keys, count, buffers.weights);
     else
-        product<V>(keys, key_stride, p.dim, tile.query_lanes, count, buffers.weights, [&](int64_t step) {
-            if (next.start < next.stop) next.fetch(p, step, count / STEP);
-        });
+        product<V>(keys, key_stride, p.dim, tile.query_lanes, count, buffers.weights, between);
     by_form(mask, [&](auto form) { recompute_probs<V, form()>(p, tile.lse, count, mask, buffers.weights, buffers.slopes); });
-    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, buffers.gradients, [](int64_t) {});
+    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, buffers.gradients, [](int64_t, int64_t) {});
     differentiate<V, HEAVY>(p, tile, batch, start, count, buffers.weights, buffers.gradients);
     if (HEAVY && p.softcap != 0) keep_heavy_slopes(tile, start, stop, buffers.slopes);
-    if (p.bias_gradient.data) add_to_bias_gradient(p, tile.rows, batch, start, stop, buffers.gradients, tile.missing);
+    if (p.bias_gradient.data) add_to_bias_gradient(p, tile, batch, start, stop, buffers.gradients, tile.missing);
     if (p.softcap != 0)
         for (int64_t place = 0; place < count * rows; place += LANES)
             store(buffers.gradients + place, load(buffers.gradients + place) * load(buffers.slopes + place));
@@ -191,31 +188,28 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
                                          [&](BackwardTile& tile) { prepare<T>(p, b, tile, scratch); });
     const int64_t key_width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
     float* value_sums = sums + keys_summed(p) * key_width;
-    each_block<T>(
-        p, task, tiles, count, buffers.block,
-        [&](BackwardTile& tile) { end_query_run(tile, step_up(p.dim) * tile.rows.vectors * LANES); },
-        [&](auto vectors, BackwardTile& tile, int64_t start, int64_t stop, const float* keys, const float* values,
-            const NextMasks& next) {
-            attend_back<vectors.value, HEAVY>(p, tile, b, start, stop, buffers, next, keys, values, sums + start * key_width,
-                                              value_sums + start * value_width);
-        });
+    each_block<T>(p, task, tiles, count, buffers.keys, buffers.values, end_query_run,
+                  [&](auto vectors, BackwardTile& tile, int64_t start, int64_t stop, const float* k, const float* v,
+                      const auto& between) {
+                      attend_back<vectors.value, HEAVY>(p, tile, b, start, stop, buffers, between, k, v,
+                                                        sums + start * key_width, value_sums + start * value_width);
+                  });
     for (int64_t n = 0; n < count; n++) {
         float factors[TILE];
         for (int lane = 0; lane < TILE; lane++) factors[lane] = p.scale * tiles[n].missing[lane];
-        write_query_gradient<T>(p, b, tiles[n], step_up(p.dim), factors);
+        write_query_gradient<T>(p, b, tiles[n], factors);
         if (HEAVY) add_heavy_keys(p, tiles[n], b, task.kv_head, sums);
     }
 }
 
 template <class T>
 static void backward(const Problem& p, const Task& task, float* sums, float* scratch) {
-    BackwardBuffers buffers;
-    float* keys = take(scratch, BLOCK * step_up(p.dim));
-    buffers.block = {keys, take(scratch, BLOCK * p.value_dim), step_up(p.dim), p.value_dim};
-    buffers.weights = take(scratch, BLOCK * TILE);
-    buffers.gradients = take(scratch, BLOCK * TILE);
-    buffers.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
-    buffers.slopes = take(scratch, BLOCK * TILE);
+    const BackwardBuffers buffers = {{take(scratch, BLOCK * step_up(p.dim)), 0, 0, step_up(p.dim)},
+                                     {take(scratch, BLOCK * p.value_dim), 0, 0, p.value_dim},
+                                     take(scratch, BLOCK * TILE),
+                                     take(scratch, BLOCK * TILE),
+                                     take(scratch, BLOCK * TILE),
+                                     take(scratch, MASK_SCRATCH_FLOATS)};
     const int64_t step = tiles_at_once(p) * TILE;
     for (int64_t start = task.row_start; start < task.row_stop; start += step)
         backward_rows<T>(p, task, start, smaller(start + step, task.row_stop), buffers, sums, scratch);

@@ -6,17 +6,16 @@ namespace clearhead::ISA {
 
 constexpr float HEAVY_WEIGHT = 0.51f;  // above one half, so that rounding cannot make two keys of a row heavy
 
-// The rows of a tile, their numbers from the forward pass, and their dq.
-struct QuerySums {
-    Rows rows;
-    float *sums, *totals;               // (D × V·LANES), of a run of keys, and of earlier runs or null
-    float lse[TILE], correction[TILE];  // lse in units of log 2, rounded; δ − dl
-    float missing[TILE];                // the factor of the weights that corrects this rounding
-};
-
-struct BackwardTile : QuerySums {
-    float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES)
-    float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), columns padded to whole vectors
+// A tile with its numbers from the forward pass and its dq. (D) and (Dv) are padded to whole vectors or steps.
+struct BackwardTile : Tile {
+    float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES), or their pairs
+    float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), or pairs of each number twice
+    float *sums, *totals;                 // (D × V·LANES), of a run of keys, and of earlier runs or null
+    int64_t floats;                       // of these sums
+    int64_t summed;                       // of products of pairs: the keys of this run,
+    bool misses;                          // and whether `missing` is more than the rounding of weights
+    float lse[TILE], correction[TILE];    // lse in units of log 2, rounded; δ − dl
+    float missing[TILE];                  // the factor of the weights that corrects this rounding
     float* few_queries;                   // the queries as decoding reads them, if `few`
     float heavy_above[TILE];              // the weight above which a key is heavy
     int32_t heavy_key[TILE];              // the heavy key, or −1
@@ -34,15 +33,15 @@ static int64_t sums_size(const Problem& p) { return keys_summed(p) * (lanes_up(p
 
 // Copies the rows of a tile, times a factor and a factor per row, with zeros for lanes without a row.
 template <class T>
-static void copy_rows(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor,
+static void copy_rows(const View& view, const Tile& tile, int64_t batch, int64_t columns, float factor,
                       const float* factors, float* to) {
     const int64_t stride = lanes_up(columns);
-    for (int64_t lane = 0; lane < rows.vectors * LANES; lane++, to += stride) {
-        if (lane >= rows.count) {
-            memset(to, 0, static_cast<size_t>(stride) * sizeof(float));
+    for (int64_t lane = 0; lane < tile.vectors * LANES; lane++, to += stride) {
+        if (lane >= tile.count) {
+            clear(to, stride);
             continue;
         }
-        const T* from = view.at<T>(batch, rows.head[lane], rows.row[lane]);
+        const T* from = view.at<T>(batch, tile.head[lane], tile.row[lane]);
         for (int64_t j = 0; j < columns; j += LANES)
             store(to + j, factor * factors[lane] * load_some(from + j, columns - j));
     }
@@ -65,15 +64,14 @@ INLINE double dot(const float* x, const T* y, int64_t count) {
 }
 
 template <class T>
-static void correct(const Problem& p, int64_t batch, QuerySums& tile) {
-    const Rows& rows = tile.rows;
+static void correct(const Problem& p, int64_t batch, BackwardTile& tile) {
     for (int64_t lane = 0; lane < TILE; lane++) {
         tile.lse[lane] = -LOWEST;  // a lane without a row has weights of zero
         tile.correction[lane] = tile.missing[lane] = 0;
-        if (lane >= rows.count) continue;
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
-        const float* output = p.exact_output.at<float>(batch, rows.head[lane], rows.row[lane]);
-        const T* gradient = p.output_gradient.at<T>(batch, rows.head[lane], rows.row[lane]);
+        if (lane >= tile.count) continue;
+        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]);
+        const float* output = p.exact_output.at<float>(batch, tile.head[lane], tile.row[lane]);
+        const T* gradient = p.output_gradient.at<T>(batch, tile.head[lane], tile.row[lane]);
         const double delta = dot(output, gradient, p.value_dim);
         tile.correction[lane] = static_cast<float>(delta - (p.lse_gradient ? p.lse_gradient[place] : 0));
         // A row whose every score is the lowest number has the lowest lse. Its weights cannot be recomputed and are 0 here.
@@ -86,53 +84,52 @@ static void correct(const Problem& p, int64_t batch, QuerySums& tile) {
     for (int lane = 0; lane < TILE; lane += LANES) store(tile.missing + lane, exp2(load(tile.missing + lane)));
 }
 
-static void clear_query_sums(QuerySums& tile, int64_t floats) {
-    memset(tile.sums, 0, static_cast<size_t>(floats) * sizeof(float));
-    if (tile.totals) memset(tile.totals, 0, static_cast<size_t>(floats) * sizeof(float));
+// Sums of zero for dq of `height` rows, with a total if there are several runs.
+static void begin_query_sums(BackwardTile& tile, int64_t height, bool totals, float*& scratch) {
+    tile.floats = height * tile.vectors * LANES, tile.summed = 0;
+    tile.sums = take(scratch, tile.floats), tile.totals = totals ? take(scratch, tile.floats) : nullptr;
+    clear(tile.sums, tile.floats);
+    if (totals) clear(tile.totals, tile.floats);
 }
 
 // Adds the sums of a run to the total, and begins the next with zeros.
-static void end_query_run(QuerySums& tile, int64_t floats) {
-    for (int64_t place = 0; place < floats; place += LANES) {
+static void end_query_run(BackwardTile& tile) {
+    for (int64_t place = 0; place < tile.floats; place += LANES)
         store(tile.totals + place, load(tile.totals + place) + load(tile.sums + place));
-        store(tile.sums + place, Floats{});
-    }
+    clear(tile.sums, tile.floats);
+    tile.summed = 0;
 }
 
 // Writes dq of a tile, each row times its factor.
 template <class T>
-static void write_query_gradient(const Problem& p, int64_t batch, const QuerySums& tile, int64_t height, const float* factors) {
-    const int64_t floats = height * tile.rows.vectors * LANES;
-    for (int64_t place = 0; tile.totals && place < floats; place += LANES)
-        store(tile.sums + place, load(tile.totals + place) + load(tile.sums + place));
-    lanes_to_rows<T>(tile.sums, tile.rows, batch, p.dim, factors, p.query_gradient);
+static void write_query_gradient(const Problem& p, int64_t batch, BackwardTile& tile, const float* factors) {
+    if (tile.totals) end_query_run(tile);
+    lanes_to_rows<T>(tile.totals ? tile.totals : tile.sums, tile, batch, p.dim, factors, p.query_gradient);
 }
 
 template <class T>
 static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*& scratch) {
-    const int64_t lanes = tile.rows.vectors * LANES;
+    const int64_t lanes = tile.vectors * LANES;
     tile.query_lanes = take(scratch, p.dim * lanes);
     tile.gradient_lanes = take(scratch, p.value_dim * lanes);
     tile.query_rows = take(scratch, lanes_up(p.dim) * lanes);
     tile.gradient_rows = take(scratch, lanes_up(p.value_dim) * lanes);
-    tile.sums = take(scratch, step_up(p.dim) * lanes);
-    tile.totals = has_totals(p) ? take(scratch, step_up(p.dim) * lanes) : nullptr;
+    begin_query_sums(tile, step_up(p.dim), has_totals(p), scratch);
     correct<T>(p, batch, tile);
     for (int lane = 0; lane < TILE; lane++) {
         tile.heavy_above[lane] = p.whole_rows ? HEAVY_WEIGHT / tile.missing[lane] : INFINITY;
         tile.heavy_key[lane] = -1, tile.heavy_slope[lane] = 1, tile.light_sum[lane] = 0;
     }
-    rows_to_lanes<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_lanes);
-    rows_to_lanes<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
-    copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.missing, tile.query_rows);
+    rows_to_lanes<T>(p.query, tile, batch, p.dim, 1, tile.query_lanes);
+    rows_to_lanes<T>(p.output_gradient, tile, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
+    copy_rows<T>(p.query, tile, batch, p.dim, 1, tile.missing, tile.query_rows);
     if (p.few) {
         tile.few_queries = take(scratch, lanes_up(p.dim) * lanes);
         float ones[TILE];
         for (float& factor : ones) factor = 1;
-        copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, ones, tile.few_queries);
+        copy_rows<T>(p.query, tile, batch, p.dim, 1, ones, tile.few_queries);
     }
-    copy_rows<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.missing, tile.gradient_rows);
-    clear_query_sums(tile, step_up(p.dim) * lanes);
+    copy_rows<T>(p.output_gradient, tile, batch, p.value_dim, p.kept_factor, tile.missing, tile.gradient_rows);
 }
 
 // to += factor · from
@@ -143,8 +140,8 @@ INLINE void add_row(const float* from, float factor, int64_t count, float* to) {
 
 // Adds ds of the heavy keys to the gradients, after dq is written.
 static void add_heavy_keys(const Problem& p, const BackwardTile& tile, int64_t batch, int64_t kv_head, float* key_sums) {
-    for (int64_t lane = 0; lane < tile.rows.count; lane++) {
-        const int64_t head = tile.rows.head[lane], row = tile.rows.row[lane], key = tile.heavy_key[lane];
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        const int64_t head = tile.head[lane], row = tile.row[lane], key = tile.heavy_key[lane];
         if (p.heavy_keys)
             p.heavy_keys[p.row_place(batch, head, row)] = {tile.light_sum[lane] * tile.missing[lane], key, tile.heavy_slope[lane]};
         if (p.heavy_keys || key < 0) continue;

@@ -91,7 +91,7 @@ static void mix_all(const float (*weights)[CHUNK], const T* value, int64_t strid
 
 // Scores (units of log 2, −∞ where hidden) and row maxima of R rows from `first` on, for keys [start, start + count).
 template <class T, int R>
-static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
+static void score_chunk(const Problem& p, const Tile& tile, int64_t batch, int64_t kv_head, int64_t first,
                         int64_t start, int64_t count, const float* query, float (*scores)[CHUNK], float (&best)[R]) {
     const T* key = p.key.at<T>(batch, kv_head, start);
     const bool dense = p.bias.data || p.visible.data;
@@ -106,11 +106,11 @@ static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64
         dots(query, lanes_up(p.dim), key + j * p.key.row, p.key.row, p.dim, present, dot);
         for (int r = 0; r < R; r++) {
             const int64_t row = first + r;
-            const int32_t last = static_cast<int32_t>(smaller(rows.last[row], start + count));
+            const int32_t last = static_cast<int32_t>(smaller(tile.last[row], start + count));
             Floats x = dot[r];
             x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : x * (p.scale * LOG2E);
-            if (dense) x = add_mask(rounded(x), mask_row(p, batch, rows.head[row], rows.row[row], start + j, present));
-            x = ((column >= rows.first[row]) & (column < last)) ? x : splat(-INFINITY);
+            if (dense) x = add_mask(rounded(x), mask_row(p, batch, tile.head[row], tile.row[row], start + j, present));
+            x = ((column >= tile.first[row]) & (column < last)) ? x : splat(-INFINITY);
             row_maxima[r] = larger(x, row_maxima[r]);
             store(scores[r] + j, x);
         }
@@ -131,13 +131,13 @@ static void add_to_totals(const Problem& p, float* partial, bool all) {
 
 // Adds the keys [start, start + count) to the partial results of R rows from `first` on.
 template <class T, int R>
-static void decode_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
+static void decode_chunk(const Problem& p, const Tile& tile, int64_t batch, int64_t kv_head, int64_t first,
                          int64_t start, int64_t count, const float* query, float* partial) {
     const int64_t width = lanes_up(p.value_dim);
     float *row_maxima = partial + first, *totals = row_maxima + p.folded_rows();
     float* output = partial_output(p, partial) + first * width;
     float scores[R][CHUNK], best[R];
-    score_chunk<T, R>(p, rows, batch, kv_head, first, start, count, query, scores, best);
+    score_chunk<T, R>(p, tile, batch, kv_head, first, start, count, query, scores, best);
     bool visible = false;
     for (int r = 0; r < R; r++) {
         visible = visible || best[r] != -INFINITY;
@@ -165,22 +165,22 @@ static void decode_chunk(const Problem& p, const Rows& rows, int64_t batch, int6
 template <class T>
 static void decode(const Problem& p, const Task& task, float* partial, float* scratch) {
     const int64_t b = task.batch, h = task.kv_head, count = p.folded_rows(), width = lanes_up(p.dim);
-    Rows rows;
-    describe_rows(p, b, h, 0, count, rows);
+    Tile tile;
+    describe_rows(p, b, h, 0, count, tile);
     memset(scratch, 0, static_cast<size_t>(count * width) * sizeof(float));
     memset(partial_output(p, partial), 0, static_cast<size_t>(2 * count * lanes_up(p.value_dim)) * sizeof(float));
     for (int64_t r = 0; r < count; r++) {
         partial[r] = LOWEST, partial[count + r] = 0;
-        widen_rows(p.query.at<T>(b, rows.head[r], rows.row[r]), 0, 1, p.dim, scratch + r * width, width, 1);
+        widen_rows(p.query.at<T>(b, tile.head[r], tile.row[r]), 0, 1, p.dim, scratch + r * width, width, 1);
     }
-    const int64_t stop = smaller(task.key_stop, rows.highest_last);
-    const int64_t first = larger(task.key_start, rows.lowest_first), run = CHUNKS * CHUNK;
+    const int64_t stop = smaller(task.key_stop, tile.highest_last);
+    const int64_t first = larger(task.key_start, tile.lowest_first), run = CHUNKS * CHUNK;
     for (int64_t start = first; start < stop; start += CHUNK) {
         if (start > first && (start - first) % run == 0) add_to_totals(p, partial, false);
         const int64_t present = smaller(CHUNK, stop - start);
         int64_t r = 0;
         const auto add = [&](auto together) {
-            decode_chunk<T, together>(p, rows, b, h, r, start, present, scratch + r * width, partial);
+            decode_chunk<T, together>(p, tile, b, h, r, start, present, scratch + r * width, partial);
             r += together;
         };
         while (count - r >= TOGETHER) add(Number<TOGETHER>());

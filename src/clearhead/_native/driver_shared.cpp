@@ -26,15 +26,14 @@ bool any_above(const char* row, int64_t count, Bits limit) {
 }  // namespace
 
 bool decodes(const Kernels& kernels, const Problem& p) {
-    const int64_t of_many_keys = kernels.without_pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS;
+    const int64_t of_many_keys = kernels.pairs && p.type == bfloat16 ? FEW_ROWS_OF_PAIRS : FEW_ROWS;
     return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : of_many_keys);
 }
 
-bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes,
-             int64_t threads) {
+bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes) {
     const int64_t units = p.batch * heads;
     std::atomic<bool> any_nan(false);
-    parallel_for(units, threads, 16, [&](int64_t unit, float*) {
+    parallel_for(units, p.threads, 16, [&](int64_t unit, float*) {
         bool any = false;
         for (int64_t i = 0; i < rows && !any; i++) {
             const int64_t place = unit / heads * view.batch + unit % heads * view.head + i * view.row;

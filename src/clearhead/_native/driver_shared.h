@@ -15,6 +15,9 @@ inline Task task_of(const Problem& p, int64_t head, int64_t row_start, int64_t r
     return {head / p.kv_heads, head % p.kv_heads, row_start, row_stop, 0, p.keys, masks};
 }
 
+// Runs a pass on each packed sequence.
+void run_each_sequence(void (*pass)(const Kernels&, const Problem&), const Kernels& kernels, const Problem& all);
+
 // Whether a tile would be mostly empty, so that `decode` is faster.
 bool decodes(const Kernels& kernels, const Problem& p);
 
@@ -22,8 +25,7 @@ bool decodes(const Kernels& kernels, const Problem& p);
 //
 // Fully masked rows, and keys that are masked for every row, have weights of zero. Only NaN and infinity in them can
 // change a result, to NaN. Such a call is repeated with zeros in their place. Other calls cost one scan of the results.
-bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes,
-             int64_t threads);
+bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes);
 
 // Masks that several heads share. Their tiles are packed once for all heads.
 struct SharedMasks {
@@ -44,9 +46,9 @@ struct SharedMasks {
 
     // Packs `count` runs of `rows` rows. place(index) returns the plane and first row of a run.
     template <class Place>
-    void pack(int64_t count, int64_t rows, int64_t threads, float* to, const Place& place) const {
+    void pack(int64_t count, int64_t rows, float* to, const Place& place) const {
         const int64_t tiles = divide_up(rows, kernels.tile_rows);
-        parallel_for(count * tiles, threads, 16, [&](int64_t index, float*) {
+        parallel_for(count * tiles, p.threads, 16, [&](int64_t index, float*) {
             const auto [plane, start] = place(index / tiles);
             const int64_t row = start + index % tiles * kernels.tile_rows;
             if (row < p.folded_rows()) kernels.pack_masks(p, plane, row, to + index * kernels.masks_size(p));

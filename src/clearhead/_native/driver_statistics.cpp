@@ -79,23 +79,23 @@ class PartSums {
     const std::unique_ptr<double[], Free> maps_;
 };
 
-void compute_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
+void compute_statistics(const Kernels& kernels, const Problem& p, const Statistics& s) {
     const int64_t heads = p.batch * p.heads;
     if (heads == 0 || p.rows == 0) return;
     const int64_t together = s.averages(p) ? p.heads : 1, groups = heads / together;  // heads that add to the same rows
     const int64_t fitting = COLUMN_FLOATS / (3 * together * columns_of(p)) + 1;
-    const int64_t most = s.received || s.map ? STATISTICS_TASKS : threads > 1 ? TASKS_PER_THREAD * threads : 1;
+    const int64_t most = s.received || s.map ? STATISTICS_TASKS : p.threads > 1 ? TASKS_PER_THREAD * p.threads : 1;
     const int64_t tiles = divide_up(p.rows, kernels.tile_rows);
     const int64_t step = divide_up(tiles, smaller(tiles, divide_up(smaller(fitting, most), groups))) * kernels.tile_rows;
     const int64_t parts = divide_up(p.rows, step), floats = kernels.statistics_scratch(p, s);
     const PartSums sums(p, s, parts, step);
-    parallel_for(groups * parts, threads, floats, [&](int64_t index, float* memory) {
+    parallel_for(groups * parts, p.threads, floats, [&](int64_t index, float* memory) {
         const int64_t group = index % groups, part = parts - 1 - index / groups, start = part * step;
         const int64_t stop = smaller(start + step, p.rows);
         for (int64_t head = group * together; head < (group + 1) * together; head++) {
             const int64_t kv_head = head % p.heads / p.group(), folded = head % p.heads % p.group() * p.rows;
             const Task task = {head / p.heads, kv_head, folded + start, folded + stop, 0, p.keys, nullptr};
-            kernels.statistics(p, s, task, sums.of(head, part), memory);
+            kernels.statistics[p.type](p, s, task, sums.of(head, part), memory);
         }
     });
     sums.add_up();
@@ -103,14 +103,14 @@ void compute_statistics(const Kernels& kernels, const Problem& p, const Statisti
 
 }  // namespace
 
-void run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
-    compute_statistics(kernels, p, s, threads);
+void run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s) {
+    compute_statistics(kernels, p, s);
     if (!p.output.data || !may_hide_altogether(p)) return;  // only outputs read values
-    if (!has_nan(p, p.output, p.heads, p.rows, p.value_dim, p.bytes(), threads)) return;
+    if (!has_nan(p, p.output, p.heads, p.rows, p.value_dim, p.bytes())) return;
     const Isolated isolated(p);
     if (!isolated.any()) return;
     if (s.averages(p)) memset(s.weights.data, 0, static_cast<size_t>(p.batch * p.rows * p.keys) * sizeof(float));
-    compute_statistics(kernels, isolated.problem(), s, threads);
+    compute_statistics(kernels, isolated.problem(), s);
 }
 
 }  // namespace clearhead

@@ -33,7 +33,7 @@ static ExactScores exact_scores(const Problem& p, int64_t keys, float*& scratch)
 }
 
 static void widen_query(const Problem& p, const ScorePanel& panel, const ExactScores& exact) {
-    for (int64_t n = 0; n < p.dim * panel.tile.rows.vectors * LANES; n++) exact.query[n] = panel.tile.query[n];
+    for (int64_t n = 0; n < p.dim * panel.tile.vectors * LANES; n++) exact.query[n] = panel.tile.query[n];
     for (int lane = 0; lane < TILE; lane++) exact.row_max[lane] = exact.raw_max[lane] = -INFINITY;
 }
 
@@ -94,10 +94,10 @@ static void score_keys_exactly(const Problem& p, const float* rows, int64_t coun
 // Computes the scores of a part, and updates the row maxima.
 template <int V, class T>
 static void score_exactly(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part,
-                          const MaskScratch& buffers, const ExactScores& exact, float* viewers) {
-    const TileMask mask = tile_mask<V>(p, panel.tile.rows, batch, part.start, part.stop, buffers, 1.f);
-    panel.visible_blocks[panel.number(part.block)] = mask.coverage != Coverage::nothing;
-    if (mask.coverage == Coverage::nothing) return;
+                          float* mask_memory, const ExactScores& exact, float* viewers) {
+    const TileMask mask = tile_mask<V>(p, panel.tile, batch, part.start, part.stop, mask_memory, 1.f);
+    panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
+    if (mask.form == MaskForm::nothing) return;
     double* to = exact.scores + (part.start - panel.start) * V * LANES;
     by_form(mask, [&](auto form) {
         const auto score = panel.raw_max ? score_keys_exactly<V, form.value, true> : score_keys_exactly<V, form.value, false>;

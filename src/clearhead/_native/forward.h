@@ -4,22 +4,30 @@
 
 namespace clearhead::ISA {
 
-// The rows of a tile, and their sums over a run of keys.
-struct RowSums {
-    Rows rows;
+// A tile with its sums over a run of keys.
+struct ForwardTile : Tile {
+    float* query;           // (D × V·LANES), or their pairs
     float *output, *total;  // (Dv × V·LANES), rows in the lanes; of this run, and of earlier runs or null
+    int64_t floats;         // of an output
+    int64_t summed;         // keys or blocks of this run
     float row_max[TILE], sum[TILE];
     float total_max[TILE], total_sum[TILE];
 };
 
-struct Tile : RowSums {
-    float* query;  // (D × V·LANES)
-};
+INLINE float* take(float*& scratch, int64_t count) {
+    float* result = scratch;
+    scratch += round_up(count, 16);
+    return result;
+}
 
-// Clears the sums of a tile, whose outputs have `floats` floats.
-static void clear_sums(RowSums& tile, int64_t floats) {
-    memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
-    if (tile.total) memset(tile.total, 0, static_cast<size_t>(floats) * sizeof(float));
+INLINE void clear(float* to, int64_t floats) { memset(to, 0, static_cast<size_t>(floats) * sizeof(float)); }
+
+// Sums of zero for outputs of `height` columns, with a total if there are several runs.
+static void begin_sums(ForwardTile& tile, int64_t height, bool totals, float*& scratch) {
+    tile.floats = height * tile.vectors * LANES, tile.summed = 0;
+    tile.output = take(scratch, tile.floats), tile.total = totals ? take(scratch, tile.floats) : nullptr;
+    clear(tile.output, tile.floats);
+    if (totals) clear(tile.total, tile.floats);
     for (int lane = 0; lane < TILE; lane++) {
         tile.row_max[lane] = tile.total_max[lane] = LOWEST;
         tile.sum[lane] = tile.total_sum[lane] = 0;
@@ -27,26 +35,26 @@ static void clear_sums(RowSums& tile, int64_t floats) {
 }
 
 // Adds the total, rescaled to the row maxima of this run, to the sums of the run.
-static void add_total(RowSums& tile, int64_t floats) {
+static void add_total(ForwardTile& tile) {
     if (!tile.total) return;
-    const int64_t lanes = tile.rows.vectors * LANES;
+    const int64_t lanes = tile.vectors * LANES;
     for (int64_t lane = 0; lane < lanes; lane += LANES) {
         const Floats rescale = exp2(load(tile.total_max + lane) - load(tile.row_max + lane));
         store(tile.sum + lane, load(tile.sum + lane) + load(tile.total_sum + lane) * rescale);
-        for (int64_t place = lane; place < floats; place += lanes)
+        for (int64_t place = lane; place < tile.floats; place += lanes)
             store(tile.output + place, load(tile.output + place) + load(tile.total + place) * rescale);
     }
 }
 
 // Adds the sums of a run to the total, and begins the next.
-static void end_run(RowSums& tile, int64_t floats) {
-    add_total(tile, floats);
-    float* total = tile.output;
-    tile.output = tile.total, tile.total = total;
-    memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
+static void end_run(ForwardTile& tile) {
+    add_total(tile);
+    std::swap(tile.output, tile.total);
+    clear(tile.output, tile.floats);
     memcpy(tile.total_max, tile.row_max, sizeof tile.row_max);
     memcpy(tile.total_sum, tile.sum, sizeof tile.sum);
     memset(tile.sum, 0, sizeof tile.sum);
+    tile.summed = 0;
 }
 
 // Whether sums over the keys have several runs.
@@ -57,12 +65,13 @@ INLINE double unit_of_raw(const Problem& p) { return p.softcap != 0 ? static_cas
 
 // Writes scores in units of log 2 to `to`, and updates the row maxima. RAW also updates the maxima of the products of
 // visible keys, in `unit_of_raw`.
-template <int V, MaskForm FORM, bool CAPPED, bool RAW>
-INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
-                  const NextMasks& next, float* to, Floats (&row_maxima)[V], [[maybe_unused]] Floats* raw_maxima) {
+// Calls between(step, number of steps) before each step.
+template <int V, MaskForm FORM, bool CAPPED, bool RAW, class Between>
+INLINE void score(const Problem& p, const ForwardTile& tile, const float* keys, int64_t count, const TileMask& mask,
+                  const Between& between, float* to, Floats (&row_maxima)[V], [[maybe_unused]] Floats* raw_maxima) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j += STEP) {
-        if (next.start < next.stop) next.fetch(p, j / STEP, count / STEP);
+        between(j / STEP, count / STEP);
         Floats acc[STEP][V] = {};
         multiply<true>(acc, keys + j * p.dim, p.dim, tile.query, V * LANES, p.dim);
         UNROLL for (int t = 0; t < STEP; t++) {
@@ -80,13 +89,13 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
     }
 }
 
-template <int V, bool RAW = false>
-static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
-                      const NextMasks& next, float* to, Floats (&row_maxima)[V], Floats* raw_maxima = nullptr) {
+template <int V, bool RAW = false, class Between>
+static void score_any(const Problem& p, const ForwardTile& tile, const float* keys, int64_t count, const TileMask& mask,
+                      const Between& between, float* to, Floats (&row_maxima)[V], Floats* raw_maxima = nullptr) {
     by_form(mask, [&](auto form) {
         if (p.softcap != 0)
-            return score<V, form(), true, RAW>(p, tile, keys, count, mask, next, to, row_maxima, raw_maxima);
-        return score<V, form(), false, RAW>(p, tile, keys, count, mask, next, to, row_maxima, raw_maxima);
+            return score<V, form(), true, RAW>(p, tile, keys, count, mask, between, to, row_maxima, raw_maxima);
+        return score<V, form(), false, RAW>(p, tile, keys, count, mask, between, to, row_maxima, raw_maxima);
     });
 }
 
@@ -106,7 +115,7 @@ INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int6
             sums[v] += sum_of_group(x);
             if (p.drop_below) {
                 Ints undropped[GROUP];
-                dropout_mask(p, tile.rows, batch, v, key + j, undropped);
+                dropout_mask(p, tile, batch, v, key + j, undropped);
                 for (int t = 0; t < GROUP; t++) x[t] = only_where(undropped[t], x[t]);
             }
             UNROLL for (int t = 0; t < GROUP; t++) store(weights + ((j + t) * V + v) * LANES, x[t]);
@@ -115,15 +124,15 @@ INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int6
 }
 
 // One tile against the keys [start, stop) of a block. `keys` and `values` begin at `start`.
-template <int V>
-static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
-                   const float* values, float* weights, const MaskScratch& buffers, const NextMasks& next) {
-    const TileMask mask = tile_mask<V>(p, tile.rows, batch, start, stop, buffers);
-    if (mask.coverage == Coverage::nothing) return;
+template <int V, class Between>
+static void attend(const Problem& p, ForwardTile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
+                   const float* values, float* weights, float* mask_memory, const Between& between) {
+    const TileMask mask = tile_mask<V>(p, tile, batch, start, stop, mask_memory);
+    if (mask.form == MaskForm::nothing) return;
     const int64_t count = stop - start, width = round_up(p.value_dim, STEP);
     Floats before[V], row_maxima[V], sums[V], rescale[V];
     for (int v = 0; v < V; v++) before[v] = row_maxima[v] = load(tile.row_max + v * LANES);
-    score_any<V>(p, tile, keys, count, mask, next, weights, row_maxima);
+    score_any<V>(p, tile, keys, count, mask, between, weights, row_maxima);
     exponentiate<V>(p, tile, batch, start, count, weights, row_maxima, sums);
     for (int v = 0; v < V; v++) {
         rescale[v] = exp2(before[v] - row_maxima[v]);
@@ -158,26 +167,19 @@ INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t r
 }
 
 template <class T>
-static void finish(const Problem& p, const RowSums& tile, int64_t batch) {
+static void finish(const Problem& p, ForwardTile& tile, int64_t batch) {
     float factors[TILE];
-    const Rows& rows = tile.rows;
-    for (int64_t lane = 0; lane < rows.count; lane++)
-        factors[lane] = finish_row(p, batch, rows.head[lane], rows.row[lane], tile.row_max[lane], tile.sum[lane]);
-    if (p.wide_output) return lanes_to_rows<float>(tile.output, rows, batch, p.value_dim, factors, p.output);
-    lanes_to_rows<T>(tile.output, rows, batch, p.value_dim, factors, p.output);
+    add_total(tile);
+    for (int64_t lane = 0; lane < tile.count; lane++)
+        factors[lane] = finish_row(p, batch, tile.head[lane], tile.row[lane], tile.row_max[lane], tile.sum[lane]);
+    if (p.wide_output) return lanes_to_rows<float>(tile.output, tile, batch, p.value_dim, factors, p.output);
+    lanes_to_rows<T>(tile.output, tile, batch, p.value_dim, factors, p.output);
 }
 
-template <class T>
-static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
+[[maybe_unused]] static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t width = round_up(p.value_dim, STEP), rows = round_up(task_rows, TILE);
     const int64_t of_rows = rows * (p.dim + width + (has_totals(p) ? width : 0));
     return (BLOCK + GROUP) * (p.dim + width) + of_rows + BLOCK * TILE + MASK_SCRATCH_FLOATS + 6 * 16;
-}
-
-INLINE float* take(float*& scratch, int64_t count) {
-    float* result = scratch;
-    scratch += round_up(count, 16);
-    return result;
 }
 
 // Describes and prepares the tiles of the rows [start, stop) of a task. Returns their number.
@@ -186,47 +188,45 @@ INLINE int64_t describe_tiles(const Problem& p, const Task& task, int64_t start,
                               const Prepare& prepare) {
     int64_t count = 0;
     for (; start < stop; start += TILE, count++) {
-        Rows& rows = tiles[count].rows;
-        describe_rows(p, task.batch, task.kv_head, start, stop, rows);
-        if (task.masks) rows.masks = task.masks + (start - task.row_start) / TILE * masks_size(p);
+        Tile& tile = tiles[count];
+        describe_rows(p, task.batch, task.kv_head, start, stop, tile);
+        if (task.masks) tile.masks = task.masks + (start - task.row_start) / TILE * masks_size(p);
         prepare(tiles[count]);
     }
     return count;
 }
 
-// Buffers for a block's keys and values as floats.
-struct WidenedBlock {
-    float *keys, *values;
-    int64_t key_stride, value_stride;
-};
-
-// Calls attend(number of vectors of rows, tile, start, stop, keys and values from `start` on, masks to prefetch) for all
-// blocks of visible keys and each tile, and end(tile) after each run of blocks.
+// Calls attend(number of vectors of rows, tile, start, stop, keys and values from `start` on, a function that prefetches
+// masks between steps) for all blocks of visible keys and each tile, and end(tile) after each run of blocks. A block's keys
+// and values become rows of floats.
 template <class T, class SomeTile, class End, class Attend>
-INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, const WidenedBlock& buffers,
-                       const End& end, const Attend& attend) {
+INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, const View& keys,
+                       const View& values, const End& end, const Attend& attend) {
     const int64_t b = task.batch, h = task.kv_head;
     int64_t key_start = p.keys, key_stop = 0;
     for (int64_t n = 0; n < count; n++) {
-        key_start = smaller(key_start, tiles[n].rows.lowest_first);
-        key_stop = larger(key_stop, tiles[n].rows.highest_last);
+        key_start = smaller(key_start, tiles[n].lowest_first);
+        key_stop = larger(key_stop, tiles[n].highest_last);
     }
     const int64_t first = key_start / BLOCK * BLOCK, run = run_length((key_stop - first) / BLOCK) * BLOCK;
     for (int64_t block = first; block < key_stop; block += BLOCK) {
         for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++) end(tiles[n]);
-        const int64_t keys = smaller(BLOCK, p.keys - block), padded = round_up(keys, GROUP);
-        widen_rows(p.key.at<T>(b, h, block), p.key.row, keys, p.dim, buffers.keys, buffers.key_stride, padded);
-        widen_rows(p.value.at<T>(b, h, block), p.value.row, keys, p.value_dim, buffers.values, buffers.value_stride, padded);
+        const int64_t rows = smaller(BLOCK, p.keys - block), padded = round_up(rows, GROUP);
+        widen_rows(p.key.at<T>(b, h, block), p.key.row, rows, p.dim, keys.at<float>(0, 0, 0), keys.row, padded);
+        widen_rows(p.value.at<T>(b, h, block), p.value.row, rows, p.value_dim, values.at<float>(0, 0, 0), values.row, padded);
         for (int64_t n = 0; n < count; n++) {
             fetch_part<T>(p, b, h, block + BLOCK, n, count);
             int64_t start = block, stop = block + padded;
-            trim(tiles[n].rows, start, stop);
+            trim(tiles[n], start, stop);
             if (start >= stop) continue;
             const bool last = n + 1 == count;
-            const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
-            const float *k = buffers.keys + (start - block) * buffers.key_stride;
-            const float *v = buffers.values + (start - block) * buffers.value_stride;
-            by_vectors(tiles[n].rows.vectors, [&](auto vectors) { attend(vectors, tiles[n], start, stop, k, v, next); });
+            const Tile& next = tiles[last ? 0 : n + 1];
+            const int64_t next_start = last ? block + BLOCK : block, next_stop = stop_of_fetch(p, next, next_start);
+            const auto fetch_some = [&](int64_t step, int64_t steps) {
+                if (next_start < next_stop) fetch_masks(p, next, b, next_start, next_stop, step, steps);
+            };
+            const float *k = keys.at<float>(0, 0, start - block), *v = values.at<float>(0, 0, start - block);
+            by_vectors(tiles[n].vectors, [&](auto vectors) { attend(vectors, tiles[n], start, stop, k, v, fetch_some); });
         }
     }
 }
@@ -234,29 +234,20 @@ INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int6
 template <class T>
 static void forward(const Problem& p, const Task& task, float* scratch) {
     const int64_t width = round_up(p.value_dim, STEP), b = task.batch;
-    float* keys = take(scratch, BLOCK * p.dim);
-    const WidenedBlock block = {keys, take(scratch, BLOCK * width), p.dim, width};
-    float* weights = take(scratch, BLOCK * TILE);
-    const MaskScratch buffers = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
-    const auto floats = [&](const Tile& tile) { return width * tile.rows.vectors * LANES; };
-    Tile tiles[MOST_TILES];
-    const int64_t count = describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](Tile& tile) {
-        tile.query = take(scratch, p.dim * tile.rows.vectors * LANES);
-        tile.output = take(scratch, floats(tile));
-        rows_to_lanes<T>(p.query, tile.rows, b, p.dim, 1, tile.query);
-        tile.total = has_totals(p) ? take(scratch, floats(tile)) : nullptr;
-        clear_sums(tile, floats(tile));
+    const View keys = {take(scratch, BLOCK * p.dim), 0, 0, p.dim}, values = {take(scratch, BLOCK * width), 0, 0, width};
+    float *weights = take(scratch, BLOCK * TILE), *mask_memory = take(scratch, MASK_SCRATCH_FLOATS);
+    ForwardTile tiles[MOST_TILES];
+    const int64_t count = describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](ForwardTile& tile) {
+        tile.query = take(scratch, p.dim * tile.vectors * LANES);
+        rows_to_lanes<T>(p.query, tile, b, p.dim, 1, tile.query);
+        begin_sums(tile, width, has_totals(p), scratch);
     });
-    each_block<T>(
-        p, task, tiles, count, block, [&](Tile& tile) { end_run(tile, floats(tile)); },
-        [&](auto vectors, Tile& tile, int64_t start, int64_t stop, const float* keys, const float* values,
-            const NextMasks& next) {
-            attend<vectors.value>(p, tile, b, start, stop, keys, values, weights, buffers, next);
-        });
-    for (int64_t n = 0; n < count; n++) {
-        add_total(tiles[n], floats(tiles[n]));
-        finish<T>(p, tiles[n], b);
-    }
+    each_block<T>(p, task, tiles, count, keys, values, end_run,
+                  [&](auto vectors, ForwardTile& tile, int64_t start, int64_t stop, const float* k, const float* v,
+                      const auto& between) {
+                      attend<vectors.value>(p, tile, b, start, stop, k, v, weights, mask_memory, between);
+                  });
+    for (int64_t n = 0; n < count; n++) finish<T>(p, tiles[n], b);
 }
 
 }  // namespace clearhead::ISA

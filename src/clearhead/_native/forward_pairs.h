@@ -16,26 +16,21 @@ constexpr int PAIR_CHUNK = 512;  // keys that are packed at once
 constexpr int PAIR_RUN = 1024;   // keys that are summed without a total: tile registers add to the sums there are
 constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new row maximum
 
-struct PairTile : RowSums {  // whose Dv is padded
-    Pair* query;     // (pairs of D × V·LANES)
-    int64_t summed;  // keys of this run
-};
-
 struct PairBuffers {
     Pair *copied, *values[SIDES];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
     float* scores[2];  // (keys × V·LANES); in the place of each two come a pair of weights and what it left out
-    MaskScratch masks;
+    float* masks;
     Matrix<const Pair> keys;
 };
 
-static Product scores_of(const Problem& p, const Unit<PairTile>& unit, const PairBuffers& buffers) {
-    const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES;
-    return {{buffers.keys.data + unit.within * buffers.keys.stride, buffers.keys.stride}, {unit.tile->query, lanes},
+static Product scores_of(const Problem& p, const Unit<ForwardTile>& unit, const PairBuffers& buffers) {
+    const int64_t vectors = unit.tile->vectors, lanes = vectors * LANES;
+    return {{buffers.keys.data + unit.within * buffers.keys.stride, buffers.keys.stride}, {as_pairs(unit.tile->query), lanes},
             1, pairs_up(p.dim), unit.count, vectors, {buffers.scores[unit.slot], lanes}, false};
 }
 
-static Product outputs_of(const Problem& p, const Unit<PairTile>& unit, const PairBuffers& buffers) {
-    const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES, height = height_up(p.value_dim);
+static Product outputs_of(const Problem& p, const Unit<ForwardTile>& unit, const PairBuffers& buffers) {
+    const int64_t vectors = unit.tile->vectors, lanes = vectors * LANES, height = height_up(p.value_dim);
     const int64_t skipped = unit.start % PAIR_BLOCK;
     const Pair* values = buffers.values[unit.side] + (unit.within - skipped) / 2 * height + skipped / 2;
     const Pair* weights = reinterpret_cast<const Pair*>(buffers.scores[unit.slot]);
@@ -44,7 +39,7 @@ static Product outputs_of(const Problem& p, const Unit<PairTile>& unit, const Pa
 
 // Scores to units of log 2 in place, where more is to be done than multiplying them with a factor.
 template <int V, MaskForm FORM>
-static void adjust(const Problem& p, const Unit<PairTile>& unit, float* scores) {
+static void adjust(const Problem& p, const Unit<ForwardTile>& unit, float* scores) {
     const float scale = fabsf(p.scale);
     for (int64_t j = 0; j < unit.count; j++)
         UNROLL for (int v = 0; v < V; v++) {
@@ -68,13 +63,13 @@ INLINE Floats exp2_of_weight(Floats x) {
 
 // Scores to pairs of weights in their place, exp2(factor · score − row maximum), and their sums.
 template <int V, bool DROP, class Beside>
-INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
+INLINE void exponentiate_pairs(const Problem& p, const Unit<ForwardTile>& unit, int64_t batch, float factor, float* scores,
                                const Floats (&row_maxima)[V], Floats (&sums)[V], const Beside& beside) {
     for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < unit.count; j += GROUP)
         UNROLL for (int v = 0; v < V; v++) {
             Ints undropped[GROUP];
-            if (DROP) dropout_mask(p, unit.tile->rows, batch, v, unit.start + j, undropped);
+            if (DROP) dropout_mask(p, *unit.tile, batch, v, unit.start + j, undropped);
             beside();
             UNROLL for (int t = 0; t < GROUP; t += 2) {
                 float* to = scores + ((j + t) * V + v) * LANES;
@@ -90,7 +85,7 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int
 
 // Scales what a tile has summed, with the outputs that are still due, to new row maxima if some have risen too far.
 template <int V>
-INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&maxima)[V], Product& due) {
+INLINE void raise_maxima(const Problem& p, ForwardTile& tile, const Floats (&maxima)[V], Product& due) {
     Floats risen = splat(-INFINITY);
     for (int v = 0; v < V; v++) risen = larger(maxima[v] - load(tile.row_max + v * LANES), risen);
     if (largest_lane(risen) <= LEEWAY) return;
@@ -112,9 +107,9 @@ INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&maxima
 
 // Makes the unit's scores weights, and takes steps of the two products beside it.
 template <int V>
-static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
+static void weigh_pairs(const Problem& p, const Unit<ForwardTile>& unit, int64_t batch, float factor, float* scores,
                         Product& due, Product& ahead) {
-    PairTile& tile = *unit.tile;
+    ForwardTile& tile = *unit.tile;
     Floats row_maxima[V], sums[V];
     for (int v = 0; v < V; v++) row_maxima[v] = splat(LOWEST);
     for (int64_t j = 0; j < unit.count; j++)
@@ -135,28 +130,13 @@ static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t ba
     for (int v = 0; v < V; v++) store(tile.sum + v * LANES, load(tile.sum + v * LANES) + sums[v]);
 }
 
-template <>
-int64_t forward_scratch<BFloat16>(const Problem& p, int64_t task_rows) {
+static int64_t pair_forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t rows = round_up(task_rows, TILE), pairs = pairs_up(p.dim), height = height_up(p.value_dim);
     const int64_t of_chunk = PAIR_CHUNK * (pairs + SIDES * height / 2), of_units = 2 * PAIR_BLOCK * TILE;
     return of_chunk + of_units + MASK_SCRATCH_FLOATS + rows * (pairs + 2 * height) + 16 * (7 + 3 * MOST_TILES);
 }
 
-INLINE Pair* take_pairs(float*& scratch, int64_t count) { return reinterpret_cast<Pair*>(take(scratch, count)); }
-
-static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles, float*& scratch) {
-    const int64_t pairs = pairs_up(p.dim), height = height_up(p.value_dim);
-    return describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](PairTile& tile) {
-        const int64_t lanes = tile.rows.vectors * LANES;
-        tile.query = take_pairs(scratch, pairs * lanes);
-        tile.output = take(scratch, height * lanes);
-        // A negative scale turns the queries round, so that the largest product is always the largest score.
-        rows_to_pairs(p.query, tile.rows, task.batch, p.dim, pairs, p.scale < 0, tile.query);
-        tile.total = p.keys > PAIR_RUN ? take(scratch, height * lanes) : nullptr;
-        tile.summed = 0;
-        clear_sums(tile, height * lanes);
-    });
-}
+INLINE Pair* take_pairs(float*& scratch, int64_t count) { return as_pairs(take(scratch, count)); }
 
 template <>
 void forward<BFloat16>(const Problem& p, const Task& task, float* scratch) {
@@ -165,9 +145,14 @@ void forward<BFloat16>(const Problem& p, const Task& task, float* scratch) {
     buffers.copied = take_pairs(scratch, PAIR_CHUNK * pairs_up(p.dim));
     for (Pair*& values : buffers.values) values = take_pairs(scratch, height * PAIR_CHUNK / 2);
     for (float*& scores : buffers.scores) scores = take(scratch, PAIR_BLOCK * TILE);
-    buffers.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
-    PairTile tiles[MOST_TILES];
-    const int64_t count = prepare_pairs(p, task, tiles, scratch);
+    buffers.masks = take(scratch, MASK_SCRATCH_FLOATS);
+    ForwardTile tiles[MOST_TILES];
+    const int64_t count = describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](ForwardTile& tile) {
+        tile.query = take(scratch, pairs_up(p.dim) * tile.vectors * LANES);
+        // A negative scale turns the queries round, so that the largest product is always the largest score.
+        rows_to_pairs(p.query, tile, task.batch, p.dim, pairs_up(p.dim), p.scale < 0, as_pairs(tile.query));
+        begin_sums(tile, height, p.keys > PAIR_RUN, scratch);
+    });
     const auto pack = [&](int64_t start, int64_t present, int64_t padded, int side) {
         buffers.keys = find_pairs(p.key, task.batch, task.kv_head, start, present, p.dim, padded, buffers.copied);
         for (int64_t block = 0; block < padded; block += PAIR_BLOCK)
@@ -175,8 +160,8 @@ void forward<BFloat16>(const Problem& p, const Task& task, float* scratch) {
                             PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded - block), buffers.values[side] + block / 2 * height);
     };
     const TileRegisters registers;
-    Units<PairTile, decltype(pack)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_CHUNK, buffers.masks, pack);
-    Unit<PairTile> now, next;
+    Units<ForwardTile, decltype(pack)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_CHUNK, buffers.masks, pack);
+    Unit<ForwardTile> now, next;
     Product due = {}, ahead = {};
     bool has_next = units.next(now);
     if (has_next) ahead = scores_of(p, now, buffers);
@@ -185,29 +170,23 @@ void forward<BFloat16>(const Problem& p, const Task& task, float* scratch) {
         float* scores = buffers.scores[now.slot];
         const bool adjusted = p.softcap != 0 || now.masked();
         if (adjusted)
-            by_vectors(now.tile->rows.vectors, [&](auto v) {
+            by_vectors(now.tile->vectors, [&](auto v) {
                 by_form(now.mask, [&](auto form) { adjust<v.value, form()>(p, now, scores); });
             });
         const float factor = adjusted ? 1 : fabsf(p.scale) * LOG2E;
         has_next = units.next(next);
         ahead = has_next ? scores_of(p, next, buffers) : Product();
-        by_vectors(now.tile->rows.vectors,
+        by_vectors(now.tile->vectors,
                    [&](auto v) { weigh_pairs<v.value>(p, now, task.batch, factor, scores, due, ahead); });
         finish(due);
         finish(ahead);
-        if (now.tile->summed + now.count > PAIR_RUN) {
-            end_run(*now.tile, height * now.tile->rows.vectors * LANES);
-            now.tile->summed = 0;
-        }
+        if (now.tile->summed + now.count > PAIR_RUN) end_run(*now.tile);
         now.tile->summed += now.count;
         due = outputs_of(p, now, buffers);
         now = next;
     }
     finish(due);
-    for (int64_t n = 0; n < count; n++) {
-        add_total(tiles[n], height * tiles[n].rows.vectors * LANES);
-        finish<BFloat16>(p, tiles[n], task.batch);
-    }
+    for (int64_t n = 0; n < count; n++) finish<BFloat16>(p, tiles[n], task.batch);
 }
 
 }  // namespace clearhead::ISA

@@ -23,7 +23,7 @@ bool may_use_tiles() {
 
 // Before the pragma, so that it runs on every processor.
 bool supported() {
-    return clearhead::avx512_set.supported() && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
+    return clearhead::avx512_kernels.supported() && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
 }
 
 }  // namespace
@@ -36,5 +36,5 @@ bool supported() {
 #define HAS_AMX
 #include "backward_pairs.h"
 
-constexpr clearhead::InstructionSet clearhead::amx_pairs = clearhead::amx::table("amx", supported);
+constexpr clearhead::Kernels clearhead::amx_pairs = clearhead::amx::table("amx", supported);
 #endif

@@ -15,7 +15,7 @@
 #define CPU_HAS_ISA (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && CPU_HAS_F16C)
 #include "kernel.h"
 
-constexpr clearhead::InstructionSet clearhead::avx2_set = clearhead::avx2::table("avx2");
+constexpr clearhead::Kernels clearhead::avx2_kernels = clearhead::avx2::table("avx2");
 #ifdef __clang__
 #pragma clang attribute pop
 #endif

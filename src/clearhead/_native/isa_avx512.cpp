@@ -15,7 +15,7 @@
      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq"))
 #include "kernel.h"
 
-constexpr clearhead::InstructionSet clearhead::avx512_set = clearhead::avx512::table("avx512");
+constexpr clearhead::Kernels clearhead::avx512_kernels = clearhead::avx512::table("avx512");
 #ifdef __clang__
 #pragma clang attribute pop
 #endif

@@ -8,4 +8,4 @@
 #define CPU_HAS_ISA true
 #include "kernel.h"
 
-constexpr clearhead::InstructionSet clearhead::generic_set = clearhead::generic::table("generic");
+constexpr clearhead::Kernels clearhead::generic_kernels = clearhead::generic::table("generic");

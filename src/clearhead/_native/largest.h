@@ -7,7 +7,7 @@ namespace clearhead::ISA {
 // The k-th largest row maximum of groups of pieces, in each lane. At least k scores are as large, and hardly more if there
 // are many more groups than k.
 static Floats least_of_largest(const ScorePanel& panel, int v, float* best) {
-    const int64_t width = panel.tile.rows.vectors * LANES, k = panel.largest.count;
+    const int64_t width = panel.tile.vectors * LANES, k = panel.largest.count;
     const int64_t group = (panel.stop - panel.start) / PIECE >= 16 * k ? 4 : 1;
     for (int64_t rank = 0; rank < k; rank++) store(best + rank * LANES, splat(-INFINITY));
     each_part(panel, [&](int64_t start, int64_t stop, int64_t block) {
@@ -31,7 +31,7 @@ static Floats least_of_largest(const ScorePanel& panel, int v, float* best) {
 // Clears the lists and sets their limits.
 static void expect_largest(ScorePanel& panel) {
     Largest& largest = panel.largest;
-    for (int v = 0; v < panel.tile.rows.vectors; v++) {
+    for (int v = 0; v < panel.tile.vectors; v++) {
         const Floats least = least_of_largest(panel, v, largest.scores);
         for (int64_t lane = v * LANES; lane < (v + 1) * LANES; lane++) {
             largest.limit[lane] = nextafterf(least[lane - v * LANES], -INFINITY);
@@ -85,10 +85,10 @@ INLINE void find_largest(Largest& largest, const float* scores, const float* row
 
 // Writes the lists as weights in falling order.
 static void write_largest(const Problem& p, const Statistics& s, ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
-    for (int64_t lane = 0; lane < rows.count; lane++) {
+    const Tile& tile = panel.tile;
+    for (int64_t lane = 0; lane < tile.count; lane++) {
         sort_row(panel.largest, lane);
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]) * s.top;
+        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]) * s.top;
         float* weights = s.top_weights + place;
         for (int64_t rank = 0; rank < s.top; rank++) {
             const bool has_key = rank < panel.largest.counts[lane];

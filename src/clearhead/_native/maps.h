@@ -6,13 +6,13 @@ namespace clearhead::ISA {
 
 // Writes the weights of each head, or adds 1/H of them to the mean over heads.
 static void write_weights(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
+    const Tile& tile = panel.tile;
     const bool adds = s.averages(p);
     const float portion = adds ? 1.f / static_cast<float>(p.heads) : 1.f;
     each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
         const int64_t columns = smaller(stop, p.keys) - start;
-        each_row_vector(panel.at(start), rows, columns, [&](int64_t lane, int64_t j, Floats x, int64_t count) {
-            float* to = s.weights.at<float>(batch, rows.head[lane], rows.row[lane]) + start + j;
+        each_row_vector(panel.at(start), tile, columns, [&](int64_t lane, int64_t j, Floats x, int64_t count) {
+            float* to = s.weights.at<float>(batch, tile.head[lane], tile.row[lane]) + start + j;
             const Floats before = adds ? load_some(to, count) : Floats{};
             store_some(to, before + rounded((portion * panel.factor[lane]) * x), count);
         });
@@ -31,9 +31,9 @@ static void join_column(const float* cells, const int64_t* tiles, int64_t count,
 // Pools the weights of counted rows to tiles, column by column of the map.
 template <int V>
 static void pool(const Problem& p, const Statistics& s, const ScorePanel& panel, const TaskSums& sums) {
-    const Rows& rows = panel.tile.rows;
+    const Tile& tile = panel.tile;
     int64_t tiles[TILE];
-    for (int64_t lane = 0; lane < rows.count; lane++) tiles[lane] = s.map_row(p, rows.row[lane]) - sums.first_map_row;
+    for (int64_t lane = 0; lane < tile.count; lane++) tiles[lane] = s.map_row(p, tile.row[lane]) - sums.first_map_row;
     each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
         stop = smaller(stop, p.keys);
         for (int64_t j = start; j < stop;) {
@@ -50,7 +50,7 @@ static void pool(const Problem& p, const Statistics& s, const ScorePanel& panel,
                 const Floats factor = load(panel.factor + v * LANES) * load(panel.counted + v * LANES);
                 store(sums_of_rows + v * LANES, cells[v] * factor);
             }
-            join_column(sums_of_rows, tiles, rows.count, s.map_max, s.map_columns, sums.map + column);
+            join_column(sums_of_rows, tiles, tile.count, s.map_max, s.map_columns, sums.map + column);
         }
     });
 }

@@ -5,12 +5,10 @@
 
 namespace clearhead::ISA {
 
-enum class Coverage { nothing, some, everything };
-enum class MaskForm { none, bits, numbers };
+enum class MaskForm { nothing, everything, bits, numbers };  // the first two: no key or all keys are visible to all rows
 
-// For `Coverage::some` either bits or numbers are set, otherwise neither.
 struct TileMask {
-    Coverage coverage;
+    MaskForm form;
     const uint32_t* bits;  // bit l of bits[v · BLOCK + key] is set where the row in lane l sees the key
     const float* numbers;  // (keys × V·LANES)
 };
@@ -21,15 +19,15 @@ using Constant = std::integral_constant<MaskForm, FORM>;
 // Calls work(the form of the mask, as a constant).
 template <class Work>
 INLINE void by_form(const TileMask& mask, const Work& work) {
-    if (mask.bits) return work(Constant<MaskForm::bits>());
-    if (mask.numbers) return work(Constant<MaskForm::numbers>());
-    return work(Constant<MaskForm::none>());
+    if (mask.form == MaskForm::bits) return work(Constant<MaskForm::bits>());
+    if (mask.form == MaskForm::numbers) return work(Constant<MaskForm::numbers>());
+    return work(Constant<MaskForm::everything>());
 }
 
 // The mask from another key on.
 template <int V>
 INLINE TileMask from_key(const TileMask& mask, int64_t key) {
-    return {mask.coverage, mask.bits ? mask.bits + key : nullptr,
+    return {mask.form, mask.bits ? mask.bits + key : nullptr,
             mask.numbers ? mask.numbers + key * V * LANES : nullptr};
 }
 
@@ -83,30 +81,25 @@ INLINE Floats mask_row(const Problem& p, int64_t batch, int64_t head, int64_t ro
     return added;
 }
 
-// Prefetches the masks of the next tile, a few rows between two products. Its rows are too far apart for the processor's
-// prefetcher, and prefetching all of them together would stall.
-struct NextMasks {
-    const Rows* rows;
-    int64_t batch, start, stop;  // of keys
-
-    __attribute__((always_inline)) void fetch(const Problem& p, int64_t part, int64_t parts) const {
-        for (int64_t lane = rows->count * part / parts; lane < rows->count * (part + 1) / parts; lane++) {
-            const int64_t head = rows->head[lane], row = rows->row[lane];
-            if (p.bias.data)
-                for (int64_t j = start; j < stop; j += 16)
-                    __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
-            if (p.visible.data)
-                for (int64_t j = start; j < stop; j += 64)
-                    __builtin_prefetch(p.visible.at<uint8_t>(batch, head, row) + j, 0, 2);
-        }
-    }
-};
-
-INLINE NextMasks next_masks(const Problem& p, const Rows& rows, int64_t batch, int64_t start) {
-    if (rows.masks) return {&rows, batch, 0, 0};  // read sequentially
+// Where a prefetch of a tile's masks from the key `start` on ends. Packed masks need none: they are read sequentially.
+INLINE int64_t stop_of_fetch(const Problem& p, const Tile& tile, int64_t start) {
     const bool bias = p.bias.data && p.bias.row && p.bias.column == 1;
     const bool visible = p.visible.data && p.visible.row && p.visible.column == 1;
-    return {&rows, batch, start, bias || visible ? smaller(start + BLOCK, p.keys) : start};
+    return !tile.masks && (bias || visible) ? smaller(start + BLOCK, p.keys) : start;
+}
+
+// Prefetches the masks of one of `parts` parts of a tile's rows, between two products. The rows are too far apart for the
+// processor's prefetcher, and prefetching all of them together would stall.
+INLINE void fetch_masks(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t stop, int64_t part,
+                        int64_t parts) {
+    for (int64_t lane = tile.count * part / parts; lane < tile.count * (part + 1) / parts; lane++) {
+        const int64_t head = tile.head[lane], row = tile.row[lane];
+        if (p.bias.data)
+            for (int64_t j = start; j < stop; j += 16) __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
+        if (p.visible.data)
+            for (int64_t j = start; j < stop; j += 64)
+                __builtin_prefetch(p.visible.at<uint8_t>(batch, head, row) + j, 0, 2);
+    }
 }
 
 }  // namespace clearhead::ISA

@@ -14,37 +14,33 @@ namespace clearhead {
 namespace {
 
 #ifdef COMPILES_PAIRS
-InstructionSet with_pairs(const InstructionSet& set) {
-    constexpr int TYPE = static_cast<int>(Type::bfloat16);
-    InstructionSet result = avx512_set;
-    result.name = set.name, result.supported = set.supported;
-    Kernels& kernels = result.of_type[TYPE];
-    const Kernels& pairs = set.of_type[TYPE];
-    kernels.forward_scratch = pairs.forward_scratch, kernels.forward = pairs.forward;
-    kernels.backward_scratch = pairs.backward_scratch, kernels.backward = pairs.backward;
-    kernels.without_pairs = &avx512_set.of_type[TYPE];
+Kernels with_pairs(const Kernels& pairs) {
+    Kernels result = avx512_kernels;
+    result.name = pairs.name, result.supported = pairs.supported, result.pairs = true;
+    result.forward_scratch = pairs.forward_scratch, result.forward[bfloat16] = pairs.forward[bfloat16];
+    result.backward_scratch = pairs.backward_scratch, result.backward[bfloat16] = pairs.backward[bfloat16];
     return result;
 }
 
 #ifdef COMPILES_AMX
-const InstructionSet amx_set = with_pairs(amx_pairs);
+const Kernels amx_kernels = with_pairs(amx_pairs);
 #endif
-const InstructionSet avx512_bf16_set = with_pairs(avx512_bf16_pairs);
+const Kernels avx512_bf16_kernels = with_pairs(avx512_bf16_pairs);
 #endif
 
 }  // namespace
 
-const InstructionSet* const INSTRUCTION_SETS[] = {
+const Kernels* const INSTRUCTION_SETS[] = {
 #ifdef COMPILES_AMX
-    &amx_set,
+    &amx_kernels,
 #endif
 #ifdef COMPILES_PAIRS
-    &avx512_bf16_set,
+    &avx512_bf16_kernels,
 #endif
 #ifdef __x86_64__
-    &avx512_set, &avx2_set,
+    &avx512_kernels,      &avx2_kernels,
 #endif
-    &generic_set};
+    &generic_kernels};
 const int64_t INSTRUCTION_SET_COUNT = sizeof INSTRUCTION_SETS / sizeof *INSTRUCTION_SETS;
 
 namespace {

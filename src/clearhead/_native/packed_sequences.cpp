@@ -1,7 +1,7 @@
 #include <algorithm>
+#include <functional>
 
-#include "driver.h"
-#include "parallel.h"
+#include "driver_shared.h"
 
 namespace clearhead {
 namespace {
@@ -13,10 +13,12 @@ void shift(View& view, int64_t rows, int64_t bytes) {
     if (view.data) view.data = static_cast<char*>(view.data) + rows * view.row * bytes;
 }
 
-Problem sequence_of(const Problem& all, const PackedSequences& sequences, int64_t d) {
+// One sequence as a problem.
+Problem sequence_of(const Problem& all, int64_t number, int64_t threads) {
     Problem p = all;
-    const int64_t row = sequences.rows[d], key = sequences.keys[d];
-    p.rows = sequences.rows[d + 1] - row, p.keys = sequences.keys[d + 1] - key, p.first_item = d;
+    const int64_t row = all.row_starts[number], key = all.key_starts[number];
+    p.rows = all.row_starts[number + 1] - row, p.keys = all.key_starts[number + 1] - key;
+    p.first_item = number, p.sequences = 0, p.threads = threads;
     for (View Problem::*view : {&Problem::query, &Problem::output_gradient, &Problem::query_gradient})
         shift(p.*view, row, p.bytes());
     for (View Problem::*view : {&Problem::key, &Problem::value, &Problem::key_gradient, &Problem::value_gradient})
@@ -30,34 +32,24 @@ Problem sequence_of(const Problem& all, const PackedSequences& sequences, int64_
     return p;
 }
 
-struct Share {
-    int64_t sequence, work;
-};
-
 }  // namespace
 
-bool PackedSequences::fit(int64_t all_rows, int64_t all_keys) const {
-    bool rise = rows[0] == 0 && keys[0] == 0 && rows[count] == all_rows && keys[count] == all_keys;
-    for (int64_t d = 0; d < count; d++) rise = rise && rows[d] <= rows[d + 1] && keys[d] <= keys[d + 1];
-    return rise;
-}
-
 // Longer sequences come first.
-void run_packed(Pass pass, const Kernels& kernels, const Problem& all, const PackedSequences& sequences, int64_t threads) {
-    const std::unique_ptr<Share[]> shares(new Share[static_cast<size_t>(sequences.count)]);
+void run_each_sequence(void (*pass)(const Kernels&, const Problem&), const Kernels& kernels, const Problem& all) {
+    std::vector<std::pair<int64_t, int64_t>> works;  // of each sequence, and its number
     int64_t total = 0, next = 0;
-    for (int64_t d = 0; d < sequences.count; d++) {
-        const Problem p = sequence_of(all, sequences, d);
-        shares[d] = {d, p.rows * p.keys + 1};
-        total += shares[d].work;
+    for (int64_t number = 0; number < all.sequences; number++) {
+        const Problem p = sequence_of(all, number, 1);
+        works.emplace_back(p.rows * p.keys + 1, number);
+        total += works.back().first;
     }
-    std::sort(shares.get(), shares.get() + sequences.count,
-              [](const Share& a, const Share& b) { return a.work > b.work; });
-    for (; threads > 1 && next < sequences.count && shares[next].work * threads * PARTS_OF_THREAD > total; next++)
-        pass(kernels, sequence_of(all, sequences, shares[next].sequence), threads);
-    parallel_for(sequences.count - next, threads, 16, [&](int64_t index, float*) {
-        pass(kernels, sequence_of(all, sequences, shares[next + index].sequence), 1);
-    });
+    std::sort(works.begin(), works.end(), std::greater<>());
+    const auto is_long = [&](int64_t n) { return works[static_cast<size_t>(n)].first * all.threads * PARTS_OF_THREAD > total; };
+    const auto run = [&](int64_t n, int64_t threads) {
+        pass(kernels, sequence_of(all, works[static_cast<size_t>(n)].second, threads));
+    };
+    for (; all.threads > 1 && next < all.sequences && is_long(next); next++) run(next, all.threads);
+    parallel_for(all.sequences - next, all.threads, 16, [&](int64_t index, float*) { run(next + index, 1); });
 }
 
 }  // namespace clearhead

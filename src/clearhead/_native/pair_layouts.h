@@ -35,14 +35,14 @@ INLINE Words twice(Floats x) { return reinterpret_cast<Words>(x) | reinterpret_c
 
 // Rows of a tile, or their negatives, into lanes, neighbouring columns paired: (pairs × V·LANES), zeros behind the last
 // column.
-static void rows_to_pairs(const View& view, const Rows& rows, int64_t batch, int64_t columns, int64_t pairs,
+static void rows_to_pairs(const View& view, const Tile& tile, int64_t batch, int64_t columns, int64_t pairs,
                           bool negative, Pair* to) {
-    const int64_t width = rows.vectors * LANES;
+    const int64_t width = tile.vectors * LANES;
     transpose_rows(width, pairs, width, to, [&](int64_t lane, int64_t pair) {
         Words word = {};
         const int64_t remaining = smaller(2 * LANES, columns - 2 * pair);
-        if (lane < rows.count && remaining > 0) {
-            const BFloat16* from = view.at<BFloat16>(batch, rows.head[lane], rows.row[lane]) + 2 * pair;
+        if (lane < tile.count && remaining > 0) {
+            const BFloat16* from = view.at<BFloat16>(batch, tile.head[lane], tile.row[lane]) + 2 * pair;
             memcpy(&word, from, static_cast<size_t>(remaining) * sizeof(BFloat16));
         }
         return reinterpret_cast<Floats>(negative ? word ^ 0x80008000u : word);
@@ -50,12 +50,12 @@ static void rows_to_pairs(const View& view, const Rows& rows, int64_t batch, int
 }
 
 // Rows of a tile, each number twice: (V·LANES × columns), zeros where there is none.
-static void rows_twice(const View& view, const Rows& rows, int64_t batch, int64_t columns, Pair* to) {
-    for (int64_t lane = 0; lane < rows.vectors * LANES; lane++)
+static void rows_twice(const View& view, const Tile& tile, int64_t batch, int64_t columns, Pair* to) {
+    for (int64_t lane = 0; lane < tile.vectors * LANES; lane++)
         for (int64_t d = 0; d < columns; d += LANES, to += LANES) {
             Floats x = {};
-            if (lane < rows.count)
-                x = load_some(view.at<BFloat16>(batch, rows.head[lane], rows.row[lane]) + d, columns - d);
+            if (lane < tile.count)
+                x = load_some(view.at<BFloat16>(batch, tile.head[lane], tile.row[lane]) + d, columns - d);
             const Words pairs = twice(x);
             memcpy(to, &pairs, sizeof pairs);
         }

@@ -7,6 +7,8 @@ namespace clearhead::ISA {
 
 typedef uint32_t Pair;
 
+INLINE Pair* as_pairs(float* x) { return reinterpret_cast<Pair*>(x); }
+
 // Rows lie `stride` numbers of 32 bits apart.
 template <class T>
 struct Matrix {

@@ -15,7 +15,6 @@ constexpr int64_t NO_LIMIT = int64_t(1) << 40;  // of a band: more than any dist
 struct PlanObject {
     PyObject_HEAD
     Problem problem;
-    PackedSequences sequences;
     bool spans, visible, bias;  // whether calls may pass these tensors
 };
 
@@ -60,8 +59,8 @@ void read_masks(NamedArguments& args, PlanObject& plan) {
 }
 
 void read_sequences(NamedArguments& args, PlanObject& plan) {
-    plan.sequences.count = args.integer_or("sequences", 0, 0);
-    if (plan.sequences.count == 0) return;
+    plan.problem.sequences = args.integer_or("sequences", 0, 0);
+    if (plan.problem.sequences == 0) return;
     if (plan.problem.batch != 1) args.fail(PyExc_ValueError, "sequences", "lie in a batch of 1");
     if (plan.spans || plan.visible || plan.bias)
         args.fail(PyExc_ValueError, "sequences", "take no tensors of masks");
@@ -96,7 +95,7 @@ PyObject* create(PyTypeObject* type, PyObject* positional, PyObject* names) {
     PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self) return nullptr;
     PlanObject& plan = *plan_of(self);
-    plan.problem = Problem(), plan.sequences = PackedSequences();
+    plan.problem = Problem();
     NamedArguments args("Plan", names);
     read_plan(args, plan);
     if (args.finished()) return self;
@@ -119,43 +118,47 @@ bool accept(const void* address, bool planned, const char* name) {
 // All methods take operands, extras or None, the number of threads, and the instruction set.
 constexpr Py_ssize_t COMMON = 4;
 
-bool read_call(const PlanObject& plan, PyObject* const* items, Py_ssize_t count, Py_ssize_t expected, Call& call) {
+// Whether the starts of sequences rise from 0 to the number of all.
+bool rise(const int64_t* starts, int64_t count, int64_t all) {
+    if (!starts || starts[0] != 0 || starts[count] != all) return false;
+    for (int64_t n = 0; n < count; n++)
+        if (starts[n] > starts[n + 1]) return false;
+    return true;
+}
+
+// Adds the addresses of a call to the problem of its plan. Returns the functions to run it with, or null with a Python error.
+const Kernels* read_call(const PlanObject& plan, PyObject* const* items, Py_ssize_t count, Py_ssize_t expected, Problem& p) {
     if (count != expected) {
         PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
-        return false;
+        return nullptr;
     }
-    Problem& p = call.problem;
-    p = plan.problem, call.sequences = plan.sequences;
-    if (!read_operands(items[0], call)) return false;
-    if (items[1] != Py_None && !read_extras(items[1], call)) return false;
-    call.threads = PyLong_AsLongLong(items[2]), call.set = PyLong_AsLongLong(items[3]);
-    if (PyErr_Occurred()) return false;
+    p = plan.problem;
+    if (!read_operands(items[0], p)) return nullptr;
+    if (items[1] != Py_None && !read_extras(items[1], p)) return nullptr;
+    p.threads = PyLong_AsLongLong(items[2]);
+    const int64_t set = PyLong_AsLongLong(items[3]);
+    if (PyErr_Occurred()) return nullptr;
     if (p.all_heads == 0) p.all_heads = p.heads;
     if (!p.visible.data) p.visible = View();  // without strides, which would count as a mask
     if (!p.bias.data) p.bias = View();
-    return accept(p.first, plan.spans, "spans") && accept(p.visible.data, plan.visible, "visible") &&
-           accept(p.bias.data, plan.bias, "bias");
-}
-
-bool check_call(const Call& call) {
-    if (call.set < 0 || call.set >= INSTRUCTION_SET_COUNT || !INSTRUCTION_SETS[call.set]->supported()) {
+    if (!accept(p.first, plan.spans, "spans") || !accept(p.visible.data, plan.visible, "visible") ||
+        !accept(p.bias.data, plan.bias, "bias"))
+        return nullptr;
+    if (set < 0 || set >= INSTRUCTION_SET_COUNT || !INSTRUCTION_SETS[set]->supported())
         PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
-        return false;
-    }
-    const PackedSequences& sequences = call.sequences;
-    if (sequences.count == 0) return true;
-    if (sequences.rows && sequences.keys && sequences.fit(call.problem.rows, call.problem.keys)) return true;
-    PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
-    return false;
+    else if (p.sequences && !(rise(p.row_starts, p.sequences, p.rows) && rise(p.key_starts, p.sequences, p.keys)))
+        PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
+    else
+        return INSTRUCTION_SETS[set];
+    return nullptr;
 }
 
 template <class Run>
-PyObject* run_without_gil(const Call& call, const Run& run) {
-    if (!check_call(call)) return nullptr;
+PyObject* run_without_gil(const Run& run) {
     bool enough_memory = true;
     PyThreadState* state = PyEval_SaveThread();
     try {
-        run(INSTRUCTION_SETS[call.set]->of_type[static_cast<int>(call.problem.type)]);
+        run();
     } catch (const std::bad_alloc&) {
         enough_memory = false;
     }
@@ -163,26 +166,20 @@ PyObject* run_without_gil(const Call& call, const Run& run) {
     return enough_memory ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
-PyObject* run_pass(const Call& call, Pass pass) {
-    return run_without_gil(call, [&](const Kernels& kernels) {
-        if (call.sequences.count) return run_packed(pass, kernels, call.problem, call.sequences, call.threads);
-        pass(kernels, call.problem, call.threads);
-    });
-}
-
 PyObject* forward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
-    Call call;
-    return read_call(*plan_of(self), items, count, COMMON, call) ? run_pass(call, run_forward) : nullptr;
+    Problem p;
+    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON, p);
+    return kernels ? run_without_gil([&] { run_forward(*kernels, p); }) : nullptr;
 }
 
 // Also takes the sequence of arguments of the backward pass.
 PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
-    Call call;
-    if (!read_call(*plan_of(self), items, count, COMMON + 1, call) || !read_backward(items[COMMON], call)) return nullptr;
-    Problem& p = call.problem;
+    Problem p;
+    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON + 1, p);
+    if (!kernels || !read_backward(items[COMMON], p)) return nullptr;
     p.exact_output = p.output;
     if (!p.bias_gradient.data) p.bias_gradient = View();
-    return run_pass(call, run_backward);
+    return run_without_gil([&] { run_backward(*kernels, p); });
 }
 
 void read_wanted(NamedArguments& args, Statistics& s) {
@@ -211,9 +208,10 @@ PyObject* statistics(PyObject* self, PyObject* positional, PyObject* names) {
     PyObject* items[COMMON];
     const Py_ssize_t count = PyTuple_Size(positional);
     for (Py_ssize_t n = 0; n < count && n < COMMON; n++) items[n] = PyTuple_GetItem(positional, n);
-    Call call;
-    if (!read_call(*plan_of(self), items, count, COMMON, call)) return nullptr;
-    if (call.sequences.count) {
+    Problem p;
+    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON, p);
+    if (!kernels) return nullptr;
+    if (p.sequences) {
         PyErr_SetString(PyExc_ValueError, "statistics are not computed for packed sequences");
         return nullptr;
     }
@@ -221,8 +219,7 @@ PyObject* statistics(PyObject* self, PyObject* positional, PyObject* names) {
     Statistics s = {};
     read_wanted(wanted, s);
     if (!wanted.finished()) return nullptr;
-    return run_without_gil(
-        call, [&](const Kernels& kernels) { return run_statistics(kernels, call.problem, s, call.threads); });
+    return run_without_gil([&] { run_statistics(*kernels, p, s); });
 }
 
 template <class Function>

@@ -31,7 +31,7 @@ INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t round_up(int64_t x, int64_t step) { return divide_up(x, step) * step; }
 
-enum class Type : int64_t { float32, bfloat16, float16 };
+enum Type : int64_t { float32, bfloat16, float16 };
 
 constexpr int MOST_TILES = 16;  // of one task, which share a block's keys and values in the cache
 
@@ -64,6 +64,7 @@ struct HeavyKey {
 
 struct Problem {
     Type type;
+    int64_t threads;
     int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
     float scale, softcap;  // softcap 0: none
     double exact_scale, exact_softcap;  // the same, for scores in double precision
@@ -79,6 +80,11 @@ struct Problem {
     int64_t range_batch, range_row;
     View visible;  // bytes, or null
     View bias;     // float32, or null
+
+    // Packed sequences in a batch of one: rows [row_starts[d], row_starts[d + 1]) see only the keys [key_starts[d],
+    // key_starts[d + 1]). Masks and dropout count within a sequence, as if it were item d of a batch.
+    int64_t sequences;  // 0: a batch
+    const int64_t *row_starts, *key_starts;
 
     uint32_t drop_below;  // of 65536; 0 drops nothing
     uint64_t seed;
@@ -154,36 +160,32 @@ struct Task {
 // The length of `received` and `viewers` of a task, including padding for vector writes.
 inline int64_t columns_of(const Problem& p) { return p.keys + 16; }
 
-// One instruction set's functions for one type of tensors. Scratch is counted in floats and aligned to 64 bytes.
+// One instruction set's functions, some of them by type. Scratch is counted in floats and aligned to 64 bytes.
 struct Kernels {
+    const char* name;
     int64_t tile_rows;
+    bool (*supported)();
     int64_t (*masks_size)(const Problem&);  // of a tile, packed
     void (*pack_masks)(const Problem&, int64_t batch, int64_t row_start, float* to);
     int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
-    void (*forward)(const Problem&, const Task&, float* scratch);
+    void (*forward[3])(const Problem&, const Task&, float* scratch);
     int64_t (*decode_scratch)(const Problem&);
     int64_t (*partial_size)(const Problem&);
-    void (*decode)(const Problem&, const Task&, float* partial, float* scratch);
-    void (*merge)(const Problem&, int64_t batch, int64_t kv_head, float* partials, int64_t count);
+    void (*decode[3])(const Problem&, const Task&, float* partial, float* scratch);
+    void (*merge[3])(const Problem&, int64_t batch, int64_t kv_head, float* partials, int64_t count);
     int64_t (*backward_scratch)(const Problem&, int64_t task_rows);
     int64_t (*sums_size)(const Problem&);
-    void (*backward)(const Problem&, const Task&, float* sums, float* scratch);
-    void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
+    void (*backward[3])(const Problem&, const Task&, float* sums, float* scratch);
+    void (*write_sums[3])(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
     int64_t (*statistics_scratch)(const Problem&, const Statistics&);
-    void (*statistics)(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
-    const Kernels* without_pairs;  // the functions of AVX-512, if these multiply pairs of bfloat16; else null
-};
-
-struct InstructionSet {
-    const char* name;
-    bool (*supported)();
-    Kernels of_type[3];  // by `Type`
+    void (*statistics[3])(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
+    bool pairs;  // whether the forward pass of bfloat16 multiplies pairs
 };
 
 // Tables are constants, because code of an instruction set must not run when the module is loaded.
-extern const InstructionSet avx512_set, avx2_set, generic_set;
+extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
 
 // These have only the forward and backward pass of bfloat16. Everything else is AVX-512's.
-extern const InstructionSet amx_pairs, avx512_bf16_pairs;
+extern const Kernels amx_pairs, avx512_bf16_pairs;
 
 }  // namespace clearhead

@@ -7,21 +7,21 @@ namespace clearhead::ISA {
 
 // Statistics of each row from its sums, in double.
 static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
-    for (int64_t lane = 0; lane < rows.count; lane++) {
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
+    const Tile& tile = panel.tile;
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]);
         const double sum = panel.tile.sum[lane], ln2 = LN_OF_2;
         const double highest = panel.tile.row_max[lane] + panel.shift[lane];
         const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : highest * ln2;
         double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
         if (p.sinks && sum != 0) {  // one more term of the total, where shift is the larger of row maximum and sink
-            const double sink = p.sinks[rows.head[lane]], shift = row_max < sink ? sink : row_max;
+            const double sink = p.sinks[tile.head[lane]], shift = row_max < sink ? sink : row_max;
             const double total = sum * exp(row_max - shift) + exp(sink - shift);
             factor = exp(row_max - shift) / total;  // from e^(s − row maximum) to e^(s − shift), over the total
             lse = log(total) + shift;
             entropy = sum * factor * (lse - row_max);
         } else if (p.sinks) {
-            lse = p.sinks[rows.head[lane]];
+            lse = p.sinks[tile.head[lane]];
         }
         if (p.lse) p.lse[place] = lse;
         panel.factor[lane] = static_cast<float>(factor);
@@ -37,16 +37,16 @@ static int64_t width_of_output(const Problem& p) { return p.output.data ? round_
 
 template <class T>
 static void write_output(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
-    lanes_to_rows<T>(panel.tile.output, rows, batch, p.value_dim, panel.factor, p.output);
+    const Tile& tile = panel.tile;
+    lanes_to_rows<T>(panel.tile.output, tile, batch, p.value_dim, panel.factor, p.output);
     if (!s.norm) return;
-    for (int64_t lane = 0; lane < rows.count; lane++) {
+    for (int64_t lane = 0; lane < tile.count; lane++) {
         double sum = 0;
         for (int64_t d = 0; d < p.value_dim; d++) {
-            const double x = panel.tile.output[d * rows.vectors * LANES + lane];
+            const double x = panel.tile.output[d * tile.vectors * LANES + lane];
             sum += x * x;
         }
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
+        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]);
         s.norm[place] = static_cast<float>(sqrt(sum)) * panel.factor[lane];
     }
 }
@@ -81,7 +81,7 @@ static void receive(const Problem& p, const ScorePanel* panels, int64_t count, c
             const int64_t start = larger(block, panel.start), stop = smaller(block + BLOCK, panel.stop);
             if (start >= stop || !panel.visible_blocks[panel.number(block)]) continue;
             any = true;
-            by_vectors(panel.tile.rows.vectors, [&](auto v) {
+            by_vectors(panel.tile.vectors, [&](auto v) {
                 receive_part<v.value>(panel, start, stop, lanes + (start - block) * LANES);
             });
         }
@@ -101,25 +101,25 @@ static const float* cell_of(const ScorePanel& panel, int64_t key, int64_t lane) 
 }
 
 static void write_sink(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
-    for (int64_t lane = 0; lane < rows.count; lane++) {
-        const int32_t* keys = s.first_keys + (batch * p.heads + rows.head[lane]) * s.sink_keys;
+    const Tile& tile = panel.tile;
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        const int32_t* keys = s.first_keys + (batch * p.heads + tile.head[lane]) * s.sink_keys;
         double sum = 0;
         for (int64_t n = 0; n < s.sink_keys; n++) {
             const float* weight = cell_of(panel, keys[n], lane);
             if (weight) sum += *weight;
         }
-        s.sink[p.row_place(batch, rows.head[lane], rows.row[lane])] = static_cast<float>(sum * panel.factor[lane]);
+        s.sink[p.row_place(batch, tile.head[lane], tile.row[lane])] = static_cast<float>(sum * panel.factor[lane]);
     }
 }
 
 // Calls work(place of the weight, key, lane) for each row and offset.
 template <class Work>
 INLINE void each_stripe(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch, const Work& work) {
-    const Rows& rows = panel.tile.rows;
-    for (int64_t lane = 0; lane < rows.count; lane++) {
-        float* to = s.stripes + p.row_place(batch, rows.head[lane], rows.row[lane]) * s.offset_count;
-        for (int64_t n = 0; n < s.offset_count; n++) work(to[n], rows.row[lane] + s.shift + s.offsets[n], lane);
+    const Tile& tile = panel.tile;
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        float* to = s.stripes + p.row_place(batch, tile.head[lane], tile.row[lane]) * s.offset_count;
+        for (int64_t n = 0; n < s.offset_count; n++) work(to[n], tile.row[lane] + s.shift + s.offsets[n], lane);
     }
 }
 
@@ -139,10 +139,10 @@ static void write_stripes(const Problem& p, const Statistics& s, const ScorePane
 
 template <int V>
 static void write_distance(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
+    const Tile& tile = panel.tile;
     double total[TILE] = {};
     float place[TILE];
-    for (int lane = 0; lane < V * LANES; lane++) place[lane] = static_cast<float>(rows.row[lane] + s.shift);
+    for (int lane = 0; lane < V * LANES; lane++) place[lane] = static_cast<float>(tile.row[lane] + s.shift);
     each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
         Floats sums[V] = {};
         for (int64_t j = start; j < smaller(stop, p.keys); j++)
@@ -152,8 +152,8 @@ static void write_distance(const Problem& p, const Statistics& s, const ScorePan
             }
         for (int lane = 0; lane < V * LANES; lane++) total[lane] += sums[lane / LANES][lane % LANES];
     });
-    for (int64_t lane = 0; lane < rows.count; lane++) {
-        const int64_t to = p.row_place(batch, rows.head[lane], rows.row[lane]);
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        const int64_t to = p.row_place(batch, tile.head[lane], tile.row[lane]);
         s.distance[to] = static_cast<float>(total[lane] * panel.factor[lane]);
     }
 }

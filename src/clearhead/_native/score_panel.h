@@ -23,13 +23,12 @@ struct Largest {
 };
 
 struct ScorePanel {
-    Tile tile;
+    ForwardTile tile;
     Largest largest;
     int64_t start, stop;            // every key that any row may see, multiples of GROUP
     float *scores, *row_maxima;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
     int32_t* visible_blocks;                  // of each block: whether any row sees a key of it
     float* raw_max;                 // row maxima before soft-cap and bias (V·LANES), or null
-    int64_t summed;                 // blocks of this run
     double shift[TILE];             // subtracted from scores in double precision, in units of log 2; else 0
     float inner[TILE];              // Σ e^(s − row maximum) · (s − row maximum), in units of log 2
     float total_inner[TILE];        // of earlier runs
@@ -37,10 +36,10 @@ struct ScorePanel {
     float factor[TILE];             // from e^(s − row maximum) to p
     float counted[TILE];            // 1 for rows that sums over rows include, else 0
 
-    float* at(int64_t key) const { return scores + (key - start) * tile.rows.vectors * LANES; }
+    float* at(int64_t key) const { return scores + (key - start) * tile.vectors * LANES; }
     int64_t first_block() const { return start / BLOCK * BLOCK; }
     int64_t number(int64_t block) const { return (block - first_block()) / BLOCK; }
-    float* maxima_of(int64_t block) const { return row_maxima + number(block) * (BLOCK / PIECE) * tile.rows.vectors * LANES; }
+    float* maxima_of(int64_t block) const { return row_maxima + number(block) * (BLOCK / PIECE) * tile.vectors * LANES; }
 };
 
 // Rows of the next block, which are prefetched gradually.
@@ -107,9 +106,9 @@ INLINE void add_columns(int64_t count, float* to, const Cell& cell) {
 // Counts the visible keys of each row and, in `viewers`, the counted rows that see each key of a part.
 template <int V, MaskForm FORM>
 static void count_visible(ScorePanel& panel, int64_t count, const TileMask& mask, float* viewers) {
-    if (FORM == MaskForm::none) {
+    if (FORM == MaskForm::everything) {
         float rows = 0;
-        for (int64_t lane = 0; lane < panel.tile.rows.count; lane++) rows += panel.counted[lane];
+        for (int64_t lane = 0; lane < panel.tile.count; lane++) rows += panel.counted[lane];
         for (int lane = 0; lane < V * LANES; lane++) panel.visible[lane] += static_cast<float>(count);
         for (int64_t j = 0; viewers && j < count; j++) viewers[j] += rows;
         return;

@@ -13,13 +13,13 @@ namespace clearhead::ISA {
 
 // The scores of a part and the row maxima of its pieces.
 template <int V, class T>
-static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part, const MaskScratch& buffers,
+static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part, float* mask_memory,
                        float* viewers) {
-    const TileMask mask = tile_mask<V>(p, panel.tile.rows, batch, part.start, part.stop, buffers);
-    panel.visible_blocks[panel.number(part.block)] = mask.coverage != Coverage::nothing;
-    if (mask.coverage == Coverage::nothing) return;
+    const TileMask mask = tile_mask<V>(p, panel.tile, batch, part.start, part.stop, mask_memory);
+    panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
+    if (mask.form == MaskForm::nothing) return;
     float* piece_maxima = panel.maxima_of(part.block);
-    const NextMasks none = {&panel.tile.rows, batch, 0, 0};
+    const auto none = [](int64_t, int64_t) {};
     Floats best[V], raw[V];
     for (int v = 0; v < V; v++) {
         best[v] = load(panel.tile.row_max + v * LANES);
@@ -95,15 +95,10 @@ static void mix_part(ScorePanel& panel, const Part<T>& part, int64_t width) {
 }
 
 // Adds the sums of a run to the totals, and begins the next.
-static void end_panel_run(ScorePanel& panel, int64_t floats) {
-    end_run(panel.tile, floats);
+static void end_panel_run(ScorePanel& panel) {
+    end_run(panel.tile);
     for (int lane = 0; lane < TILE; lane++) panel.total_inner[lane] += panel.inner[lane], panel.inner[lane] = 0;
-    panel.summed = 1;  // including the block that is added next
-}
-
-static void add_panel_totals(ScorePanel& panel, int64_t floats) {
-    add_total(panel.tile, floats);
-    for (int lane = 0; lane < TILE; lane++) panel.inner[lane] += panel.total_inner[lane];
+    panel.tile.summed = 1;  // including the block that is added next
 }
 
 static int64_t keys_of_panel(const Problem& p) { return round_up(p.keys, BLOCK); }
@@ -130,29 +125,26 @@ template <class T>
 static void open_panel(const Problem& p, const Statistics& s, const Task& task, int64_t row, float*& scratch,
                        ScorePanel& panel) {
     const int64_t width = width_of_output(p), keys = keys_of_panel(p), batch = task.batch;
-    Rows& rows = panel.tile.rows;
-    describe_rows(p, batch, task.kv_head, row, task.row_stop, rows);
-    panel.start = smaller(p.keys, rows.lowest_first) / GROUP * GROUP;
-    panel.stop = larger(panel.start, round_up(rows.highest_last, GROUP));
+    Tile& tile = panel.tile;
+    describe_rows(p, batch, task.kv_head, row, task.row_stop, tile);
+    panel.start = smaller(p.keys, tile.lowest_first) / GROUP * GROUP;
+    panel.stop = larger(panel.start, round_up(tile.highest_last, GROUP));
     panel.scores = take(scratch, keys * TILE);
     panel.row_maxima = take(scratch, keys / PIECE * TILE);
     panel.visible_blocks = reinterpret_cast<int32_t*>(take(scratch, keys / BLOCK));
     panel.tile.query = take(scratch, p.dim * TILE);
-    panel.tile.output = take(scratch, width * TILE);
-    panel.tile.total = has_totals(p) ? take(scratch, width * TILE) : nullptr;
+    begin_sums(panel.tile, width, has_totals(p), scratch);
     panel.largest.count = s.top;
     panel.largest.scores = take(scratch, panel.largest.capacity() * TILE);
     panel.largest.keys = reinterpret_cast<int32_t*>(take(scratch, panel.largest.capacity() * TILE));
     panel.raw_max = s.raw ? take(scratch, TILE) : nullptr;
     for (int lane = 0; s.raw && lane < TILE; lane++) panel.raw_max[lane] = -INFINITY;
-    rows_to_lanes<T>(p.query, rows, batch, p.dim, 1, panel.tile.query);
-    clear_sums(panel.tile, width * TILE);
-    panel.summed = 0;
+    rows_to_lanes<T>(p.query, tile, batch, p.dim, 1, panel.tile.query);
     for (int lane = 0; lane < TILE; lane++) {
-        const bool has_row = lane < rows.count;
+        const bool has_row = lane < tile.count;
         panel.inner[lane] = panel.total_inner[lane] = panel.visible[lane] = panel.factor[lane] = 0;
         panel.shift[lane] = 0;
-        panel.counted[lane] = has_row && (!s.counted || s.counted[batch * p.rows + rows.row[lane]]);
+        panel.counted[lane] = has_row && (!s.counted || s.counted[batch * p.rows + tile.row[lane]]);
     }
 }
 
@@ -192,38 +184,39 @@ static void each_panel_block(const Problem& p, const View& view, int64_t columns
 // All statistics of some panels. The second loop over the keys goes backwards, because the last keys are in the cache.
 template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, ScorePanel* panels, int64_t count,
-                         const TaskSums& sums, float* block_rows, const MaskScratch& buffers, const ExactScores& exact) {
+                         const TaskSums& sums, float* block_rows, float* mask_memory, const ExactScores& exact) {
     const int64_t b = task.batch, width = width_of_output(p), run = run_length(keys_of_panel(p) / BLOCK);
     const auto score = [&](ScorePanel& panel, const Part<T>& part) {
         float* seen_by = sums.viewers ? sums.viewers + part.start : nullptr;
-        by_vectors(panel.tile.rows.vectors, [&](auto v) {
-            if (s.exact) return score_exactly<v.value>(p, panel, b, part, buffers, exact, seen_by);
-            score_part<v.value>(p, panel, b, part, buffers, seen_by);
+        by_vectors(panel.tile.vectors, [&](auto v) {
+            if (s.exact) return score_exactly<v.value>(p, panel, b, part, mask_memory, exact, seen_by);
+            score_part<v.value>(p, panel, b, part, mask_memory, seen_by);
         });
     };
     const auto weigh = [&](ScorePanel& panel, const Part<T>& part) {
         if (!panel.visible_blocks[panel.number(part.block)]) return;
-        if (panel.summed++ == run) end_panel_run(panel, width * panel.tile.rows.vectors * LANES);
-        by_vectors(panel.tile.rows.vectors, [&](auto v) {
+        if (panel.tile.summed++ == run) end_panel_run(panel);
+        by_vectors(panel.tile.vectors, [&](auto v) {
             weigh_part<v.value>(panel, part);
             if (width) mix_part<v.value>(panel, part, width);
         });
     };
     if (s.exact) widen_query(p, panels[0], exact);
     each_panel_block<T>(p, p.key, p.dim, p.dim, task, panels, count, false, block_rows, score);
-    if (s.exact) by_vectors(panels[0].tile.rows.vectors, [&](auto v) { store_shifted<v.value>(panels[0], exact); });
+    if (s.exact) by_vectors(panels[0].tile.vectors, [&](auto v) { store_shifted<v.value>(panels[0], exact); });
     for (int64_t n = 0; s.stripes && n < count; n++) find_stripes(p, s, panels[n], b);
     for (int64_t n = 0; s.top && n < count; n++) expect_largest(panels[n]);
     each_panel_block<T>(p, p.value, p.value_dim, width, task, panels, count, true, width ? block_rows : nullptr, weigh);
     for (int64_t n = 0; n < count; n++) {
-        add_panel_totals(panels[n], width * panels[n].tile.rows.vectors * LANES);
+        add_total(panels[n].tile);
+        for (int lane = 0; lane < TILE; lane++) panels[n].inner[lane] += panels[n].total_inner[lane];
         finish_rows(p, s, panels[n], b);
         if (s.top) write_largest(p, s, panels[n], b);
         if (width) write_output<T>(p, s, panels[n], b);
         if (s.sink) write_sink(p, s, panels[n], b);
         if (s.stripes) write_stripes(p, s, panels[n], b);
         if (s.weights.data) write_weights(p, s, panels[n], b);
-        by_vectors(panels[n].tile.rows.vectors, [&](auto v) {
+        by_vectors(panels[n].tile.vectors, [&](auto v) {
             if (sums.map) pool<v.value>(p, s, panels[n], sums);
             if (s.distance) write_distance<v.value>(p, s, panels[n], b);
         });
@@ -236,7 +229,7 @@ static void statistics(const Problem& p, const Statistics& s, const Task& task, 
                              float* scratch) {
     const int64_t together = panels_together(p, s);
     float* block_rows = take(scratch, (BLOCK + GROUP) * larger(p.dim, width_of_output(p)));
-    const MaskScratch buffers = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
+    float* mask_memory = take(scratch, MASK_SCRATCH_FLOATS);
     const ExactScores exact = s.exact ? exact_scores(p, keys_of_panel(p), scratch) : ExactScores();
     for (int64_t row = task.row_start; row < task.row_stop;) {
         ScorePanel panels[MOST_TILES];
@@ -244,7 +237,7 @@ static void statistics(const Problem& p, const Statistics& s, const Task& task, 
         int64_t count = 0;
         for (; count < together && row < task.row_stop; count++, row += TILE)
             open_panel<T>(p, s, task, row, memory, panels[count]);
-        work_through<T>(p, s, task, panels, count, sums, block_rows, buffers, exact);
+        work_through<T>(p, s, task, panels, count, sums, block_rows, mask_memory, exact);
     }
 }
 

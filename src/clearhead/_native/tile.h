@@ -53,8 +53,8 @@ INLINE void by_vectors(int64_t vectors, const Work& work) {
     work(Number<3>());
 }
 
-// The query rows of a tile, with their heads and ranges of columns. Lanes without a row repeat the last row.
-struct Rows {
+// Some query rows, with their heads and ranges of columns. Lanes without a row repeat the last row.
+struct Tile {
     int64_t start, count, vectors;  // folded rows
     int32_t head[TILE], row[TILE], first[TILE], last[TILE];
     int64_t lowest_first, highest_first, lowest_last, highest_last;
@@ -62,15 +62,15 @@ struct Rows {
     const float* masks;  // packed masks, or null
 };
 
-static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, Rows& rows) {
-    rows.start = start;
-    rows.count = smaller(TILE, stop - start);
-    rows.vectors = divide_up(rows.count, LANES);
-    rows.masks = nullptr;
-    rows.lowest_first = rows.lowest_last = INT32_MAX;
-    rows.highest_first = rows.highest_last = 0;
-    for (int64_t lane = 0; lane < rows.vectors * LANES; lane++) {
-        const int64_t folded = start + smaller(lane, rows.count - 1), i = folded % p.rows;
+static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, Tile& tile) {
+    tile.start = start;
+    tile.count = smaller(TILE, stop - start);
+    tile.vectors = divide_up(tile.count, LANES);
+    tile.masks = nullptr;
+    tile.lowest_first = tile.lowest_last = INT32_MAX;
+    tile.highest_first = tile.highest_last = 0;
+    for (int64_t lane = 0; lane < tile.vectors * LANES; lane++) {
+        const int64_t folded = start + smaller(lane, tile.count - 1), i = folded % p.rows;
         int64_t first = larger(0, i + p.low), last = smaller(p.stop, i + p.high + 1);
         if (p.first) {
             const int64_t place = batch * p.range_batch + i * p.range_row;
@@ -79,21 +79,21 @@ static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int6
         }
         last = larger(0, smaller(last, p.keys));
         first = smaller(first, last);
-        rows.head[lane] = static_cast<int32_t>(kv_head * p.group() + folded / p.rows);
-        rows.row[lane] = static_cast<int32_t>(i);
-        rows.first[lane] = static_cast<int32_t>(first);
-        rows.last[lane] = static_cast<int32_t>(last);
+        tile.head[lane] = static_cast<int32_t>(kv_head * p.group() + folded / p.rows);
+        tile.row[lane] = static_cast<int32_t>(i);
+        tile.first[lane] = static_cast<int32_t>(first);
+        tile.last[lane] = static_cast<int32_t>(last);
         if (first == last) {  // fully masked: widens no range, but must be masked in every block
-            rows.highest_first = INT32_MAX;
-            rows.lowest_last = 0;
+            tile.highest_first = INT32_MAX;
+            tile.lowest_last = 0;
             continue;
         }
-        rows.lowest_first = smaller(rows.lowest_first, first);
-        rows.highest_first = larger(rows.highest_first, first);
-        rows.lowest_last = smaller(rows.lowest_last, last);
-        rows.highest_last = larger(rows.highest_last, last);
+        tile.lowest_first = smaller(tile.lowest_first, first);
+        tile.highest_first = larger(tile.highest_first, first);
+        tile.lowest_last = smaller(tile.lowest_last, last);
+        tile.highest_last = larger(tile.highest_last, last);
     }
-    rows.one_head = rows.head[0] == rows.head[rows.count - 1];
+    tile.one_head = tile.head[0] == tile.head[tile.count - 1];
 }
 
 // Copies rows of T into rows of floats of length `to_stride`, padded with zeros to this length and to `padded` rows.
@@ -140,18 +140,18 @@ INLINE void transpose_rows(int64_t rows, int64_t columns, int64_t stride, T* to,
 
 // Transposes the rows of a tile to (columns × V·LANES), times a factor, with zeros in lanes without a row.
 template <class T>
-static void rows_to_lanes(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor, float* to) {
-    const int64_t width = rows.vectors * LANES;
+static void rows_to_lanes(const View& view, const Tile& tile, int64_t batch, int64_t columns, float factor, float* to) {
+    const int64_t width = tile.vectors * LANES;
     transpose_rows(width, columns, width, to, [&](int64_t lane, int64_t j) {
-        if (lane >= rows.count) return Floats{};
-        return factor * load_some(view.at<T>(batch, rows.head[lane], rows.row[lane]) + j, columns - j);
+        if (lane >= tile.count) return Floats{};
+        return factor * load_some(view.at<T>(batch, tile.head[lane], tile.row[lane]) + j, columns - j);
     });
 }
 
 // The reverse. Calls write(lane, j, vector, count) for `count` numbers of a row from column j on.
 template <class Write>
-INLINE void each_row_vector(const float* from, const Rows& rows, int64_t columns, const Write& write) {
-    const int64_t width = rows.vectors * LANES;
+INLINE void each_row_vector(const float* from, const Tile& tile, int64_t columns, const Write& write) {
+    const int64_t width = tile.vectors * LANES;
     for (int64_t first = 0; first < width; first += LANES)
         for (int64_t j = 0; j < columns; j += LANES) {
             Floats square[LANES];
@@ -159,26 +159,26 @@ INLINE void each_row_vector(const float* from, const Rows& rows, int64_t columns
             for (int64_t r = 0; r < LANES; r++)
                 square[r] = r < count ? load(from + (j + r) * width + first) : Floats{};
             transpose(square);
-            for (int64_t lane = first; lane < smaller(rows.count, first + LANES); lane++)
+            for (int64_t lane = first; lane < smaller(tile.count, first + LANES); lane++)
                 write(lane, j, square[lane - first], count);
         }
 }
 
 // Writes the columns of a tile as rows, each times its factor.
 template <class T>
-static void lanes_to_rows(const float* from, const Rows& rows, int64_t batch, int64_t columns, const float* factors,
+static void lanes_to_rows(const float* from, const Tile& tile, int64_t batch, int64_t columns, const float* factors,
                           const View& view) {
-    each_row_vector(from, rows, columns, [&](int64_t lane, int64_t j, Floats x, int64_t count) {
-        store_some(view.at<T>(batch, rows.head[lane], rows.row[lane]) + j, x * factors[lane], count);
+    each_row_vector(from, tile, columns, [&](int64_t lane, int64_t j, Floats x, int64_t count) {
+        store_some(view.at<T>(batch, tile.head[lane], tile.row[lane]) + j, x * factors[lane], count);
     });
 }
 
 // The dropout mask of a group of keys for the rows of one vector: all ones for undropped weights, or zero.
-INLINE void group_mask(const Problem& p, const Rows& rows, int64_t batch, int v, int64_t group, Ints* undropped) {
+INLINE void group_mask(const Problem& p, const Tile& tile, int64_t batch, int v, int64_t group, Ints* undropped) {
     Words counter[4] = {};
     Ints head, row;
-    memcpy(&head, rows.head + v * LANES, sizeof head);
-    memcpy(&row, rows.row + v * LANES, sizeof row);
+    memcpy(&head, tile.head + v * LANES, sizeof head);
+    memcpy(&row, tile.row + v * LANES, sizeof row);
     const int64_t first_stream = (p.first_item + batch) * p.all_heads + p.first_head;
     counter[0] += static_cast<uint32_t>(group);
     counter[1] = reinterpret_cast<Words>(row) + static_cast<uint32_t>(p.first_row);
@@ -191,26 +191,26 @@ INLINE void group_mask(const Problem& p, const Rows& rows, int64_t batch, int v,
 }
 
 // The same for a call that begins inside a group: the end of one group and the start of the next.
-static __attribute__((noinline)) void two_groups_mask(const Problem& p, const Rows& rows, int64_t batch, int v,
+static __attribute__((noinline)) void two_groups_mask(const Problem& p, const Tile& tile, int64_t batch, int v,
                                                       int64_t place, Ints* undropped) {
     Ints both[2 * GROUP];
-    for (int n = 0; n < 2; n++) group_mask(p, rows, batch, v, place / GROUP + n, both + n * GROUP);
+    for (int n = 0; n < 2; n++) group_mask(p, tile, batch, v, place / GROUP + n, both + n * GROUP);
     memcpy(undropped, both + place % GROUP, GROUP * sizeof(Ints));
 }
 
 // The dropout mask of the GROUP keys from `key` on for the rows of one vector.
-INLINE void dropout_mask(const Problem& p, const Rows& rows, int64_t batch, int v, int64_t key, Ints (&undropped)[GROUP]) {
+INLINE void dropout_mask(const Problem& p, const Tile& tile, int64_t batch, int v, int64_t key, Ints (&undropped)[GROUP]) {
     const int64_t place = p.first_key + key;
-    if (place % GROUP == 0) return group_mask(p, rows, batch, v, place / GROUP, undropped);
-    two_groups_mask(p, rows, batch, v, place, undropped);
+    if (place % GROUP == 0) return group_mask(p, tile, batch, v, place / GROUP, undropped);
+    two_groups_mask(p, tile, batch, v, place, undropped);
 }
 
 INLINE Floats only_where(Ints undropped, Floats x) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(x) & undropped); }
 
 // Cuts a block to the visible range of a tile, at multiples of GROUP.
-INLINE void trim(const Rows& rows, int64_t& start, int64_t& stop) {
-    start = larger(start, rows.lowest_first / GROUP * GROUP);
-    stop = smaller(stop, round_up(rows.highest_last, GROUP));
+INLINE void trim(const Tile& tile, int64_t& start, int64_t& stop) {
+    start = larger(start, tile.lowest_first / GROUP * GROUP);
+    stop = smaller(stop, round_up(tile.highest_last, GROUP));
 }
 
 }  // namespace clearhead::ISA
