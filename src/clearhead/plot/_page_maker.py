@@ -38,6 +38,7 @@ SCRIPTS = (
     "overview",
     "numbers",
     "text",
+    "arcs",
     "finding",
     "search",
     "picture",

@@ -23,6 +23,10 @@
         choose(state.layer, state.head);
       });
     }
+    byId("arcs").addEventListener("change", (event) => {
+      state.arcs = event.target.checked;
+      show(state.query, state.key);
+    });
     for (const [name, answer] of [["statistic", showStatistic], ["order", showOverview]]) {
       byId(name).addEventListener("change", (event) => {
         state[name] = event.target.value;

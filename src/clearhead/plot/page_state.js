@@ -10,6 +10,7 @@
     statistic: data.statistic,
     order: "layers", // of the overview
     words: false, // whether word pieces are to be merged
+    arcs: false, // whether the largest weights are drawn over the text
     faded: false, // whether special tokens are to be left out
     current: null, // the head that is large, between tokens or words
     query: 0, // kept by a click
@@ -51,6 +52,7 @@
     for (const [index, button] of [...byId("sections").children].entries()) {
       button.setAttribute("aria-pressed", String(index === section));
     }
+    byId("arcs-control").hidden = Boolean(patchesOf());
     const maps = patchesOf() ? "over the picture" : "maps";
     byId("statistic").replaceChildren(
       ...[["maps", maps], ...statistics.map((name) => [name, name])].map(([name, text]) => option(name, text, name === state.statistic)),
@@ -125,6 +127,7 @@
     markLabel("columns", state.current.columns.names, key, "left");
     showList(query);
     shadeText(query);
+    drawArcs(query);
   }
 
   /** Keep a query, or a cell. */
