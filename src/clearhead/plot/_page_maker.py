@@ -39,6 +39,7 @@ SCRIPTS = (
     "numbers",
     "text",
     "arcs",
+    "fonts",
     "finding",
     "search",
     "picture",

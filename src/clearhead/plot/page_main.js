@@ -17,10 +17,11 @@
 
   function listenToControls() {
     byId("item").addEventListener("change", (event) => showItem(Number(event.target.value) + viewNumber()));
-    for (const [id, name] of [["words", "words"], ["special", "faded"]]) {
+    for (const [id, answer] of [["words", () => {}], ["special", drawOverview]]) {
       byId(id).addEventListener("change", (event) => {
-        state[name] = event.target.checked;
+        state[id] = event.target.checked;
         choose(state.layer, state.head);
+        answer();
       });
     }
     byId("arcs").addEventListener("change", (event) => {
@@ -51,8 +52,6 @@
   }
 
   document.documentElement.dataset.script = "true";
-  byId("notes").textContent = data.notes.join(" ");
-  byId("notes").hidden = !data.notes.length;
   buildControls();
   buildViews();
   for (const listen of [listenToControls, listenToTheme, listenToOverview, listenToSearch, listenToMap, listenToSave, listenToWindow]) listen();

@@ -62,7 +62,7 @@
   function drawMapScale(end) {
     const layer = state.item.sections[state.section].layers[state.layer];
     const { rows, columns } = state.current.grids.at(-1);
-    const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size });
+    const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size }, state.current.renormalised);
     drawScale("map-scale", weightTicks(end), caption);
   }
 
@@ -106,7 +106,8 @@
   }
 
   function shortened(name) {
-    const characters = [...name];
+    if (name.length <= LONGEST_LABEL) return name;
+    const characters = [...new Intl.Segmenter().segment(name)].map(({ segment }) => segment);
     return characters.length > LONGEST_LABEL ? characters.slice(0, LONGEST_LABEL - 1).join("") + "…" : name;
   }
 
@@ -176,12 +177,18 @@
         notes.push(`Exact weights are here for ${exactHeads().join("; ")}.`);
       }
       if (state.words) notes.push("Word pieces stay apart here: merging needs every weight of the head.");
-      if (state.faded) notes.push("Special tokens stay here: leaving them out needs every weight of the head.");
+      if (state.special) notes.push("Special tokens stay here: leaving them out needs every weight of the head.");
     }
     if (state.current.renormalised) {
       notes.push("Special tokens are left out: the weights of the other keys are renormalised to sum to 1 in every row.");
-    } else if (state.faded && isSigned()) {
+      const kept = leavesOutSpecial() ? "Statistics of heads count" : "Thumbnails, statistics of heads and the ranking count";
+      notes.push(`${kept} all tokens.`);
+    } else if (state.special && isSigned()) {
       notes.push("Special tokens stay in a difference.");
+    }
+    const { columns } = state.current;
+    if (isRightToLeft(columns.names)) {
+      notes.push("The text is read from right to left. The map has the first key on the left and the first query at the top.");
     }
     byId("note").textContent = notes.join(" ");
   }

@@ -164,7 +164,5 @@
     const scale = THUMBNAIL / Math.max(height, width);
     [canvas.width, canvas.height] = [width, height].map((pixels) => Math.max(1, Math.round(pixels * scale)));
     const found = state.item.sections[state.section].layers[layer];
-    const [rows, columns] = found.grid;
-    const row = decoded(state.bytes, found.map, (head * rows + state.shown.query) * columns, columns);
-    paintOver(canvas, row, scaleEnds().tileEnd);
+    paintOver(canvas, rowOfTiles(state.bytes, found, head, state.shown.query), scaleEnds().tileEnd);
   }

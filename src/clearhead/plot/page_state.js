@@ -11,7 +11,7 @@
     order: "layers", // of the overview
     words: false, // whether word pieces are to be merged
     arcs: false, // whether the largest weights are drawn over the text
-    faded: false, // whether special tokens are to be left out
+    special: false, // whether special tokens are to be left out
     current: null, // the head that is large, between tokens or words
     query: 0, // kept by a click
     key: null,
@@ -38,6 +38,7 @@
     byId("item").value = number - viewNumber();
     byId("words-control").hidden = !texts.some((text) => text.words);
     byId("special-control").hidden = !texts.some((text) => text.special.length);
+    showNotes();
     showSection(state.section);
   }
 
@@ -70,14 +71,18 @@
   function largeHead() {
     const { section, layer, head } = state;
     let found = headOf(state.bytes, state.item, section, layer, head);
+    if (state.special && found.whole && !isSigned()) found = withoutSpecial(found, specialKeys());
     if (state.words && found.words) found = found.words();
-    if (state.faded && found.whole && !isSigned()) found = withoutSpecial(found, specialKeys(found.columns));
     changeHead(found);
   }
 
-  function specialKeys({ words }) {
-    const { special } = state.item.texts[state.item.sections[state.section].keys];
-    return new Set(special.map((place) => (words ? words[place] : place)));
+  function specialKeys() {
+    return state.item.texts[state.item.sections[state.section].keys].special;
+  }
+
+  /** Whether special tokens are left out of all heads, which needs every weight of them. */
+  function leavesOutSpecial() {
+    return state.special && !isSigned() && state.item.sections[state.section].layers.every((layer) => tiling(layer).exact);
   }
 
   function choose(layer, head) {
