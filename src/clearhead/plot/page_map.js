@@ -5,12 +5,17 @@
   const LABEL_HEIGHT = 15;
   const BAR = 56;
 
+  /** The height of the window; the frame of a notebook is as high as its page. */
+  function screenHeight() {
+    return Math.min(innerHeight, screen.availHeight || innerHeight);
+  }
+
   function drawMap() {
     const { view } = state;
     const { rows, columns } = state.current;
     const labels = [labelWidth(rows.names), labelWidth(columns.names)];
     const wide = Math.max(150, byId("frame").parentElement.clientWidth - labels[0] - BAR - 44);
-    const high = Math.max(320, innerHeight * 0.86 - labels[1] - BAR);
+    const high = Math.max(320, screenHeight() * (patchesOf() ? 0.6 : 0.86) - labels[1] - BAR);
     state.cell = Math.min(wide / view.columns, high / view.rows, LARGEST_CELL);
     const canvas = byId("cells");
     const ratio = devicePixelRatio || 1;
@@ -32,6 +37,7 @@
     const { view, current } = state;
     const { tileEnd, ownEnd, cellEnd } = scaleEnds();
     const signed = isSigned();
+    const even = evenWeights();
     const visible = current.grids.filter((grid) => state.cell * ratio >= 0.99 || grid === current.grids.at(-1));
     const lookups = visible.map((grid) => ({
       grid,
@@ -46,7 +52,9 @@
           if (lines[y] < 0) continue;
           const [values, row, to] = [grid.values, lines[y] * grid.columns, y * canvas.width];
           for (let x = 0; x < across.length; x++) {
-            if (across[x] >= 0) pixels[to + x] = colorOf(values[row + across[x]], end, signed);
+            if (across[x] < 0) continue;
+            const value = values[row + across[x]];
+            pixels[to + x] = even ? multipleColor(value, even.weights[across[x]], even.end) : colorOf(value, end, signed);
           }
         }
       }
@@ -60,6 +68,7 @@
   }
 
   function drawMapScale(end) {
+    if (patchesOf()) return drawPictureScale("map-scale");
     const layer = state.item.sections[state.section].layers[state.layer];
     const { rows, columns } = state.current.grids.at(-1);
     const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size }, state.current.renormalised);

@@ -52,6 +52,7 @@
   }
 
   function tileNote() {
+    if (patchesOf()) return "“About” is a weight that the page holds in one byte.";
     return data.sections[state.section].pooling === "max"
       ? "“About” is the largest weight of a tile; the other weights are exact."
       : "“About” is the mean weight of a tile; the other weights are exact.";

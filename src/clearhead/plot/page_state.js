@@ -27,19 +27,24 @@
     Object.assign(state, await unpacked(number)); // one text at a time is held unpacked, in all its views
     state.number = number;
     const { texts } = state.item;
-    const length = state.item.sections.map((section) => texts[section.queries].names.length);
     const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
     const [least, most] = [Math.min(...heads), Math.max(...heads)];
     const what = data.sections.length > 1 ? "attention layers" : "layers";
     byId("facts").textContent =
       `${data.title} · ${heads.length} ${what} × ${least === most ? most : least + " to " + most} heads · ` +
-      (texts.length > 1 ? [...new Set(texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens" +
+      sizeOfItem() +
       (data.items.length > viewCount() ? ` · text ${Math.floor(number / viewCount()) + 1} of ${data.items.length / viewCount()}` : "");
     byId("item").value = number - viewNumber();
     byId("words-control").hidden = !texts.some((text) => text.words);
     byId("special-control").hidden = !texts.some((text) => text.special.length);
     showNotes();
     showSection(state.section);
+  }
+
+  function sizeOfItem() {
+    if (!patchesOf()) return [...new Set(state.item.texts.map(({ names }) => names.length))].join(" and ") + " tokens";
+    const { grid, side } = patchesOf();
+    return grid.join(" × ") + (side > 1 ? ` tiles of ${side} × ${side} patches` : " patches");
   }
 
   function showSection(section) {

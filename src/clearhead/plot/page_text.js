@@ -70,12 +70,13 @@
   function shadesOf(query) {
     const { columns, grids, largest, listed, whole } = state.current;
     const { cellEnd, tileEnd } = scaleEnds();
-    const none = colorOf(0, cellEnd);
+    const even = evenWeights();
+    const none = even ? colors[0] : colorOf(0, cellEnd);
     const shades = new Map();
     if (whole) {
       for (let key = 0; key < columns.names.length; key++) {
         const weight = weightAt(grids[0], query, key);
-        const color = colorOf(weight, cellEnd);
+        const color = even ? multipleColor(weight, even.weights[key], even.end) : colorOf(weight, cellEnd);
         if (color !== none) shades.set(key, color);
       }
     } else if (listed) {
