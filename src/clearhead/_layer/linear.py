@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._call.forwards import LinearForward
 from .._checks import PLAIN, flag, kind, require_factory, shown, size, strided_or_jagged
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
 from .._torch_private import has_onednn_linear, onednn_linear
@@ -59,6 +60,8 @@ class Linear(nn.Linear):
         >>> clearhead.nn.Linear(3, 2)(torch.randn(5, 3)).shape
         torch.Size([5, 2])
     """
+
+    __call__: LinearForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,

@@ -114,7 +114,7 @@ class RelativeBias(nn.Module, _Bucketed):
         self.bidirectional: bool = flag("bidirectional", bidirectional)
         self._require_buckets()
         require_factory(device, dtype)
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
+        self.weight: Tensor = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
         self.register_buffer("buckets", self._bucket_table().to(self.weight.device), persistent=False)
         self.reset_parameters()
 
