@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Sequence, ValuesView
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -219,6 +219,14 @@ class record(Drawable, Recorded):
             recorded = ", ".join(map(repr, self._calls))
             raise UnknownNameError(f"name {shown(name)}: no attention was recorded there; recorded are {recorded}")
         return self._calls[name]
+
+    def items(self) -> ItemsView[str, Calls]:
+        """The name and the calls of every module."""
+        return ItemsView(self)
+
+    def values(self) -> ValuesView[Calls]:
+        """The calls of every module."""
+        return ValuesView(self)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._calls)
