@@ -77,6 +77,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Map (…, in_features) to (…, out_features).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the input does not fit the weight.
+        """
         if is_tracing():
             return F.linear(input, self.weight, self.bias)
         try:

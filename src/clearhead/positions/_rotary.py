@@ -171,6 +171,7 @@ class Rotary(nn.Module):
         return self
 
     def extra_repr(self) -> str:
+        """The settings that are not the defaults, and the sizes."""
         options = [f"head_dim={self.head_dim}", f"base={self.base:g}"]
         if self.size != self.head_dim:
             options.append(f"fraction={self.fraction:g}")
