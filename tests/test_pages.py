@@ -11,28 +11,11 @@ import pytest
 from docs.draw import IMAGES, pictures
 from docs.draw.mask_gallery import GALLERY
 from docs.draw.statistics import listed
+from docs.markdown import IMAGE, LINK, anchors, text_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "en"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def text_of(page: Path) -> str:
-    """The page without its code."""
-    return re.sub(r"^( *)```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-
-
-def anchors(page: Path) -> set[str]:
-    """Every anchor of a page, as GitHub makes them from headings."""
-    found: set[str] = set()
-    for heading in re.findall(r"^#+ +(.+?) *$", text_of(page), flags=re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
-        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        count = sum(1 for each in found if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each))
-        found.add(f"{anchor}-{count}" if count else anchor)
-    return found
 
 
 @pytest.mark.parametrize("name", pictures())
