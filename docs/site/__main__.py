@@ -41,37 +41,30 @@ def build(language: str, folder: Path) -> Path:
     return folder / "site"
 
 
-def switched(html: str, place: str, other: bool, language: str) -> str:
+def switched(html: str, folder: str, language: str, both: bool) -> str:
     """A built page whose switcher leads to the same page of the other language, or to its first page."""
-    up = "../" * address(place).count("/")
-    same = address(place) if other else ""
-    root = {"en": f"{up}../" if language == "zh" else up, "zh": up if language == "zh" else f"{up}zh/"}
+    up = "" if folder == "." else "../" * (folder.count("/") + 1)
+    same = f"{folder}/" if both and folder != "." else ""
+    other = (f"{up}../" if language == "zh" else f"{up}zh/") + same
 
     def replace(found: re.Match[str]) -> str:
-        target = root[found[1]] + (address(place) if found[1] == language else same)
-        return f'<a href="{target or "./"}" hreflang="{found[1]}"'
+        return f'<a href="{"./" if found[1] == language else other}" hreflang="{found[1]}"'
 
     return SWITCH.sub(replace, html)
-
-
-def place_of(page: Path, built: Path, places: set[str]) -> str:
-    """The source of a built page, by its place: ``masks/index.html`` is built from ``masks.md`` or ``masks/index.md``."""
-    folder = page.parent.relative_to(built)
-    return next((place for place in (f"{folder}.md", str(folder / "index.md")) if place in places), "index.md")
 
 
 def main(out: Path) -> None:
     """Build both languages and put them together."""
     start = time.monotonic()
-    places = {language: set(sources(language)) for language in LANGUAGES}
+    shared = set.intersection(*({address(place) for place in sources(language)} for language in LANGUAGES))
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         for language in LANGUAGES:
             built = build(language, Path(scratch) / language)
             for page in built.rglob("index.html"):
-                place = place_of(page, built, places[language])
-                both = all(place in places[each] for each in LANGUAGES)
-                page.write_text(switched(page.read_text(encoding="utf-8"), place, both, language), encoding="utf-8")
+                place = page.parent.relative_to(built).as_posix()
+                html = switched(page.read_text(encoding="utf-8"), place, language, f"{place}/" in shared)
+                page.write_text(html, encoding="utf-8")
             shutil.copytree(built, out if language == "en" else out / language, dirs_exist_ok=True)
     count = sum(1 for _ in out.rglob("index.html"))
     print(f"{count} pages in {os.path.relpath(out)}, {time.monotonic() - start:.0f} s")

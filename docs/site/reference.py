@@ -73,6 +73,7 @@ def write_reference(folder: Path) -> list[tuple[str, str]]:
         + " |"
         for module, place in listed
     )
-    start = "# Every public name\n\nA name with an underscore anywhere in its path is private.\n\n| module | names |\n|---|---|\n"
-    (folder / "api/index.md").write_text(f"{start}{rows}\n", encoding="utf-8")
+    start = "# Every public name\n\nA name with an underscore anywhere in its path is private."
+    text = f"{start}\n\n| module | names |\n|---|---|\n{rows}\n"
+    (folder / "api/index.md").write_text(text, encoding="utf-8")
     return [("Every public name", "api/index.md"), *listed]
