@@ -151,7 +151,7 @@ FAULTS = (
     ),
     Fault("packed_sequences.cpp", "p.first_item = number, ", "", "every packed sequence drops the same weights"),
     Fault(
-        "row_results.h",
+        "results.h",
         "entropy = sum * factor * (lse - row_max);",
         "entropy = lse - row_max;",
         "entropy counts the sink's weight",
