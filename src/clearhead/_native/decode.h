@@ -18,7 +18,7 @@ static int64_t partial_size(const Problem& p) { return p.folded_rows() * (2 + 2 
 INLINE float* partial_output(const Problem& p, float* partial) { return partial + round_up(2 * p.folded_rows(), 16); }
 
 constexpr int TOGETHER = 4;  // rows that share what is loaded of keys and values
-constexpr int BESIDE = LANES < 16 ? 2 : 4;  // keys that share what is loaded of the queries
+constexpr int BESIDE = STEP < 8 ? 2 : 4;  // keys that share what is loaded of the queries
 
 // Bytes that are fetched ahead of what is read, little by little: of many lines asked for at once most have to wait,
 // and with them what is read next.

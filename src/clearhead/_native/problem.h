@@ -161,7 +161,7 @@ struct Kernels {
 };
 
 // Tables are constants: code of an instruction set must not run when the module is loaded, on whatever processor.
-extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
+extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels;
 
 // What an instruction set with products of bfloat16 pairs does otherwise than plain AVX-512.
 struct PairKernels {
