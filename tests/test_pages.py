@@ -11,28 +11,11 @@ import pytest
 from docs.draw import IMAGES, pictures
 from docs.draw.mask_gallery import GALLERY
 from docs.draw.statistics import listed
+from docs.markdown import IMAGE, LINK, anchors, text_of
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def text_of(page: Path) -> str:
-    """The page without its code."""
-    return re.sub(r"^( *)```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-
-
-def anchors(page: Path) -> set[str]:
-    """Every anchor of a page, as GitHub makes them from headings."""
-    found: set[str] = set()
-    for heading in re.findall(r"^#+ +(.+?) *$", text_of(page), flags=re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
-        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        count = sum(1 for each in found if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each))
-        found.add(f"{anchor}-{count}" if count else anchor)
-    return found
+DOCS = ROOT / "docs" / "en"
+PAGES = [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("name", pictures())
@@ -42,7 +25,7 @@ def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
 
 def test_every_picture_of_a_folder_is_drawn_by_the_code() -> None:
     drawn = {IMAGES / name for name in pictures()}
-    assert {*(IMAGES / "masks").iterdir(), *(IMAGES / "statistics").iterdir()} <= drawn
+    assert {*(IMAGES / "masks").iterdir(), *(IMAGES / "statistics").iterdir(), *(IMAGES / "lessons").iterdir()} <= drawn
 
 
 def test_the_page_of_statistics_lists_what_the_classes_declare() -> None:
@@ -50,7 +33,7 @@ def test_the_page_of_statistics_lists_what_the_classes_declare() -> None:
     assert page == listed(page), "run `python -m docs.draw`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_images_and_links_lead_somewhere(page: Path) -> None:
     for alternative, target in IMAGE.findall(text_of(page)):
         assert (page.parent / target).is_file(), target
@@ -64,19 +47,24 @@ def test_images_and_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_stands_in_the_index_once_and_links_to_the_next() -> None:
-    listed = re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
-    order = list(dict.fromkeys(listed))
-    assert sorted(order) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "index.md")
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    order = list(dict.fromkeys(re.findall(r"\]\(((?:\.\./|lessons/|from/)?[\w-]+\.md)\)", index)))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.name != "index.md"} | {
+        "../architecture.md"
+    }
+    assert sorted(order) == sorted(pages)
     for name, following in itertools.pairwise(order):
-        last = [line for line in (DOCS / name).read_text(encoding="utf-8").splitlines() if line.strip()][-1]
+        page = DOCS / name
+        last = [line for line in page.read_text(encoding="utf-8").splitlines() if line.strip()][-1]
         assert last.startswith("Next: ["), f"{name} ends with {last!r}"
-        assert LINK.findall(last) == [following], f"{name} leads to {following}"
+        (target,) = LINK.findall(last)
+        assert (page.parent / target).resolve() == (DOCS / following).resolve(), f"{name} leads to {following}"
 
 
 def test_the_page_of_masks_has_each_picture_beside_its_code() -> None:
     page = (DOCS / "masks.md").read_text(encoding="utf-8")
     for name, example in GALLERY.items():
-        rows = [line for line in page.splitlines() if f"(images/masks/{name}.svg)" in line]
+        rows = [line for line in page.splitlines() if f"(../images/masks/{name}.svg)" in line]
         assert len(rows) == 1, name
         # A table's cell cannot hold a bare bar.
         assert f"`{example.code}`" in rows[0].replace("\\|", "|"), name

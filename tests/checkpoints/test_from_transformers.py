@@ -313,7 +313,7 @@ def test_a_tensor_of_another_size(models: dict[str, Any], name: str, key: str, t
 # The page about loaders names every architecture.
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "loaders.md"
+PAGE = Path(__file__).parents[2] / "docs" / "en" / "loaders.md"
 
 
 def test_the_table_has_every_model() -> None:

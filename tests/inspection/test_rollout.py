@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import ArgumentError, RecordError, ShapeError
+from clearhead.errors import ArgumentError, ShapeError
 from tests.support.allocations import Allocations
 from tests.support.statistics_oracle import Oracle
 
@@ -157,36 +157,3 @@ def test_only_layers_over_the_same_tokens_have_a_rollout() -> None:
     with pytest.raises(ShapeError, match=r"layers: expected self-attention over the same L = 7.*11 queries and 11 k"):
         rec.rollout([0])
     assert rec.rollout([0], layers=["encoder.layers.0.self_attn"]).shape == (BATCH, 1, 7)
-
-
-# `rank_heads`: the heads of all layers, ranked by one weight.
-
-
-@pytest.fixture
-def two_layers() -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(clearhead.MultiHeadAttention(12, 3), clearhead.MultiHeadAttention(12, 2)).double()
-
-
-@pytest.mark.parametrize(("query", "key", "item"), [(4, 1, 0), (-2, -7, 1)])
-def test_heads_follow_the_full_weights(two_layers: torch.nn.Sequential, query: int, key: int, item: int) -> None:
-    with clearhead.record(two_layers, keep="queries_keys") as rec:
-        two_layers(torch.randn(2, 7, 12, dtype=torch.float64))
-    ranked = rec.rank_heads(query, key, item=item)
-    assert [one.weight for one in ranked] == sorted((one.weight for one in ranked), reverse=True)
-    assert {(one.layer, one.head) for one in ranked} == {(n, h) for n in rec for h in range(rec.weights(n).shape[1])}
-    for layer, head, weight in ranked:
-        assert weight == pytest.approx(rec.weights(layer)[item, head, query, key].item(), abs=1e-12)
-
-
-def test_missing_tokens_and_queries_raise(two_layers: torch.nn.Sequential) -> None:
-    x = torch.randn(1, 7, 12, dtype=torch.float64)
-    with clearhead.record(two_layers, keep="queries_keys") as rec:
-        two_layers(x)
-    for wrong in ({"query": 7, "key": 0}, {"query": 0, "key": -8}, {"query": 0, "key": 0, "item": 1}):
-        with pytest.raises(ArgumentError):
-            rec.rank_heads(**wrong)
-    with clearhead.record(two_layers) as without:
-        two_layers(x)
-    with pytest.raises(RecordError):
-        without.rank_heads(0, 0)

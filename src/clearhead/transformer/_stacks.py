@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
+from .._call.forwards import DecoderForward, EncoderForward
 from .._checks import flag, items, module
 from ..caches._base import unchanged_if_refused
 from ..errors import ArgumentError, DTypeError
@@ -29,8 +30,8 @@ class _Stack(nn.Module, Generic[LayerCache]):
         modules = [module(f"layers[{i}]", layer) for i, layer in enumerate(items("layers", layers, "a list of layers"))]
         if not modules:
             raise ArgumentError("layers", expected="at least one layer", got="none")
-        self.layers = nn.ModuleList(modules)
-        self.norm = nn.Identity() if norm is None else module("norm", norm)
+        self.layers: nn.ModuleList = nn.ModuleList(modules)
+        self.norm: nn.Module = nn.Identity() if norm is None else module("norm", norm)
 
     def make_cache(self, batch_size: int, max_length: int) -> list[LayerCache]:
         """An empty cache for each layer, for `batch_size` sequences of at most `max_length` tokens.
@@ -86,6 +87,8 @@ class Encoder(_Stack[Cache]):
         True
     """
 
+    __call__: EncoderForward[Sequence[Cache], list[Tensor]]  # pyright: ignore[reportIncompatibleMethodOverride]
+
     def forward(
         self,
         x: Tensor,
@@ -140,6 +143,8 @@ class Decoder(_Stack[DecoderCache]):
         >>> torch.allclose(torch.cat(steps, 1), expected, atol=1e-5)
         True
     """
+
+    __call__: DecoderForward[Sequence[DecoderCache], list[DecoderWeights]]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def forward(
         self,
