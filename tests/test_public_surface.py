@@ -122,12 +122,6 @@ def test_importing_does_no_work_and_brings_in_nothing_but_torch_and_the_standard
     assert found["work"] == [[], True, False]
 
 
-def test_type_checkers_see_the_types() -> None:
-    package = clearhead.__path__[0]
-    with open(f"{package}/py.typed") as marker:
-        assert marker.read() == ""
-
-
 def test_documented_arguments_are_parameters() -> None:
     wrong: list[str] = []
     for module, names in SURFACE.items():
