@@ -38,11 +38,16 @@ def assert_printed(found: str, shown: str) -> None:
         assert figures[0] == pytest.approx(figures[1], abs=0.002)
 
 
-PAGES = [page for page in (DOCS.parents[1] / "README.md", *sorted(DOCS.glob("*.md"))) if blocks(page)]
+ROOT = DOCS.parents[1]
+READMES = sorted(ROOT.glob("README*.md"))
+PAGES = [page for page in (*READMES, *sorted(DOCS.parent.rglob("*.md"))) if blocks(page)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_runs(
+    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": page.stem}
     for code, printed in blocks(page):
         capsys.readouterr()

@@ -11,28 +11,11 @@ import pytest
 from docs.draw import IMAGES, pictures
 from docs.draw.mask_gallery import GALLERY
 from docs.draw.statistics import listed
+from docs.markdown import IMAGE, LINK, anchors, text_of
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "en"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
-
-
-def text_of(page: Path) -> str:
-    """The page without its code."""
-    return re.sub(r"^( *)```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-
-
-def anchors(page: Path) -> set[str]:
-    """Every anchor of a page, as GitHub makes them from headings."""
-    found: set[str] = set()
-    for heading in re.findall(r"^#+ +(.+?) *$", text_of(page), flags=re.MULTILINE):
-        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
-        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        count = sum(1 for each in found if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each))
-        found.add(f"{anchor}-{count}" if count else anchor)
-    return found
+PAGES = [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("name", pictures())
@@ -42,7 +25,7 @@ def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
 
 def test_every_picture_of_a_folder_is_drawn_by_the_code() -> None:
     drawn = {IMAGES / name for name in pictures()}
-    assert {*(IMAGES / "masks").iterdir(), *(IMAGES / "statistics").iterdir()} <= drawn
+    assert {*(IMAGES / "masks").iterdir(), *(IMAGES / "statistics").iterdir(), *(IMAGES / "lessons").iterdir()} <= drawn
 
 
 def test_the_page_of_statistics_lists_what_the_classes_declare() -> None:
@@ -50,7 +33,7 @@ def test_the_page_of_statistics_lists_what_the_classes_declare() -> None:
     assert page == listed(page), "run `python -m docs.draw`"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_images_and_links_lead_somewhere(page: Path) -> None:
     for alternative, target in IMAGE.findall(text_of(page)):
         assert (page.parent / target).is_file(), target
@@ -65,8 +48,10 @@ def test_images_and_links_lead_somewhere(page: Path) -> None:
 
 def test_every_page_stands_in_the_index_once_and_links_to_the_next() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
-    order = list(dict.fromkeys(re.findall(r"\]\(((?:\.\./)?[\w-]+\.md)\)", index)))
-    pages = {page.name for page in DOCS.glob("*.md") if page.name != "index.md"} | {"../architecture.md"}
+    order = list(dict.fromkeys(re.findall(r"\]\(((?:\.\./|lessons/|from/)?[\w-]+\.md)\)", index)))
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.name != "index.md"} | {
+        "../architecture.md"
+    }
     assert sorted(order) == sorted(pages)
     for name, following in itertools.pairwise(order):
         page = DOCS / name

@@ -140,7 +140,7 @@ def explain(
         An `Explanation`. It has ``.kernel``, ``.reasons`` by kernel, ``.projections``, and a readable ``str``.
 
     Raises:
-        The errors `attention` raises for bad arguments.
+        ClearheadError: for bad arguments, as `attention` does.
 
     Example:
         >>> import torch, clearhead

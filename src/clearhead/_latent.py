@@ -217,7 +217,7 @@ class MultiHeadLatentAttention(nn.Module):
             ShapeError: if an input does not have E features, or shapes disagree.
             ArgumentError: if `value` is another tensor than `key`.
             CacheError: if the cache is full, or needs gradients.
-            And the errors of `attention`.
+            ClearheadError: for the reasons of `attention`.
         """
         try:
             wanted = weights_wanted(need_weights, average_attn_weights)

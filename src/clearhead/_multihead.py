@@ -203,7 +203,7 @@ class MultiHeadAttention(nn.Module):
             ShapeError: if an input does not have the features of its projection, or shapes disagree.
             ArgumentError: if `value` is passed without `key`. For positions, a cache or weights with jagged inputs.
             CacheError: if the cache is full, or needs gradients.
-            And the errors of `attention`.
+            ClearheadError: for the reasons of `attention`.
         """
         try:
             if self.sequence_shard is not None:

@@ -156,7 +156,7 @@ class Mask(ABC):
 
         Raises:
             ArgumentError: without a length, if the mask fits any length.
-            And the errors of a call of these sizes if the mask does not fit.
+            ClearheadError: if the mask does not fit a call of these sizes.
 
         Example:
             >>> import torch
@@ -203,7 +203,7 @@ class Mask(ABC):
         Raises:
             ArgumentError: for a mask with a bias that requires grad.
             DeviceError: for a device that this machine does not have, or that differs from the mask's tensors.
-            And the errors of `dense`.
+            ClearheadError: for the reasons of `dense`.
 
         Example:
             >>> import torch, clearhead

@@ -1,0 +1,39 @@
+"""Makes docstrings Markdown: examples become code blocks, and the ``::`` before an indented block goes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+
+def as_markdown(text: str) -> str:
+    """The text of a docstring in the form that mkdocstrings reads."""
+    text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *::\n\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"::$", ":", text, flags=re.MULTILINE)
+
+
+def constructor(named_tuple: griffe.Class) -> griffe.Function:
+    """The constructor that a `NamedTuple` gets from its fields."""
+    parameter, keyword = griffe.Parameter, griffe.ParameterKind.positional_or_keyword
+    fields = [
+        parameter(each.name, annotation=each.annotation, kind=keyword, default=each.value)
+        for each in named_tuple.attributes.values()
+    ]
+    return griffe.Function("__init__", parameters=griffe.Parameters(parameter("self", kind=keyword), *fields))
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites the docstring of every object before it is read, and gives named tuples their signature."""
+
+    def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Add the constructor of a named tuple."""
+        if any(str(base) == "NamedTuple" for base in cls.bases):
+            cls.set_member("__init__", constructor(cls))
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite one docstring."""
+        if obj.docstring:
+            obj.docstring.value = as_markdown(obj.docstring.value)

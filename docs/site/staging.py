@@ -1,0 +1,115 @@
+"""Copies the pages of one language into the folder that Zensical reads, with links that hold there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from docs.markdown import FENCE, HEADING, headings
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+#: Files outside docs/en that are pages of the site, and their place there.
+ELSEWHERE = {
+    ROOT / "README.md": "index.md",
+    ROOT / "README.zh.md": "index.md",
+    DOCS / "architecture.md": "architecture.md",
+    ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "SECURITY.md": "security.md",
+    ROOT / "CHANGELOG.md": "changelog.md",
+}
+TARGET = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def language_of(source: Path) -> str:
+    """The language of a file of the repository that is a page."""
+    return "zh" if source.name == "README.zh.md" or DOCS / "zh" in source.parents else "en"
+
+
+def placed(source: Path) -> str | None:
+    """Where a page or picture lies in the staged folder of its language; None for another file of the repository."""
+    if source in ELSEWHERE:
+        return ELSEWHERE[source]
+    if DOCS / "images" in source.parents:
+        return str(source.relative_to(DOCS))
+    for language in ("en", "zh"):
+        if DOCS / language in source.parents:
+            return str(source.relative_to(DOCS / language))
+    return None
+
+
+def address(place: str) -> str:
+    """The address of a page below the root of its language: ``masks.md`` → ``masks/``."""
+    path = Path(place)
+    folder = path.parent if path.stem == "index" else path.with_suffix("")
+    return "" if str(folder) == "." else f"{folder.as_posix()}/"
+
+
+def target_of(target: str, page: Path, place: str, language: str) -> str | None:
+    """The target of a link of a page as the staged folder needs it; None if the site does not have the file."""
+    if target.startswith(("http://", "https://", "mailto:", "#")):
+        return target
+    path, _, anchor = target.partition("#")
+    source = (page.parent / path).resolve()
+    other = placed(source)
+    if other is None:
+        return None
+    tail = f"#{anchor}" if anchor else ""
+    if DOCS / "images" in source.parents or language_of(source) == language:
+        return os.path.relpath(other, Path(place).parent) + tail
+    # The other language is another site: an address, not a file. English lies at the root, Chinese in zh/.
+    up = "../" * address(place).count("/")
+    return (f"{up}../{address(other)}" if language == "zh" else f"{up}zh/{address(other)}") + tail
+
+
+def link(found: re.Match[str], page: Path, place: str, language: str) -> str:
+    """A link or picture of a page for the staged folder; its words alone if the site does not have the file."""
+    picture, words, target = found.groups()
+    led = target_of(target, page, place, language)
+    return words if led is None else f"{picture}[{words}]({led})"
+
+
+def outside_code(text: str) -> Iterator[tuple[bool, str]]:
+    """The parts of a page in order, and whether each is a fenced block."""
+    start = 0
+    for found in FENCE.finditer(text):
+        yield False, text[start : found.start()]
+        yield True, found[0]
+        start = found.end()
+    yield False, text[start:]
+
+
+def staged(page: Path, place: str, language: str) -> str:
+    """The text of a page for Zensical: links that hold, and an anchor with every heading."""
+    listed = iter(headings(page))
+    parts: list[str] = []
+    for is_code, part in outside_code(page.read_text(encoding="utf-8")):
+        if not is_code:
+            part = TARGET.sub(lambda found: link(found, page, place, language), part)
+            part = part.replace("][", "]\\[")  # no page has links by reference
+            part = re.sub(r'^<a id="[\w-]+"></a>\n+(?=#)', "", part, flags=re.MULTILINE)
+            part = HEADING.sub(lambda found: f"{found[1]} {found[2]} {{#{next(listed).anchor}}}", part)
+        parts.append(part)
+    return "".join(parts)
+
+
+def sources(language: str) -> dict[str, Path]:
+    """Every page of a language, by its place."""
+    found = {str(page.relative_to(DOCS / language)): page for page in sorted((DOCS / language).rglob("*.md"))}
+    if language == "en":
+        found |= {place: page for page, place in ELSEWHERE.items() if place != "index.md"}
+    return found
+
+
+def stage(language: str, folder: Path) -> dict[str, Path]:
+    """Write the pages and pictures of a language into `folder`; returns the sources by place."""
+    pages = sources(language)
+    for place, page in pages.items():
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text(staged(page, place, language), encoding="utf-8")
+    shutil.copytree(DOCS / "images", folder / "images", dirs_exist_ok=True)
+    shutil.copy(DOCS / "site" / "extra.css", folder / "extra.css")
+    return pages

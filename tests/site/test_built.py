@@ -1,0 +1,89 @@
+"""The built site has every page and every public name, leads somewhere everywhere, and loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from docs.site.reference import MODULES, place_of
+from docs.site.staging import address, sources
+from tests.site.reading import Built, read_built
+from tests.test_public_surface import SURFACE, WITHOUT_EXAMPLE
+
+#: Public modules without a page: they have no names, or are a command.
+WITHOUT_PAGE = {"clearhead.cli", "clearhead.inspection", "clearhead.integrations"}
+#: Abstract classes: the page has their methods instead of the signature of a constructor.
+MEMBERS_ONLY = {"Scaling", "Cache", "EvictionPolicy", "Kernel"}
+WITHOUT_SIGNATURE = {"NAMINGS", "AttentionHealthWarning", "UnseenAttentionWarning"}  # a table, Python's own warnings
+SUBMODULES = {name.rpartition(".")[2] for name in SURFACE}
+NAMES = [
+    (module, name)
+    for module in MODULES
+    for name in SURFACE[module].split()
+    if name not in SUBMODULES and name != "__version__"
+]
+
+
+@cache
+def built(page: Path) -> Built:
+    return read_built(page)
+
+
+def test_every_public_module_has_a_page() -> None:
+    assert set(MODULES) == set(SURFACE) - WITHOUT_PAGE
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_every_public_name_has_a_signature_and_an_example(site: Path, module: str, name: str) -> None:
+    page = site / address(place_of(module)) / "index.html"
+    html = page.read_text(encoding="utf-8")
+    starts = [found.start() for found in re.finditer(r'<h2 id="[^"]+" class="doc doc-heading', html)] + [len(html)]
+    sections = [html[start:end] for start, end in itertools.pairwise(starts)]
+    (section,) = (part for part in sections if part.startswith(f'<h2 id="{module}.{name}"'))
+    text = re.sub(r"<[^>]+>", "", section)
+    assert len(text.split()) > 15, text
+    if name in MEMBERS_ONLY:
+        assert re.search(rf'id="{module}.{name}\.\w+" class="doc doc-heading', section)
+    elif name not in WITHOUT_SIGNATURE:
+        assert re.search(rf'doc-signature.*?<span class="n[a-z]*">{name}</span>', section, re.DOTALL)
+    if module != "clearhead.errors" and name not in WITHOUT_EXAMPLE:
+        assert re.search(r'language-pycon highlight.*?<span class="gp">', section, re.DOTALL)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_page_was_built_with_its_text(site: Path, language: str) -> None:
+    root = site if language == "en" else site / language
+    for place, source in sources(language).items():
+        page = root / address(place) / "index.html"
+        shown = re.sub(r"\s", "", built(page).text)
+        written = re.sub(r"[\s`*#|]|\]\([^)]*\)|<!--.*?-->", "", source.read_text(encoding="utf-8"))
+        assert len(shown) > 0.6 * len(written), f"{place}: {len(shown)} of {len(written)} characters"
+
+
+def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
+    wrong: list[str] = []
+    pages = sorted(site.rglob("index.html"))
+    assert len(pages) > 40
+    for page in pages:
+        for link in built(page).links:
+            if re.match(r"(https?|mailto|javascript):", link):
+                continue
+            path, _, anchor = link.partition("#")
+            other = (page.parent / unquote(path)).resolve() if path else page
+            other = other / "index.html" if other.is_dir() else other
+            if not other.is_file():
+                wrong.append(f"{page.relative_to(site)}: {link}")
+            elif anchor and other.suffix == ".html" and unquote(anchor) not in built(other).anchors | {"__top"}:
+                wrong.append(f"{page.relative_to(site)}: no anchor {link}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        for loaded in built(page).loaded:
+            assert not re.match(r"(https?:)?//", loaded), f"{page.relative_to(site)}: {loaded}"
