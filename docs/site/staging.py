@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 ELSEWHERE = {
     ROOT / "README.md": "index.md",
     ROOT / "README.zh.md": "index.md",
-    DOCS / "architecture.md": "architecture.md",
+    **{DOCS / name: name for name in ("architecture.md", "stability.md", "decisions.md", "releasing.md")},
     ROOT / "CONTRIBUTING.md": "contributing.md",
     ROOT / "SECURITY.md": "security.md",
     ROOT / "CHANGELOG.md": "changelog.md",
