@@ -17,10 +17,10 @@ from pathlib import Path
 
 import nox
 
-PYTHONS = ("3.11", "3.12", "3.13")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCHES = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
 #: Pairs that run everything, with their other packages: the oldest declared, those of constraints.txt, the newest.
-WHOLE = {("3.11", "2.12.1"): "oldest", ("3.11", "2.13.0"): "pinned", ("3.13", "2.15.0"): "newest"}
+WHOLE = {("3.11", "2.12.1"): "oldest", ("3.11", "2.13.0"): "pinned", ("3.14", "2.15.0"): "newest"}
 SMOKE = (
     "tests/test_public_surface.py",
     "tests/test_torch_private.py",

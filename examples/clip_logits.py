@@ -77,7 +77,7 @@ def clip(model: nn.Module, texts: Tensor, threshold: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=400, help="of training (default 400)")
     parser.add_argument("--threshold", type=float, default=100.0, help="of the largest logit (default 100)")
     arguments = parser.parse_args()

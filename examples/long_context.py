@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +39,7 @@ console = Console()
 
 
 @contextmanager
-def process_group() -> Iterator[DeviceMesh]:
+def process_group() -> Generator[DeviceMesh]:
     """All processes that torchrun started, as a mesh of one dimension; without torchrun, this one alone."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -102,7 +102,7 @@ class Training:
         dcp.save(self.state() | {"losses": self.losses}, checkpoint_id=folder)
 
     def load(self, folder: Path) -> None:
-        state = self.state() | {"losses": self.losses}
+        state: dict[str, Any] = {**self.state(), "losses": self.losses}
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.losses = state["losses"]

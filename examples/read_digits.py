@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -34,7 +35,7 @@ HELD_OUT = 360
 
 def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Pictures (n, 1, 8, 8) in [0, 1] and their digits (n,): to learn from, and held out."""
-    data = load_digits()
+    data: Any = load_digits()  # declared as a `Bunch` or a tuple
     pictures = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(data.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -58,8 +59,8 @@ def small_model() -> nn.Module:
         num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=96,
-        num_labels=10,
     )
+    config.num_labels = 10
     model = ViTForImageClassification(config)
     model.set_attn_implementation("clearhead")
     return model
@@ -129,7 +130,7 @@ def main(
     draw(trained, pictures[0], out)
 
 
-def report(results: dict[str, object], shares: dict[str, Tensor]) -> None:
+def report(results: Mapping[str, object], shares: dict[str, Tensor]) -> None:
     area = float(str(results["area"]))
     console.print(
         f"{results['steps']} steps in {results['seconds']} s; {results['accuracy']:.1%} of held-out digits right"
@@ -149,7 +150,8 @@ def draw(model: nn.Module, picture: Tensor, out: Path) -> None:
     with torch.no_grad(), clearhead.record(model, keep="queries_keys") as rec:
         model(pixel_values=picture[None])
     ink = 1 - picture  # dark on white
-    rec.plot_image(ink).figure.savefig(out / "read_digits.png", dpi=150)
+    figure = rec.plot_image(ink).figure
+    figure.savefig(out / "read_digits.png", dpi=150)  # pyright: ignore[reportAttributeAccessIssue]
     rec.page(image=ink, title="a digit").save(out / "read_digits.html")
 
 

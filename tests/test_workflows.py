@@ -13,6 +13,11 @@ import yaml
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 assert WORKFLOWS
+#: Jobs with more than the right to read: they publish by the identity of the workflow, without a stored secret.
+WRITERS = {
+    "wheels": {"publish": {"id-token": "write"}},
+    "docs": {"deploy": {"pages": "write", "id-token": "write"}},
+}
 
 
 def jobs(path: Path) -> dict[str, Any]:
@@ -27,7 +32,7 @@ def test_actions_are_pinned_and_permissions_are_few(path: Path) -> None:
             assert re.fullmatch(r"\s+- uses: [\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
     assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
     writers = {name: job["permissions"] for name, job in jobs(path).items() if "permissions" in job}
-    assert writers == ({"publish": {"id-token": "write"}} if path.stem == "wheels" else {})
+    assert writers == WRITERS.get(path.stem, {})
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

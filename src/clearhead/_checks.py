@@ -168,6 +168,11 @@ def number(name: str, value: Any, expected: str, accept: Callable[[float], bool]
     return float(cast(float, value))
 
 
+def number_or_none(name: str, value: Any, expected: str, accept: Callable[[float], bool]) -> float | None:
+    """None, or a `number`."""
+    return None if value is None else number(name, value, expected, accept)
+
+
 def strided(
     name: str, value: object, expected: str = "a torch.Tensor", fix: str = "", dtypes: Sequence[torch.dtype] = ()
 ) -> Tensor:

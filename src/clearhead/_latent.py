@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
+from ._call.forwards import AttentionForward
 from ._call.naming import add_module
 from ._call.request import Request, weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
@@ -98,6 +99,7 @@ class MultiHeadLatentAttention(nn.Module):
     """
 
     mask: Mask | None
+    __call__: AttentionForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,
@@ -283,6 +285,7 @@ class MultiHeadLatentAttention(nn.Module):
         require_features(name, x, self.kv_down)
 
     def extra_repr(self) -> str:
+        """The sizes, and the settings that are not the defaults."""
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kv_lora_rank={self.kv_lora_rank}"
         low = "" if self.q_lora_rank is None else f", q_lora_rank={self.q_lora_rank}"
         nope, rope = f"qk_nope_head_dim={self.qk_nope_head_dim}", f"qk_rope_head_dim={self.qk_rope_head_dim}"

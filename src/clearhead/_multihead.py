@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
+from ._call.forwards import AttentionForward
 from ._call.naming import add_module
 from ._call.request import Request, weights_wanted
 from ._call.sharding import HeadShard, SequenceShard
-from ._checks import flag, is_finite, is_positive, is_probability, number, require_factory, size
+from ._checks import flag, is_finite, is_positive, is_probability, number, number_or_none, require_factory, size
 from ._environment import Environment, read_environment
 from ._layer.jagged import is_jagged, read_jagged, refuse_jagged
 from ._layer.layer import Layer
@@ -93,6 +94,7 @@ class MultiHeadAttention(nn.Module):
     head_shard: HeadShard | None = None
     sequence_shard: SequenceShard | None = None
     mask: Mask | None
+    __call__: AttentionForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,
@@ -122,13 +124,9 @@ class MultiHeadAttention(nn.Module):
         self.num_heads: int = size("num_heads", num_heads)
         self.num_kv_heads: int = kv_head_count(num_kv_heads, num_heads)
         self.head_dim: int = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
-        self.scale: float | None = (
-            None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
-        )
+        self.scale: float | None = number_or_none("scale", scale, "a finite number, or None for 1/√D", is_finite)
         self.dropout: float = number("dropout", dropout, "a probability in [0, 1]", is_probability)
-        self.softcap: float | None = (
-            None if softcap is None else number("softcap", softcap, "a number > 0, or None", is_positive)
-        )
+        self.softcap: float | None = number_or_none("softcap", softcap, "a number > 0, or None", is_positive)
         require_parts(position, q_norm=q_norm, k_norm=k_norm)
         self.position = position
         self.q_norm: nn.Module | None = q_norm
@@ -155,13 +153,9 @@ class MultiHeadAttention(nn.Module):
             nn.init.zeros_(self.sinks)
 
     def make_cache(self, batch_size: int, max_length: int) -> Cache:
-        """An empty `clearhead.caches.KVCache` of this module's sizes.
+        """An empty `clearhead.caches.KVCache` for `batch_size` sequences of at most `max_length` tokens.
 
         It has the module's dtype, or autocast's where that is on, and its device.
-
-        Args:
-            batch_size: B.
-            max_length: how many tokens it can hold.
         """
         weight, kv_heads = self.k_proj.weight, self.num_kv_heads
         if self.head_shard is not None:
@@ -255,13 +249,13 @@ class MultiHeadAttention(nn.Module):
         return jagged(apply_linear(self.out_proj, mixed, environment))
 
     def extra_repr(self) -> str:
-        kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
-        softcap = f", softcap={self.softcap}" if self.softcap is not None else ""
-        sinks = ", sinks=True" if self.sinks is not None else ""
-        mask = f", mask={self.mask.describe()}" if self.mask is not None else ""
-        dropout = f", dropout={self.dropout}" if self.dropout else ""
-        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{kv}, head_dim={self.head_dim}"
-        return f"{sizes}{softcap}{sinks}{mask}{dropout}"
+        """The sizes, and the settings that are not the defaults."""
+        kv_heads = None if self.num_kv_heads == self.num_heads else self.num_kv_heads
+        sizes = {"embed_dim": self.embed_dim, "num_heads": self.num_heads, "num_kv_heads": kv_heads}
+        mask = None if self.mask is None else self.mask.describe()
+        options = {"softcap": self.softcap, "sinks": self.sinks is not None, "mask": mask, "dropout": self.dropout}
+        settings = {**sizes, "head_dim": self.head_dim, **options}
+        return ", ".join(f"{name}={value}" for name, value in settings.items() if value)
 
 
 def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment) -> Layer:

@@ -77,6 +77,7 @@ def test_every_head_over_the_picture(kind: str, facts: str, vision_folder: Calla
     assert result.exit_code == 0, result.output
     assert f"photo.jpg · 2 layers × 2 heads · {facts}" in " ".join(result.stdout.split())
     assert "wrote attention.png" in result.stdout
+    assert "token before" not in result.stdout, "a vision model has patches"
     data = json.loads(Path("numbers.json").read_text())
     assert [len(row) for row in data["looks_at"]] == [3, 3, 3]
     assert 0 < sum(map(sum, data["looks_at"])) <= 1 + 1e-5

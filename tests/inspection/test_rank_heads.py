@@ -4,7 +4,10 @@ import pytest
 import torch
 
 import clearhead
-from clearhead.errors import ArgumentError, RecordError
+from clearhead.errors import ArgumentError, RecordError, ShapeError
+from clearhead.plot import Tokens
+
+WORDS = ["[CLS]", "it", "was", "too", "tired", "too", "[SEP]"]
 
 
 @pytest.fixture
@@ -24,14 +27,52 @@ def test_heads_follow_the_full_weights(model: torch.nn.Sequential, query: int, k
         assert weight == pytest.approx(rec.weights(layer)[item, head, query, key].item(), abs=1e-12)
 
 
-def test_missing_tokens_and_queries_raise(model: torch.nn.Sequential) -> None:
-    x = torch.randn(1, 7, 12, dtype=torch.float64)
+@pytest.fixture
+def rec(model: torch.nn.Sequential) -> clearhead.record:
     with clearhead.record(model, keep="queries_keys") as rec:
-        model(x)
+        model(torch.randn(1, 7, 12, dtype=torch.float64))
+    return rec
+
+
+@pytest.mark.parametrize("tokens", [WORDS, Tokens(WORDS)])
+def test_texts_stand_for_their_numbers(rec: clearhead.record, tokens: list[str] | Tokens) -> None:
+    ranked = rec.rank_heads("tired", "it", tokens=tokens)
+    assert ranked == rec.rank_heads(4, 1)
+    assert ranked == rec.rank_heads("tired", "B", tokens=tokens, key_tokens=["A", "B", *"CDEFG"])
+    assert ranked == rec.rank_heads("tired", 1, tokens=tokens)
+    assert repr(ranked[0]) == f"<{ranked[0].layer} head {ranked[0].head}: {ranked[0].weight:.4f}>"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"query": "it"}, ArgumentError, "query: expected a token's number, or tokens= beside its text, got 'it' with"),
+        ({"tokens": WORDS, "query": "too"}, ArgumentError, "got 'too' at 3, 5. Pass its number."),
+        (
+            {"tokens": WORDS, "key_tokens": WORDS[::-1], "key": "dog"},
+            ArgumentError,
+            "key: expected the text of one of key_tokens, got 'dog', which is none of them. They are [SEP], too, ",
+        ),
+        (
+            {"tokens": WORDS[1:], "query": "it"},
+            ShapeError,
+            "tokens: expected 7, one for each that the layers have, got 6",
+        ),
+    ],
+)
+def test_a_text_of_no_token_or_of_two_raises(
+    rec: clearhead.record, wrong: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as raised:
+        rec.rank_heads(**{"query": 0, "key": 0} | wrong)  # type: ignore[arg-type]
+    assert message in str(raised.value)
+
+
+def test_missing_tokens_and_queries_raise(model: torch.nn.Sequential, rec: clearhead.record) -> None:
     for wrong in ({"query": 7, "key": 0}, {"query": 0, "key": -8}, {"query": 0, "key": 0, "item": 1}):
         with pytest.raises(ArgumentError):
-            rec.rank_heads(**wrong)
+            rec.rank_heads(**wrong)  # type: ignore[arg-type]
     with clearhead.record(model) as without:
-        model(x)
+        model(torch.randn(1, 7, 12, dtype=torch.float64))
     with pytest.raises(RecordError):
         without.rank_heads(0, 0)

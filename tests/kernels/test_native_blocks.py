@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,29 @@ from tests.support.native_cases import CASES, Case, close_to_exact, exact_number
 LONG = Case(kv_heads=2, length=197, count=1217, dim=64, value_dim=96, mask=lambda *_: masks.causal("bottom_right"))
 HEADS = [(item, head) for item in range(2) for head in range(3)]
 
+#: Shapes of a bias that learns, and what is beside it: rows that see nothing, keys that an item hides, another bias.
+SHAPES = {"(1, H, L, S)": (1, 6, 101, 151), "(B, H, L, S)": (2, 6, 101, 151), "(B·H, L, S)": (12, 101, 151)}
+BESIDE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "masks": {
+        "mask": lambda b, h, n, s: (
+            masks.causal("bottom_right")
+            & masks.keep(keys=torch.arange(s)[None] < torch.tensor([[s], [97]]))
+            & masks.bias(torch.linspace(-1, 1, b * s).view(b, 1, 1, s))
+        )
+    },
+    "soft-cap": {"options": {"softcap": 0.7}},
+    "dropout": {"options": {"dropout_p": 0.3}},
+}
+LEARNT = {
+    f"learnt bias {shape} beside {beside}": Case(
+        kv_heads=2, group=3, length=101, count=151, dim=7, value_dim=5, learnt=SHAPES[shape], **BESIDE[beside]
+    )
+    for shape in SHAPES
+    for beside in BESIDE
+}
+LEARNT_ALONE = LEARNT["learnt bias (1, H, L, S) beside nothing"]
+
 pytestmark = needs_native
 
 
@@ -26,9 +50,9 @@ def _several_threads(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | LEARNT)
 def test_close_to_exact(name: str, instructions: str) -> None:
-    close_to_exact(CASES[name], "native")
+    close_to_exact((CASES | LEARNT)[name], "native")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +94,7 @@ def test_gradients_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
     assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
 
 
-HALVES = {name: (case, torch.bfloat16) for name, case in (CASES | {"long": LONG}).items()}
+HALVES = {name: (case, torch.bfloat16) for name, case in (CASES | LEARNT | {"long": LONG}).items()}
 HALVES["float16"] = (Case(mask=lambda *_: masks.sliding_window(77, 3), value_dim=19), torch.float16)
 
 
@@ -84,6 +108,38 @@ def test_half_precision_is_as_good_as_reference(case: Case, dtype: torch.dtype, 
 @functools.lru_cache(maxsize=256)
 def reference_numbers(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return numbers(case, "reference", case.inputs(dtype))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_threads_add_up_a_learnt_bias_in_one_order(count: int) -> None:
+    with threads(count):
+        close_to_exact(LEARNT_ALONE, "native")
+        found = [numbers(LEARNT_ALONE, "native", LEARNT_ALONE.inputs())["bias"] for _ in range(5)]
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_a_bias_that_hides_gets_no_gradient_there() -> None:
+    inputs = LEARNT_ALONE.inputs()
+    hidden = torch.zeros(inputs["bias"].shape, dtype=torch.bool)
+    hidden[:, :, 3:50, 20:] = hidden[:, :, 60] = True
+    inputs["bias"] = inputs["bias"].detach().masked_fill(hidden, -torch.inf).requires_grad_()
+    found = numbers(LEARNT_ALONE, "native", inputs)
+    exact = numbers(
+        LEARNT_ALONE, "reference", {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    )
+    assert not found["bias"][hidden].any()
+    for name in ("output", *inputs):
+        assert (found[name] - exact[name]).abs().max() <= 1e-5 * max(1.0, float(exact[name].abs().max())), name
+
+
+@pytest.mark.parametrize("shape", [(101, 151), (1, 6, 1, 151), (2, 1, 101, 151)], ids=str)
+def test_a_bias_that_is_summed_in_other_ways_goes_elsewhere(shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(2, 6, 101, 7), torch.randn(2, 6, 151, 7)
+    learnt = torch.zeros(shape, requires_grad=True)
+    chosen = clearhead.explain(x, y, y, masks.bias(learnt))
+    assert chosen.kernel != "native"
+    assert chosen.reasons["native"] == ("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph",)
+    assert clearhead.explain(x, y, y, masks.bias(learnt.detach())).kernel == "native"
 
 
 def test_a_nan_that_is_seen_is_not_hidden(instructions: str) -> None:
@@ -102,3 +158,45 @@ def test_heads_last_stay_last_and_features_may_come_first() -> None:
         output = clearhead.attention(*inputs)
         assert output.transpose(1, 2).is_contiguous()
         torch.testing.assert_close(clearhead.attention(*(x.mT.contiguous().mT for x in inputs)), output)
+
+
+# Few query rows, for which the kernel walks along keys and values instead of cutting them into tiles.
+
+#: Beyond the length from which the backward pass takes the keys in parts, and no multiple of a part.
+MANY = 4099
+
+
+def scattered(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(5))
+
+
+MANY_KEYS: dict[str, Case] = {
+    "one query": Case(length=1, group=1, count=MANY),
+    "heads that share keys": Case(length=3, group=5, kv_heads=3, batch=1, count=MANY),
+    "causal": Case(length=7, count=MANY, mask=lambda *_: masks.causal("bottom_right")),
+    "keys that nobody sees": Case(length=11, count=MANY, mask=lambda *_: masks.causal()),
+    "window": Case(
+        length=7, count=MANY, mask=lambda *_: masks.sliding_window(1031, 5), options={"query_positions": 3001}
+    ),
+    "lengths": Case(length=5, count=MANY, mask=lambda *_: masks.lengths(torch.tensor([MANY, 2053]))),
+    "bool": Case(length=5, count=MANY, mask=lambda b, h, n, s: masks.keep(scattered(b, h, n, s) < 0.7)),
+    "bias": Case(length=3, count=MANY, mask=lambda b, h, n, s: masks.bias(scattered(h, n, s))),
+    "soft-cap and sinks": Case(length=3, count=MANY, options={"softcap": 2.0}, sinks=True),
+}
+
+
+@pytest.mark.parametrize("dim", [13, 80, 131])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 11, 12, 13])
+def test_any_number_of_rows(length: int, dim: int, instructions: str) -> None:
+    close_to_exact(Case(length=length, group=1, count=67, dim=dim, value_dim=dim), "native")
+
+
+@pytest.mark.parametrize("name", MANY_KEYS)
+def test_many_keys(name: str, instructions: str) -> None:
+    close_to_exact(MANY_KEYS[name], "native")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_threads_share_the_keys_of_one_head(count: int) -> None:
+    with threads(count):
+        close_to_exact(Case(length=3, batch=1, count=MANY), "native")

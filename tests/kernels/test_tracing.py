@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,23 +12,110 @@ from torch.export import Dim, export
 
 import clearhead
 from clearhead import masks
+from clearhead._call.request import Request
+from clearhead._environment import read_environment
+from clearhead._layer.plan import attend
+from clearhead.kernels._native_arguments import NativeArguments
+from clearhead.masks._grid import Offset
 from tests.support.budgets import slow
+from tests.support.native import SETS
 
-from .graphs import BATCH, HEAD_DIM, HEADS, LENGTHS, VARIANTS, Counting, check_compiled, random
+# Sizes that occur nowhere else, so that no length is taken for the same as another size.
+BATCH, HEADS, HEAD_DIM = 3, 2, 5
+LENGTHS = (11, 13, 23)
+
+#: Arguments of `attention`.
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "bottom right": {"mask": masks.causal("bottom_right")},
+    "window": {"mask": masks.sliding_window(3, 2)},
+    "prefix": {"mask": masks.causal() | masks.prefix(2)},
+    "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
+    "where": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k) % 3 != b)},
+    "where per head": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b)},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.5, -0.5], requires_grad=True)},
+    "lse": {"return_lse": True},
+    "scale": {"scale": 0.3, "mask": masks.causal() & masks.sliding_window(5, 0)},
+}
 
 
-@pytest.fixture(autouse=True)
-def _without_native(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
-    """The native kernel's graphs have tests of their own."""
-    monkeypatch.setattr("clearhead.kernels._native_support.extension", None)
+class Counting:
+    """A backend that runs graphs as they are and counts them and the operations of one name in the last of them."""
+
+    def __init__(self, operator: str) -> None:
+        self._operator = operator
+        self.graphs = 0
+        self.operators = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        self.graphs += 1
+        self.operators = sum(self._operator in str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+
+def random(length: int, *, grad: bool = False) -> Tensor:
+    return torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=grad)
+
+
+def check_compiled(
+    function: Callable[..., object],
+    calls: Iterable[tuple[Tensor, ...]],
+    operator: str = "scaled_dot_product_attention",
+) -> Counting:
+    """Compare a function with its graphs in every call; the backend tells how many there were."""
+    backend = Counting(operator)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for arguments in calls:
+        torch.testing.assert_close(compiled(*arguments), function(*arguments))
+    return backend
+
+
+SDPA, NATIVE = "scaled_dot_product_attention", "clearhead.attention"
+
+
+@pytest.fixture(name="operator", params=[SDPA, NATIVE])
+def _operator(request: pytest.FixtureRequest, fresh_compiler: None) -> Iterator[str]:
+    """The operator of `sdpa` and of `native` in graphs, with the one or the other kernel."""
+    with _kernel_of(request.param):
+        yield request.param
+
+
+@pytest.fixture(name="without_native")
+def _without_native(fresh_compiler: None) -> Iterator[None]:
+    with _kernel_of(SDPA):
+        yield
+
+
+@pytest.fixture(name="native")
+def _native(fresh_compiler: None) -> Iterator[None]:
+    with _kernel_of(NATIVE):
+        yield
+
+
+@contextmanager
+def _kernel_of(operator: str) -> Iterator[None]:
+    if operator == NATIVE and not SETS:
+        pytest.skip("the extension was not built here")
+    with pytest.MonkeyPatch.context() as patch, clearhead.use_kernel("native") if operator == NATIVE else nullcontext():
+        if operator == SDPA:
+            patch.setattr("clearhead.kernels._native_support.extension", None)
+        yield
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_graph_for_all_lengths_of_self_attention(variant: str) -> None:
+def test_one_graph_for_all_lengths_of_self_attention(variant: str, operator: str) -> None:
+    if (operator, variant) == (NATIVE, "where per head"):
+        pytest.skip("native refuses masks that differ between heads")
     calls = ((random(length),) for length in LENGTHS)
-    assert check_compiled(lambda x: clearhead.attention(x, x, x, **VARIANTS[variant]), calls).graphs == 1
+    backend = check_compiled(lambda x: clearhead.attention(x, x, x, **VARIANTS[variant]), calls, operator)
+    assert backend.graphs == 1
+    if operator == NATIVE:
+        assert backend.operators == 1
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("variant", ["bottom right", "lengths", *slow("plain", "causal", "scale", "lse")])
 def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:
     calls = ((random(length), random(count)) for length, count in [(11, 13), (17, 29), (23, 19)])
@@ -33,6 +123,7 @@ def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:
     assert check_compiled(lambda x, y: clearhead.attention(x, y, y, **VARIANTS[variant]), calls).graphs <= 2
 
 
+@pytest.mark.usefixtures("without_native")
 def test_tensors_of_masks_are_inputs_of_the_graph() -> None:
     def attend(x: Tensor, padding: Tensor, bias: Tensor) -> Tensor:
         return clearhead.attention(x, x, x, masks.keep(keys=padding) & masks.bias(bias) & masks.causal())
@@ -41,20 +132,33 @@ def test_tensors_of_masks_are_inputs_of_the_graph() -> None:
     assert check_compiled(attend, calls).graphs == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])
-@pytest.mark.parametrize("variant", ["sinks", *slow("plain", "window", "scale")])
-def test_gradients(variant: str, backend: str) -> None:
+SLOW = [
+    *((SDPA, backend, name) for name in ("plain", "window", "scale") for backend in ("aot_eager", "inductor")),
+    *((NATIVE, "aot_eager", name) for name in ("plain", "causal", "softcap")),
+    (SDPA, "inductor", "sinks"),
+]
+GRADIENTS = [
+    *((SDPA, "aot_eager", "sinks"), (NATIVE, "aot_eager", "lse"), (NATIVE, "aot_eager", "sinks")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+]
+
+
+@pytest.mark.parametrize(("operator", "backend", "variant"), GRADIENTS, indirect=["operator"])
+def test_gradients(operator: str, backend: str, variant: str) -> None:
     options = VARIANTS[variant]
-    function = torch.compile(
-        lambda x: clearhead.attention(x, x, x, **options), backend=backend, fullgraph=True, dynamic=True
-    )
+
+    def loss(x: Tensor) -> Tensor:
+        result = clearhead.attention(x, x, x, **options)
+        return sum(part.square().sum() for part in (result if isinstance(result, tuple) else (result,)))
+
+    function = torch.compile(loss, backend=backend, fullgraph=True, dynamic=True)
     for length in LENGTHS[:2]:
         x = random(length, grad=True)
-        (found,) = torch.autograd.grad(function(x).square().sum(), x)
-        (expected,) = torch.autograd.grad(clearhead.attention(x, x, x, **options).square().sum(), x)
-        torch.testing.assert_close(found, expected)
+        inputs = [x, *(option for option in options.values() if isinstance(option, Tensor))]
+        torch.testing.assert_close(*(torch.autograd.grad(f(x), inputs) for f in (function, loss)))
 
 
+@pytest.mark.usefixtures("without_native")
 def test_hidden_rows_and_poisoned_padding() -> None:
     def attend(x: Tensor, y: Tensor, padding: Tensor) -> Tensor:
         return clearhead.attention(x, y, y, masks.keep(keys=padding))
@@ -71,6 +175,7 @@ def test_hidden_rows_and_poisoned_padding() -> None:
         assert gradient.isfinite().all()
 
 
+@pytest.mark.usefixtures("without_native")
 def test_dropout_keeps_the_mean() -> None:
     def attend(x: Tensor) -> Tensor:
         return clearhead.attention(x, x, torch.ones_like(x), softcap=50.0, dropout_p=0.25)
@@ -80,6 +185,7 @@ def test_dropout_keeps_the_mean() -> None:
     assert abs(float(output.mean()) - 1) < 0.01
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("average", [True, *slow(False)])
 def test_weights(average: bool) -> None:
     def weigh(x: Tensor, y: Tensor) -> Tensor:
@@ -89,11 +195,13 @@ def test_weights(average: bool) -> None:
     assert check_compiled(weigh, calls).graphs == 1
 
 
+@pytest.mark.usefixtures("without_native")
 def test_weights_of_chosen_queries() -> None:
     calls = [(random(11), torch.tensor([10, 0, -1]))]
     check_compiled(lambda x, rows: clearhead.attention_weights(x, x, queries=rows), calls)
 
 
+@pytest.mark.usefixtures("without_native")
 def test_use_kernel_inside_the_compiled_function() -> None:
     def attend(x: Tensor) -> Tensor:
         with clearhead.use_kernel("reference"):
@@ -102,6 +210,7 @@ def test_use_kernel_inside_the_compiled_function() -> None:
     assert check_compiled(attend, [(random(11),)]).operators == 0
 
 
+@pytest.mark.usefixtures("without_native")
 def test_use_kernel_after_compiling_takes_effect() -> None:
     backend, x = Counting("scaled_dot_product_attention"), random(11)
     function = torch.compile(lambda x: clearhead.attention(x, x, x), backend=backend, fullgraph=True)
@@ -127,6 +236,7 @@ class Padded(nn.Module):
         return self.attend(x, mask=masks.drop(keys=padding) & masks.causal(), need_weights=need_weights)
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_exported_module_takes_any_batch_and_length(need_weights: bool) -> None:
     def arguments(*size: int) -> tuple[Tensor, Tensor, bool]:
@@ -138,3 +248,65 @@ def test_exported_module_takes_any_batch_and_length(need_weights: bool) -> None:
     for size in ((3, 11), (7, 29), (2, 2), (64, 5)):
         call = arguments(*size)
         torch.testing.assert_close(program.module()(*call), module(*call))
+
+
+# The native kernel's own graphs, and what it says to those it refuses.
+
+
+@pytest.mark.usefixtures("native")
+def test_a_graph_drops_the_weights_of_a_part_that_reference_drops() -> None:
+    def seeded(x: Tensor) -> Tensor:
+        request = Request(dropout_p=0.5, seed=torch.tensor(42), offset=Offset(11, 2, 3, 5))
+        return attend(x, x, x, request, read_environment()).output
+
+    x = random(31, grad=True)
+    found = torch.compile(seeded, backend="aot_eager", fullgraph=True)(x)
+    with clearhead.use_kernel("reference"):
+        expected = seeded(x)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(output.square().sum(), x)[0] for output in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.usefixtures("native")
+def test_an_exported_graph_holds_pytorchs_own_operators() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return clearhead.attention(x, x, x, masks.causal())
+
+    x = random(11)
+    with pytest.raises(Exception, match="an exported graph holds PyTorch's own operators only"):
+        export(Module(), (x,))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_operator_keeps_pytorchs_rules(dtype: torch.dtype) -> None:
+    query, key, value = (random(length).to(dtype).requires_grad_() for length in (11, 13, 13))
+    visible = torch.rand(11, 13)[None, None] > 0.3
+    arguments = tuple(NativeArguments(query, key, value, visible=visible, scale=0.5, low=-11, high=13, stop=13))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.clearhead.attention.default, arguments, test_utils=tests)
+
+
+X = random(11)
+PER_HEAD = masks.mask_mod(lambda b, h, q, k: k % 2 == h)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(
+    ("x", "mask", "reason"),
+    [
+        (X.double(), None, "it computes in float32, and the tensors are torch.float64"),
+        (X.to("meta"), None, "it runs on the CPU, and the tensors are on meta"),
+        (X, PER_HEAD, "the mask differs between heads and would have to be built whole, (B, H, L, S)"),
+    ],
+)
+def test_reasons(x: Tensor, mask: masks.Mask | None, reason: str) -> None:
+    assert clearhead.explain(x, x, x, mask).reasons["native"] == (reason,)
+
+
+@pytest.mark.usefixtures("native")
+def test_reasons_against_transforms() -> None:
+    with pytest.raises(clearhead.errors.KernelError, match=r"cannot be transformed by torch\.func"):
+        torch.func.grad(lambda y: clearhead.attention(y, y, y).sum())(X)

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 import clearhead
 from clearhead.errors import ArgumentError, RecordError, ShapeError
 from clearhead.plot import given
+from clearhead.plot._heads import clearest_head, summarize
 from clearhead.plot._image_items import image_items
-from clearhead.plot._image_plots import draw_image_sheet, over_picture
+from clearhead.plot._image_plots import over_picture
+from clearhead.plot._image_sheet import draw_image_sheet
+from clearhead.plot._patch_looks import end_of, levels_of
 from clearhead.plot._patches import PatchLayout, Tiles
 from clearhead.plot._picture import as_picture, open_picture
 
@@ -168,8 +171,15 @@ def test_a_picture_shows_a_querys_weights_where_its_patches_are(vit: Any, query:
     assert axes.get_title("left") == f"layer 1, head 0: {title}"
     drawn = torch.as_tensor(numpy.asarray(axes.images[0].get_array()))
     weights = vit.weights(1, 0, [row])[0, 0, 1:].view(ROWS, ROWS)
-    lightness = drawn.mean(-1)[PATCH // 2 :: PATCH, PATCH // 2 :: PATCH]
-    assert lightness.flatten().argsort().tolist() == weights.flatten().argsort(descending=True).tolist()
+    lightness = drawn.mean(-1)[PATCH // 2 :: PATCH, PATCH // 2 :: PATCH].flatten()
+    beyond_even = (weights - 1 / (1 + ROWS * ROWS)).clamp(min=0).flatten()
+    assert beyond_even.max() > 0
+    order = lightness.argsort(stable=True)
+    assert (
+        order[: (beyond_even > 0).sum()].tolist()
+        == beyond_even.argsort(descending=True)[: (beyond_even > 0).sum()].tolist()
+    )
+    assert lightness[beyond_even == 0].min() == lightness.max() == 1
 
 
 def test_every_head_is_a_thumbnail(vit: Any) -> None:
@@ -181,7 +191,8 @@ def test_every_head_is_a_thumbnail(vit: Any) -> None:
 def test_a_statistic_takes_the_thumbnails_place(vit: Any) -> None:
     picture = (PICTURE * 255).to(torch.uint8)
     numbers = ("sink", [[0.25, 3.5], [12.0, 0.0]])
-    *_, small, _ = draw_image_sheet(vit, picture, (list(vit)[1], 0), title="A title", numbers=numbers).axes
+    axes = draw_image_sheet(vit, picture, (list(vit)[1], 0), title="A title", numbers=numbers).axes
+    small = next(each for each in axes if each.texts)
     assert [text.get_text() for text in small.texts] == ["0.25", "3.50", "12", "0.00"]
     assert small.get_title("left") == "sink of all heads"
 
@@ -308,8 +319,36 @@ def test_pictures_are_taken_however_they_are_given() -> None:
 def test_more_weight_is_darker_whatever_the_picture() -> None:
     layout = PatchLayout((), (1, 2), (1, 1), (1, 2))
     black = torch.zeros(3, 1, 2, dtype=torch.uint8)
-    over = over_picture(torch.cat([black[..., :1], 255 - black[..., :1]], -1), torch.tensor([[0.0, 1.0]]), layout, 1.0)
+    over = over_picture(torch.cat([black[..., :1], 255 - black[..., :1]], -1), torch.tensor([[0.0, 1.0]]), layout)
     assert over[0, 0].min() > over[0, 1].max() + 0.3
+
+
+def test_an_even_head_is_blank_and_so_is_one_that_reads_the_class_token() -> None:
+    layout = PatchLayout(("class",), (2, 2), (1, 1), (2, 2))
+    even, elsewhere = torch.full((2, 2), 1 / 5), torch.tensor([[0.1, 0.0], [0.05, 0.02]])
+    end = end_of([even], [layout])
+    assert levels_of(even, layout, end).max() == levels_of(elsewhere, layout, end).max() == 0
+    assert levels_of(torch.tensor([[1.0, 0.0], [0.4, 0.2]]), layout, end).tolist() == [
+        [1.0, 0.0],
+        pytest.approx([0.4307, 0.0], abs=1e-4),
+    ]
+
+
+@pytest.mark.parametrize("most", [100_000, 1000])
+def test_the_head_shown_first_is_furthest_from_even(most: int) -> None:
+    model = build("dinov2")
+    with torch.no_grad():  # the last head of the first layer prefers some keys
+        attention = next(module for module in model.modules() if hasattr(module, "q_proj"))
+        for part in (attention.q_proj, attention.k_proj):
+            part.weight[8:] *= 60
+    rec = recorded(model, torch.rand(1, 3, 20, 28))
+    [item] = image_items(rec, most=most)
+    summaries = summarize(item.sections[0])
+    rows = rec.weights(0)[0, :, 0, 1:]  # (H, patches) of the class token
+    distances = (rows - 1 / rec[rec.name_of(0)][0].key_length).clamp(min=0).sum(-1)
+    assert clearest_head(summaries) == (0, 1)
+    if most > 1000:
+        assert [head.contrast for head in summaries[0]] == pytest.approx(distances.tolist(), abs=1e-6)
 
 
 def test_tiles_cover_every_patch_once() -> None:

@@ -39,6 +39,9 @@ def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, tmp_path: P
             found[f"{width} {scheme}"] = problems_of(opened)
         opened.emulate_media(**MEDIA["light"])
         opened.wait_for_timeout(200)  # the page draws again after it was printed
+        if opened.locator("#arcs").is_visible():
+            opened.locator("#arcs").check()
+            found[f"{width} arcs"] = problems_of(opened)
         for control, choice in (("order", "entropy"), ("statistic", "entropy")):
             opened.locator(f"#{control}").select_option(choice)
             found[f"{width} {control}"] = problems_of(opened)

@@ -207,13 +207,76 @@ def test_special_tokens_are_left_out_and_the_page_says_so(shown: Any, weights: t
     assert text_of(shown, "note") == ""
 
 
+def test_special_tokens_are_left_out_of_all_heads_the_ranking_and_the_file(
+    shown: Any, weights: torch.Tensor, tmp_path: Path
+) -> None:
+    first_row = "() => document.querySelector('#overview canvas').toDataURL()"
+    before = shown.evaluate(first_row)
+    shown.locator("#special").check()
+    assert shown.evaluate(first_row) != before
+    for caption in ("overview-scale", "map-scale"):
+        assert "special tokens left out" in text_of(shown, caption)
+    left = weights.clone()
+    left[..., [0, 5]] = 0
+    left /= left.sum(-1, keepdim=True)
+    choose(shown, "from", "2")
+    choose(shown, "to", "4")
+    found = [each.split(": ") for each in shown.locator("#search-list button").all_inner_texts()]
+    best = left[:, :, 2, 4].flatten().sort(descending=True).values
+    assert [float(weight) for _, weight in found] == pytest.approx(best.tolist(), abs=6e-4)
+    assert "Special tokens are left out" in text_of(shown, "search-note")
+    with shown.expect_download() as download:
+        shown.locator("#save-csv").click()
+    download.value.save_as(tmp_path / "saved.csv")
+    rows = list(csv.reader((tmp_path / "saved.csv").read_text(encoding="utf-8").splitlines()))
+    assert rows[0][0] == "query \\ key (special tokens left out, the others renormalised)"
+    cells = torch.tensor([[float(cell) for cell in row[1:]] for row in rows[1:]])
+    # The page holds weights to four decimals, before they are divided by what is left of their row.
+    assert ((cells - left[0, 1]).abs() <= 1.2e-4 / (1 - weights[0, 1][:, [0, 5]].sum(-1, keepdim=True))).all()
+
+
 def test_where_special_tokens_stay_the_page_says_so(browser: Any, tiled: tuple[Any, Any], tmp_path: Path) -> None:
     with watched_page(browser, tiled[1].save(tmp_path / "tiled.html")) as shown:
         shown.locator("#special").check()
-        assert "renormalised" in text_of(shown, "note")
+        assert "Thumbnails, statistics of heads and the ranking count all tokens" in text_of(shown, "note")
+        assert "Special tokens count here" in text_of(shown, "search-note")
         chosen = shown.locator('#overview [aria-pressed="true"]').get_attribute("data-place")
         shown.locator(f'[data-place="{"1-3" if chosen != "1-3" else "1-4"}"]').click()
         assert "Special tokens stay here: leaving them out needs every weight" in text_of(shown, "note")
+
+
+def test_text_from_right_to_left_is_laid_out_so(browser: Any, tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    names = ["[CLS]", "שלום", "עולם", "2024", "يا", "[SEP]"]
+    made = page(given(list((2 * torch.randn(1, 2, SIZE, SIZE)).softmax(-1))), Tokens(names))
+    with watched_page(browser, made.save(tmp_path / "page.html")) as shown:
+        places = [token(shown, place).bounding_box()["x"] for place in range(SIZE)]
+        assert places == sorted(places, reverse=True)
+        labels = [each.bounding_box()["x"] for each in shown.locator("#columns span").all()]
+        assert labels == sorted(labels)
+        assert "The map has the first key on the left" in text_of(shown, "note")
+        token(shown, 1).click()
+        shown.locator(".text").focus()
+        shown.keyboard.press("ArrowLeft")
+        assert shown.locator(".text .query").inner_text() == names[2]
+        left = [each.bounding_box()["x"] for each in shown.locator("#list li > span:first-child").all()]
+        assert len(set(left)) == 1
+
+
+def test_characters_without_a_font_are_named_once(browser: Any, shown: Any, tmp_path: Path) -> None:
+    assert not shown.locator("#notes").is_visible()
+    rare = "\U00012f90"  # of Cypro-Minoan, a script of which nearly no computer has a font
+    names = ["a", "é", rare, "b" + rare, "c", "d"]
+    made = page(given([torch.eye(SIZE)[None]]), names)
+    with watched_page(browser, made.save(tmp_path / "boxes.html")) as boxes:
+        assert text_of(boxes, "notes").startswith(f"No font of this computer has {rare}. Noto Sans CJK has Chinese")
+
+
+def test_a_long_name_is_cut_between_characters_as_they_are_seen(browser: Any, tmp_path: Path) -> None:
+    family = "\U0001f469\u200d\U0001f469\u200d\U0001f467"
+    made = page(given([torch.eye(2)[None]]), [family * 20, "b"])
+    with watched_page(browser, made.save(tmp_path / "page.html")) as shown:
+        assert shown.locator("#rows span").first.inner_text() == family * 15 + "…"
 
 
 def test_the_theme_is_chosen_and_paper_is_light(shown: Any) -> None:
@@ -252,8 +315,8 @@ def test_without_javascript_the_finding_and_the_picture_remain(browser: Any, pat
     assert opened.locator("#finding").inner_text().startswith("In layer 0, head 1, ")
     best = weights[0, 1].amax(-1)
     assert any(f"({value:.2f})" in opened.locator("#finding").inner_text() for value in best)
-    assert opened.locator("svg").is_visible()
-    assert "layer 0, head 1" in opened.locator("svg").get_attribute("aria-label")
+    assert opened.locator("figure svg").is_visible()
+    assert "layer 0, head 1" in opened.locator("figure svg").get_attribute("aria-label")
     for control in ("button", "select", "input", "canvas"):
         assert not any(each.is_visible() for each in opened.locator(control).all())
     context.close()

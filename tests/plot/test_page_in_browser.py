@@ -125,15 +125,15 @@ def test_words_are_put_together(shown: Any, weights: list[torch.Tensor]) -> None
 def test_the_keyboard_reaches_everything(shown: Any) -> None:
     reached: list[str] = []
     name = "e => e.id || e.dataset.place || e.className"
-    for _ in range(5):
+    for _ in range(6):
         shown.keyboard.press("Tab")
         reached.append(shown.evaluate(f"({name})(document.activeElement)"))
-    assert reached == ["words", "theme", "text both", "from", "to"]
+    assert reached == ["words", "arcs", "theme", "text both", "from", "to"]
     shown.locator("#statistic").focus()
     for _ in range(3):
         shown.keyboard.press("Tab")
         reached.append(shown.evaluate(f"({name})(document.activeElement)"))
-    assert reached[5:] == ["order", "0-1", "map"]
+    assert reached[6:] == ["order", "0-1", "map"]
 
 
 def test_arrow_keys_walk_heads_cells_and_tokens(shown: Any, weights: list[torch.Tensor]) -> None:

@@ -128,6 +128,45 @@ def test_the_class_token_is_shown_first_and_hovering_shows_a_patch(picture: tupl
     assert text_of(shown, "readout").startswith("class looks most at ")
 
 
+def test_an_even_head_is_blank_and_another_is_not(picture: tuple[Any, Any], browser: Any, tmp_path: Path) -> None:
+    """The model of the fixture attends to everything about alike; the other one's scores are large."""
+    colour = """(canvas) => {
+        const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+        let most = 0;
+        for (let at = 0; at < pixels.length; at += 4) {
+            const planes = [...pixels.slice(at, at + 3)];
+            most = Math.max(most, Math.max(...planes) - Math.min(...planes));
+        }
+        return most;
+    }"""
+    shown, rec = picture
+    assert (rec.weights(1, 0) * 10 - 1).abs().max() < 0.1
+    shown.mouse.click(*patch_at(shown, 0, 0))
+    for canvas in ("#overview canvas", "#cells"):
+        assert shown.locator(canvas).first.evaluate(colour) < 16
+    assert "1× is the even weight, 1/10; colour follows the logarithm" in text_of(shown, "map-scale")
+    model = transformers.ViTModel(transformers.ViTConfig(**SMALL, initializer_range=1.0)).eval()
+    pixels = torch.rand(1, 3, 12, 12)
+    with torch.no_grad(), clearhead.record(model, **KEPT) as lively:
+        model(pixel_values=pixels)
+    assert (lively.weights(1, 0) * 10).max() > 3
+    path = lively.page(image=pixels[0], layer=1, head=0).save(tmp_path / "lively.html")
+    with watched_page(browser, path) as other:
+        assert other.locator("#cells").evaluate(colour) > 40
+
+
+def test_the_picture_is_large_and_the_map_comes_after_it(picture: tuple[Any, Any]) -> None:
+    shown, _ = picture
+    over, plain, cells = (
+        shown.locator(each).bounding_box() for each in (".picture .over", ".picture .plain", "#cells")
+    )
+    assert over["width"] > 2 * plain["width"]
+    assert over["width"] > cells["width"]
+    assert over["y"] + over["height"] < cells["y"]
+    assert text_of(shown, "facts").endswith("3 × 3 patches")
+    assert "patches" in text_of(shown, "sum-text")
+
+
 def test_patches_are_kept_by_a_click_and_walked_by_arrows(picture: tuple[Any, Any]) -> None:
     shown, _ = picture
     shown.mouse.click(*patch_at(shown, 1, 1))

@@ -21,7 +21,7 @@ Make = Callable[[int, int, int, int], masks.Mask | None]
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Sizes and options of one call; `mask` makes a mask of (B, H, L, S)."""
+    """Sizes and options of one call; `mask` makes a mask of (B, H, L, S), `learnt` shapes a bias that learns."""
 
     batch: int = 2
     kv_heads: int = 1
@@ -33,9 +33,10 @@ class Case:
     mask: Make = lambda b, h, length, count: None
     options: dict[str, object] = field(default_factory=dict)
     sinks: bool = False
+    learnt: tuple[int, ...] = ()
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Query, key, value and sinks (if any) that want gradients."""
+        """Query, key, value, and sinks and a bias (if any), which want gradients."""
         random = torch.Generator().manual_seed(7)
         heads = self.kv_heads * self.group
         shapes = {
@@ -45,6 +46,8 @@ class Case:
         }
         if self.sinks:
             shapes["sinks"] = (heads,)
+        if self.learnt:
+            shapes["bias"] = self.learnt
         made = {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
         return {name: tensor.requires_grad_() for name, tensor in made.items()}
 
@@ -53,6 +56,8 @@ def numbers(case: Case, kernel: str, inputs: dict[str, Tensor], seed: int = 3) -
     """Output, lse and gradients of all inputs from one forced kernel."""
     torch.manual_seed(seed)
     mask = case.mask(case.batch, case.kv_heads * case.group, case.length, case.count)
+    if case.learnt:
+        mask = masks.bias(inputs["bias"]) if mask is None else masks.bias(inputs["bias"]) & mask
     with clearhead.use_kernel(kernel):
         output, lse = clearhead.attention(
             inputs["query"],

@@ -24,6 +24,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Layout:
+        """The layout of a tensor."""
         return Layout(tuple(tensor.shape), tensor.stride())
 
     @property

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._call.forwards import LinearForward
 from .._checks import PLAIN, flag, kind, require_factory, shown, size, strided_or_jagged
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
 from .._torch_private import has_onednn_linear, onednn_linear
@@ -60,6 +61,8 @@ class Linear(nn.Linear):
         torch.Size([5, 2])
     """
 
+    __call__: LinearForward  # pyright: ignore[reportIncompatibleMethodOverride]
+
     def __init__(
         self,
         in_features: int,
@@ -74,6 +77,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Map (…, in_features) to (…, out_features).
+
+        Raises:
+            ShapeError, DTypeError, DeviceError: if the input does not fit the weight.
+        """
         if is_tracing():
             return F.linear(input, self.weight, self.bias)
         try:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from .._checks import index, is_probability, items, number
+from .._checks import index, is_probability, items, number, text
 from .._weights import Queries, row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels._block_rows import BlockRows
@@ -20,13 +20,23 @@ from .patch_layout import PatchLayout
 from .result import AttentionStatistics
 from .summary import Summary, summarize
 
+MOST_NAMED = 12  # tokens in an error
+
 
 class RankedHead(NamedTuple):
-    """One head, and its weight from the query to the key of `rank_heads`."""
+    """One head, and its weight from the query to the key of `rank_heads`.
+
+    Example:
+        >>> RankedHead("encoder.layer.3.attention.self", 1, 0.68)
+        <encoder.layer.3.attention.self head 1: 0.6800>
+    """
 
     layer: str
     head: int
     weight: float
+
+    def __repr__(self) -> str:
+        return f"<{self.layer or 'the model itself'} head {self.head}: {self.weight:.4f}>"
 
 
 class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
@@ -76,14 +86,25 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         head = None if head is None else index("head", head, saved.grid.num_heads) % saved.grid.num_heads
         return exact_weights(saved, row_numbers(queries, saved.grid.query_length, "queries"), head)
 
-    def rank_heads(self, query: int, key: int, *, item: int = 0, call: int = 0) -> list[RankedHead]:
+    def rank_heads(
+        self,
+        query: int | str,
+        key: int | str,
+        *,
+        tokens: Iterable[str] | None = None,
+        key_tokens: Iterable[str] | None = None,
+        item: int = 0,
+        call: int = 0,
+    ) -> list[RankedHead]:
         """Rank the heads of all layers by their exact weight from one query to one key.
 
         The record needs ``keep="queries_keys"``.
 
         Args:
-            query: the number of the query. Negative numbers count from the end.
-            key: the number of the key. Negative numbers count from the end.
+            query: the number of the query, or its text in `tokens`. Negative numbers count from the end.
+            key: the number of the key, or its text in `key_tokens`. Negative numbers count from the end.
+            tokens: the text of every query of the batch item, (L,): strings or `clearhead.plot.Tokens`. Default: none.
+            key_tokens: the same of the keys, (S,). Default: `tokens`.
             item: the number of the batch item. Default the first.
             call: the number of the call of each module. Default the first.
 
@@ -92,22 +113,25 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
 
         Raises:
             RecordError: if queries and keys were not saved.
-            ArgumentError: for a query, key or batch item that a layer does not have.
+            ArgumentError: for a query, key or batch item that a layer does not have, and for a text that no token or
+                more than one token has.
+            ShapeError: if there are not as many tokens as queries or keys.
 
         Example:
             >>> import torch, clearhead
             >>> attend = clearhead.MultiHeadAttention(embed_dim=12, num_heads=3)
             >>> with clearhead.record(attend, keep="queries_keys") as rec, torch.no_grad():
-            ...     output, weights = attend(torch.randn(1, 5, 12), need_weights=True, average_attn_weights=False)
-            >>> first = rec.rank_heads(query=-1, key=0)[0]
-            >>> first.head == int(weights[0, :, -1, 0].argmax())
+            ...     output, weights = attend(torch.randn(1, 3, 12), need_weights=True, average_attn_weights=False)
+            >>> first = rec.rank_heads("tired", "it", tokens=["it", "was", "tired"])[0]
+            >>> first.head == int(weights[0, :, 2, 0].argmax())
             True
         """
+        texts = _texts("tokens", tokens), _texts("key_tokens", tokens if key_tokens is None else key_tokens)
         ranked: list[RankedHead] = []
         for layer in self:
             grid = self.kept_call(layer, call).grid
-            row = index("query", query, grid.query_length) % grid.query_length
-            column = index("key", key, grid.key_length) % grid.key_length
+            row = _place("query", query, "tokens", texts[0], grid.query_length)
+            column = _place("key", key, "tokens" if key_tokens is None else "key_tokens", texts[1], grid.key_length)
             place = index("item", item, grid.batch_size) % grid.batch_size
             weights = self.weights(layer, queries=[row], call=call)[place, :, 0, column]  # (H,)
             ranked += [RankedHead(layer, head, weight) for head, weight in enumerate(weights.tolist())]
@@ -156,6 +180,29 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
     def summary(self) -> Summary:
         """One number per head for each statistic that has one. Print it for a layers × heads table."""
         return summarize(self)
+
+
+def _texts(name: str, tokens: Iterable[str] | None) -> list[str] | None:
+    return None if tokens is None else [text(name, token) for token in items(name, tokens, "a list of strings")]
+
+
+def _place(name: str, token: int | str, option: str, texts: list[str] | None, count: int) -> int:
+    """The number of one of `count` tokens, given by its number or by its text in `texts`, the argument `option`."""
+    if not isinstance(token, str):
+        return index(name, token, count) % count
+    if texts is None:
+        expected = f"a token's number, or {option}= beside its text"
+        raise ArgumentError(name, expected=expected, got=f"{token!r} without {option}")
+    if len(texts) != count:
+        raise ShapeError(option, expected=f"{count}, one for each that the layers have", got=str(len(texts)))
+    places = [place for place, known in enumerate(texts) if known == token]
+    if len(places) != 1:
+        where = f"{token!r} at {', '.join(map(str, places))}" if places else f"{token!r}, which is none of them"
+        fix = (
+            "Pass its number." if places else f"They are {', '.join(texts[:MOST_NAMED])}{', …' * (count > MOST_NAMED)}."
+        )
+        raise ArgumentError(name, expected=f"the text of one of {option}", got=where, fix=fix)
+    return places[0]
 
 
 def _common_sizes(calls: Sequence[AttentionCall]) -> tuple[int, int]:

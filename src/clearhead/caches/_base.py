@@ -99,6 +99,7 @@ class Buffered(Cache):
         return self._value[:, :, : self._slots_in_use]
 
     def next_positions(self, count: int) -> Positions:
+        """The positions after the last token of each row, as `Cache.next_positions` describes."""
         integer("count", count, least=0)
         last = self._last_positions()
         # An int if all batch items agree: masks then need no position tensors.

@@ -44,9 +44,16 @@ class CrossKVCache(Cache):
         return 0 if self._key is None else self._key.shape[2]
 
     def next_positions(self, count: int) -> Positions:
+        """0: the keys of a memory have no position relative to the queries."""
         return 0
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
+        """Keep the keys and values of the memory without a copy. They replace those before.
+
+        Raises:
+            CacheError: if the keys or values require gradients.
+            ShapeError: unless they are (B, Hkv, S, D).
+        """
         for name, tensor in (("key", key), ("value", value)):
             if strided(name, tensor).dim() != 4:
                 raise ShapeError(name, expected="(B, Hkv, S, D)", got=shape_text(tensor.shape))
@@ -57,15 +64,18 @@ class CrossKVCache(Cache):
         return KeyValues(key, value)
 
     def saved(self, count: int) -> Callable[[], None]:
+        """A function that puts back the tensors that are stored now."""
         attributes = dict(vars(self))  # tensors are replaced, never written
         return lambda: vars(self).update(attributes)
 
     def get(self) -> KeyValues | None:
+        """The keys and values of the memory, or ``None`` before the first call."""
         if self._key is None or self._value is None:
             return None
         return KeyValues(self._key, self._value)
 
     def reorder(self, indices: Tensor) -> None:
+        """Copy row ``indices[b]`` to row b, as `Cache.reorder` describes."""
         if self._key is not None and self._value is not None:
             indices = checked_indices(indices, self._key)
             self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
@@ -74,6 +84,7 @@ class CrossKVCache(Cache):
         """Do nothing: new tokens do not change the memory."""
 
     def reset(self) -> None:
+        """Forget the memory. The next call needs it again."""
         self._key = self._value = None
 
     def __repr__(self) -> str:

@@ -101,6 +101,10 @@ class EvictingKVCache(Buffered):
         return None if self._progress is None else self._progress.position
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
+        """Evict down to the budget, add the new keys and values, and return all that are stored.
+
+        All tokens of one call see each other. A call may therefore hold more tokens than the budget.
+        """
         self._check(key, value)
         batch, heads, count, _ = key.shape
         new_positions = self._new_positions(key, positions, counts_up=self._progress is None)  # (B, L)
@@ -129,6 +133,7 @@ class EvictingKVCache(Buffered):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
+        """Add the weight that each key received, if the policy needs it, and evict down to the budget."""
         if self.policy.needs_received:
             # Summed per head of the cache: latent attention expands one cached head to the keys of all heads.
             heads = self._slots.received.shape[1]
@@ -165,10 +170,12 @@ class EvictingKVCache(Buffered):
             self._slots = self._in_buffers(0, key, value, per_slot)
 
     def saved(self, count: int) -> Callable[[], None]:
+        """A function that puts back a copy of everything but the policy."""
         attributes = deepcopy(vars(self), {id(self.policy): self.policy})
         return lambda: vars(self).update(attributes)
 
     def reorder(self, indices: Tensor) -> None:
+        """Copy row ``indices[b]`` to row b, as `Cache.reorder` describes."""
         indices = checked_indices(indices, self._key)
         self.evict()
         count = self._slots.positions.shape[2]
@@ -200,6 +207,7 @@ class EvictingKVCache(Buffered):
         self._length = longest
 
     def reset(self) -> None:
+        """Forget all tokens, but keep the memory."""
         batch, heads, _, _ = self._key.shape
         device = self._key.device
         self._length = 0

@@ -76,6 +76,11 @@ class KVCache(Buffered):
         return None if self._positions is None or self._length == 0 else self._positions[:, : self._length].amax(1)
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
+        """Append keys and values, and return all of them, as `Cache.update` describes.
+
+        Raises:
+            CacheError: if the cache would hold more than `max_length` tokens. It is then unchanged.
+        """
         self._check(key, value)
         count = key.shape[2]
         start, stop = self._length, self._length + count
@@ -96,6 +101,7 @@ class KVCache(Buffered):
         return KeyValues(self.key, self.value, all_positions[:, :stop], Present())
 
     def saved(self, count: int) -> Callable[[], None]:
+        """A function that forgets the next `count` tokens again."""
         # `update` writes only beyond the lengths, so restoring the lengths is enough.
         length, lengths, counted_up = self._length, self._lengths, self._positions is None
 
@@ -110,6 +116,7 @@ class KVCache(Buffered):
         return restore
 
     def reorder(self, indices: Tensor) -> None:
+        """Copy row ``indices[b]`` to row b, as `Cache.reorder` describes."""
         indices = checked_indices(indices, self._key)
         self._reorder(indices, self._length)
         if self._lengths is not None:
@@ -118,6 +125,7 @@ class KVCache(Buffered):
             self._positions = self._positions.index_select(0, indices)
 
     def crop(self, length: int | Tensor) -> None:
+        """Forget the last tokens, as `Cache.crop` describes. Rows may keep different numbers of tokens."""
         checked, longest = checked_lengths(length, self._length, self._key)
         if isinstance(checked, Tensor):
             lengths = torch.minimum(checked, self.lengths)
@@ -132,6 +140,7 @@ class KVCache(Buffered):
         self._length = longest
 
     def reset(self) -> None:
+        """Forget all tokens, but keep the memory."""
         self._length, self._lengths, self._positions = 0, None, None
 
     def __repr__(self) -> str:

@@ -92,6 +92,7 @@ class HeavyHitters(EvictionPolicy):
         self.recent: float = number("recent", recent, "a share in [0, 1]", is_probability)
 
     def rank(self, held: Held) -> Tensor:
+        """The weight that each key has received; +∞ for the latest keys, (B, Hkv, S)."""
         return held.received.masked_fill(held.among_last(int(self.recent * held.budget)), float("inf"))
 
     def __repr__(self) -> str:
@@ -122,6 +123,7 @@ class SinksAndRecent(EvictionPolicy):
         self.sinks: int = size("sinks", sinks, 0)
 
     def rank(self, held: Held) -> Tensor:
+        """The position of each key; +∞ for the first tokens, (B, Hkv, S)."""
         first = (held.positions >= 0) & (held.positions < self.sinks)
         return held.positions.double().masked_fill(first, float("inf"))
 
@@ -149,6 +151,7 @@ class RandomEviction(EvictionPolicy):
         )
 
     def rank(self, held: Held) -> Tensor:
+        """Random numbers in [0, 1), (B, Hkv, S)."""
         return torch.rand(held.positions.shape, generator=self._generator).to(held.positions.device)
 
     def __repr__(self) -> str:

@@ -88,6 +88,7 @@ class SlidingKVCache(Buffered):
         return None if self._rings is None else self._rings.positions.amax(1)
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
+        """Write keys and values over the oldest ones, and return those that the new queries may see."""
         self._check(key, value)
         start, count = self._length, key.shape[2]
         new_positions = self._new_positions(key, positions, counts_up=self._rings is None)
@@ -100,6 +101,7 @@ class SlidingKVCache(Buffered):
         return key_values
 
     def saved(self, count: int) -> Callable[[], None]:
+        """A function that restores the slots that the next `count` tokens overwrite."""
         rings, device = deepcopy(self._rings), self._key.device
         length, furthest = self._length, self._furthest
         offsets = torch.arange(min(count, self._slots), device=device)
@@ -115,12 +117,18 @@ class SlidingKVCache(Buffered):
         return restore
 
     def reorder(self, indices: Tensor) -> None:
+        """Copy row ``indices[b]`` to row b, as `Cache.reorder` describes."""
         indices = checked_indices(indices, self._key)
         self._reorder(indices, self._slots)
         if self._rings is not None:
             reorder_tensors(self._rings, indices)
 
     def crop(self, length: int | Tensor) -> None:
+        """Forget the last tokens, as `Cache.crop` describes.
+
+        Raises:
+            CacheError: if the window before the new end has been overwritten.
+        """
         checked, longest = checked_lengths(length, self._length, self._key)
         if longest == 0:
             return self.reset()
@@ -138,6 +146,7 @@ class SlidingKVCache(Buffered):
         self._length = longest
 
     def reset(self) -> None:
+        """Forget all tokens, but keep the memory."""
         self._length = self._furthest = 0
         self._rings = None
 

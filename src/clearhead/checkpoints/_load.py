@@ -6,7 +6,7 @@ import logging
 import math
 
 from .._call.naming import remember_name
-from .._checks import is_finite, number, shown
+from .._checks import is_finite, number_or_none, shown
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._fill import fill
@@ -102,7 +102,7 @@ def load(
     for name, count in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if count is not None and not isinstance(count, (int, float)):
             raise DTypeError(name, expected="an int ≥ 1", got=shown(count))
-    scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
+    scale = number_or_none("scale", scale, "a finite number, or None for 1/√D", is_finite)
     finding, projections = recognise(tensors, namings_called(naming), prefix)
     _require_place(finding)
     block = None if module is None else module.get_submodule(finding.prefix.removesuffix("."))

@@ -16,8 +16,9 @@ from ..errors import explain_problem
 from ..plot._heads import Summaries, summarize
 from ..plot._html import Page, PageMaker
 from ..plot._image_items import image_items, layouts_of
-from ..plot._image_plots import draw_image_sheet, looks_of, query_name
+from ..plot._image_sheet import draw_image_sheet
 from ..plot._labels import printable
+from ..plot._patch_looks import end_of, even_weight, levels_of, looks_of, query_name
 from ..plot._picture import open_picture, seen_picture
 from ..plot._terminal import patch_blocks
 from . import _demo as demo
@@ -79,11 +80,12 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
         columns={statistic: [layer.numbers[statistic] for layer in section.layers] for statistic in large.numbers},
         fields={"image": name, "patches": patches, "looks_at": weights},
         facts=_facts(title, summaries, layout),
-        details=partial(_details, what, weights),
+        details=partial(_details, what, weights, layout, choice),
         figure=lambda: draw_image_sheet(
             rec, picture, (large.name, large.heads[place[1]]), title=title, numbers=numbers
         ),
         page=page,
+        unit="patch",
     )
 
 
@@ -94,12 +96,16 @@ def _facts(title: str, summaries: Summaries, layout: PatchLayout) -> Text:
     return Text(f"{title} · {heads} · {rows} × {columns} patches{others}", style="bold")
 
 
-def _details(what: str, weights: Tensor, console: Console) -> list[RenderableType]:
+def _details(what: str, weights: Tensor, layout: PatchLayout, choice: Choice, console: Console) -> list[RenderableType]:
     """The weights of the large head as blocks, and the largest of them."""
     largest = weights.flatten().topk(min(MOST_LISTED, weights.numel()))
     listed = [
         f"patch {place // weights.shape[1]}, {place % weights.shape[1]} {weight:.3f}"
         for weight, place in zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
     ]
-    parts = (Text(what, style="bold"), patch_blocks(weights, console.width), Text("   ".join(listed), "dim"))
-    return [Group(*parts)]
+    lines = [Text(what, style="bold")]
+    if choice.layer is None or choice.head is None:
+        lines.append(Text("Chosen because it reads few patches most; choose with --layer and --head.", "dim"))
+    blocks = patch_blocks(levels_of(weights, layout, end_of([weights], [layout])), console.width)
+    even = f"Blank patches get no more than the even weight, {even_weight(layout):.3f}."
+    return [Group(*lines, blocks, Text("   ".join(listed), "dim"), Text(even, "dim"))]

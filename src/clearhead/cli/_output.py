@@ -41,6 +41,7 @@ class Look:
         details: from the console to the lines about the large head.
         figure: draws the matplotlib figure.
         page: makes the HTML page.
+        unit: what heads attend to.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Look:
     details: Callable[[Console], Iterable[RenderableType]]
     figure: Callable[[], Any]
     page: Callable[[], Page]
+    unit: str = "token"
 
     def as_json(self) -> str:
         """All numbers, in plain ASCII; the pages of `docs/` describe the fields."""
@@ -69,7 +71,7 @@ class Look:
 
     def show(self, console: Console) -> None:
         """Print the overview of all heads and the large one."""
-        every = overview(self.summaries, numbers=self.numbers, chosen=self.place, width=console.width)
+        every = overview(self.summaries, numbers=self.numbers, chosen=self.place, width=console.width, unit=self.unit)
         for part in (self.facts, every, *self.details(console), Text(NOTE, style="dim")):
             console.print(part)
             console.print()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Sequence, ValuesView
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -220,6 +220,14 @@ class record(Drawable, Recorded):
             raise UnknownNameError(f"name {shown(name)}: no attention was recorded there; recorded are {recorded}")
         return self._calls[name]
 
+    def items(self) -> ItemsView[str, Calls]:
+        """The name and the calls of every module."""
+        return ItemsView(self)
+
+    def values(self) -> ValuesView[Calls]:
+        """The calls of every module."""
+        return ValuesView(self)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._calls)
 
@@ -227,6 +235,11 @@ class record(Drawable, Recorded):
         return len(self._calls)
 
     def name_of(self, layer: int | str) -> str:
+        """The module name of a layer: its number in running order, or its name.
+
+        Raises:
+            UnknownNameError: for a layer without a recorded call.
+        """
         if isinstance(layer, str):
             if layer not in self._calls:
                 recorded = ", ".join(map(repr, self._calls))
@@ -238,6 +251,11 @@ class record(Drawable, Recorded):
         return name
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
+        """The query, key and mask of one call. Its value is the key.
+
+        Raises:
+            RecordError: without ``keep="queries_keys"``.
+        """
         calls = self[self.name_of(layer)]
         if not calls.saved:
             raise RecordError(
@@ -249,6 +267,7 @@ class record(Drawable, Recorded):
         return calls.saved[index("call", call, len(calls.saved))]
 
     def patches(self, layer: int | str) -> PatchLayout:
+        """The positions of a vision model's tokens on its input, from the model's configuration."""
         name = self.name_of(layer)
         first = self._calls[name][0]
         return find_layout(self._running.model, name, self._picture_size, first.query_length, first.key_length)

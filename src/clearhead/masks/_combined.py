@@ -146,28 +146,36 @@ class Wrapping(Mask):
         return block
 
     def visible(self, block: Block) -> Tensor | None:
+        """What the wrapped mask hides in its own block."""
         return self._mask.visible(self.inner_block(block))
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        """What the wrapped mask adds in its own block."""
         return self._mask.bias(self.inner_block(block), dtype)
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
+        """The bias tensors of the wrapped mask."""
         return self._mask.bias_tensors()
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        """The wrapped mask with other bias tensors."""
         # Without the wrapper, because its cached lowerings were made from the replaced tensors.
         return self._mask.with_bias_tensors(tensors)
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        """The gradients of the wrapped mask, from its own block."""
         self._mask.add_bias_gradients(gradients, self.inner_block(block), scores_gradient)
 
     def parts(self) -> tuple[Mask, ...]:
+        """The parts of the wrapped mask."""
         return self._mask.parts()
 
     def sizes(self) -> Sizes:
+        """The sizes that the wrapped mask requires."""
         return self._mask.sizes()
 
     def signature(self) -> Hashable | None:
+        """The signature of the wrapped mask."""
         return self._mask.signature()
 
     @property
@@ -175,6 +183,7 @@ class Wrapping(Mask):
         return self._mask.has_bias
 
     def describe(self) -> str:
+        """The wrapped mask as its user writes it."""
         return self._mask.describe()
 
 

@@ -32,6 +32,7 @@ class _LoweredOnce(Wrapping):
         """Equal for grids with equal lowerings."""
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
+        """The result of `make`, which runs once per grid and key, and in every call while tracing."""
         # A lowering of a graph or a transform is useless to later calls.
         if is_tracing() or is_transformed():
             return make()
@@ -47,6 +48,7 @@ class _LoweredOnce(Wrapping):
         return self._lowerings[key]
 
     def structure(self, grid: Grid) -> Structure:
+        """The structure of the wrapped mask, computed once per grid."""
         return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
 
 
@@ -79,6 +81,7 @@ class PreparedMask(_LoweredOnce):
         return grid.batch_size, grid.num_heads, grid.device
 
     def validate(self, grid: Grid) -> None:
+        """Raise unless the call has the grid, the positions and the device for which the mask was prepared."""
         name = "mask prepare(...)"
         if self._device is not None and grid.device != self._device:
             expected, got = f"a call on {self._device}, for which it was prepared", f"one on {grid.device}"
@@ -94,10 +97,12 @@ class PreparedMask(_LoweredOnce):
                 raise ArgumentError(name, expected=expected, got="other positions", fix=fix)
 
     def sizes(self) -> Sizes:
+        """The sizes of the grid for which it was prepared."""
         sizes = self._sizes_of(self._grid)
         return Sizes(sizes.get("B"), sizes.get("H"), sizes["L"], sizes["S"], device=self._device)
 
     def signature(self) -> Hashable | None:
+        """The signature of the wrapped mask, marked as prepared."""
         signature = self._mask.signature()
         return None if signature is None else ("prepared", signature)
 

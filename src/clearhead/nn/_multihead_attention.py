@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .._call.forwards import DropInForward
 from .._call.naming import add_module
 from .._call.request import Request, WeightsWanted, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
@@ -76,6 +77,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         >>> output.shape, weights.shape, bool((weights.triu(1) == 0).all())
         (torch.Size([2, 5, 12]), torch.Size([2, 5, 5]), True)
     """
+
+    __call__: DropInForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,

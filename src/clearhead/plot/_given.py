@@ -87,6 +87,11 @@ class Given(Recorded):
         return len(self._calls)
 
     def name_of(self, layer: int | str) -> str:
+        """The name of a layer: its number, or its name.
+
+        Raises:
+            ArgumentError: for a layer that was not given.
+        """
         names = list(self._calls)
         if isinstance(layer, str) and layer in names:
             return layer
@@ -95,6 +100,7 @@ class Given(Recorded):
         return names[index_of("layer", layer, len(names))]
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
+        """The call whose weights were given. Every layer has one."""
         index_of("call", call, 1)
         return self._calls[self.name_of(layer)]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._ink import FRAME, INK, MARK, QUIET, colors, label_tokens, new_axes, plain_frame
+from ._ink import FRAME, INK, MARK, QUIET, colors, label_tokens, new_axes, plain_frame, style_bar
 from ._labels import layer_labels
 
 if TYPE_CHECKING:
@@ -107,9 +107,7 @@ def plot_head_table(
     label_tokens(axes.xaxis, [str(head) for head in heads or range(most)], turn=0, size=9)
     axes.set_xlabel("head", color=QUIET)
     axes.set_title(title, loc="left")
-    bar = axes.figure.colorbar(image, ax=axes)
-    bar.outline.set_edgecolor(FRAME)  # type: ignore[operator]
-    bar.ax.set_ylabel(unit, color=QUIET, fontsize=9)
+    style_bar(axes.figure.colorbar(image, ax=axes), unit)
     return axes
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._collect import LayerPicture, SectionPicture
+from ._patches import Tiles
 
 KINDS = {
     "special": "special tokens",
@@ -24,6 +25,16 @@ KINDS = {
 BROAD = 0.85
 
 
+def kinds_of(unit: str) -> dict[str, str]:
+    """`KINDS` of a picture whose tokens are called `unit`, such as ``"patch"``."""
+    plural = f"{unit}es" if unit.endswith("h") else f"{unit}s"
+    return KINDS | {
+        kind: meaning.replace("tokens", plural).replace("token", unit)
+        for kind, meaning in KINDS.items()
+        if kind != "special"
+    }
+
+
 @dataclass(frozen=True)
 class HeadSummary:
     """One head on one text, in short.
@@ -33,7 +44,10 @@ class HeadSummary:
         spread: mean of the entropy divided by ln of the number of visible keys, in [0, 1].
         shares: place → mean weight there, as far as each query's top-k holds it.
         contrast: mean over queries of the most that one key gets beyond its average over all queries, among keys
-            that are no special tokens and, within one text, at least two positions away.
+            that are no special tokens and, within one text, at least two positions away. For a vision model: the
+            weight beyond the even weight of each patch, in the row of the class token, or of the pooling, or in the
+            mean row if there is neither. That is the total variation between the row and the even one, counted over
+            the patches that get more in the row.
         queries: how many queries the means are over.
     """
 
@@ -75,7 +89,7 @@ def clearest_head(
     """Choose the head to show first: the one with the largest `contrast`.
 
     Many heads attend to special tokens, to neighbours, or to one token from everywhere. In this one, different words
-    attend most clearly to different words further away.
+    attend most clearly to different words further away. In a vision model, the class token attends most to few patches.
 
     `places` are the heads to choose from, by default all. The result is one of them.
     """
@@ -115,7 +129,10 @@ def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadS
     far = place == 4 if same else place > 0
     shares = torch.zeros(len(layer.heads), len(names))
     shares.scatter_add_(1, place.flatten(1), layer.weights.flatten(1)).div_(max(length, 1))
-    contrast = _contrast(layer, keys, far, ~is_special if same else torch.ones(length, dtype=torch.bool))
+    if picture.tiles is None:
+        contrast = _contrast(layer, keys, far, ~is_special if same else torch.ones(length, dtype=torch.bool))
+    else:
+        contrast = _beyond_even(layer.map, picture.tiles)
     counted = names if same else names[:2]
     columns = (layer.entropy.mean(-1), layer.spread.mean(-1).clamp(max=1), contrast.nan_to_num(0), *shares.unbind(-1))
     return [
@@ -129,3 +146,11 @@ def _contrast(layer: LayerPicture, keys: Tensor, far: Tensor, queries: Tensor) -
     beyond = layer.weights - usual.gather(1, keys.flatten(1)).view_as(layer.weights)  # (H, l, k)
     largest = (beyond * far).amax(-1).clamp(min=0)  # (H, l)
     return largest[:, queries].mean(-1)
+
+
+def _beyond_even(weights: Tensor, tiles: Tiles) -> Tensor:
+    """(H,): how much of the row that pictures show lies on patches beyond an even share; weights (H, rows, tiles)."""
+    prefix = len(tiles.layout.prefix)
+    row = weights[:, 0] if prefix or tiles.layout.queries else weights.mean(1)  # (H, tiles)
+    even = tiles.places().bincount(minlength=tiles.length) / tiles.layout.length
+    return (row - even)[:, prefix:].clamp(min=0).sum(-1)

@@ -8,43 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checks import index, integer, shown
+from .._checks import integer
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
-from ..errors import ArgumentError
 from ._collect import item_places, require_record
 from ._crops import head_place
-from ._head_grid import draw_head_numbers, draw_heads
+from ._head_grid import draw_heads
 from ._image_items import layouts_of
-from ._ink import (
-    INK,
-    MARK,
-    NOTE,
-    QUIET,
-    RAMP,
-    colors,
-    fonts,
-    new_axes,
-    plain_frame,
-    shade,
-    weight_bar,
-)
-from ._labels import layer_labels, shortened
+from ._ink import MARK, RAMP, colors, new_axes, plain_frame, style_bar
+from ._labels import layer_labels
+from ._patch_looks import ENDS, Query, end_of, even_weight, levels_of, looks_of, query_name, query_number
 from ._picture import seen_picture
-from ._scale import scale_end
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 #: How much of the picture's own contrast is left under the weights: enough to recognise it, and never as dark as them.
 LEFT = 0.4
 GREY = (0.299, 0.587, 0.114)
 THUMBNAIL = 96  # pixels
 GAP = 0.08  # of a thumbnail, between neighbours
-WEIGHT = "weight of a patch in the query's row"
-
-Query = int | str | tuple[int, int]
 
 
 def plot_image(
@@ -59,6 +42,9 @@ def plot_image(
     ax: Axes | None = None,
 ) -> Axes:
     """Draw what a token of a vision model looks at, over the image: one head, or every head as a thumbnail.
+
+    Colour follows the logarithm of a patch's weight, in multiples of the weight that it had if all tokens were alike.
+    Patches with no more than that stay pale, and so does the picture of a head that attends to everything alike.
 
     Patches, registers and class tokens are placed by the model's own configuration: transformers' ViT, DeiT, DINOv2
     and the vision side of CLIP and SigLIP, and the vision transformers of timm. Other models are refused.
@@ -107,23 +93,23 @@ def plot_image(
     picture = seen_picture(image, layouts[names[0]].size, processor)
     call, place = item_places(rec)[integer("item", item, least=0, most=len(item_places(rec)) - 1)]
     looks = [looks_of(rec, name, layouts[name], query, (call, place)) for name in names]
-    what = query_name(layouts[names[0]], query)
-    labels = _labels(layouts, names)
+    what = f"what {query_name(layouts[names[0]], query)} looks at"
+    labels, shapes = _labels(layouts, names), [layouts[name] for name in names]
     if head is not None:
-        weights = looks[0][head_place(head, rec[names[0]][0].heads, names[0])]
+        looks = [looks[0][head_place(head, rec[names[0]][0].heads, names[0])]]
+    end = end_of(looks, shapes)
+    levels = [levels_of(each, shape, end) for each, shape in zip(looks, shapes, strict=True)]
+    if head is not None:
         axes = new_axes(ax, (5.4, 5.0))
-        end = scale_end([weights])
-        image_drawn = _draw_over(axes, picture, weights, layouts[names[0]], query, end)
-        axes.set_title(f"layer {labels[0]}, head {head}: what {what} looks at", loc="left")
-        weight_bar(axes.figure, image_drawn, end=end, caption=WEIGHT, ax=axes)
-        return axes
-    most = max(len(each) for each in looks)
-    axes = new_axes(ax, (min(1.2 + 0.9 * most, 15), min(max(1.2 + 0.9 * len(looks), 3.6), 15)))
-    end = scale_end(looks)
-    _draw_thumbnails(axes, picture, looks, [layouts[name] for name in names], labels, end, None)
-    where = "every head" if layer is None else f"layer {labels[0]}"
-    axes.set_title(f"{where}: what {what} looks at", loc="left")
-    weight_bar(axes.figure, _scale_image(), end=end, caption=WEIGHT, ax=axes)
+        draw_over(axes, picture, levels[0], shapes[0], query)
+        where = f"layer {labels[0]}, head {head}"
+    else:
+        most = max(len(each) for each in looks)
+        axes = new_axes(ax, (min(1.2 + 0.9 * most, 15), min(max(1.2 + 0.9 * len(looks), 3.6), 15)))
+        draw_thumbnails(axes, picture, levels, shapes, labels)
+        where = "every head" if layer is None else f"layer {labels[0]}"
+    axes.set_title(f"{where}: {what}", loc="left")
+    patch_bar(axes.figure, shapes[0], end, ax=axes)
     return axes
 
 
@@ -142,14 +128,13 @@ def _labels(layouts: dict[str, PatchLayout], names: Sequence[str]) -> list[str]:
     return [numbers.get(name, "pooling") for name in names]
 
 
-def over_picture(picture: Tensor, weights: Tensor, layout: PatchLayout, end: float) -> Tensor:
+def over_picture(picture: Tensor, levels: Tensor, layout: PatchLayout) -> Tensor:
     """Lay weights over a picture: darker and bluer where there is more weight, the picture showing through in grey.
 
     Args:
         picture: (3, height, width), uint8.
-        weights: (rows, columns) of patches.
+        levels: (rows, columns) of patches, from `levels_of`.
         layout: where they lie.
-        end: of the colour scale.
 
     Returns:
         (height, width, 3) in [0, 1].
@@ -157,8 +142,8 @@ def over_picture(picture: Tensor, weights: Tensor, layout: PatchLayout, end: flo
     import numpy
     from matplotlib.colors import to_rgba_array
 
-    stops, level = to_rgba_array(RAMP), shade(weights, end)  # `colors` has 256 steps, too few to tell weights apart
-    planes = [numpy.interp(level, numpy.linspace(0, 1, len(stops)), stops[:, plane]) for plane in range(3)]
+    stops = to_rgba_array(RAMP)  # `colors` has 256 steps, too few to tell weights apart
+    planes = [numpy.interp(levels, numpy.linspace(0, 1, len(stops)), stops[:, plane]) for plane in range(3)]
     color = torch.tensor(numpy.stack(planes, -1), dtype=torch.float32)  # (rows, columns, 3)
     height, width = layout.patch
     color = color.repeat_interleave(height, 0).repeat_interleave(width, 1)  # (grid pixels, …, 3)
@@ -168,140 +153,56 @@ def over_picture(picture: Tensor, weights: Tensor, layout: PatchLayout, end: flo
     return result
 
 
-def looks_of(rec: Recorded, name: str, layout: PatchLayout, query: Query | None, place: tuple[int, int]) -> Tensor:
-    """The weights of the query in every head, (H, rows, columns)."""
-    call, item = place
-    number = _query_number(layout, query)
-    queries = slice(len(layout.prefix), None) if number is None else [number]
-    found = rec[name][call]
-    weights = rec.weights(name, None, queries, call)[item, list(found.heads)].float().cpu().mean(1)  # (H, S)
-    return weights[:, len(layout.prefix) :].unflatten(1, layout.grid)
-
-
-def _query_number(layout: PatchLayout, query: Query | None) -> int | None:
-    """A query's row; ``None`` for the mean over the patches."""
-    names = list(layout.queries or layout.names())
-    if query is None:
-        return 0 if layout.queries or layout.prefix else None
-    if isinstance(query, str):
-        if query not in names:
-            known = ", ".join([*layout.prefix, "patch 0, 0", "…"]) if layout.queries is None else ", ".join(names)
-            raise ArgumentError("query", expected=f"one of {known}", got=shown(query))
-        return names.index(query)
-    if isinstance(query, (tuple, list)):
-        if len(query) != 2 or layout.queries is not None:
-            raise ArgumentError("query", expected="(row, column) of a patch", got=shown(query))
-        row, column = (
-            integer("query", at, least=0, most=most - 1) for at, most in zip(query, layout.grid, strict=True)
-        )
-        return len(layout.prefix) + row * layout.grid[1] + column
-    return index("query", query, len(names))
-
-
-def query_name(layout: PatchLayout, query: Query | None) -> str:
-    """The query in words."""
-    number = _query_number(layout, query)
-    if number is None:
-        return "a patch, on average,"
-    name = (layout.queries or layout.names())[number]
-    return f"the {name} token" if name in layout.prefix and " " not in name else name
-
-
-def _draw_over(
-    axes: Axes, picture: Tensor, weights: Tensor, layout: PatchLayout, query: Query | None, end: float
-) -> Any:
+def draw_over(axes: Axes, picture: Tensor, levels: Tensor, layout: PatchLayout, query: Query | None) -> None:
+    """Draw `over_picture`, with a frame around the query if it is a patch."""
     from matplotlib.patches import Rectangle
 
-    axes.imshow(over_picture(picture, weights, layout, end).numpy(), interpolation="nearest")
-    number = _query_number(layout, query)
+    show_image(axes, over_picture(picture, levels, layout).numpy())
+    number = query_number(layout, query)
     if number is not None and layout.queries is None and number >= len(layout.prefix):
         row, column = divmod(number - len(layout.prefix), layout.grid[1])
         height, width = layout.patch
         corner = (column * width - 0.5, row * height - 0.5)
         axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=MARK, linewidth=2))
+
+
+def show_image(axes: Axes, pixels: Any, **look: Any) -> None:
+    """Draw pixels with a thin frame and no ticks."""
+    axes.imshow(pixels, interpolation="nearest", **look)
     axes.set(xticks=[], yticks=[])
     plain_frame(axes)
-    return _scale_image()
 
 
-def _scale_image() -> Any:
-    """The scale of the colour bar, because the picture itself has mixed colours."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    mapped = ScalarMappable(Normalize(0, 1), colors())
-    mapped.set_array([0.0])
-    return mapped
-
-
-def _draw_thumbnails(
+def draw_thumbnails(
     axes: Axes,
     picture: Tensor,
-    looks: Sequence[Tensor],
+    levels: Sequence[Tensor],
     layouts: Sequence[PatchLayout],
     labels: Sequence[str],
-    end: float,
-    chosen: tuple[int, int] | None,
+    chosen: tuple[int, int] | None = None,
 ) -> None:
+    """Draw `over_picture` small for each head. `levels` has (H, rows, columns) per layer."""
     scale = THUMBNAIL / max(layouts[0].size)
     small = [max(1, round(side * scale)) for side in layouts[0].size]
     mode = "area" if tuple(small) < layouts[0].size else "nearest"
     cells: list[Tensor] = []
-    for heads, layout in zip(looks, layouts, strict=True):
-        over = torch.stack([over_picture(picture, weights, layout, end) for weights in heads]).permute(0, 3, 1, 2)
+    for heads, layout in zip(levels, layouts, strict=True):
+        over = torch.stack([over_picture(picture, each, layout) for each in heads]).permute(0, 3, 1, 2)
         cells.append(torch.nn.functional.interpolate(over, small, mode=mode).permute(0, 2, 3, 1))  # (H, h, w, 3)
     aspect = small[0] / small[1]
     draw_heads(axes, cells, labels, gap=GAP, empty=1.0, chosen=chosen, interpolation="antialiased", aspect=aspect)
 
 
-def draw_image_sheet(
-    rec: Recorded,
-    picture: Tensor,
-    chosen: tuple[str, int],
-    *,
-    title: str,
-    numbers: tuple[str, Sequence[Sequence[float]]] | None = None,
-) -> Figure:
-    """Draw the picture, what the class token or the mean of the patches looks at in one head, and every head small.
+def patch_bar(figure: Any, layout: PatchLayout, end: float, *, note: str = "", **place: Any) -> None:
+    """A colour bar that prints multiples of the even weight; `place` is for `Figure.colorbar`."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
 
-    `chosen` is the module and the number of the large head. `numbers` replaces the thumbnails, as in `draw_sheet`.
-    """
-    from matplotlib.figure import Figure
-
-    layouts = {name: layout for name, layout in layouts_of(rec).items() if layout.queries is None}
-    names = list(layouts)
-    looks = [looks_of(rec, name, layouts[name], None, (0, 0)) for name in names]
-    place = (names.index(chosen[0]), list(rec[chosen[0]][0].heads).index(chosen[1]))
-    weights, layout = looks[place[0]][place[1]], layouts[chosen[0]]
-    most, ratio = max(len(each) for each in looks), layout.size[0] / layout.size[1]
-    side = 4.6
-    thumbnail = min(0.8, 9 / most)
-    low = max(side * ratio, thumbnail * ratio * len(looks))
-    figure = Figure(figsize=(2 * side + thumbnail * most + 1.4, low + 1.7), facecolor="white", layout="constrained")
-    widths = (side, side, thumbnail * most + 0.4)
-    plain, large, small = figure.subplots(1, 3, width_ratios=widths)
-    for axes in (plain, large, small):
-        axes.set_anchor("N")
-    plain.imshow(picture.permute(1, 2, 0).numpy(), interpolation="nearest")
-    plain.set(xticks=[], yticks=[])
-    plain_frame(plain)
-    plain.set_title("what the model was shown", loc="left", fontsize=10, color=QUIET)
-    ends = (scale_end([weights]), scale_end(looks))
-    bar = _draw_over(large, picture, weights, layout, None, ends[0])
-    labels = layer_labels(names)
-    what = f"layer {labels[place[0]]}, head {chosen[1]}: what {query_name(layout, None)} looks at"
-    large.set_title(what, loc="left", fontsize=10, color=INK)
-    if numbers is None:
-        _draw_thumbnails(small, picture, looks, [layouts[name] for name in names], labels, ends[1], place)
-        what = "every head" if ends[0] == ends[1] else f"every head; their scale ends at {ends[1]:g}"
-    else:
-        draw_head_numbers(small, numbers[1], labels, place)
-        small.set_aspect("equal")
-        what = f"{numbers[0]} of all heads"
-    small.set_title(what, loc="left", fontsize=10, color=QUIET)
-    caption = f"{WEIGHT}\n{NOTE}"
-    weight_bar(figure, bar, end=ends[0], caption=caption, ax=large, orientation="horizontal", aspect=40, pad=0.02)
-    figure.suptitle(
-        shortened(title, 110), x=0.01, ha="left", color=INK, fontsize=12, fontfamily=fonts(), parse_math=False
+    ticks = torch.tensor([1.0, *(tick for tick in (2, *ENDS) if tick <= end)])
+    labels = [f"{tick:g}×" for tick in ticks.tolist()]
+    bar = figure.colorbar(ScalarMappable(Normalize(0, 1), colors()), **place)
+    bar.set_ticks(
+        levels_of(ticks * even_weight(layout), layout, end).tolist(), labels=[*labels[:-1], f"≥ {labels[-1]}"]
     )
-    return figure
+    caption = f"weight of a patch in the query's row; 1× is the even weight, 1/{layout.length}"
+    style_bar(bar, caption + note)

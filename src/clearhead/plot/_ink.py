@@ -144,14 +144,18 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
         if end < 1 and image.get_array().max() >= 1:  # type: ignore[union-attr]
             labels[-1] = f"≥ {labels[-1]}"  # `scale_end` leaves a few weights out
     bar.set_ticks([copysign(abs(tick) ** GAMMA, tick) for tick in ticks], labels=labels)
+    style_bar(bar, caption)
+    return bar
+
+
+def style_bar(bar: Any, caption: str) -> None:
+    """Give a colour bar its caption, small labels and a thin frame."""
     bar.ax.tick_params(length=2, labelsize=8, labelcolor=QUIET, color=QUIET)
-    if place.get("orientation") == "horizontal":
+    if bar.orientation == "horizontal":
         bar.ax.set_xlabel(caption, color=QUIET, fontsize=9, loc="left", linespacing=1.6)
     else:
         bar.ax.set_ylabel(caption, color=QUIET, fontsize=9)
-    for spine in bar.ax.spines.values():
-        spine.set_color(FRAME)
-    return bar
+    bar.outline.set_edgecolor(FRAME)
 
 
 def figure_bytes(figure: Figure, kind: str) -> bytes:

@@ -9,15 +9,26 @@ from collections.abc import Sequence
 def printable(tokens: Sequence[str]) -> list[str]:
     r"""Write control and invisible characters as escapes, so that a token cannot steer a terminal or flip a line.
 
+    Joiners between two characters stay: emoji and some scripts are written with them.
+
     Example:
-        >>> printable(["street", "\x1b[31m", "\u202e", "街"])
-        ['street', '\\x1b[31m', '\\u202e', '街']
+        >>> printable(["street", "\x1b[31m", "\u202e", "街", "\u200d"])
+        ['street', '\\x1b[31m', '\\u202e', '街', '\\u200d']
     """
     return [token if token and token.isprintable() else _escaped(token) for token in tokens]
 
 
+#: A joiner or non-joiner between two characters.
+_JOINER = re.compile(r"(?<=[^\s\u200c\u200d])[\u200c\u200d](?=[^\s\u200c\u200d])")
+
+
 def _escaped(token: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in token) or "∅"
+    joiners = {found.start() for found in _JOINER.finditer(token)}
+    shown = (
+        c if c.isprintable() or place in joiners else c.encode("unicode_escape").decode("ascii")
+        for place, c in enumerate(token)
+    )
+    return "".join(shown) or "∅"
 
 
 def shortened(text: str, longest: int) -> str:

@@ -38,6 +38,8 @@ SCRIPTS = (
     "overview",
     "numbers",
     "text",
+    "arcs",
+    "fonts",
     "finding",
     "search",
     "picture",

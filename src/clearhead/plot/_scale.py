@@ -12,8 +12,8 @@ BELOW = 0.995
 MOST_SAMPLES = 1_000_000
 
 
-def scale_end(parts: Sequence[Tensor]) -> float:
-    """The round number that 995 of 1000 of a picture's weights do not exceed.
+def scale_end(parts: Sequence[Tensor], ends: Sequence[float] = ENDS) -> float:
+    """The first of `ends` that 995 of 1000 of a picture's weights do not exceed, or the last one.
 
     Weights get smaller as texts get longer; a scale that always ended at 1 would leave long texts white.
 
@@ -24,6 +24,6 @@ def scale_end(parts: Sequence[Tensor]) -> float:
     values = torch.cat([part.detach().flatten().float() for part in parts])
     values = values[:: max(1, values.numel() // MOST_SAMPLES)]
     if not values.numel():
-        return 1.0
+        return ends[-1]
     largest = values.kthvalue(max(1, round(values.numel() * BELOW))).values.item()
-    return next((end for end in ENDS if end >= largest), 1.0)
+    return next((end for end in ends if end >= largest), ends[-1])

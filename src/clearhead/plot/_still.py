@@ -41,7 +41,7 @@ def _finding(picture: SectionPicture, layer: LayerPicture, head: int, where: str
     if not len(picture.queries) or not layer.indices.shape[2] or layer.indices[head, query, 0] < 0:
         return f"In {html.escape(where)}, no query sees a key."
     names = [picture.queries.names[query], picture.keys.names[int(layer.indices[head, query, 0])]]
-    looks, at = (f"<strong>{html.escape(name)}</strong>" for name in printable(names))
+    looks, at = (f'<strong dir="auto">{html.escape(name)}</strong>' for name in printable(names))
     return f"In {html.escape(where)}, {looks} looks most at {at} ({layer.weights[head, query, 0]:.2f})"
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from torch import Tensor
 
 from ._collect import SectionPicture
-from ._heads import KINDS, HeadSummary
+from ._heads import HeadSummary, kinds_of
 from ._labels import printable
 
 LAYER_WIDTH = 5
@@ -31,6 +31,7 @@ def overview(
     numbers: tuple[str, Sequence[Sequence[float]]] | None = None,
     chosen: tuple[int, int] | None = None,
     width: int = 80,
+    unit: str = "token",
 ) -> RenderableType:
     """Draw a layers × heads table: the kind of each head, and a number.
 
@@ -42,6 +43,7 @@ def overview(
         numbers: a statistic's name and one number per head. Default: the mean entropy.
         chosen: layer and head with a ``>``.
         width: columns of the terminal.
+        unit: what heads attend to, in the legend.
 
     Example:
         >>> from rich.console import Console
@@ -74,7 +76,7 @@ def overview(
         for layer in range(len(summaries)):
             table.add_row(str(layer), *(cell(layer, head) for head in heads))
         tables.append(table)
-    return Group(*tables, _legend(summaries, name))
+    return Group(*tables, _legend(summaries, name, unit))
 
 
 def top_keys(picture: SectionPicture, layer: int, head: int) -> RenderableType:
@@ -151,14 +153,13 @@ def marginals(picture: SectionPicture, layer: int, head: int, console: Console) 
     return Group(*parts)
 
 
-def patch_blocks(weights: Tensor, width: int) -> Text:
-    """Weights of patches (rows, columns) as blocks, two columns each, after the square root of weight / largest.
+def patch_blocks(levels: Tensor, width: int) -> Text:
+    """Colour values of patches (rows, columns), from `levels_of`, as blocks, two columns each.
 
     Large grids show every n-th row and column, so that they fit into 24 lines and `width` columns.
     """
-    shares = (weights / weights.max().clamp(min=1e-12)).sqrt().tolist()
-    step = max(-(-len(shares) // 24), -(-2 * len(shares[0]) // width))
-    lines = ["".join(" ░▒▓█"[round(4 * value)] * 2 for value in row[::step]) for row in shares[::step]]
+    step = max(-(-levels.shape[0] // 24), -(-2 * levels.shape[1] // width))
+    lines = ["".join(" ░▒▓█"[round(4 * level)] * 2 for level in row) for row in levels[::step, ::step].tolist()]
     return Text("\n".join(lines))
 
 
@@ -232,8 +233,8 @@ def _shade(strength: float) -> Style:
     )
 
 
-def _legend(summaries: Sequence[Sequence[HeadSummary]], name: str) -> Text:
+def _legend(summaries: Sequence[Sequence[HeadSummary]], name: str, unit: str) -> Text:
     seen = {head.kind for row in summaries for head in row}
-    kinds = ", ".join(f"{kind[0]} {meaning}" for kind, meaning in KINDS.items() if kind in seen)
+    kinds = ", ".join(f"{kind[0]} {meaning}" for kind, meaning in kinds_of(unit).items() if kind in seen)
     what = "mean entropy in nats" if name == "entropy" else name
     return Text(f"columns: heads. Letter: where most of the weight goes ({kinds}). Number: {what}.", "dim")

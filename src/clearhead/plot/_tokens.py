@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, groupby
 from typing import Any, cast, final
 
@@ -57,6 +57,9 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
 
     def cut(self, start: int, stop: int) -> Tokens:
         """The tokens from `start` up to `stop`."""

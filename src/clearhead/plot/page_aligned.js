@@ -35,6 +35,7 @@
       made.append(...lines.map((text) => element("span", text, kind)));
       return made;
     };
+    box.dir = isRightToLeft(names[0]) ? "rtl" : "ltr";
     const pairs = alignedPairs(found, names.map((each) => each.length));
     box.replaceChildren(
       column(data.compared.views.slice(0, 2).map((name) => name + ":"), "quiet"),

@@ -56,8 +56,14 @@
     const { clearest } = state.item.sections[state.section];
     if (!clearest) return "No head stands out: all of them look everywhere about alike.";
     if (clearest[0] !== state.layer || clearest[1] !== state.head) return "";
-    const what = patchesOf() ? "patches most clearly look at different patches" : "words most clearly look at different words";
-    return `Of all heads, this is where different ${what} further away.`;
+    if (patchesOf()) return `Of all heads, this is where ${looking()} looks most at few patches.`;
+    return "Of all heads, this is where different words most clearly look at different words further away.";
+  }
+
+  /** The row of an image that heads are compared by. */
+  function looking() {
+    const { prefix } = patchesOf();
+    return prefix && isSame() ? `the ${state.current.rows.names[0]} token` : isSame() ? "a patch, on average," : state.current.rows.names[0];
   }
 
   /** The text is the title; where there is none, the page's title is. */
@@ -69,7 +75,10 @@
   }
 
   function showHints() {
-    hints.query = patchesOf() ? "Click a patch to see what it looks at." : "Click a word to see what it looks at.";
+    if (patchesOf()) {
+      hints.query &&= "Click a patch to see what it looks at.";
+      hints.sum &&= "Drag over the map of patches to add up weights.";
+    }
     for (const hint of document.querySelectorAll(".hint")) hint.textContent ||= hints[hint.dataset.hint];
   }
 

@@ -31,7 +31,8 @@
     if (!result.largest) result.largest = whole ? (query) => largestOfRow(result, query) : () => [];
     result.listed = whole || source.count > 0;
     const pieces = texts.some((text) => text.words);
-    result.words = pieces && whole ? () => merged(result, texts, wordEntropy(bytes, found, head)) : null;
+    const entropyOfWords = () => wordEntropy(bytes, found, head);
+    result.words = pieces && whole ? (whose = result) => merged(whose, texts, whose === result ? entropyOfWords() : null) : null;
     return result;
   }
 
@@ -56,6 +57,14 @@
   function tiles(bytes, layer, head, pooling) {
     const size = layer.grid[0] * layer.grid[1];
     return { ...tiling(layer), pooling, values: decoded(bytes, layer.map, head * size, size) };
+  }
+
+  /** One row of a layer's tiles, without special tokens if they are left out. */
+  function rowOfTiles(bytes, layer, head, query) {
+    const grid = tiling(layer);
+    const row = decoded(bytes, layer.map, (head * grid.rows + grid.row(query)) * grid.columns, grid.columns);
+    if (leavesOutSpecial()) renormalise(row, specialKeys().map(grid.column));
+    return row;
   }
 
   function cropped(bytes, crop) {
@@ -119,7 +128,7 @@
         values[row * width + column] += weightAt(head.grids[0], query, key) / pieces[row];
       }),
     );
-    return exactHead(rows, columns, values, entropy);
+    return { ...exactHead(rows, columns, values, entropy), renormalised: head.renormalised };
   }
 
   /** The head without its special keys: every row is divided by the weight of its other keys. */
@@ -129,11 +138,20 @@
     const values = new Float64Array(rows.names.length * width);
     rows.names.forEach((_, query) => {
       const row = values.subarray(query * width, (query + 1) * width);
-      for (let key = 0; key < width; key++) row[key] = special.has(key) ? 0 : weightAt(head.grids[0], query, key);
-      const left = row.reduce((sum, weight) => sum + weight, 0);
-      if (left > 0) row.forEach((weight, key) => (row[key] = weight / left));
+      for (let key = 0; key < width; key++) row[key] = weightAt(head.grids[0], query, key);
+      renormalise(row, special);
     });
-    return { ...exactHead(rows, columns, values), words: head.words, renormalised: true };
+    const result = { ...exactHead(rows, columns, values), renormalised: true };
+    if (head.words) result.words = () => head.words(result);
+    return result;
+  }
+
+  /** Set a row's special keys to 0, and divide its other weights by their sum. */
+  function renormalise(row, special) {
+    for (const key of special) row[key] = 0;
+    let left = 0;
+    for (let key = 0; key < row.length; key++) left += row[key];
+    for (let key = 0; left > 0 && key < row.length; key++) row[key] /= left;
   }
 
   /** A head between texts of which every weight is known. */

@@ -17,12 +17,17 @@
 
   function listenToControls() {
     byId("item").addEventListener("change", (event) => showItem(Number(event.target.value) + viewNumber()));
-    for (const [id, name] of [["words", "words"], ["special", "faded"]]) {
+    for (const [id, answer] of [["words", () => {}], ["special", drawOverview]]) {
       byId(id).addEventListener("change", (event) => {
-        state[name] = event.target.checked;
+        state[id] = event.target.checked;
         choose(state.layer, state.head);
+        answer();
       });
     }
+    byId("arcs").addEventListener("change", (event) => {
+      state.arcs = event.target.checked;
+      show(state.query, state.key);
+    });
     for (const [name, answer] of [["statistic", showStatistic], ["order", showOverview]]) {
       byId(name).addEventListener("change", (event) => {
         state[name] = event.target.value;
@@ -47,8 +52,6 @@
   }
 
   document.documentElement.dataset.script = "true";
-  byId("notes").textContent = data.notes.join(" ");
-  byId("notes").hidden = !data.notes.length;
   buildControls();
   buildViews();
   for (const listen of [listenToControls, listenToTheme, listenToOverview, listenToSearch, listenToMap, listenToSave, listenToWindow]) listen();

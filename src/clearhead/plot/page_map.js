@@ -5,12 +5,17 @@
   const LABEL_HEIGHT = 15;
   const BAR = 56;
 
+  /** The height of the window; the frame of a notebook is as high as its page. */
+  function screenHeight() {
+    return Math.min(innerHeight, screen.availHeight || innerHeight);
+  }
+
   function drawMap() {
     const { view } = state;
     const { rows, columns } = state.current;
     const labels = [labelWidth(rows.names), labelWidth(columns.names)];
     const wide = Math.max(150, byId("frame").parentElement.clientWidth - labels[0] - BAR - 44);
-    const high = Math.max(320, innerHeight * 0.86 - labels[1] - BAR);
+    const high = Math.max(320, screenHeight() * (patchesOf() ? 0.6 : 0.86) - labels[1] - BAR);
     state.cell = Math.min(wide / view.columns, high / view.rows, LARGEST_CELL);
     const canvas = byId("cells");
     const ratio = devicePixelRatio || 1;
@@ -32,6 +37,7 @@
     const { view, current } = state;
     const { tileEnd, ownEnd, cellEnd } = scaleEnds();
     const signed = isSigned();
+    const even = evenWeights();
     const visible = current.grids.filter((grid) => state.cell * ratio >= 0.99 || grid === current.grids.at(-1));
     const lookups = visible.map((grid) => ({
       grid,
@@ -46,7 +52,9 @@
           if (lines[y] < 0) continue;
           const [values, row, to] = [grid.values, lines[y] * grid.columns, y * canvas.width];
           for (let x = 0; x < across.length; x++) {
-            if (across[x] >= 0) pixels[to + x] = colorOf(values[row + across[x]], end, signed);
+            if (across[x] < 0) continue;
+            const value = values[row + across[x]];
+            pixels[to + x] = even ? multipleColor(value, even.weights[across[x]], even.end) : colorOf(value, end, signed);
           }
         }
       }
@@ -60,9 +68,10 @@
   }
 
   function drawMapScale(end) {
+    if (patchesOf()) return drawPictureScale("map-scale");
     const layer = state.item.sections[state.section].layers[state.layer];
     const { rows, columns } = state.current.grids.at(-1);
-    const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size });
+    const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size }, state.current.renormalised);
     drawScale("map-scale", weightTicks(end), caption);
   }
 
@@ -106,7 +115,8 @@
   }
 
   function shortened(name) {
-    const characters = [...name];
+    if (name.length <= LONGEST_LABEL) return name;
+    const characters = [...new Intl.Segmenter().segment(name)].map(({ segment }) => segment);
     return characters.length > LONGEST_LABEL ? characters.slice(0, LONGEST_LABEL - 1).join("") + "…" : name;
   }
 
@@ -176,12 +186,18 @@
         notes.push(`Exact weights are here for ${exactHeads().join("; ")}.`);
       }
       if (state.words) notes.push("Word pieces stay apart here: merging needs every weight of the head.");
-      if (state.faded) notes.push("Special tokens stay here: leaving them out needs every weight of the head.");
+      if (state.special) notes.push("Special tokens stay here: leaving them out needs every weight of the head.");
     }
     if (state.current.renormalised) {
       notes.push("Special tokens are left out: the weights of the other keys are renormalised to sum to 1 in every row.");
-    } else if (state.faded && isSigned()) {
+      const kept = leavesOutSpecial() ? "Statistics of heads count" : "Thumbnails, statistics of heads and the ranking count";
+      notes.push(`${kept} all tokens.`);
+    } else if (state.special && isSigned()) {
       notes.push("Special tokens stay in a difference.");
+    }
+    const { columns } = state.current;
+    if (isRightToLeft(columns.names)) {
+      notes.push("The text is read from right to left. The map has the first key on the left and the first query at the top.");
     }
     byId("note").textContent = notes.join(" ");
   }

@@ -1,8 +1,8 @@
   // ---- all heads as numbers, and what thumbnails are painted with ------------------------------------------------
 
-  function scaleCaption(layer) {
+  function scaleCaption(layer, renormalised) {
     const [rows, columns] = layer.size.map((size, side) => size / layer.grid[side]);
-    const end = "; colour follows its square root";
+    const end = (renormalised ? ", special tokens left out" : "") + "; colour follows its square root";
     if (isSigned()) {
       const tile = rows === 1 && columns === 1 ? "a weight" : `a tile of ${Math.ceil(rows)} × ${Math.ceil(columns)} tokens`;
       return `change of ${tile}, second − first` + end;
@@ -19,6 +19,10 @@
     const found = text.layers[layer];
     const grid = tiles(bytes, found, head, "");
     const sizes = [text.queries, text.keys].map((number) => item.texts[number].names.length);
+    if (leavesOutSpecial() && !found.signed) {
+      const special = item.texts[text.keys].special.map(grid.column);
+      for (let row = 0; row < grid.rows; row++) renormalise(grid.values.subarray(row * grid.columns, (row + 1) * grid.columns), special);
+    }
     const [top, left] = [grid.row(0), grid.column(0)];
     const [rows, columns] = [grid.row(sizes[0] - 1) - top + 1, grid.column(sizes[1] - 1) - left + 1];
     canvas.height = Math.min(rows, most);

@@ -138,9 +138,11 @@
   }
 
   function drawOverview() {
-    if (state.statistic === "maps") {
+    if (state.statistic === "maps" && patchesOf()) {
+      drawPictureScale("overview-scale");
+    } else if (state.statistic === "maps") {
       const { tileEnd } = scaleEnds();
-      drawScale("overview-scale", weightTicks(tileEnd), scaleCaption(state.item.sections[state.section].layers[0]));
+      drawScale("overview-scale", weightTicks(tileEnd), scaleCaption(state.item.sections[state.section].layers[0], leavesOutSpecial()));
     } else {
       drawNumberScale();
     }

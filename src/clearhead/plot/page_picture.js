@@ -1,7 +1,8 @@
   // ---- a picture in place of a text: patches that look, and what they look at -----------------------------------
 
   const PICTURE_LEFT = 0.4; // how much of the picture's contrast shows through the weights
-  const PICTURE_SIDE = 380; // CSS pixels
+  const PICTURE_SIDES = { over: 560, plain: 200 }; // CSS pixels
+  const MULTIPLES = [5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]; // where the colour scale may end
   let pixelsShown = null;
 
   /** Where the keys of this section lie on the picture, or nothing for a text. */
@@ -20,15 +21,51 @@
     return pixelsShown;
   }
 
+  /** The weight of every key if all were alike, and where the colour scale ends as a multiple of it; nothing for a text. */
+  function evenWeights() {
+    if (!patchesOf()) return null;
+    const { prefix, grid, cell, side } = patchesOf();
+    const patches = state.item.picture.size.map((pixels, axis) => Math.floor(pixels / (cell[axis] / side)));
+    const covered = (at, axis) => Math.min(side, patches[axis] - at * side);
+    const counts = new Float64Array(prefix + grid[0] * grid[1]).fill(1);
+    for (let at = 0; at < grid[0] * grid[1]; at++) {
+      counts[prefix + at] = covered(Math.floor(at / grid[1]), 0) * covered(at % grid[1], 1);
+    }
+    if (leavesOutSpecial()) for (const key of specialKeys()) counts[key] = 0;
+    const total = counts.reduce((sum, count) => sum + count, 0);
+    const most = scaleEnds().cellEnd * total;
+    return { total, weights: counts.map((count) => count / total), end: MULTIPLES.find((end) => end >= most) ?? MULTIPLES.at(-1) };
+  }
+
+  /** Blank up to the even weight, and then after the logarithm of its multiple, so that an even head is blank. */
+  function multipleColor(weight, even, end) {
+    return colors[Math.round(255 * Math.min(1, Math.log(Math.max(1, even ? weight / even : 1)) / Math.log(end)))];
+  }
+
+  function drawPictureScale(id) {
+    const { total, end } = evenWeights();
+    const every = [1, 2, ...MULTIPLES.filter((each) => each <= end)];
+    const step = Math.ceil(every.length / 6);
+    const ticks = every.filter((_, at) => (every.length - 1 - at) % step === 0 || at === 0);
+    const { side } = patchesOf();
+    const what = side > 1 ? `${side} × ${side} patches` : "a patch";
+    drawScale(
+      id,
+      ticks.map((each) => ({ text: `${each === end ? "≥ " : ""}${each}×`, place: Math.log(each) / Math.log(end) })),
+      `weight of ${what} in the query’s row; 1× is the even weight, ${side > 1 ? side * side : 1}/${total}; colour follows the logarithm`,
+    );
+  }
+
   function buildPicture() {
     const { rows, columns } = state.current;
     const { prefix, side } = patchesOf();
     const box = element("div", "", "picture");
     const what = side > 1 ? `, ${side} × ${side} patches at a time` : "";
     box.append(
-      buildCanvas("plain", "The picture the model was shown" + what),
       buildCanvas("over", "What the chosen token looks at, over the picture"),
+      buildCanvas("plain", "The picture the model was shown" + what),
     );
+    byId("frame").before(byId("texts"), byId("map-scale")); // the map comes after the picture
     const lines = [box];
     if (isSame() && prefix) {
       lines.push(
@@ -50,7 +87,8 @@
     const canvas = element("canvas", "", kind);
     const [height, width] = state.item.picture.size;
     const ratio = devicePixelRatio || 1;
-    const scale = PICTURE_SIDE / Math.max(height, width);
+    const scale = PICTURE_SIDES[kind] / Math.max(height, width);
+    canvas.style.width = `${width * scale}px`;
     [canvas.width, canvas.height] = [width, height].map((pixels) => Math.max(1, Math.round(pixels * scale * ratio)));
     canvas.style.aspectRatio = `${width} / ${height}`;
     canvas.tabIndex = 0;
@@ -111,12 +149,13 @@
   }
 
   /** The weights of a row over the picture: multiplied into it on light paper, added to it on dark. */
-  function paintOver(canvas, weights, end) {
+  function paintOver(canvas, weights) {
     const { prefix, grid, cell } = patchesOf();
     const [height, width] = state.item.picture.size;
     const { grey } = picturePixels();
-    const shades = Array.from({ length: grid[0] * grid[1] }, (_, patch) => colorOf(weights[prefix + patch], end));
-    const none = colorOf(0, end);
+    const even = evenWeights();
+    const shades = Array.from({ length: grid[0] * grid[1] }, (_, at) => multipleColor(weights[prefix + at], even.weights[prefix + at], even.end));
+    const none = colors[0];
     const rows = places(canvas.height, 0, height, (line) => line);
     const columns = places(canvas.width, 0, width, (line) => line);
     fillEach(canvas, (at) => {
@@ -138,10 +177,9 @@
   }
 
   function shadePicture(query) {
-    const { cellEnd } = scaleEnds();
     const canvas = document.querySelector(".picture .over");
     const { grids, columns } = state.current;
-    paintOver(canvas, columns.names.map((_, key) => weightAt(grids[0], query, key)), cellEnd);
+    paintOver(canvas, columns.names.map((_, key) => weightAt(grids[0], query, key)));
     const { prefix } = patchesOf();
     const looking = isSame() ? query : state.shown.key;
     if (looking !== null && looking >= prefix) outlinePatch(canvas, looking - prefix);
@@ -164,7 +202,5 @@
     const scale = THUMBNAIL / Math.max(height, width);
     [canvas.width, canvas.height] = [width, height].map((pixels) => Math.max(1, Math.round(pixels * scale)));
     const found = state.item.sections[state.section].layers[layer];
-    const [rows, columns] = found.grid;
-    const row = decoded(state.bytes, found.map, (head * rows + state.shown.query) * columns, columns);
-    paintOver(canvas, row, scaleEnds().tileEnd);
+    paintOver(canvas, rowOfTiles(state.bytes, found, head, state.shown.query));
   }

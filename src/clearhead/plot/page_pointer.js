@@ -141,7 +141,7 @@
     const step = arrow(event);
     if (!step) return;
     event.preventDefault();
-    const by = step.right + step.down;
+    const by = (textOf(side).box.dir === "rtl" ? -step.right : step.right) + step.down;
     if (event.shiftKey && side !== "queries") {
       const from = state.anchor ?? [state.query, state.key ?? (side === "both" ? state.query : 0)];
       const at = state.span && state.anchor ? (state.span.columns[0] === from[1] ? state.span.columns[1] : state.span.columns[0]) : from[1];

@@ -24,7 +24,8 @@
     const down = spans(rows, grid.rows, grid.row, grid.rowStart);
     const across = spans(columns, grid.columns, grid.column, grid.columnStart);
     const lines = down.map(({ at, name }) => [name, ...across.map((column) => grid.values[at * grid.columns + column.at].toFixed(4))]);
-    return [["query \\ key", ...across.map(({ name }) => name)], ...lines].map((line) => line.map(quotedField).join(",")).join("\r\n") + "\r\n";
+    const corner = "query \\ key" + (state.current.renormalised ? " (special tokens left out, the others renormalised)" : "");
+    return [[corner, ...across.map(({ name }) => name)], ...lines].map((line) => line.map(quotedField).join(",")).join("\r\n") + "\r\n";
   }
 
   /** A field in quotes; one that a spreadsheet would compute is kept as text. */

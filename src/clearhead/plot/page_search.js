@@ -45,12 +45,14 @@
       ...shown.map(({ place, weight, about }) => rankedHead(place, (about ? "about " : "") + precise(weight, 3))),
     );
     const change = isSigned() ? "Changes of weights, second − first. " : "";
-    byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : "Ranked by exact weights.");
+    const special = leavesOutSpecial() ? " Special tokens are left out, the other weights renormalised." : state.special ? " Special tokens count here." : "";
+    byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : "Ranked by exact weights.") + special;
     markRanked();
     if (state.order === "asked") showOverview();
   }
 
   function tileNote() {
+    if (patchesOf()) return "“About” is a weight that the page holds in one byte.";
     return data.sections[state.section].pooling === "max"
       ? "“About” is the largest weight of a tile; the other weights are exact."
       : "“About” is the mean weight of a tile; the other weights are exact.";

@@ -10,7 +10,8 @@
     statistic: data.statistic,
     order: "layers", // of the overview
     words: false, // whether word pieces are to be merged
-    faded: false, // whether special tokens are to be left out
+    arcs: false, // whether the largest weights are drawn over the text
+    special: false, // whether special tokens are to be left out
     current: null, // the head that is large, between tokens or words
     query: 0, // kept by a click
     key: null,
@@ -26,18 +27,24 @@
     Object.assign(state, await unpacked(number)); // one text at a time is held unpacked, in all its views
     state.number = number;
     const { texts } = state.item;
-    const length = state.item.sections.map((section) => texts[section.queries].names.length);
     const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
     const [least, most] = [Math.min(...heads), Math.max(...heads)];
     const what = data.sections.length > 1 ? "attention layers" : "layers";
     byId("facts").textContent =
       `${data.title} · ${heads.length} ${what} × ${least === most ? most : least + " to " + most} heads · ` +
-      (texts.length > 1 ? [...new Set(texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens" +
+      sizeOfItem() +
       (data.items.length > viewCount() ? ` · text ${Math.floor(number / viewCount()) + 1} of ${data.items.length / viewCount()}` : "");
     byId("item").value = number - viewNumber();
     byId("words-control").hidden = !texts.some((text) => text.words);
     byId("special-control").hidden = !texts.some((text) => text.special.length);
+    showNotes();
     showSection(state.section);
+  }
+
+  function sizeOfItem() {
+    if (!patchesOf()) return [...new Set(state.item.texts.map(({ names }) => names.length))].join(" and ") + " tokens";
+    const { grid, side } = patchesOf();
+    return grid.join(" × ") + (side > 1 ? ` tiles of ${side} × ${side} patches` : " patches");
   }
 
   function showSection(section) {
@@ -51,6 +58,7 @@
     for (const [index, button] of [...byId("sections").children].entries()) {
       button.setAttribute("aria-pressed", String(index === section));
     }
+    byId("arcs-control").hidden = Boolean(patchesOf());
     const maps = patchesOf() ? "over the picture" : "maps";
     byId("statistic").replaceChildren(
       ...[["maps", maps], ...statistics.map((name) => [name, name])].map(([name, text]) => option(name, text, name === state.statistic)),
@@ -68,14 +76,18 @@
   function largeHead() {
     const { section, layer, head } = state;
     let found = headOf(state.bytes, state.item, section, layer, head);
+    if (state.special && found.whole && !isSigned()) found = withoutSpecial(found, specialKeys());
     if (state.words && found.words) found = found.words();
-    if (state.faded && found.whole && !isSigned()) found = withoutSpecial(found, specialKeys(found.columns));
     changeHead(found);
   }
 
-  function specialKeys({ words }) {
-    const { special } = state.item.texts[state.item.sections[state.section].keys];
-    return new Set(special.map((place) => (words ? words[place] : place)));
+  function specialKeys() {
+    return state.item.texts[state.item.sections[state.section].keys].special;
+  }
+
+  /** Whether special tokens are left out of all heads, which needs every weight of them. */
+  function leavesOutSpecial() {
+    return state.special && !isSigned() && state.item.sections[state.section].layers.every((layer) => tiling(layer).exact);
   }
 
   function choose(layer, head) {
@@ -125,6 +137,7 @@
     markLabel("columns", state.current.columns.names, key, "left");
     showList(query);
     shadeText(query);
+    drawArcs(query);
   }
 
   /** Keep a query, or a cell. */

@@ -28,6 +28,14 @@
     }
   }
 
+  const RIGHT_TO_LEFT = /[\p{Script=Arabic}\p{Script=Hebrew}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;
+
+  /** Whether more tokens with letters are read from right to left than from left to right. */
+  function isRightToLeft(names) {
+    const withLetters = names.filter((name) => /\p{L}/u.test(name));
+    return 2 * withLetters.filter((name) => RIGHT_TO_LEFT.test(name)).length > withLetters.length;
+  }
+
   function buildText(side, axis, title) {
     const box = element("p", "", "text " + side);
     box.tabIndex = 0;
@@ -39,7 +47,7 @@
       span.dataset.place = place;
       return span;
     });
-    box.removeAttribute("dir"); // every token has its own, and a box would look at all of them for each
+    box.dir = isRightToLeft(axis.names) ? "rtl" : "ltr";
     if (tokens.length <= PARAGRAPH) box.append(...tokens);
     else for (let first = 0; first < tokens.length; first += PARAGRAPH) box.append(paragraph(tokens.slice(first, first + PARAGRAPH)));
     texts.set(side, { box, tokens, query: null, span: null });
@@ -62,12 +70,13 @@
   function shadesOf(query) {
     const { columns, grids, largest, listed, whole } = state.current;
     const { cellEnd, tileEnd } = scaleEnds();
-    const none = colorOf(0, cellEnd);
+    const even = evenWeights();
+    const none = even ? colors[0] : colorOf(0, cellEnd);
     const shades = new Map();
     if (whole) {
       for (let key = 0; key < columns.names.length; key++) {
         const weight = weightAt(grids[0], query, key);
-        const color = colorOf(weight, cellEnd);
+        const color = even ? multipleColor(weight, even.weights[key], even.end) : colorOf(weight, cellEnd);
         if (color !== none) shades.set(key, color);
       }
     } else if (listed) {

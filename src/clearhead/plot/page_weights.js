@@ -6,8 +6,13 @@
     const { layers, queries } = state.item.sections[state.section];
     const length = state.item.texts[queries].names.length;
     const { pooling } = data.sections[state.section];
+    const isRenormalised = leavesOutSpecial();
     const one = (place, at) => decoded(bytes, place, at, 1)[0];
     return (layer, head, query, key) => {
+      if (isRenormalised) {
+        const grid = tiling(layers[layer]);
+        return { weight: rowOfTiles(bytes, layers[layer], head, query)[grid.column(key)], about: grid.rounded };
+      }
       const crop = layers[layer].crops[head];
       const [top, bottom, left, right] = crop ? [...crop.queries, ...crop.keys] : [0, 0, 0, 0];
       if (query >= top && query < bottom && key >= left && key < right) {

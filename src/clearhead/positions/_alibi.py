@@ -51,19 +51,24 @@ class ALiBi(Mask):
         return self._slopes(torch.arange(self.num_heads), torch.float32)
 
     def visible(self, block: Block) -> None:
+        """None: it hides no key."""
         return None
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """−slope · |i − j| for a block, with absolute positions: (1 or b, h, l, s)."""
         distances = (block.q - block.k).to(dtype).abs()  # (1 or b, 1 or h, l, s)
         return distances * -self._slopes(block.h, dtype)
 
     def validate(self, grid: Grid) -> None:
+        """Raise unless the call has this number of heads."""
         require_heads("ALiBi", self.num_heads, grid)
 
     def sizes(self) -> Sizes:
+        """The number of heads."""
         return Sizes(num_heads=self.num_heads)
 
     def describe(self) -> str:
+        """The mask as its user writes it."""
         return f"ALiBi({self.num_heads})"
 
     def _slopes(self, heads: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,7 @@ class _Bucketed(Mask):
     buckets: Tensor
 
     def visible(self, block: Block) -> None:
+        """None: it hides no key."""
         return None
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
@@ -34,12 +35,15 @@ class _Bucketed(Mask):
         return per_head.expand(batch, -1, rows, -1).gather(-1, numbers)
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
+        """The table (num_buckets, H)."""
         return (self.weight,)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        """The same buckets with another table."""
         return _Table(next(tensors), self.buckets, self.describe())
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        """Add the score gradients of a block to the rows of the table from which their biases came."""
         numbers = _block_buckets(self.buckets, block).expand_as(scores_gradient)
         # First per row, because one running sum over all rows would lose digits in float32.
         per_row = scores_gradient.new_zeros(*scores_gradient.shape[:3], gradients[0].shape[0])
@@ -47,6 +51,7 @@ class _Bucketed(Mask):
         gradients[0][:, block.heads] += per_row.sum((0, 2)).t()
 
     def validate(self, grid: Grid) -> None:
+        """Raise unless the call has this number of heads and is on the device of the table."""
         require_heads("RelativeBias", self.weight.shape[1], grid)
         if self.weight.device != grid.device:
             expected, got = f"weights on {grid.device}, like query", f"weights on {self.weight.device}"
@@ -54,6 +59,7 @@ class _Bucketed(Mask):
             raise DeviceError("mask RelativeBias(...)", expected=expected, got=got, fix=fix)
 
     def sizes(self) -> Sizes:
+        """The number of heads."""
         return Sizes(num_heads=self.weight.shape[1])
 
 
@@ -114,7 +120,7 @@ class RelativeBias(nn.Module, _Bucketed):
         self.bidirectional: bool = flag("bidirectional", bidirectional)
         self._require_buckets()
         require_factory(device, dtype)
-        self.weight: nn.Parameter = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
+        self.weight: Tensor = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
         self.register_buffer("buckets", self._bucket_table().to(self.weight.device), persistent=False)
         self.reset_parameters()
 
@@ -123,9 +129,11 @@ class RelativeBias(nn.Module, _Bucketed):
         nn.init.normal_(self.weight, std=0.02)
 
     def describe(self) -> str:
+        """The mask as its user writes it."""
         return f"RelativeBias({self.extra_repr()})"
 
     def extra_repr(self) -> str:
+        """The sizes, and `bidirectional` if it is False."""
         options = f"num_heads={self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}"
         return options if self.bidirectional else f"{options}, bidirectional=False"
 

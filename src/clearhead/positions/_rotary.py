@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,14 @@ from .._checks import FLOATS, INTEGERS, flag, integer, strided
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
 from ._checks import positive, require_in_range
 from ._scaling import Scaling, unscaled
+
+
+class RotaryForward(Protocol):
+    """The type of a call of `Rotary`, as in `_call/forwards.py`."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, positions: int | Tensor, *, length: int | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 @final
@@ -52,6 +60,7 @@ class Rotary(nn.Module):
     """
 
     frequencies: Tensor
+    __call__: RotaryForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,
@@ -162,6 +171,7 @@ class Rotary(nn.Module):
         return self
 
     def extra_repr(self) -> str:
+        """The settings that are not the defaults, and the sizes."""
         options = [f"head_dim={self.head_dim}", f"base={self.base:g}"]
         if self.size != self.head_dim:
             options.append(f"fraction={self.fraction:g}")

@@ -87,6 +87,7 @@ class LinearScaling(Scaling):
     def frequencies(
         self, base: float, size: int, length: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Every frequency divided by the factor, (size / 2,)."""
         return unscaled(base, size, dtype, device) / self.factor
 
 
@@ -129,6 +130,7 @@ class DynamicNTKScaling(Scaling):
     def frequencies(
         self, base: float, size: int, length: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """The frequencies of a base that grows with the length beyond the original, (size / 2,)."""
         if length is None:
             return unscaled(base, size, dtype, device)
         longest = length.to(dtype).clamp(min=self.original_length)
@@ -136,6 +138,7 @@ class DynamicNTKScaling(Scaling):
         return unscaled(base * growth ** (size / (size - 2)), size, dtype, device)
 
     def validate(self, size: int) -> None:
+        """Raise for fewer than two pairs of features."""
         if size < 4:
             got = "DynamicNTKScaling, whose exponent size / (size − 2) needs at least two pairs"
             fix = "Enlarge head_dim or fraction, or use LinearScaling."
@@ -193,6 +196,7 @@ class YarnScaling(Scaling):
     def frequencies(
         self, base: float, size: int, length: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Fast frequencies as they are, slow ones divided by the factor, a ramp between: (size / 2,)."""
         frequencies = unscaled(base, size, dtype, device)
         first, last = self._pair(self.beta_fast, base, size), self._pair(self.beta_slow, base, size)
         if self.truncate:
@@ -253,6 +257,7 @@ class Llama3Scaling(Scaling):
     def frequencies(
         self, base: float, size: int, length: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Fast frequencies as they are, slow ones divided by the factor, blended between: (size / 2,)."""
         frequencies = unscaled(base, size, dtype, device)
         rotations = self.original_length * frequencies / (2 * math.pi)
         fast = ((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
+from .._call.forwards import DecoderForward
 from .._checks import flag, strided
 from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
@@ -103,6 +104,8 @@ class DecoderLayer(ResidualLayer):
 
     cross_attention: nn.Module
     norm3: nn.Module
+
+    __call__: DecoderForward[DecoderCache, DecoderWeights]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
+from .._call.forwards import EncoderForward
 from .._checks import flag
 from ..masks._base import Mask
 from ._parts import Norm, ResidualLayer, call_part, make_part_cache
@@ -44,6 +45,8 @@ class EncoderLayer(ResidualLayer):
         >>> layer(torch.zeros(2, 5, 512)).shape
         torch.Size([2, 5, 512])
     """
+
+    __call__: EncoderForward[Cache, Tensor]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from .._call.forwards import FeedForwardForward
 from .._checks import size
 from .._layer.linear import Linear, require_input
 from ..errors import DTypeError
@@ -36,6 +37,8 @@ class FeedForward(nn.Module):
         >>> clearhead.transformer.FeedForward(12, 48, activation=torch.nn.GELU())(torch.zeros(2, 5, 12)).shape
         torch.Size([2, 5, 12])
     """
+
+    __call__: FeedForwardForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,
@@ -85,6 +88,8 @@ class SwiGLU(nn.Module):
         >>> clearhead.transformer.SwiGLU(12, 32)(torch.zeros(2, 5, 12)).shape
         torch.Size([2, 5, 12])
     """
+
+    __call__: FeedForwardForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,

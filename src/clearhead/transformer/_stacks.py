@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
+from .._call.forwards import DecoderForward, EncoderForward
 from .._checks import flag, items, module
 from ..caches._base import unchanged_if_refused
 from ..errors import ArgumentError, DTypeError
@@ -86,6 +87,8 @@ class Encoder(_Stack[Cache]):
         True
     """
 
+    __call__: EncoderForward[Sequence[Cache], list[Tensor]]  # pyright: ignore[reportIncompatibleMethodOverride]
+
     def forward(
         self,
         x: Tensor,
@@ -140,6 +143,8 @@ class Decoder(_Stack[DecoderCache]):
         >>> torch.allclose(torch.cat(steps, 1), expected, atol=1e-5)
         True
     """
+
+    __call__: DecoderForward[Sequence[DecoderCache], list[DecoderWeights]]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def forward(
         self,
