@@ -31,6 +31,7 @@ NAMES = (
     "long_sums",
     "monitor",
     "page_size",
+    "page_actions",
     "varlen",
     "distributed",
     "look",

@@ -16,6 +16,7 @@ from benchmarks import figures
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.comparing import OURS, Result
 from benchmarks.figures import Figures, Kept, pages, read, texts_of
+from tests.support.chromium import IS_THERE
 
 #: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
 #: test_lines.py, `all` and `figures` here and in test_figures.py. The sanitizers compile for minutes.
@@ -24,6 +25,8 @@ ELSEWHERE = {"architectures", "mutants", "native_sanitizers", "gpu", "all", "fig
 
 @pytest.mark.parametrize("name", every.NAMES)
 def test_the_smallest_work_gives_every_text(name: str, tmp_path: Path) -> None:
+    if name == "page_actions" and not IS_THERE:
+        pytest.skip("needs the package playwright and an installed chromium")
     benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
     benchmark.main(["--smallest", "--no-peers", "--json", str(tmp_path / "kept.json")])
     texts = texts_of(name, read(tmp_path / "kept.json"))

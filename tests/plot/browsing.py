@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+from tests.support.chromium import IS_THERE
 
-
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None or find_spec("playwright") is None, reason="needs the package playwright and an installed chromium"
-)
+needs_chromium = pytest.mark.skipif(not IS_THERE, reason="needs the package playwright and an installed chromium")
 
 
 def text_of(shown: Any, name: str) -> str:
@@ -42,16 +30,6 @@ def wait_until(shown: Any, condition: str, seconds: float = 20) -> None:
     while not shown.evaluate(condition):
         assert time.monotonic() < end, f"still not so after {seconds} s: {condition}"
         shown.wait_for_timeout(20)
-
-
-@contextmanager
-def opened_browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield browser
-        browser.close()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from .browsing import opened_browser
+from tests.support.chromium import opened_browser
 
 
 @pytest.fixture(scope="module", name="browser")

@@ -195,8 +195,9 @@ def test_saves_utf8_and_shows_itself_in_notebooks(tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert "<title>街</title>" in text
     assert Contents(text).text(0, 0, "keys")["names"] == ["街", "\\udce9"]
-    [(tag, frame)] = Elements(made._repr_html_()).tags
+    [(tag, frame), (beside, _)] = Elements(made._repr_html_()).tags
     assert (tag, frame["sandbox"], frame["srcdoc"]) == ("iframe", "allow-scripts", made.text)
+    assert beside == "script"
     assert html.escape(made.text) in made._repr_html_()
 
 

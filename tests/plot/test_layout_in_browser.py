@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from clearhead.plot._page_maker import LIMIT
+
 from .browsing import crowded, needs_chromium
 from .samples import PAGES, SLOW_PAGES
 
@@ -28,6 +30,7 @@ ALL = [*PAGES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PAG
 def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, tmp_path: Path) -> None:
     torch.manual_seed(3)
     path = (PAGES | SLOW_PAGES)[name]().save(tmp_path / "page.html")
+    assert path.stat().st_size <= LIMIT
     found: dict[str, list[str]] = {}
     for width in WIDTHS:
         opened = browser.new_page(viewport={"width": width, "height": 900})

@@ -258,3 +258,28 @@ def test_texts_are_chosen_from_a_list_and_frames_work(browser: Any, tmp_path: Pa
         expected = f"z looks most at {'wxyz'[int(best.argmax())]} {best.max():.4f}"
         frame.locator("#readout").get_by_text("z looks most at").wait_for()
         assert " ".join(frame.locator("#readout").inner_text().split()) == expected
+
+
+def test_a_frame_fits_its_page_and_takes_the_notebooks_theme(browser: Any, tmp_path: Path) -> None:
+    made = page(record_two(4)[1], list("abcd"))
+    cell = f"<!doctype html><body style='background: #111'><p>a cell</p>{made._repr_html_()}</body>"
+    (tmp_path / "notebook.html").write_text(cell, encoding="utf-8")
+    with watched_page(browser, tmp_path / "notebook.html", ready="iframe") as notebook:
+        notebook.emulate_media(color_scheme="light")
+        frame = notebook.frame_locator("iframe")
+        frame.locator("html[data-ready]").wait_for()
+        frame.locator("html[data-theme=dark]").wait_for()
+        notebook.evaluate("document.body.style.background = 'white'")
+        frame.locator("html[data-theme=light]").wait_for()
+        frame.locator("#theme").select_option("dark")
+        notebook.evaluate("document.body.style.background = '#222'")
+        frame.locator("#theme").select_option("")
+        frame.locator("html[data-theme=dark]").wait_for()
+        for width in (700, 1400):
+            notebook.set_viewport_size({"width": width, "height": 1400})
+            notebook.wait_for_timeout(300)
+            inside = frame.locator("html").evaluate("page => [page.scrollHeight, page.clientHeight]")
+            assert inside[0] == inside[1], "nothing to scroll"
+            last = frame.locator("footer").bounding_box()
+            outer = notebook.locator("iframe").bounding_box()
+            assert 0 <= outer["y"] + outer["height"] - last["y"] - last["height"] < 60, "no empty space below"

@@ -91,7 +91,7 @@ def test_the_page_is_the_functions(rec: Any, tmp_path: Path) -> None:
     made = rec.page(TOKENS, **options)
     assert made.text == plot.page(rec, TOKENS, **options).text
     assert made.save(tmp_path / "page.html").read_text(encoding="utf-8") == made.text
-    assert made._repr_html_().startswith('<iframe srcdoc="')
+    assert made._repr_html_().startswith('<iframe class="clearhead-page" srcdoc="')
     pair = record_pair().page(list("abcde"), key_tokens=list("stuvwxy"))
     assert Contents(pair.text).text(0, 0, "keys")["names"] == list("stuvwxy")
 

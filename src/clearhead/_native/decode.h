@@ -18,7 +18,7 @@ static int64_t partial_size(const Problem& p) { return p.folded_rows() * (2 + 2 
 INLINE float* partial_output(const Problem& p, float* partial) { return partial + round_up(2 * p.folded_rows(), 16); }
 
 constexpr int TOGETHER = 4;  // rows that share loads of keys and values
-constexpr int BESIDE = LANES < 16 ? 2 : 4;  // keys that share loads of the queries
+constexpr int BESIDE = STEP < 8 ? 2 : 4;  // keys that share loads of the queries
 
 // Prefetch distance in bytes. Prefetches are spread, because many at once would delay the next reads.
 constexpr int64_t AHEAD = 1536;

@@ -40,6 +40,9 @@ const Kernels* const INSTRUCTION_SETS[] = {
 #ifdef __x86_64__
     &avx512_kernels,      &avx2_kernels,
 #endif
+#ifdef __aarch64__
+    &neon_kernels,
+#endif
     &generic_kernels};
 const int64_t INSTRUCTION_SET_COUNT = sizeof INSTRUCTION_SETS / sizeof *INSTRUCTION_SETS;
 

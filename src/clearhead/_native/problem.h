@@ -183,7 +183,7 @@ struct Kernels {
 };
 
 // Tables are constants, because code of an instruction set must not run when the module is loaded.
-extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
+extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels;
 
 // These have only the forward and backward pass of bfloat16. Everything else is AVX-512's.
 extern const Kernels amx_pairs, avx512_bf16_pairs;

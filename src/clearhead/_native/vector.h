@@ -87,6 +87,8 @@ INLINE uint32_t bits(Ints x) {
     return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
 #elif LANES == 8
     return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+#elif defined(__aarch64__)
+    return vaddvq_u32(reinterpret_cast<uint32x4_t>(x & Ints{1, 2, 4, 8}));
 #else
     uint32_t result = 0;
     for (int lane = 0; lane < LANES; lane++) result |= (x[lane] & 1u) << lane;

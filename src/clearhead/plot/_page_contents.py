@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._detail import Detail, pooled_map, pooled_rows
-from ._heads import KINDS, HeadSummary, Summaries, clearest_head
+from ._heads import KINDS, Summaries, clearest_head, kinds_of
 from ._labels import layer_labels, printable, shortened
 from ._packing import BYTES, INDEX, Encoding, Packer
 from ._patches import Tiles
@@ -109,8 +109,9 @@ def describe_item(
     packer, texts = Packer(), _Texts()
     sections: list[dict[str, Any]] = []
     for picture, of_section in zip(item.sections, summaries, strict=True):
+        kinds = KINDS if picture.tiles is None else kinds_of("patch" if picture.tiles.side == 1 else "tile")
         layers = [
-            _layer(layer, heads, packer, detail, _places(layer, chosen))
+            _layer(layer, [kinds[head.kind] for head in heads], packer, detail, _places(layer, chosen))
             for layer, heads in zip(picture.layers, of_section, strict=True)
         ]
         queries, keys = texts.number(picture.queries), texts.number(picture.keys)
@@ -175,7 +176,7 @@ class _Texts:
 
 
 def _layer(
-    layer: LayerPicture, summaries: Sequence[HeadSummary], packer: Packer, detail: Detail, chosen: Sequence[int]
+    layer: LayerPicture, kinds: list[str], packer: Packer, detail: Detail, chosen: Sequence[int]
 ) -> dict[str, Any]:
     tiles = pooled_map(layer, detail.side)
     shares = layer.received / max(layer.queries[1] - layer.queries[0], 1)
@@ -209,7 +210,7 @@ def _layer(
         },
         "wordEntropy": _optional(layer.word_entropy if exact else None, encodings, packer),
         "crops": {str(layer.heads.index(head)): _crop(crop, encodings, packer) for head, crop in crops.items()},
-        "kinds": [KINDS[summary.kind] for summary in summaries],
+        "kinds": kinds,
         "numbers": {name: [_rounded(value) for value in values.tolist()] for name, values in layer.numbers.items()},
     }
 

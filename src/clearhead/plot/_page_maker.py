@@ -51,6 +51,7 @@ SCRIPTS = (
     "aligned",
     "address",
     "save",
+    "notebook",
     "state",
     "main",
 )
@@ -62,7 +63,7 @@ class Page:
 
     Args:
         text: the HTML.
-        height: the height of the notebook's frame in CSS pixels.
+        height: the height of the notebook's frame in CSS pixels, where the notebook runs no script that fits it.
 
     Example:
         >>> import torch
@@ -102,10 +103,14 @@ class Page:
         return path
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, which is what notebooks show; it reaches neither them nor the network."""
+        """The page in a frame of its own, which is what notebooks show; it reaches neither them nor the network.
+
+        A script beside the frame fits the frame's height and tells the page the notebook's theme.
+        """
         return (
-            f'<iframe srcdoc="{html.escape(self.text)}" sandbox="allow-scripts" title="Attention" '
-            f'style="width: 100%; height: {self.height}px; border: 0"></iframe>'
+            f'<iframe class="clearhead-page" srcdoc="{html.escape(self.text)}" sandbox="allow-scripts" '
+            f'title="Attention" style="width: 100%; height: {self.height}px; border: 0"></iframe>'
+            f"<script>{_part('notebook.js')}</script>"
         )
 
     def __repr__(self) -> str:

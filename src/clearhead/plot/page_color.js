@@ -9,6 +9,7 @@
   const TICKS = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
   const prefersDark = matchMedia("(prefers-color-scheme: dark)");
   const printed = matchMedia("print");
+  let offeredTheme = "";
   let colors, changes;
   readColors();
 
@@ -23,12 +24,14 @@
     changes = shades(isDark() ? DARK_CHANGES : LIGHT_CHANGES);
   }
 
+  /** The chosen theme, or else the notebook's; without either, the browser's holds. */
+  function takeTheme() {
+    document.documentElement.dataset.theme = byId("theme").value || offeredTheme;
+    redraw();
+  }
+
   function listenToTheme() {
-    byId("theme").addEventListener("change", (event) => {
-      if (event.target.value) document.documentElement.dataset.theme = event.target.value;
-      else delete document.documentElement.dataset.theme;
-      redraw();
-    });
+    byId("theme").addEventListener("change", takeTheme);
     for (const media of [prefersDark, printed]) media.addEventListener("change", redraw);
   }
 

@@ -50,12 +50,21 @@
     byId("reason").textContent = reason();
   }
 
-  /** Why this head is worth a look, where that is so. */
+  /** What this head does, and why it is worth a look, where that is so. */
   function reason() {
     if (isSigned()) return "";
-    const { clearest } = state.item.sections[state.section];
+    const { clearest, layers } = state.item.sections[state.section];
     if (!clearest) return "No head stands out: all of them look everywhere about alike.";
-    if (clearest[0] !== state.layer || clearest[1] !== state.head) return "";
+    const does = `This head ${looksAt(layers[state.layer].kinds[state.head])}. `;
+    return clearest[0] === state.layer && clearest[1] === state.head ? does + standsOut() : does;
+  }
+
+  /** A head's kind as a verb and its object. */
+  function looksAt(kind) {
+    return (kind === "several places" || kind.startsWith("everything") ? "looks at " : "looks mostly at ") + kind;
+  }
+
+  function standsOut() {
     if (patchesOf()) return `Of all heads, this is where ${looking()} looks most at few patches.`;
     return "Of all heads, this is where different words most clearly look at different words further away.";
   }

@@ -57,4 +57,5 @@
   for (const listen of [listenToControls, listenToTheme, listenToOverview, listenToSearch, listenToMap, listenToSave, listenToWindow]) listen();
   if (!(await followAddress())) await showItem(viewNumber());
   drawViews();
+  listenToNotebook();
   document.documentElement.dataset.ready = "true";

@@ -66,7 +66,8 @@
   }
 
   function drawNumberScale() {
-    const caption = `${isSigned() ? "change of " : ""}${state.statistic}, one number per head`;
+    const unit = ["entropy", "divergence"].includes(state.statistic) ? " in nats" : "";
+    const caption = `${isSigned() ? "change of " : ""}${state.statistic}${unit}, one number per head`;
     drawScale("overview-scale", evenTicks(...numberRange()), caption);
   }
 

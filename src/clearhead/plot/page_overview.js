@@ -109,7 +109,7 @@
     const entropy = numbers.entropy ? `mean entropy ${brief(numbers.entropy[head])} nats; ` : "";
     const told = toldStatistic();
     const shown = told ? `; ${told} ${valueText(layer, head, told)}` : "";
-    return `Layer ${label}, head ${heads[head]}: ${entropy}looks mostly at ${kinds[head]}${shown}`;
+    return `Layer ${label}, head ${heads[head]}: ${entropy}${looksAt(kinds[head])}${shown}`;
   }
 
   /** The statistic that is shown or sorted by, unless a description has it anyway. */
