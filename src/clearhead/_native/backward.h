@@ -20,7 +20,8 @@ struct BackwardBuffers {
     float *weights, *gradients, *slopes, *masks;
 };
 
-// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES). Calls between(step, number of steps) before each step.
+// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES). Calls between(step, number of steps) before
+// each step.
 template <int V, class Between>
 static void product(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to,
                     const Between& between) {
@@ -154,7 +155,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     else
         product<V>(keys, key_stride, p.dim, tile.query_lanes, count, buffers.weights, between);
     by_form(mask, [&](auto form) { recompute_probs<V, form()>(p, tile.lse, count, mask, buffers.weights, buffers.slopes); });
-    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, buffers.gradients, [](int64_t, int64_t) {});
+    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, buffers.gradients, fetch_nothing);
     differentiate<V, HEAVY>(p, tile, batch, start, count, buffers.weights, buffers.gradients);
     if (HEAVY && p.softcap != 0) keep_heavy_slopes(tile, start, stop, buffers.slopes);
     if (p.bias_gradient.data) add_to_bias_gradient(p, tile, batch, start, stop, buffers.gradients, tile.missing);

@@ -44,8 +44,8 @@ static void scores_ahead(const Problem& p, const Unit<BackwardTile>& unit, const
     const Pair *keys = buffers.keys.at(unit.within, 0), *values = buffers.values.at(unit.within, 0);
     due.of_next[0] = {{keys, buffers.keys.stride}, {as_pairs(tile.query_lanes), lanes}, 1, pairs_up(p.dim), unit.count, vectors,
                       {buffers.weights[unit.slot], lanes}, false};
-    due.of_next[1] = {{values, buffers.values.stride}, {as_pairs(tile.gradient_lanes), lanes}, 1, pairs_up(p.value_dim), unit.count, vectors,
-                      {buffers.gradients[unit.slot], lanes}, false};
+    due.of_next[1] = {{values, buffers.values.stride}, {as_pairs(tile.gradient_lanes), lanes}, 1, pairs_up(p.value_dim),
+                      unit.count, vectors, {buffers.gradients[unit.slot], lanes}, false};
 }
 
 static void sums_behind(const Problem& p, const Unit<BackwardTile>& unit, const PairBackwardBuffers& buffers,
@@ -156,7 +156,8 @@ static void backward_tiles(const Problem& p, const Task& task, BackwardTile* til
                            PairBackwardBuffers& buffers, float* sums) {
     const auto pack = [&](int64_t start, int64_t present, int64_t padded, int side) {
         buffers.keys = find_pairs(p.key, task.batch, task.kv_head, start, present, p.dim, padded, buffers.copied_keys);
-        buffers.values = find_pairs(p.value, task.batch, task.kv_head, start, present, p.value_dim, padded, buffers.copied_values);
+        buffers.values =
+            find_pairs(p.value, task.batch, task.kv_head, start, present, p.value_dim, padded, buffers.copied_values);
         transpose_twice(p.key, task.batch, task.kv_head, start, present, p.dim, height_up(p.dim), BACKWARD_BLOCK, padded,
                         buffers.keys_twice[side]);
     };

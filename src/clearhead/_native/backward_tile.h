@@ -143,12 +143,14 @@ static void add_heavy_keys(const Problem& p, const BackwardTile& tile, int64_t b
     for (int64_t lane = 0; lane < tile.count; lane++) {
         const int64_t head = tile.head[lane], row = tile.row[lane], key = tile.heavy_key[lane];
         if (p.heavy_keys)
-            p.heavy_keys[p.row_place(batch, head, row)] = {tile.light_sum[lane] * tile.missing[lane], key, tile.heavy_slope[lane]};
+            p.heavy_keys[p.row_place(batch, head, row)] = {tile.light_sum[lane] * tile.missing[lane], key,
+                                                           tile.heavy_slope[lane]};
         if (p.heavy_keys || key < 0) continue;
         const double ds = p.sum_of_score_gradients(batch, head, row) - tile.light_sum[lane] * tile.missing[lane];
         const float of_bias = static_cast<float>(ds), of_product = of_bias * tile.heavy_slope[lane];
         if (p.bias_gradient.data) p.bias_gradient.at<float>(batch, head, row)[key] += of_bias;
-        add_row(p.key.at<float>(batch, kv_head, key), of_product * p.scale, p.dim, p.query_gradient.at<float>(batch, head, row));
+        float* of_query = p.query_gradient.at<float>(batch, head, row);
+        add_row(p.key.at<float>(batch, kv_head, key), of_product * p.scale, p.dim, of_query);
         add_row(p.query.at<float>(batch, head, row), of_product, p.dim, key_sums + key * lanes_up(p.dim));
     }
 }

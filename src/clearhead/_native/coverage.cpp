@@ -182,14 +182,6 @@ void Isolated::each(Axis axis, const Work& work) const {
             for (int64_t i = 0; i < (rows ? p.rows : p.keys); i++) work(b, h, i, is_visible(axis, b, h, i));
 }
 
-namespace {
-
-char* address(const View& view, int64_t batch, int64_t head, int64_t row, int64_t bytes) {
-    return static_cast<char*>(view.data) + (batch * view.batch + head * view.head + row * view.row) * bytes;
-}
-
-}  // namespace
-
 void Isolated::copy_operand(View Problem::* view, Axis axis, int64_t columns) {
     const Problem& p = problem_;
     const bool rows = axis == Axis::rows;
@@ -197,7 +189,7 @@ void Isolated::copy_operand(View Problem::* view, Axis axis, int64_t columns) {
     const int64_t matrix = (rows ? p.rows : p.keys) * columns, heads = rows ? p.heads : p.kv_heads;
     copy_.*view = {allocate(p.batch * heads * matrix * p.bytes()), heads * matrix, matrix, columns, 1};
     each(axis, [&](int64_t b, int64_t h, int64_t i, bool) {
-        memcpy(address(copy_.*view, b, h, i, p.bytes()), address(p.*view, b, h, i, p.bytes()),
+        memcpy((copy_.*view).address(b, h, i, p.bytes()), (p.*view).address(b, h, i, p.bytes()),
                static_cast<size_t>(columns * p.bytes()));
     });
     clear(copy_.*view, axis, columns);
@@ -206,7 +198,7 @@ void Isolated::copy_operand(View Problem::* view, Axis axis, int64_t columns) {
 void Isolated::clear(const View& view, Axis axis, int64_t columns) const {
     const int64_t bytes = problem_.bytes();
     each(axis, [&](int64_t b, int64_t h, int64_t i, bool visible) {
-        if (!visible) memset(address(view, b, h, i, bytes), 0, static_cast<size_t>(columns * bytes));
+        if (!visible) memset(view.address(b, h, i, bytes), 0, static_cast<size_t>(columns * bytes));
     });
 }
 

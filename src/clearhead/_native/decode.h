@@ -183,9 +183,9 @@ static void decode(const Problem& p, const Task& task, float* partial, float* sc
             decode_chunk<T, together>(p, tile, b, h, r, start, present, scratch + r * width, partial);
             r += together;
         };
-        while (count - r >= TOGETHER) add(Number<TOGETHER>());
-        if (count - r >= 2) add(Number<2>());
-        if (count > r) add(Number<1>());
+        while (count - r >= TOGETHER) add(Constant<TOGETHER>());
+        if (count - r >= 2) add(Constant<2>());
+        if (count > r) add(Constant<1>());
     }
     if (stop - first > run) add_to_totals(p, partial, true);
 }

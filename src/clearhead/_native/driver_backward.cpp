@@ -1,5 +1,4 @@
 #include "driver_shared.h"
-#include "key_parts.h"
 
 namespace clearhead {
 namespace {
@@ -19,29 +18,6 @@ int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t head
     return smaller(tiles, divide_up(TASKS_PER_THREAD * p.threads, heads));
 }
 
-// The packed masks of all rows, or none if they are too large. A backward pass computes all rows of a head in turn.
-class WholeMasks {
-  public:
-    WholeMasks(const Kernels& kernels, const Problem& p) : masks_(kernels, p) {
-        const int64_t size = masks_.size(p.folded_rows());
-        if (masks_.heads == 1 || masks_.planes * size > larger(KEPT_FLOATS, MASK_FLOATS * p.threads)) return;
-        memory_ = mask_scratch.take(masks_.planes * size);
-        const auto place = [](int64_t plane) { return std::pair<int64_t, int64_t>(plane, 0); };
-        if (memory_) masks_.pack(masks_.planes, p.folded_rows(), memory_, place);
-    }
-    ~WholeMasks() { mask_scratch.give_back(); }
-    WholeMasks(const WholeMasks&) = delete;
-
-    const float* of(int64_t batch, int64_t row_start) const {
-        const int64_t plane = masks_.planes == 1 ? 0 : batch;
-        return memory_ ? memory_ + plane * masks_.size(masks_.p.folded_rows()) + masks_.size(row_start) : nullptr;
-    }
-
-  private:
-    const SharedMasks masks_;
-    float* memory_ = nullptr;
-};
-
 // Adds the sums of a run to a total, and begins the next.
 void end_run(float* sums, int64_t count, float* total) {
     add(sums, count, total);
@@ -54,19 +30,20 @@ int64_t rows_of_run(const Kernels& kernels, const Problem& p) {
 }
 
 // The backward pass of some rows, run by run. `sums` holds zeros, and behind them the sums of earlier runs.
-void backward_in_runs(const Kernels& kernels, const Problem& p, const WholeMasks& masks, Task task, float* sums,
+void backward_in_runs(const Kernels& kernels, const Problem& p, const SharedMasks& masks, Task task, float* sums,
                       float* scratch) {
     const int64_t run = rows_of_run(kernels, p), size = kernels.sums_size(p), first = task.row_start, last = task.row_stop;
     for (int64_t start = first; start < last; start += run) {
         if (start > first) end_run(sums, size, sums + size);
         task.row_start = start, task.row_stop = smaller(start + run, last);
-        task.masks = masks.of(task.batch, start);
+        const int64_t plane = masks.planes == 1 ? 0 : task.batch;
+        if (masks.memory) task.masks = masks.memory + plane * masks.size(p.folded_rows()) + masks.size(start);
         kernels.backward[p.type](p, task, sums, scratch);
     }
 }
 
 // The backward pass of the key/value heads [first, first + heads), which count through the batch.
-void run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks& masks, int64_t first, int64_t heads) {
+void run_backward_of(const Kernels& kernels, const Problem& p, const SharedMasks& masks, int64_t first, int64_t heads) {
     const int64_t rows = p.folded_rows(), parts = parts_of_backward(kernels, p, heads);
     const int64_t step = round_up(divide_up(rows, parts), kernels.tile_rows);
     const int64_t levels = step > rows_of_run(kernels, p) ? 2 : 1;
@@ -90,6 +67,48 @@ void run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks&
     parallel_for(heads, p.threads, 16, [&](int64_t index, float*) {
         write_sums(first + index, all.get() + index * parts * size);
     });
+}
+
+// A backward pass of few rows in chunks of many keys. Each chunk has all rows, so the gradients of its keys and values are
+// complete and are written from the cache. The gradients of the queries are added up.
+//
+// Some keys of one key/value head as a separate problem, in float32 without dropout, row ranges and a bias's gradient.
+// It writes the gradients of the queries (folded rows × D) and then δ − dl to `of_queries`, and heavy keys.
+Problem part_of_keys(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, float* of_queries,
+                     HeavyKey* heavy_keys) {
+    Problem part = part_of(p, batch, kv_head * p.group(), kv_head, 0, start);
+    part.batch = part.kv_heads = 1, part.heads = p.group(), part.keys = stop - start;
+    part.low -= start, part.high -= start, part.stop -= start;
+    part.query_gradient = {of_queries, 0, p.rows * p.dim, p.dim, 1};
+    part.correction = of_queries + p.folded_rows() * p.dim, part.heavy_keys = heavy_keys;
+    return part;
+}
+
+// Adds up the results of `count` chunks of `keys` keys each. They lie `size` floats apart.
+void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const float* of_queries, int64_t count,
+                       int64_t size, const HeavyKey* heavy_keys, int64_t keys) {
+    for (int64_t r = 0; r < p.folded_rows(); r++) {
+        const int64_t head = kv_head * p.group() + r / p.rows, row = r % p.rows;
+        float* to = p.query_gradient.at<float>(batch, head, row);
+        for (int64_t d = 0; d < p.dim; d++) {
+            double total = 0;
+            for (int64_t n = 0; n < count; n++) total += of_queries[n * size + r * p.dim + d];
+            to[d] = static_cast<float>(total);
+        }
+        p.correction[p.row_place(batch, head, row)] = of_queries[p.folded_rows() * p.dim + r];
+        HeavyKey heavy = {0, -1, 1};
+        for (int64_t n = 0; n < count; n++) {
+            const HeavyKey& of_part = heavy_keys[n * p.folded_rows() + r];
+            heavy.light_sum += of_part.light_sum;
+            if (of_part.key >= 0) heavy.key = n * keys + of_part.key, heavy.slope = of_part.slope;
+        }
+        if (heavy.key < 0) continue;
+        const double ds = p.sum_of_score_gradients(batch, head, row) - heavy.light_sum;
+        const float factor = static_cast<float>(ds * heavy.slope * p.exact_scale);
+        const float *query = p.query.at<float>(batch, head, row), *key = p.key.at<float>(batch, kv_head, heavy.key);
+        float* of_key = p.key_gradient.at<float>(batch, kv_head, heavy.key);
+        for (int64_t d = 0; d < p.dim; d++) to[d] += factor * key[d], of_key[d] += factor * query[d];
+    }
 }
 
 // Whether the call has few rows and many keys, so that chunks of the keys can be separate problems.
@@ -128,7 +147,10 @@ void compute_backward(const Kernels& kernels, const Problem& problem) {
     const int64_t heads = p.batch * p.kv_heads;
     if (heads == 0) return;
     if (goes_by_keys(kernels, p)) return run_backward_by_keys(kernels, p);
-    const WholeMasks masks(kernels, p);
+    SharedMasks masks(kernels, p);  // packed at once, because a head's rows are computed in turn
+    const int64_t rows = p.folded_rows(), most = larger(KEPT_FLOATS, MASK_FLOATS * p.threads);
+    if (masks.heads > 1 && masks.planes * masks.size(rows) <= most)
+        masks.pack(masks.planes, rows, [](int64_t plane) { return std::pair<int64_t, int64_t>(plane, 0); });
     if (!p.bias_gradient.data || p.bias_gradient.batch || p.batch < 2)
         return run_backward_of(kernels, p, masks, 0, heads);
     // Batch items add to a shared gradient of a bias in turn.

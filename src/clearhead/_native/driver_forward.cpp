@@ -30,29 +30,26 @@ int64_t runs_at_once(const SharedMasks& masks, int64_t& step) {
 }
 
 // Computes runs of rows of all heads in turns, each with its packed masks.
-void run_in_turns(const SharedMasks& masks, int64_t step, int64_t most) {
+void run_in_turns(SharedMasks& masks, int64_t step, int64_t most) {
     const Kernels& kernels = masks.kernels;
     const Problem& p = masks.p;
     const int64_t rows = p.folded_rows(), parts = divide_up(rows, step), runs = parts * masks.planes;
     const int64_t turn = divide_up(runs, divide_up(runs, most)), size = masks.size(step);
-    float* memory = mask_scratch.take(turn * size);
-    if (!memory) throw std::bad_alloc();
     for (int64_t first = 0; first < runs; first += turn) {
         const int64_t count = smaller(turn, runs - first);
         const auto place = [&](int64_t run) {
             run += first;
             return std::pair<int64_t, int64_t>(run % masks.planes, (parts - 1 - run / masks.planes) * step);
         };
-        masks.pack(count, step, memory, place);
+        masks.pack(count, step, place);
         parallel_for(count * masks.heads, p.threads, kernels.forward_scratch(p, step), [&](int64_t index, float* scratch) {
             const int64_t run = index / masks.heads, head = index % masks.heads;
             const auto [plane, start] = place(run);
-            Task task = task_of(p, head, start, smaller(start + step, rows), memory + run * size);
+            Task task = task_of(p, head, start, smaller(start + step, rows), masks.memory + run * size);
             task.batch = masks.batch(plane, head);
             kernels.forward[p.type](p, task, scratch);
         });
     }
-    mask_scratch.give_back();
 }
 
 // With few rows, reading keys and values takes most of the time, so all threads read.
@@ -86,7 +83,7 @@ void compute_forward(const Kernels& kernels, const Problem& p) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return;
     if (decodes(kernels, p)) return run_decoding(kernels, p);
-    const SharedMasks masks(kernels, p);
+    SharedMasks masks(kernels, p);
     int64_t shared_step = rows_of_task(kernels, p);
     const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step);
     if (most > 0) return run_in_turns(masks, shared_step, most);

@@ -18,6 +18,9 @@ inline Task task_of(const Problem& p, int64_t head, int64_t row_start, int64_t r
 // Runs a pass on each packed sequence.
 void run_each_sequence(void (*pass)(const Kernels&, const Problem&), const Kernels& kernels, const Problem& all);
 
+// A problem from a row and a key of a batch item and head on. The caller sets its sizes and band.
+Problem part_of(const Problem& all, int64_t batch, int64_t head, int64_t kv_head, int64_t row, int64_t key);
+
 // Whether a tile would be mostly empty, so that `decode` is faster.
 bool decodes(const Kernels& kernels, const Problem& p);
 
@@ -31,27 +34,32 @@ bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, in
 struct SharedMasks {
     const Kernels& kernels;
     const Problem& p;
-    int64_t planes, heads;  // the number of masks, and of heads that share each (1: not shared)
+    int64_t planes = 1, heads = 1;  // the number of masks, and of heads that share each (1: not shared)
+    float* memory = nullptr;        // the packed masks
 
-    SharedMasks(const Kernels& of, const Problem& problem) : kernels(of), p(problem), planes(1), heads(1) {
+    SharedMasks(const Kernels& of, const Problem& problem) : kernels(of), p(problem) {
         const bool any = p.visible.data || p.bias.data, per_head = p.visible.head || p.bias.head;
         if (!any || per_head || p.folded_rows() * p.keys < FEWEST_SCORES) return;
         if (p.visible.batch || p.bias.batch || (p.first && p.range_batch)) planes = p.batch;
         heads = p.batch * p.kv_heads / planes;
     }
+    ~SharedMasks() { mask_scratch.give_back(); }
+    SharedMasks(const SharedMasks&) = delete;
 
     int64_t batch(int64_t plane, int64_t head) const { return planes == 1 ? head / p.kv_heads : plane; }
-    // Of `rows` rows of one plane.
+    // Floats of `rows` rows of one plane.
     int64_t size(int64_t rows) const { return divide_up(rows, kernels.tile_rows) * kernels.masks_size(p); }
 
     // Packs `count` runs of `rows` rows. place(index) returns the plane and first row of a run.
     template <class Place>
-    void pack(int64_t count, int64_t rows, float* to, const Place& place) const {
+    void pack(int64_t count, int64_t rows, const Place& place) {
         const int64_t tiles = divide_up(rows, kernels.tile_rows);
+        memory = mask_scratch.take(count * size(rows));
+        if (!memory) throw std::bad_alloc();
         parallel_for(count * tiles, p.threads, 16, [&](int64_t index, float*) {
             const auto [plane, start] = place(index / tiles);
             const int64_t row = start + index % tiles * kernels.tile_rows;
-            if (row < p.folded_rows()) kernels.pack_masks(p, plane, row, to + index * kernels.masks_size(p));
+            if (row < p.folded_rows()) kernels.pack_masks(p, plane, row, memory + index * kernels.masks_size(p));
         });
     }
 };

@@ -92,8 +92,8 @@ static void score_keys_exactly(const Problem& p, const float* rows, int64_t coun
 }
 
 // Computes the scores of a part, and updates the row maxima.
-template <int V, class T>
-static void score_exactly(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part,
+template <int V>
+static void score_exactly(const Problem& p, ScorePanel& panel, int64_t batch, const Part& part,
                           float* mask_memory, const ExactScores& exact, float* viewers) {
     const TileMask mask = tile_mask<V>(p, panel.tile, batch, part.start, part.stop, mask_memory, 1.f);
     panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;

@@ -220,13 +220,9 @@ INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int6
             trim(tiles[n], start, stop);
             if (start >= stop) continue;
             const bool last = n + 1 == count;
-            const Tile& next = tiles[last ? 0 : n + 1];
-            const int64_t next_start = last ? block + BLOCK : block, next_stop = stop_of_fetch(p, next, next_start);
-            const auto fetch_some = [&](int64_t step, int64_t steps) {
-                if (next_start < next_stop) fetch_masks(p, next, b, next_start, next_stop, step, steps);
-            };
+            const auto between = fetch_masks(p, tiles[last ? 0 : n + 1], b, last ? block + BLOCK : block);
             const float *k = keys.at<float>(0, 0, start - block), *v = values.at<float>(0, 0, start - block);
-            by_vectors(tiles[n].vectors, [&](auto vectors) { attend(vectors, tiles[n], start, stop, k, v, fetch_some); });
+            by_vectors(tiles[n].vectors, [&](auto vectors) { attend(vectors, tiles[n], start, stop, k, v, between); });
         }
     }
 }

@@ -4,12 +4,6 @@
 #pragma once
 #include "problem.h"
 
-#ifdef __x86_64__
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 #ifndef ISA  // a header by itself, as editors and a test read it
 #define ISA one_header
 #define ROW_VECTORS 3

@@ -7,17 +7,14 @@
 
 namespace {
 
-// Whether the processor has tile registers, and Linux lets this process use them, which a process has to request.
-bool ask_for_tiles() {
-    constexpr unsigned TILES = 1u << 24, OF_BFLOAT16 = 1u << 22;
-    constexpr int ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & TILES) || !(d & OF_BFLOAT16)) return false;
-    return syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
-}
-
+// Whether the processor has tile registers, and Linux lets this process use them, which a process has to request. A request
+// takes longer than a small attention.
 bool may_use_tiles() {
-    static const bool answer = ask_for_tiles();  // asking takes longer than a small attention
+    constexpr unsigned TILES = 1u << 24, OF_BFLOAT16 = 1u << 22;
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a, b, c, d;
+    static const bool answer = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILES) && (d & OF_BFLOAT16) &&
+                               syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
     return answer;
 }
 

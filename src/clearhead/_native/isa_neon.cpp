@@ -1,9 +1,4 @@
 // Every 64-bit Arm processor has these instructions, so no compiler flag and no question to the processor is needed.
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #ifdef __aarch64__

@@ -10,25 +10,14 @@ static bool supported() { return CPU_HAS_ISA; }
 
 #define BY_TYPE(function) {function<float>, function<BFloat16>, function<Float16>}
 
+// clang-format off
 constexpr Kernels table(const char* name) {
-    return {name,
-            TILE,
-            supported,
-            masks_size,
-            pack_masks,
-            forward_scratch,
-            BY_TYPE(forward),
-            decode_scratch,
-            partial_size,
-            BY_TYPE(decode),
-            BY_TYPE(merge),
-            backward_scratch,
-            sums_size,
-            BY_TYPE(backward),
-            BY_TYPE(write_sums),
-            statistics_scratch,
-            BY_TYPE(statistics),
-            false};
+    return {name, TILE, supported, masks_size, pack_masks,
+            forward_scratch, BY_TYPE(forward),
+            decode_scratch, partial_size, BY_TYPE(decode), BY_TYPE(merge),
+            backward_scratch, sums_size, BY_TYPE(backward), BY_TYPE(write_sums),
+            statistics_scratch, BY_TYPE(statistics), false};
 }
+// clang-format on
 
 }  // namespace clearhead::ISA

@@ -13,9 +13,6 @@ struct TileMask {
     const float* numbers;  // (keys × V·LANES)
 };
 
-template <MaskForm FORM>
-using Constant = std::integral_constant<MaskForm, FORM>;
-
 // Calls work(the form of the mask, as a constant).
 template <class Work>
 INLINE void by_form(const TileMask& mask, const Work& work) {
@@ -81,25 +78,26 @@ INLINE Floats mask_row(const Problem& p, int64_t batch, int64_t head, int64_t ro
     return added;
 }
 
-// Where a prefetch of a tile's masks from the key `start` on ends. Packed masks need none: they are read sequentially.
-INLINE int64_t stop_of_fetch(const Problem& p, const Tile& tile, int64_t start) {
+// A function that prefetches the masks of a tile for the block that begins at the key `start`: fetch(part, parts), one of
+// `parts` parts of the rows, between two products. The rows are too far apart for the processor's prefetcher, and
+// prefetching all of them together would stall. Packed masks need none: they are read sequentially.
+INLINE auto fetch_masks(const Problem& p, const Tile& tile, int64_t batch, int64_t start) {
     const bool bias = p.bias.data && p.bias.row && p.bias.column == 1;
     const bool visible = p.visible.data && p.visible.row && p.visible.column == 1;
-    return !tile.masks && (bias || visible) ? smaller(start + BLOCK, p.keys) : start;
+    const int64_t stop = !tile.masks && (bias || visible) ? smaller(start + BLOCK, p.keys) : start;
+    return [&p, &tile, batch, start, stop](int64_t part, int64_t parts) __attribute__((always_inline)) {
+        if (start >= stop) return;
+        for (int64_t lane = tile.count * part / parts; lane < tile.count * (part + 1) / parts; lane++) {
+            const int64_t head = tile.head[lane], row = tile.row[lane];
+            if (p.bias.data)
+                for (int64_t j = start; j < stop; j += 16)
+                    __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
+            if (p.visible.data)
+                for (int64_t j = start; j < stop; j += 64)
+                    __builtin_prefetch(p.visible.at<uint8_t>(batch, head, row) + j, 0, 2);
+        }
+    };
 }
-
-// Prefetches the masks of one of `parts` parts of a tile's rows, between two products. The rows are too far apart for the
-// processor's prefetcher, and prefetching all of them together would stall.
-INLINE void fetch_masks(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t stop, int64_t part,
-                        int64_t parts) {
-    for (int64_t lane = tile.count * part / parts; lane < tile.count * (part + 1) / parts; lane++) {
-        const int64_t head = tile.head[lane], row = tile.row[lane];
-        if (p.bias.data)
-            for (int64_t j = start; j < stop; j += 16) __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
-        if (p.visible.data)
-            for (int64_t j = start; j < stop; j += 64)
-                __builtin_prefetch(p.visible.at<uint8_t>(batch, head, row) + j, 0, 2);
-    }
-}
+constexpr auto fetch_nothing = [](int64_t, int64_t) {};
 
 }  // namespace clearhead::ISA

@@ -9,26 +9,12 @@ namespace {
 // All threads run a sequence with more than 1 / PARTS_OF_THREAD of one thread's work. Shorter ones take one thread each.
 constexpr int64_t PARTS_OF_THREAD = 4;
 
-void shift(View& view, int64_t rows, int64_t bytes) {
-    if (view.data) view.data = static_cast<char*>(view.data) + rows * view.row * bytes;
-}
-
 // One sequence as a problem.
 Problem sequence_of(const Problem& all, int64_t number, int64_t threads) {
-    Problem p = all;
     const int64_t row = all.row_starts[number], key = all.key_starts[number];
-    p.rows = all.row_starts[number + 1] - row, p.keys = all.key_starts[number + 1] - key;
+    Problem p = part_of(all, 0, 0, 0, row, key);
+    p.rows = all.row_starts[number + 1] - row, p.keys = all.key_starts[number + 1] - key, p.stop = smaller(p.stop, p.keys);
     p.first_item = number, p.sequences = 0, p.threads = threads;
-    for (View Problem::*view : {&Problem::query, &Problem::output_gradient, &Problem::query_gradient})
-        shift(p.*view, row, p.bytes());
-    for (View Problem::*view : {&Problem::key, &Problem::value, &Problem::key_gradient, &Problem::value_gradient})
-        shift(p.*view, key, p.bytes());
-    shift(p.output, row, p.wide_output ? 4 : p.bytes());
-    shift(p.exact_output, row, 4);
-    if (p.lse) p.lse += row;
-    if (p.lse_gradient) p.lse_gradient += row;
-    if (p.correction) p.correction += row;
-    p.stop = smaller(p.stop, p.keys);
     return p;
 }
 

@@ -61,28 +61,23 @@ static void rows_twice(const View& view, const Tile& tile, int64_t batch, int64_
         }
 }
 
-// Rows as they are, each padded with zeros to whole pairs, and rows of zeros up to `padded`.
-static void copy_pairs(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count, int64_t columns,
-                       int64_t pairs, int64_t padded, Pair* to) {
-    const size_t bytes = static_cast<size_t>(columns) * sizeof(BFloat16);
-    for (int64_t i = 0; i < count; i++, to += pairs) {
-        memcpy(to, view.at<BFloat16>(batch, head, start + i), bytes);
-        memset(reinterpret_cast<char*>(to) + bytes, 0, static_cast<size_t>(pairs) * sizeof(Pair) - bytes);
-    }
-    memset(to, 0, static_cast<size_t>((padded - count) * pairs) * sizeof(Pair));
-}
-
 INLINE int64_t pairs_up(int64_t columns) { return round_up((columns + 1) / 2, PAIRS_AT_ONCE); }
 INLINE int64_t height_up(int64_t columns) { return round_up(columns, ROWS_AT_ONCE); }
 
-// Rows as pairs, in place if their layout allows, else copied to `buffer`.
+// Rows as pairs, in place if their layout allows. Else they are copied to `buffer`, each padded with zeros to whole pairs, and
+// rows of zeros up to `padded`.
 static Matrix<const Pair> find_pairs(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
                                      int64_t columns, int64_t padded, Pair* buffer) {
     const int64_t pairs = pairs_up(columns);
     const BFloat16* from = view.at<BFloat16>(batch, head, start);
     const bool aligned = reinterpret_cast<uintptr_t>(from) % sizeof(Pair) == 0, dense = view.row == columns;
     if (aligned && dense && columns == 2 * pairs && count == padded) return {reinterpret_cast<const Pair*>(from), pairs};
-    copy_pairs(view, batch, head, start, count, columns, pairs, padded, buffer);
+    const size_t row = static_cast<size_t>(pairs) * sizeof(Pair), bytes = static_cast<size_t>(columns) * sizeof(BFloat16);
+    for (int64_t i = 0; i < padded; i++) {
+        char* to = reinterpret_cast<char*>(buffer + i * pairs);
+        if (i < count) memcpy(to, from + i * view.row, bytes);
+        memset(to + (i < count ? bytes : 0), 0, row - (i < count ? bytes : 0));
+    }
     return {buffer, pairs};
 }
 
@@ -95,22 +90,17 @@ static void transpose_twice(const View& view, int64_t batch, int64_t head, int64
     });
 }
 
-// The columns d … d + 15 of rows i and i + 1, paired; zeros where there is no such row or column.
-INLINE Floats pair_rows(const View& view, int64_t batch, int64_t head, int64_t start, int64_t i, int64_t count,
-                        int64_t d, int64_t columns) {
-    const BFloat16* from = view.at<BFloat16>(batch, head, start + i) + d;
-    if (i + 2 <= count && d + LANES <= columns) return reinterpret_cast<Floats>(pair_up_halves(from, from + view.row));
-    Floats low = {}, high = {};
-    if (i < count && d < columns) low = load_some(from, columns - d);
-    if (i + 1 < count && d < columns) high = load_some(from + view.row, columns - d);
-    return reinterpret_cast<Floats>(reinterpret_cast<Words>(low) >> 16 | reinterpret_cast<Words>(high));
-}
-
-// Rows into columns, neighbouring rows paired: (columns, rounded up to `height`, × stride pairs).
+// Rows into columns, neighbouring rows paired: (columns, rounded up to `height`, × stride pairs), zeros where there is none.
 static void transpose_pairs(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
                             int64_t columns, int64_t height, int64_t stride, int64_t padded, Pair* to) {
     transpose_rows(padded / 2, height, stride, to, [&](int64_t pair, int64_t d) {
-        return pair_rows(view, batch, head, start, 2 * pair, count, d, columns);
+        const int64_t i = 2 * pair;
+        const BFloat16* from = view.at<BFloat16>(batch, head, start + i) + d;
+        if (i + 2 <= count && d + LANES <= columns) return reinterpret_cast<Floats>(pair_up_halves(from, from + view.row));
+        Floats low = {}, high = {};
+        if (i < count && d < columns) low = load_some(from, columns - d);
+        if (i + 1 < count && d < columns) high = load_some(from + view.row, columns - d);
+        return reinterpret_cast<Floats>(reinterpret_cast<Words>(low) >> 16 | reinterpret_cast<Words>(high));
     });
 }
 

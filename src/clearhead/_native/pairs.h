@@ -21,7 +21,7 @@ struct Matrix {
 // Unrolls f(0), f(1) … with numbers that are constants.
 template <class Work, int... I>
 INLINE void each(const Work& work, Numbers<I...>) {
-    (work(Number<I>()), ...);
+    (work(Constant<I>()), ...);
 }
 template <int N, class Work>
 INLINE void each(const Work& work) {

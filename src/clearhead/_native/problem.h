@@ -11,6 +11,8 @@
 
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 // Compilers that support AVX-512-BF16, AMX and target options in a pragma.
@@ -51,6 +53,10 @@ struct View {
     template <class T>
     T* at(int64_t b, int64_t h, int64_t i) const {
         return static_cast<T*>(data) + b * batch + h * head + i * row;
+    }
+    // The same of numbers of so many bytes.
+    char* address(int64_t b, int64_t h, int64_t i, int64_t bytes) const {
+        return static_cast<char*>(data) + (b * batch + h * head + i * row) * bytes;
     }
 };
 

@@ -42,38 +42,13 @@ struct ScorePanel {
     float* maxima_of(int64_t block) const { return row_maxima + number(block) * (BLOCK / PIECE) * tile.vectors * LANES; }
 };
 
-// Rows of the next block, which are prefetched gradually.
-template <class T>
-struct Next {
-    const T* rows = nullptr;
-    int64_t stride = 0, columns = 0, count = 0;
-};
-
 // The visible keys [start, stop) of one block, and their rows of keys or values.
-template <class T>
 struct Part {
     int64_t start, stop, block;
-    const float* rows = nullptr;
-    Next<T> next = {};
+    const float* rows;
 
     int64_t count() const { return stop - start; }
 };
-
-// Prefetches the share of `step` steps out of `all`.
-template <class T>
-INLINE void fetch_next(const Next<T>& next, int64_t done, int64_t step, int64_t all) {
-    constexpr int64_t LINE = 64 / sizeof(T);
-    const int64_t stop = (done + step) * next.count / all;
-    for (int64_t j = done * next.count / all; j < stop; j++)
-        for (int64_t d = 0; d < next.columns; d += LINE) __builtin_prefetch(next.rows + j * next.stride + d, 0, 2);
-}
-
-// Rows of floats without gaps are read in place.
-INLINE const float* in_place(const float* rows, bool without_gaps) { return without_gaps ? rows : nullptr; }
-template <class T>
-INLINE const float* in_place(const T*, bool) {
-    return nullptr;
-}
 
 // Calls work(start, stop, block) for the visible part of each block.
 template <class Work>
@@ -83,24 +58,18 @@ INLINE void each_part(const ScorePanel& panel, const Work& work) {
             work(larger(block, panel.start), smaller(block + BLOCK, panel.stop), block);
 }
 
-// to[j] += the sum over lanes and vectors of cell(j, v), for KEYS keys.
-template <int V, int KEYS, class Cell>
-INLINE void add_some_columns(int64_t j, float* to, const Cell& cell) {
-    Floats square[LANES];
-    UNROLL for (int t = 0; t < LANES; t++) {
-        square[t] = Floats{};
-        if (t >= KEYS) continue;
-        UNROLL for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
-    }
-    store(to + j, load(to + j) + sums(square));
-}
-
-// The same for `count` keys, a multiple of GROUP.
+// to[j] += the sum over lanes and vectors of cell(j, v), for `count` keys.
 template <int V, class Cell>
 INLINE void add_columns(int64_t count, float* to, const Cell& cell) {
-    int64_t j = 0;
-    for (; j + LANES <= count; j += LANES) add_some_columns<V, LANES>(j, to, cell);
-    if (j < count) add_some_columns<V, GROUP>(j, to, cell);
+    for (int64_t j = 0; j < count; j += LANES) {
+        Floats square[LANES];
+        UNROLL for (int t = 0; t < LANES; t++) {
+            square[t] = Floats{};
+            if (j + t >= count) continue;
+            UNROLL for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
+        }
+        store(to + j, load(to + j) + sums(square));
+    }
 }
 
 // Counts the visible keys of each row and, in `viewers`, the counted rows that see each key of a part.

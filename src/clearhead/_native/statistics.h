@@ -6,27 +6,25 @@
 #pragma once
 #include "exact.h"
 #include "largest.h"
-#include "maps.h"
-#include "row_results.h"
+#include "results.h"
 
 namespace clearhead::ISA {
 
 // The scores of a part and the row maxima of its pieces.
-template <int V, class T>
-static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part, float* mask_memory,
-                       float* viewers) {
+template <int V, class Fetch>
+static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const Part& part, const Fetch& fetch_next,
+                       float* mask_memory, float* viewers) {
     const TileMask mask = tile_mask<V>(p, panel.tile, batch, part.start, part.stop, mask_memory);
     panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
     if (mask.form == MaskForm::nothing) return;
     float* piece_maxima = panel.maxima_of(part.block);
-    const auto none = [](int64_t, int64_t) {};
     Floats best[V], raw[V];
     for (int v = 0; v < V; v++) {
         best[v] = load(panel.tile.row_max + v * LANES);
         raw[v] = panel.raw_max ? load(panel.raw_max + v * LANES) : Floats{};
     }
     for (int64_t j = 0; j < part.count(); j += PIECE, piece_maxima += V * LANES) {
-        fetch_next(part.next, j, PIECE, part.count());
+        fetch_next(j, PIECE, part.count());
         Floats row_maxima[V];
         for (int v = 0; v < V; v++) row_maxima[v] = splat(-INFINITY);
         const TileMask piece = from_key<V>(mask, j);
@@ -34,9 +32,9 @@ static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const
         float* to = panel.at(part.start + j);
         const int64_t count = smaller(PIECE, part.count() - j);
         if (panel.raw_max) {
-            score_any<V, true>(p, panel.tile, keys, count, piece, none, to, row_maxima, raw);
+            score_any<V, true>(p, panel.tile, keys, count, piece, fetch_nothing, to, row_maxima, raw);
         } else {
-            score_any<V>(p, panel.tile, keys, count, piece, none, to, row_maxima);
+            score_any<V>(p, panel.tile, keys, count, piece, fetch_nothing, to, row_maxima);
         }
         for (int v = 0; v < V; v++) {
             store(piece_maxima + v * LANES, row_maxima[v]);
@@ -52,8 +50,8 @@ static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const
 
 // Turns scores into weights in place, after the largest scores are noted. Each part is summed first, so that sums are
 // short.
-template <int V, class T>
-static void weigh_part(ScorePanel& panel, const Part<T>& part) {
+template <int V>
+static void weigh_part(ScorePanel& panel, const Part& part) {
     Floats row_maxima[V], sums[V], inner[V];
     for (int v = 0; v < V; v++) {
         row_maxima[v] = load(panel.tile.row_max + v * LANES);
@@ -83,11 +81,11 @@ static void weigh_part(ScorePanel& panel, const Part<T>& part) {
 }
 
 // output += weights · values, of one part.
-template <int V, class T>
-static void mix_part(ScorePanel& panel, const Part<T>& part, int64_t width) {
+template <int V, class Fetch>
+static void mix_part(ScorePanel& panel, const Part& part, const Fetch& fetch_next, int64_t width) {
     const float* weights = panel.at(part.start);
     for (int64_t d = 0; d < width; d += STEP) {
-        fetch_next(part.next, d, STEP, width);
+        fetch_next(d, STEP, width);
         Floats acc[STEP][V] = {};
         multiply<false>(acc, part.rows + d, width, weights, V * LANES, part.count());
         add_sums(acc, panel.tile.output + d * V * LANES, V * LANES);
@@ -148,8 +146,9 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
     }
 }
 
-// Calls work(panel, part) for the parts of all panels, block by block, forwards or backwards. Rows are read in place if
-// possible, or copied to `memory`. Without `memory` none are read.
+// Calls work(panel, part, fetch_next) for the parts of all panels, block by block, forwards or backwards. Rows are read in
+// place if possible, or copied to `memory`. Without `memory` none are read. fetch_next(done, step, all) prefetches rows of
+// the next block, those of `step` steps out of `all`.
 template <class T, class Work>
 static void each_panel_block(const Problem& p, const View& view, int64_t columns, int64_t width, const Task& task,
                        ScorePanel* panels, int64_t count, bool backwards, float* memory, const Work& work) {
@@ -163,20 +162,23 @@ static void each_panel_block(const Problem& p, const View& view, int64_t columns
     for (int64_t block = backwards ? last : first; first <= block && block <= last; block += step) {
         const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP), next = block + step;
         const T* source = view.at<T>(task.batch, task.kv_head, block);
-        const float* rows = in_place(source, view.row == width && columns == width && end - block == padded);
-        if (memory && !rows) {
-            widen_rows(source, view.row, end - block, columns, memory, width, padded);
-            rows = memory;
-        }
+        const bool dense = view.row == width && columns == width && end - block == padded;
+        const bool in_place = std::is_same<T, float>::value && dense;
+        const float* rows = in_place ? reinterpret_cast<const float*>(source) : memory;
+        if (memory && !in_place) widen_rows(source, view.row, end - block, columns, memory, width, padded);
+        const bool fetches = memory && first <= next && next <= last;
         for (int64_t n = 0; n < count; n++) {
-            Part<T> part = {larger(block, panels[n].start), smaller(block + padded, panels[n].stop), block};
-            if (part.start >= part.stop) continue;
-            if (memory) part.rows = rows + (part.start - block) * width;
-            if (memory && first <= next && next <= last) {
-                const int64_t rows_there = smaller(BLOCK, p.keys - next), skipped = rows_there * n / count;
-                part.next = {source + (step + skipped) * view.row, view.row, columns, rows_there * (n + 1) / count - skipped};
-            }
-            work(panels[n], part);
+            const int64_t start = larger(block, panels[n].start), stop = smaller(block + padded, panels[n].stop);
+            if (start >= stop) continue;
+            const int64_t next_rows = fetches ? smaller(BLOCK, p.keys - next) : 0, skipped = next_rows * n / count;
+            const int64_t fetched = next_rows * (n + 1) / count - skipped;
+            const T* from = source + (step + skipped) * view.row;
+            const auto fetch_next = [&](int64_t done, int64_t some, int64_t all) {
+                constexpr int64_t LINE = 64 / sizeof(T);
+                for (int64_t j = done * fetched / all; j < (done + some) * fetched / all; j++)
+                    for (int64_t d = 0; d < columns; d += LINE) __builtin_prefetch(from + j * view.row + d, 0, 2);
+            };
+            work(panels[n], Part{start, stop, block, memory ? rows + (start - block) * width : nullptr}, fetch_next);
         }
     }
 }
@@ -186,19 +188,19 @@ template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, ScorePanel* panels, int64_t count,
                          const TaskSums& sums, float* block_rows, float* mask_memory, const ExactScores& exact) {
     const int64_t b = task.batch, width = width_of_output(p), run = run_length(keys_of_panel(p) / BLOCK);
-    const auto score = [&](ScorePanel& panel, const Part<T>& part) {
+    const auto score = [&](ScorePanel& panel, const Part& part, const auto& fetch_next) {
         float* seen_by = sums.viewers ? sums.viewers + part.start : nullptr;
         by_vectors(panel.tile.vectors, [&](auto v) {
             if (s.exact) return score_exactly<v.value>(p, panel, b, part, mask_memory, exact, seen_by);
-            score_part<v.value>(p, panel, b, part, mask_memory, seen_by);
+            score_part<v.value>(p, panel, b, part, fetch_next, mask_memory, seen_by);
         });
     };
-    const auto weigh = [&](ScorePanel& panel, const Part<T>& part) {
+    const auto weigh = [&](ScorePanel& panel, const Part& part, const auto& fetch_next) {
         if (!panel.visible_blocks[panel.number(part.block)]) return;
         if (panel.tile.summed++ == run) end_panel_run(panel);
         by_vectors(panel.tile.vectors, [&](auto v) {
             weigh_part<v.value>(panel, part);
-            if (width) mix_part<v.value>(panel, part, width);
+            if (width) mix_part<v.value>(panel, part, fetch_next, width);
         });
     };
     if (s.exact) widen_query(p, panels[0], exact);
@@ -225,8 +227,7 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
 }
 
 template <class T>
-static void statistics(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums,
-                             float* scratch) {
+static void statistics(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums, float* scratch) {
     const int64_t together = panels_together(p, s);
     float* block_rows = take(scratch, (BLOCK + GROUP) * larger(p.dim, width_of_output(p)));
     float* mask_memory = take(scratch, MASK_SCRATCH_FLOATS);

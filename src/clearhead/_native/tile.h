@@ -42,15 +42,15 @@ INLINE void add_sums(const Floats (&acc)[STEP][V], float* to, int64_t stride) {
         }
 }
 
-template <int N>
-using Number = std::integral_constant<int, N>;
+template <auto X>
+using Constant = std::integral_constant<decltype(X), X>;
 
 // Calls work(number of vectors of rows, as a constant).
 template <class Work>
 INLINE void by_vectors(int64_t vectors, const Work& work) {
-    if (vectors == 1) return work(Number<1>());
-    if (vectors == 2) return work(Number<2>());
-    work(Number<3>());
+    if (vectors == 1) return work(Constant<1>());
+    if (vectors == 2) return work(Constant<2>());
+    work(Constant<3>());
 }
 
 // Some query rows, with their heads and ranges of columns. Lanes without a row repeat the last row.

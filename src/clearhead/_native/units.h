@@ -38,7 +38,10 @@ class Units {
             if (block_ >= end_ && !next_tile()) return false;
             const int64_t start = block_, stop = smaller(start / size_ * size_ + size_, end_);
             block_ = stop;
-            unit.mask = see(tiles_[tile_], start, stop);
+            const SomeTile& tile = tiles_[tile_];
+            by_vectors(tile.vectors, [&](auto vectors) {
+                unit.mask = tile_mask<vectors.value>(p_, tile, task_.batch, start, stop, masks_);
+            });
             if (unit.mask.form == MaskForm::nothing) continue;
             if (!packed_) {
                 side_ = (side_ + 1) % SIDES, packed_ = true;
@@ -68,13 +71,6 @@ class Units {
         tile_ = 0, padded_ = round_up(smaller(length_, p_.keys - chunk_), KEY_STEP);
         packed_ = false;  // until a row sees a key of it
         return true;
-    }
-
-    TileMask see(const Tile& tile, int64_t start, int64_t stop) const {
-        TileMask mask;
-        by_vectors(tile.vectors,
-                   [&](auto vectors) { mask = tile_mask<vectors.value>(p_, tile, task_.batch, start, stop, masks_); });
-        return mask;
     }
 
     const Problem& p_;

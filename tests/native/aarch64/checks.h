@@ -71,7 +71,7 @@ inline Problem problem_of(const Case& c, Operands& o, Tensor& output, double* ls
     p.query = o.query.view(), p.key = o.key.view(), p.value = o.value.view(), p.output = output.view();
     p.wide_output = output.type == Type::float32, p.lse = lse, p.lse_batch = c.heads * c.rows, p.lse_head = c.rows;
     p.sinks = o.sinks.empty() ? nullptr : o.sinks.data(), p.low = o.low, p.high = o.high, p.stop = o.stop;
-    if (!o.first.empty()) p.first = o.first.data(), p.last = o.last.data(), p.span_batch = c.rows, p.span_row = 1;
+    if (!o.first.empty()) p.first = o.first.data(), p.last = o.last.data(), p.range_batch = c.rows, p.range_row = 1;
     int64_t batch, heads, rows;
     cases::shape_of_visible(c, batch, heads, rows);
     if (!o.visible.empty())
@@ -81,6 +81,11 @@ inline Problem problem_of(const Case& c, Operands& o, Tensor& output, double* ls
     if (!o.bias.empty())
         p.bias = {o.bias.data(), batch > 1 ? heads * c.rows * c.keys : 0, heads > 1 ? c.rows * c.keys : 0, c.keys, 1};
     if (c.mask == cases::Mask::turned) p.bias.row = 1, p.bias.column = c.rows;
+    p.threads = c.threads;
+    if (!c.row_starts.empty()) {
+        p.sequences = static_cast<int64_t>(c.row_starts.size()) - 1;
+        p.row_starts = c.row_starts.data(), p.key_starts = c.key_starts.data();
+    }
     p.drop_below = c.drop_below, p.seed = o.seed, p.all_heads = c.heads;
     p.kept_factor = 65536.f / static_cast<float>(65536 - c.drop_below);
     return p;

@@ -131,7 +131,7 @@ int main() {
         for (const Case& c : all_cases()) {
             const std::string name = c.kind + ", " + NAMES[static_cast<int>(c.type)];
             if (!errors.count(name)) order.push_back(name);
-            if (!checks::check(*kernels, c, random, errors[name])) return printf("%s: no memory\n", name.c_str()), 2;
+            checks::check(*kernels, c, random, errors[name]);
             errors[name].calls++, calls++;
         }
         printf("== %s\n", kernels->name);
