@@ -25,7 +25,7 @@ TESTS = [
     "tests/native",
     "tests/masks/test_coverage.py",
     "tests/kernels/test_against_oracle.py",
-    *(f"tests/kernels/test_native_{part}.py" for part in ("blocks", "bias", "few_rows")),
+    "tests/kernels/test_native_blocks.py",
     "tests/inspection/test_statistics_native.py",
 ]
 SKIPPED = "forked or threads"  # the sanitizers do not follow a fork, and cannot see OpenMP's own synchronisation
