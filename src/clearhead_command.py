@@ -18,6 +18,8 @@ _kept: list[socket.socket] = []  # open for as long as the process lives
 def main() -> None:
     """Run the command that the arguments name."""
     stop_at_once()
+    # Threads of OpenMP that wait for each other would spin, which multiplies processor time if other programs run.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     gc.disable()  # imports leave no garbage, but the collector would look at every object again and again
     from clearhead.cli import main as run
 

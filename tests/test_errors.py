@@ -5,23 +5,26 @@ The masks' own refusals are in `tests/masks/test_refusals.py`.
 
 from __future__ import annotations
 
+import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from clearhead import MultiHeadAttention, attention, attention_weights, errors, masks, use_kernel
+import clearhead
+from clearhead import MultiHeadAttention, attention, attention_weights, errors, masks
 from clearhead.errors import (
     ArgumentError,
     ClearheadError,
     DeviceError,
     DTypeError,
-    KernelError,
     ShapeError,
     explain_problem,
 )
+from clearhead.transformer import Encoder, EncoderLayer, FeedForward
 from tests.support.refusals import Call, Refusal, require_fix, require_words
 
 Q, K, X = torch.zeros(2, 6, 5, 8), torch.zeros(2, 3, 7, 8), torch.zeros(2, 5, 12)
@@ -97,6 +100,16 @@ REFUSED = [
         "integer",
         "torch.float32.",
     ),
+    ("first position -1", called(query_positions=-1), ArgumentError, "query_positions", "first position ≥ 0", "-1."),
+    ("bool position", called(key_positions=True), DTypeError, "key_positions", "an int, or an integer tensor", "bool."),
+    (
+        "queries per head",
+        called(query_positions=ints(2, 6, 5)),
+        ShapeError,
+        "query_positions",
+        "(n,) or (B, n)",
+        "(2, 6",
+    ),
     ("list of positions", called(query_positions=[0] * 5), DTypeError, "query_positions", "integer tensor", "list."),
     ("positions elsewhere", called(key_positions=ints(7).to("meta")), DeviceError, "key_positions", "cpu", "meta."),
     ("row beyond L", weights(queries=[5]), ArgumentError, "queries", "row numbers below L = 5", "[5]."),
@@ -131,14 +144,6 @@ REFUSED = [
     ("token ids", module(ints(2, 5, 12)), DTypeError, "query", "floating point", "torch.int64. Embed token ids first."),
     ("list of features", module([1.0]), DTypeError, "query", "a torch.Tensor", "list."),
     ("value without key", module(X, value=X), ArgumentError, "key", "because value was given", "None. Leave both out"),
-    (
-        "unknown kernel",
-        lambda: use_kernel("flash"),
-        ArgumentError,
-        "name",
-        "one of native, sdpa, chunked, flex, reference",
-        "'flash'.",
-    ),
 ]
 
 
@@ -178,16 +183,6 @@ def test_it_is_refused_in_the_callers_own_words(case: tuple[str, Call, type[Clea
         pattern = pattern.replace(literal, "\\" + literal)
     with pytest.raises(kind, match="^" + pattern):
         call()
-
-
-def test_a_forced_kernel_says_why_it_cannot_and_which_could(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clearhead.kernels._native_support.extension", None)  # not every installation has it
-    with use_kernel("sdpa"), pytest.raises(KernelError) as caught:
-        attention(Q, K, K, softcap=2.0, return_lse=True)
-    assert str(caught.value) == (
-        "use_kernel('sdpa'): this kernel cannot run the call: PyTorch does not give out the log-sum-exp; "
-        "it has no soft-cap. Leave the choice to Clearhead, or force one that can: chunked, reference."
-    )
 
 
 @pytest.mark.parametrize("made_before", [False, True])
@@ -230,3 +225,79 @@ def test_a_message_is_put_together_the_same_way_everywhere() -> None:
     for name in filter(lambda name: name.endswith("Error"), errors.__all__):
         error = getattr(errors, name)("n", expected="a", got="b", fix="Do c.")
         assert str(error) == str(pickle.loads(pickle.dumps(error))) == "n: expected a, got b. Do c."
+
+
+# An error that is raised in a module names the module.
+
+
+E, H = 12, 3
+
+
+def _note(call: Callable[[], object]) -> str:
+    with pytest.raises(clearhead.errors.ClearheadError) as caught:
+        call()
+    (note,) = caught.value.__notes__
+    return note
+
+
+def _stack() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def _fail(module: nn.Module) -> str:
+    return _note(lambda: module(torch.randn(2, 5, E), mask=masks.lengths(torch.tensor([1, 2, 3]))))
+
+
+def test_without_a_name_it_is_the_class_and_the_sizes() -> None:
+    assert _fail(clearhead.MultiHeadAttention(E, H)) == (
+        "In MultiHeadAttention(embed_dim=12, num_heads=3, head_dim=4)."
+    )
+    x = torch.randn(2, 5, E + 1)
+    note = _note(lambda: clearhead.nn.MultiheadAttention(E, H, batch_first=True)(x, x, x))
+    assert note.startswith("In MultiheadAttention(")
+
+
+def test_upgrade_gives_full_names() -> None:
+    model = nn.ModuleDict({"text": _stack()})
+    clearhead.upgrade(model, linears=False)
+    attention = model["text"].layers[1].self_attn
+    wrong = torch.randn(2, 5, E + 1)
+    assert _note(lambda: attention(wrong, wrong, wrong)).startswith("In text.layers.1.self_attn: MultiheadAttention(")
+    # A record of a part of the model keeps the full name.
+    with clearhead.record(model["text"]) as _, torch.no_grad():
+        model["text"](torch.randn(2, 5, E))
+    assert _note(lambda: attention(wrong, wrong, wrong)).startswith("In text.layers.1.self_attn: ")
+
+
+def test_a_record_gives_full_names_and_a_copy_has_none() -> None:
+    layers = [EncoderLayer(E, clearhead.MultiHeadAttention(E, H), FeedForward(E, 16)) for _ in range(2)]
+    model = nn.Sequential(Encoder(layers)).eval()
+    with torch.no_grad(), clearhead.record(model):
+        model(torch.randn(2, 5, E))
+    mask = masks.lengths(torch.tensor([1, 2, 3]))
+    assert _note(lambda: model[0](torch.randn(2, 5, E), mask=mask)).startswith("In 0.layers.0.self_attention: ")
+    attention = layers[1].self_attention
+    assert _fail(attention).startswith("In 0.layers.1.self_attention: MultiHeadAttention(")
+    assert _fail(copy.deepcopy(attention)).startswith("In MultiHeadAttention(")
+
+
+def test_a_shared_module_has_all_its_names() -> None:
+    shared = clearhead.MultiHeadAttention(E, H)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = shared, shared
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    with torch.no_grad(), clearhead.record(model := Twice().eval()):
+        model(torch.randn(2, 5, E))
+    assert _fail(shared).startswith("In first or second: MultiHeadAttention(")
+
+
+def test_a_loaded_module_has_its_name_in_the_checkpoint() -> None:
+    loaded = clearhead.checkpoints.load(_stack().layers[0].state_dict(), num_heads=H)
+    assert _fail(loaded).startswith("In self_attn: MultiHeadAttention(")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, masks, merge_heads, split_heads
-from clearhead.positions import RelativeBias, Rotary
+from clearhead.errors import ArgumentError, ClearheadError, DTypeError, ShapeError
+from clearhead.masks import Mask
+from clearhead.positions import ALiBi, RelativeBias, Rotary
 from tests.support.exact import exact_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
@@ -36,20 +39,6 @@ def test_inputs_and_heads_of_other_sizes() -> None:
     expected = exact_attention(q, k, v)
     torch.testing.assert_close(weights.double(), expected.weights, rtol=0, atol=1e-5)
     torch.testing.assert_close(output, module.out_proj(merge_heads(expected.output.float())))
-
-
-def test_a_plain_tensor_comes_back_unless_weights_are_asked_for() -> None:
-    module, x = MultiHeadAttention(E, H), torch.randn(B, L, E)
-    alone = module(x)
-    assert isinstance(alone, Tensor)
-    output, averaged = module(x, need_weights=True)
-    same, per_head = module(x, need_weights=True, average_attn_weights=False)
-    assert torch.equal(output, alone)
-    assert torch.equal(same, alone)
-    assert averaged.shape == (B, L, L)
-    assert per_head.shape == (B, H, L, L)
-    torch.testing.assert_close(per_head.mean(1), averaged)
-    torch.testing.assert_close(averaged.sum(-1), torch.ones(B, L))
 
 
 def test_without_a_batch() -> None:
@@ -154,3 +143,152 @@ def test_a_position_part_rotates_keys_by_the_positions_of_the_queries() -> None:
     for positions in (1000, padded):
         expected = module(x, mask=masks.causal(), positions=positions)
         assert torch.equal(module(x, x.clone(), mask=masks.causal(), positions=positions), expected)
+
+
+# Cutting features into heads and laying them side by side again.
+
+
+D = 7
+
+
+@pytest.fixture
+def features() -> Tensor:
+    return torch.arange(B * L * H * D, dtype=torch.float32).reshape(B, L, H * D)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_head_h_reads_the_h_th_run_of_features(features: Tensor, batched: bool) -> None:
+    x = features if batched else features[0]
+    split = split_heads(x, H)
+    assert split.shape == (*x.shape[:-2], H, L, D)
+    for head in range(H):
+        assert torch.equal(split.select(-3, head), x[..., head * D : (head + 1) * D])
+    assert split.data_ptr() == x.data_ptr()  # nothing is copied
+    assert torch.equal(merge_heads(split), x)
+
+
+def test_tensors_that_are_not_contiguous(features: Tensor) -> None:
+    strided = features.transpose(0, 1)  # (L, B, H·D)
+    assert torch.equal(split_heads(strided, H), split_heads(strided.contiguous(), H))
+    assert torch.equal(merge_heads(split_heads(strided, H)), strided)
+
+
+@pytest.mark.parametrize("shape", [(0, L, H * D), (B, 0, H * D), (B, L, 0)], ids=str)
+def test_heads_of_size_zero(shape: tuple[int, ...]) -> None:
+    empty = torch.zeros(shape)
+    assert split_heads(empty, H).shape == (shape[0], H, shape[1], shape[2] // H)
+    assert merge_heads(split_heads(empty, H)).shape == shape
+
+
+@pytest.mark.parametrize("shape", [(B, L, 20), (7,), (B, H, L, D)], ids=str)
+def test_features_that_cannot_be_split_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError) as caught:
+        split_heads(torch.zeros(shape), H)
+    received = "(" + ", ".join(map(str, shape)) + (",)" if len(shape) == 1 else ")")
+    assert str(caught.value) == f"x: expected (B, L, H·D) with H = 3 heads dividing the last size, got {received}."
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: split_heads(torch.zeros(B, L, 6), 0), ArgumentError, r"num_heads: expected an int ≥ 1, got 0\."),
+        (lambda: split_heads(torch.zeros(B, L, 6), 2.0), DTypeError, r"num_heads: expected an int ≥ 1, got float\."),
+        (lambda: split_heads(torch.zeros(B, L, 6), True), DTypeError, r"num_heads: expected an int ≥ 1, got bool\."),
+        (lambda: split_heads([[1.0, 2.0]], 2), DTypeError, r"x: expected a torch\.Tensor, got list"),
+        (lambda: merge_heads(torch.zeros(L, D)), ShapeError, r"x: expected \(B, H, L, D\) or \(H, L, D\), got \("),
+        (
+            lambda: merge_heads(torch.zeros(1, B, H, L, D)),
+            ShapeError,
+            r"x: expected \(B, H, L, D\) or \(H, L, D\), got",
+        ),
+        (lambda: merge_heads([[1.0, 2.0]]), DTypeError, r"x: expected a torch\.Tensor, got list"),
+    ],
+)
+def test_other_arguments_are_refused(call: Callable[[], Tensor], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+# Jagged nested tensors through `MultiHeadAttention`: every row as if it were alone.
+
+
+LENGTHS, OTHERS = [5, 1, 7], [3, 8, 2]
+
+
+def rows(lengths: list[int], features: int = E) -> list[Tensor]:
+    torch.manual_seed(sum(lengths))
+    return [torch.randn(n, features, dtype=torch.float64) for n in lengths]
+
+
+def jagged(parts: list[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.sliding_window(1, 2)], ids=["none", "causal", "window"])
+def test_each_row_is_alone(mask: Mask | None) -> None:
+    """Outputs and gradients of inputs and parameters."""
+    attend = made(position=Rotary(4), mask=ALiBi(6))
+    parts = rows(LENGTHS)
+    together = jagged(parts)
+    output = attend(together, mask=mask)
+    assert output.is_nested
+    assert output.shape == together.shape
+    assert (output + together).shape == together.shape  # the same lengths, as a residual needs
+    output.values().square().sum().backward()
+    gradients = [parameter.grad for parameter in attend.parameters()]
+    attend.zero_grad()
+    alone = [part.clone().requires_grad_() for part in parts]
+    expected = [attend(part, mask=mask) for part in alone]
+    sum(part.square().sum() for part in expected).backward()  # type: ignore[union-attr]
+    torch.testing.assert_close(output.values(), torch.cat(expected), rtol=0, atol=1e-10)
+    assert together.grad is not None
+    torch.testing.assert_close(
+        together.grad.values(), torch.cat([part.grad for part in alone if part.grad is not None]), rtol=0, atol=1e-10
+    )
+    for mine, parameter in zip(gradients, attend.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["none", "causal"])
+def test_a_memory_with_lengths_of_its_own(mask: Mask | None) -> None:
+    attend = made()
+    queries, keys = rows(LENGTHS), rows(OTHERS)
+    result = attend(jagged(queries), jagged(keys), mask=mask)
+    expected = [attend(query, key, mask=mask) for query, key in zip(queries, keys, strict=True)]
+    torch.testing.assert_close(result.values(), torch.cat(expected), rtol=0, atol=1e-10)
+
+
+def test_a_position_part_needs_keys_beside_queries() -> None:
+    """As many in all is not enough: each row has lengths of its own."""
+    attend, queries = made(position=Rotary(4)), rows(LENGTHS)
+    with pytest.raises(ShapeError, match="key: expected the query's lengths: a position part rotates both"):
+        attend(jagged(queries), jagged(rows(LENGTHS[::-1])))
+    keys = rows(LENGTHS)
+    result = attend(jagged(queries), jagged(keys), mask=masks.causal())
+    expected = [attend(query, key, mask=masks.causal()) for query, key in zip(queries, keys, strict=True)]
+    torch.testing.assert_close(result.values(), torch.cat(expected), rtol=0, atol=1e-10)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
+    "padded key": ({"key": torch.zeros(3, 7, E).double()}, ShapeError, "key: expected a jagged .*got a padded tensor"),
+    "rows": ({"key": jagged(rows([4, 4]))}, ShapeError, "key: expected the query's 3 rows, got 2"),
+    "value": (
+        {"key": jagged(rows(OTHERS)), "value": jagged(rows([3, 8, 4]))},
+        ShapeError,
+        "value: .*the key's lengths",
+    ),
+    "features": ({"key": jagged(rows(LENGTHS, 4))}, ShapeError, "key: expected"),
+    "weights": ({"need_weights": True}, ArgumentError, "need_weights: .*jagged.*to_padded_tensor"),
+    "positions": ({"positions": 3}, ArgumentError, "positions: .*jagged"),
+    "mask": ({"mask": masks.causal("bottom_right")}, ArgumentError, r"mask: expected causal\(\)"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit(case: str) -> None:
+    inputs, kind, text = BAD[case]
+    with pytest.raises(kind, match=text):
+        made()(jagged(rows(LENGTHS)), **inputs)
+    with pytest.raises(ShapeError, match=r"expected the layout torch.jagged, got torch.strided"):
+        made()(torch.nested.nested_tensor(rows(LENGTHS)))

@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import clearhead
 from clearhead import masks
 from clearhead._layer import layer, packing
-from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, Rotary
 
@@ -217,16 +216,18 @@ def test_other_calls_keep_the_padded_path(unpadded: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_recorders_see_the_padded_batch(name: str, inputs: tuple[Tensor, Tensor], unpadded: list[Any]) -> None:
-    module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV).double())
-    with clearhead.record(module, statistics=("received", "entropy", "output")) as seen:
+    module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, softcap=0.7, scale=0.4, sinks=True).double())
+    statistics = ("received", "entropy", "output", "max_logit", "rows")
+    with clearhead.record(module, statistics, keep="queries_keys") as seen:
         output = module(*inputs, mask=MASKS[name]())
     assert torch.equal(output, module(*inputs, mask=MASKS[name]()))
     assert len(unpadded) in (0, 2)
-    with clearhead.record(module, statistics=("received", "entropy", "output")) as expected:
+    with clearhead.record(module, statistics, keep="queries_keys") as expected:
         module(*inputs, mask=MASKS[name]() & masks.keep(torch.ones(1, 1, dtype=torch.bool)))
-    for statistic in ("received", "entropy", "output"):
+    for statistic in statistics:
         result, wanted = (getattr(record[""][0], statistic) for record in (seen, expected))
         torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(seen.weights(0), seen[""][0].rows, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -280,21 +281,6 @@ def test_dropout_drops_weights_and_nothing_else(unpadded: list[Any]) -> None:
     assert not torch.equal(module(x, x, values, mask=mask), dropped)
     torch.testing.assert_close(module.eval()(x, x, values, mask=mask), weights)
     assert len(unpadded) == 3
-
-
-@pytest.mark.parametrize(
-    ("lengths", "sizes", "error", "text"),
-    [
-        ([3, -1], (4, 3), ArgumentError, "query_lengths: expected numbers ≥ 0, got a smallest one of -1"),
-        ([[3, 3]], (4, 3), ShapeError, r"query_lengths: expected shape \(B,\), got \(1, 2\)"),
-        ([3.0, 3.0], (4, 3), DTypeError, r"query_lengths: expected an integer tensor, got torch\.float32"),
-        ([3, 1], (2, 3), ArgumentError, "query_lengths of at most L = 2 queries, got a length of 3"),
-        ([1, 1, 1], (4, 3), ShapeError, r"query_lengths of shape \(2,\), got \(3,\)"),
-    ],
-)
-def test_errors_about_query_lengths(lengths: Any, sizes: tuple[int, int], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        masks.lengths(torch.tensor([3, 3]), torch.tensor(lengths)).dense(*sizes, batch_size=2)
 
 
 def multiplications(module: nn.Module, x: Tensor, mask: Mask | None) -> int:

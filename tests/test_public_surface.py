@@ -87,6 +87,19 @@ def test_every_public_name_is_documented(module: str, name: str) -> None:
         assert ">>> " in text
 
 
+def test_every_public_method_is_documented_where_it_is_defined() -> None:
+    public = {id(each): each for module, names in SURFACE.items() for each in named(module, names)}
+    classes = {base for each in public.values() if inspect.isclass(each) for base in each.__mro__}
+    own = [each for each in classes if each.__module__.startswith("clearhead")]
+    methods = [(each, name, item) for each in own for name, item in vars(each).items() if not name.startswith("_")]
+    functions = [found for found in methods if inspect.isfunction(found[2]) and not found[2].__doc__]
+    assert not [f"{each.__qualname__}.{name}" for each, name, _ in functions]
+
+
+def named(module: str, names: str) -> list[object]:
+    return [getattr(importlib.import_module(module), name) for name in names.split()]
+
+
 @pytest.mark.parametrize("name", ["dense", "check"])
 def test_what_one_does_with_a_mask_shows_an_example(name: str) -> None:
     assert ">>> " in getattr(clearhead.masks.Mask, name).__doc__
@@ -120,12 +133,6 @@ def test_importing_does_no_work_and_brings_in_nothing_but_torch_and_the_standard
     assert found["foreign"] == found["heavy"] == []
     assert found["plot"] == [False, "page", False]  # imported on first use
     assert found["work"] == [[], True, False]
-
-
-def test_type_checkers_see_the_types() -> None:
-    package = clearhead.__path__[0]
-    with open(f"{package}/py.typed") as marker:
-        assert marker.read() == ""
 
 
 def test_documented_arguments_are_parameters() -> None:

@@ -69,7 +69,7 @@ FAULTS = (
         "the lse of a row whose every score is the lowest number",
     ),
     Fault(
-        "tile.h", "            rows.lowest_last = 0;\n", "", "a fully masked row is not masked beside rows that see all"
+        "tile.h", "            tile.lowest_last = 0;\n", "", "a fully masked row is not masked beside rows that see all"
     ),
     Fault(
         "tile.h",
@@ -79,8 +79,8 @@ FAULTS = (
     ),
     Fault(
         "tile.h",
-        "memcpy(kept, both + place % GROUP, GROUP * sizeof(Ints));",
-        "memcpy(kept, both, GROUP * sizeof(Ints));",
+        "memcpy(undropped, both + place % GROUP, GROUP * sizeof(Ints));",
+        "memcpy(undropped, both, GROUP * sizeof(Ints));",
         "dropout of a call that begins inside a group of keys",
     ),
     Fault(
@@ -103,7 +103,7 @@ FAULTS = (
     ),
     Fault(
         "tile_masks.h",
-        "if (marks && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {",
+        "if (marks && p.visible.row == 0 && (tile.one_head || p.visible.head == 0)) {",
         "if (marks && p.visible.row == 0) {",
         "per-head key masks of a tile with several heads",
     ),
@@ -115,13 +115,13 @@ FAULTS = (
     ),
     Fault(
         "backward.h",
-        "store(weights + place, only_where(kept[t], weight));",
+        "store(weights + place, only_where(undropped[t], weight));",
         "store(weights + place, weight);",
         "the gradient of values is taken without dropout",
     ),
     Fault(
         "backward_tile.h",
-        "        if (usual) missing[lane] = static_cast<float>(lse[lane] - exact);\n",
+        "        if (usual) tile.missing[lane] = static_cast<float>(tile.lse[lane] - exact);\n",
         "",
         "the rounding of lse is not made up for in gradients",
     ),
@@ -133,8 +133,8 @@ FAULTS = (
     ),
     Fault(
         "decode.h",
-        "seen = seen || best[r] != -INFINITY;",
-        "seen = best[r] != -INFINITY;",
+        "visible = visible || best[r] != -INFINITY;",
+        "visible = best[r] != -INFINITY;",
         "only a chunk's last row is asked for keys",
     ),
     Fault(
@@ -145,11 +145,11 @@ FAULTS = (
     ),
     Fault(
         "driver_backward.cpp",
-        "    clear_bias_gradient(p);\n    if",
-        "    if",
+        "    clear_bias_gradient(p);\n    compute",
+        "    compute",
         "the gradient of a bias is added up twice where a call is repeated",
     ),
-    Fault("documents.cpp", ", p.first_item = d;", ";", "every packed sequence drops the same weights"),
+    Fault("packed_sequences.cpp", "p.first_item = number, ", "", "every packed sequence drops the same weights"),
     Fault(
         "row_results.h",
         "entropy = sum * factor * (lse - row_max);",

@@ -1,14 +1,18 @@
-"""``python -m docs.draw``: write every picture and the tables of statistics, and name the files that changed."""
+"""``python -m docs.draw``: write every picture and the tables of statistics and terms, and name what changed."""
 
 from . import IMAGES, pictures
 from .statistics import listed
+from .terms import glossary, with_table
 
 
 def main() -> None:
-    """Write every picture and the tables of statistics."""
+    """Write every picture and the tables of statistics and terms."""
     page = IMAGES.parent / "en" / "statistics.md"
     texts = {IMAGES / name: draw().svg() for name, draw in pictures().items()}
     texts[page] = listed(page.read_text(encoding="utf-8"))
+    for language in ("en", "zh"):
+        page = glossary(language)
+        texts[page] = with_table(page.read_text(encoding="utf-8"), language)
     for path, text in texts.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

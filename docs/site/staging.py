@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 ELSEWHERE = {
     ROOT / "README.md": "index.md",
     ROOT / "README.zh.md": "index.md",
-    DOCS / "architecture.md": "architecture.md",
+    **{DOCS / name: name for name in ("architecture.md", "stability.md", "decisions.md", "releasing.md")},
     ROOT / "CONTRIBUTING.md": "contributing.md",
     ROOT / "SECURITY.md": "security.md",
     ROOT / "CHANGELOG.md": "changelog.md",
@@ -61,7 +61,8 @@ def target_of(target: str, page: Path, place: str, language: str) -> str | None:
     if DOCS / "images" in source.parents or language_of(source) == language:
         return os.path.relpath(other, Path(place).parent) + tail
     # The other language is another site: an address, not a file. English lies at the root, Chinese in zh/.
-    up = "../" * address(place).count("/")
+    # Zensical reads an address as relative to the page's file.
+    up = "../" * place.count("/")
     return (f"{up}../{address(other)}" if language == "zh" else f"{up}zh/{address(other)}") + tail
 
 

@@ -6,8 +6,8 @@ own errors goes on working.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 __all__ = [
     "ArgumentError",
@@ -56,8 +56,7 @@ class ArgumentError(ClearheadError, ValueError):
 class UnknownNameError(ArgumentError, KeyError):
     """A name under which a record, a summary or a walkthrough holds nothing."""
 
-    def __str__(self) -> str:
-        return Exception.__str__(self)  # a `KeyError` would write the message's `repr`
+    __str__: Callable[[Self], str] = Exception.__str__  # a `KeyError` would write the message's `repr`
 
 
 class OutOfRangeError(ArgumentError, IndexError):

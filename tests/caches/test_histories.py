@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clearhead import MultiHeadAttention, masks
-from clearhead._latent import MultiHeadLatentAttention
+from clearhead import MultiHeadAttention, MultiHeadLatentAttention, masks
 from clearhead.caches import Cache, EvictingKVCache, HeavyHitters, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.errors import CacheError
 from clearhead.positions import ALiBi, Rotary

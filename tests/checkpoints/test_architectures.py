@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import transformers
 from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, MultiHeadLatentAttention, masks
-from clearhead.checkpoints import from_transformers
+from clearhead.caches import CrossKVCache
+from clearhead.checkpoints import from_transformers, layers_from_transformers
 from tests.support.models import VIT
 
 from .architectures import (
     CASES,
+    DEEPSEEK,
     PROMPT,
     TYPICAL,
     B,
@@ -22,9 +25,11 @@ from .architectures import (
     L,
     Seen,
     assert_close,
+    deepseek,
     marks,
     positions_of,
     randomised,
+    t5,
     token_ids,
     watching,
 )
@@ -140,3 +145,74 @@ def test_vit(qkv_bias: bool) -> None:
 def test_other_settings(name: str, settings: dict[str, Any]) -> None:
     case = CASES[name]
     compare(case, Case(case.stem, case.options | settings, case.x, case.output).model())
+
+
+# T5: from decoder to encoder, and the bias that all layers share; its stacks are among the other architectures.
+
+
+CROSS, LAYERS = "decoder.block.{layer}.layer.1.EncDecAttention", (0, 1, 2)
+
+
+@torch.no_grad()
+def test_from_decoder_to_encoder() -> None:
+    """In one call, and step by step with the encoder's keys and values projected once."""
+    model, kept = t5(), marks("left")
+    keys = masks.keep(keys=kept)
+    memory = model.encoder(input_ids=token_ids(), attention_mask=kept)
+    with watching(model, CROSS, CROSS, LAYERS) as seen:
+        model(encoder_outputs=memory, attention_mask=kept, decoder_input_ids=token_ids()[:, :13])
+    words = memory.last_hidden_state
+    for layer in LAYERS:
+        ours, cache = from_transformers(model, layer, part="cross"), CrossKVCache()
+        assert (ours.mask, ours.position) == (None, None)
+        x, expected = seen.x[layer][0], seen.output[layer][0]
+        assert_close(ours(x, words, mask=keys), expected)
+        assert_close(torch.cat([ours(step, words, mask=keys, cache=cache) for step in x.split(7, 1)], 1), expected)
+
+
+@pytest.mark.parametrize(("part", "count"), [("encoder", 2), ("decoder", 3)])
+def test_all_layers_have_one_bias_together(part: str, count: int) -> None:
+    model = t5()
+    layers = layers_from_transformers(model, part=part)
+    assert len(layers) == count
+    bias = layers[0].mask
+    assert all(layer.mask is bias for layer in layers)
+    theirs = getattr(model, part).block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    assert torch.equal(bias.weight, theirs)
+    assert bias.weight is not theirs
+    sum(layer(torch.randn(2, 5, 23)).sum() for layer in layers).backward()
+    assert bias.weight.grad is not None
+    assert "mask: RelativeBias(num_heads=5, num_buckets=8, max_distance=13" in str(layers[1].loaded_from)
+
+
+def test_an_encoder_alone() -> None:
+    model = transformers.T5EncoderModel(t5().config)
+    ours = from_transformers(model, 1, part="encoder")
+    assert torch.equal(ours.q_proj.weight, model.encoder.block[1].layer[0].SelfAttention.q.weight)
+
+
+# What is read of DeepSeek's latent attention, besides what the tests of all architectures compare.
+
+
+def test_what_was_read_is_told() -> None:
+    ours = from_transformers(deepseek("yarn"), 1)
+    for part in ("deepseek_v3", "'layers.1.self_attn.'", "kv_b_proj.weight", "YarnScaling"):
+        assert part in str(ours.loaded_from)
+    assert ours.dropout == 0.0
+    assert from_transformers(deepseek("halves, biases"), 0).dropout == 0.1
+
+
+def test_yarns_factor_may_follow_from_the_lengths() -> None:
+    """DeepSeek's own files leave it out now and then; 64 / 16 positions make a factor of 4."""
+    model = deepseek("low-rank queries")
+
+    def scale(rope: dict[str, Any]) -> float | None:
+        ours = from_transformers(
+            model, 0, config=SimpleNamespace(**(model.config.to_dict() | {"rope_parameters": rope}))
+        )
+        assert isinstance(ours, MultiHeadLatentAttention)
+        return ours.scale
+
+    told = DEEPSEEK["yarn"]["rope_parameters"] | {"factor": 4.0}
+    left_out = {name: value for name, value in told.items() if name != "factor"}
+    assert scale(left_out) == scale(told) > 13**-0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,3 +308,15 @@ def test_a_tensor_of_another_size(models: dict[str, Any], name: str, key: str, t
     state = models[name].state_dict() | {f"layers.1.self_attn.{key}": torch.ones(42)}
     with pytest.raises(CheckpointError, match=rf"{key}: expected {text}. Does the config"):
         from_transformers(state, 1, config=models[name].config)
+
+
+# The page about loaders names every architecture.
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "en" / "loaders.md"
+
+
+def test_the_table_has_every_model() -> None:
+    table = PAGE.read_text(encoding="utf-8").split("| `model_type` |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines()[2:]]
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == KNOWN.split(", ")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
-from clearhead._environment import state
+from tests.support.snapshots import observers
 from tests.support.statistics_oracle import EVERY
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 12, 4
@@ -60,7 +60,7 @@ def recorded(model: nn.Module, *calls: Any, **options: Any) -> clearhead.record:
 
 def nothing_left(model: nn.Module) -> bool:
     """Whether a model has no hooks, and this thread no observers and no function modes."""
-    return not (hooks(model) or state.observers or torch.overrides._get_current_function_mode_stack())
+    return not (hooks(model) or observers() or torch.overrides._get_current_function_mode_stack())
 
 
 def require_same_training(model: nn.Module, loss: Callable[[], Tensor]) -> None:

@@ -1,7 +1,8 @@
-"""Recording `nn.MultiheadAttention` and calls of `F.scaled_dot_product_attention`."""
+"""Recording `nn.MultiheadAttention`, calls of `F.scaled_dot_product_attention`, and `nn.Transformer`."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,10 +11,51 @@ from torch import Tensor, nn
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
 import clearhead
-from tests.support.statistics_oracle import Oracle, compare
+from tests.support.statistics_oracle import EVERY, Oracle, compare
 from tests.support.torch_oracle import explicit_bias
 
-from .torch_calls import BATCH, EXACT, HEADS, KEYS, LENGTH, WIDTH, kinds, modes, oracle, padding, record
+from .stacks import require_same_training
+
+BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 7, 11, 12, 3
+EVEN_HEADS = 4  # PyTorch's inference fast path wants an even number
+EXACT = 1e-10
+
+modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+kinds = pytest.mark.parametrize("upgraded", [False, True], ids=["torch", "upgraded"])
+
+
+def record(model: nn.Module, **options: Any) -> clearhead.record:
+    return clearhead.record(model, EVERY, **options)
+
+
+def projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
+    """Query, key and value as (N, H, length, D), by hand from the module's parameters."""
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.chunk(3)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    biases = [0, 0, 0] if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    batch_first = [x if module.batch_first else x.transpose(0, 1) for x in inputs]
+    found = [x @ weight.T + bias for x, weight, bias in zip(batch_first, weights, biases, strict=True)]
+    for place, learned in ((1, module.bias_k), (2, module.bias_v)):
+        if learned is not None:
+            found[place] = torch.cat([found[place], learned.expand(found[place].shape[0], 1, -1)], 1)
+    if module.add_zero_attn:
+        found[1:] = [torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in found[1:]]
+    return [x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in found]
+
+
+def oracle(module: nn.MultiheadAttention, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor, counted: Any) -> Oracle:
+    """`bias` (N, H, L, S) holds every mask as numbers; appended keys are always visible."""
+    query, key, value = projected(module, *inputs)
+    bias = torch.nn.functional.pad(bias, (0, key.shape[2] - bias.shape[-1]))
+    return Oracle(query, key, bias > -torch.inf, value, bias, counted=counted)
+
+
+def padding(length: int) -> Tensor:
+    """(N, length), True = padding, at the end of the second item."""
+    return torch.arange(length) >= torch.tensor([[length], [length - 3]])
+
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -161,3 +203,121 @@ def test_under_autocast(kind: str) -> None:
         with record(model) as rec:
             model(*arguments)
     compare(rec[""][0], Oracle(q.bfloat16(), k.bfloat16(), ones(2, 3, 37, 37), v.bfloat16()))
+
+
+# Recording `nn.Transformer` and its layers, with and without PyTorch's inference fast path, and in training.
+
+
+nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
+
+def encoder(upgraded: bool = False, **options: Any) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(WIDTH, EVEN_HEADS, 16, batch_first=True, **options)
+    model = nn.TransformerEncoder(layer, 2).double()
+    if upgraded:
+        clearhead.upgrade(model)
+    return model
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randn(BATCH, length, WIDTH).double()
+
+
+@modes
+@kinds
+@nested
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_transformer_encoder(padded: bool, upgraded: bool, training: bool) -> None:
+    """PyTorch's nested path zeroes padding, and the recorded path does not. Other positions agree."""
+    model = encoder(upgraded, dropout=0.0).train(training)
+    x, hidden = tokens(LENGTH), padding(LENGTH) if padded else None
+    with torch.no_grad():
+        outside = model(x, src_key_padding_mask=hidden)
+        with record(model) as rec:
+            inside = model(x, src_key_padding_mask=hidden)
+        assert torch.equal(model(x, src_key_padding_mask=hidden), outside)
+    valid = torch.ones(BATCH, LENGTH, dtype=torch.bool) if hidden is None else ~hidden
+    torch.testing.assert_close(inside[valid], outside[valid], rtol=0, atol=EXACT)
+    if padded and not upgraded and not training:
+        assert inside[~valid].any()
+        assert not outside[~valid].any()
+    assert list(rec) == ["layers.0.self_attn", "layers.1.self_attn"]
+    bias = explicit_bias((BATCH, EVEN_HEADS, LENGTH, LENGTH), None, hidden, False)
+    compare(rec["layers.0.self_attn"][0], oracle(model.layers[0].self_attn, (x, x, x), bias, valid), exact=EXACT)
+
+
+@modes
+@kinds
+def test_transformer(upgraded: bool, training: bool) -> None:
+    model = nn.Transformer(WIDTH, EVEN_HEADS, 1, 2, 16, dropout=0.0, batch_first=True).double().train(training)
+    if upgraded:
+        clearhead.upgrade(model)
+    source, target = tokens(KEYS), tokens(LENGTH)
+    masks = {
+        "src_key_padding_mask": padding(KEYS),
+        "memory_key_padding_mask": padding(KEYS),
+        "tgt_key_padding_mask": padding(LENGTH).flip(0),
+        "tgt_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(),
+    }
+    with torch.no_grad():
+        outside = model(source, target, **masks)
+        with record(model) as rec:
+            inside = model(source, target, **masks)
+    torch.testing.assert_close(inside, outside, rtol=0, atol=EXACT)
+    decoder = [f"decoder.layers.{number}.{kind}" for number in (0, 1) for kind in ("self_attn", "multihead_attn")]
+    assert list(rec) == ["encoder.layers.0.self_attn", *decoder]
+    assert [calls.key_length for calls in rec.values()] == [KEYS, LENGTH, KEYS, LENGTH, KEYS]
+    real = ~padding(LENGTH).flip(0)
+    for calls, counted in zip(rec.values(), (~padding(KEYS), *[real] * 4), strict=True):
+        assert calls.counted.tolist() == counted.tolist()
+    bias = explicit_bias((BATCH, EVEN_HEADS, LENGTH, LENGTH), masks["tgt_mask"], masks["tgt_key_padding_mask"], False)
+    attend = model.decoder.layers[0].self_attn
+    compare(rec[decoder[0]][0], oracle(attend, (target,) * 3, bias, real), exact=EXACT)
+
+
+@pytest.fixture(name="fast_calls")
+def _fast_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of PyTorch's fused inference functions, one for each call."""
+    calls: list[str] = []
+    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
+        original = getattr(torch, name)
+
+        def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(torch, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
+def test_the_fast_path_is_off_inside_and_back_after(fails: bool, fast_calls: list[str]) -> None:
+    model, x = encoder().eval(), tokens(LENGTH)
+    with torch.no_grad():
+        model(x)
+        assert fast_calls == ["_transformer_encoder_layer_fwd"] * 2
+        with contextlib.suppress(ZeroDivisionError), record(model):
+            model(x)
+            if fails:
+                _ = 1 / 0
+        assert len(fast_calls) == 2, "off inside"
+        model(x)
+    assert len(fast_calls) == 4, "back after"
+
+
+@kinds
+def test_training_inside_has_the_gradients_of_training_outside(upgraded: bool) -> None:
+    model, x = encoder(upgraded, dropout=0.3).train(), tokens(LENGTH)
+    require_same_training(model, lambda: model(x).square().mean())
+
+
+def test_training_under_autocast_keeps_its_gradients() -> None:
+    """Casts of the parameters that the record makes without gradients must not be cached for the model."""
+    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def loss() -> Tensor:
+        return module(x, x, x, need_weights=False)[0].float().square().mean()
+
+    require_same_training(module, loss)

@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 
 import clearhead
 import clearhead.integrations.transformers
-from clearhead.cli._demo import default_model_path
 from clearhead.errors import RecordError
+from tests.support.models import minilm
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
 from .small_models import padding, small, small_bart, token_ids
@@ -62,7 +62,7 @@ def _attended(monkeypatch: pytest.MonkeyPatch) -> list[Attended]:
 
 @pytest.fixture(scope="module", name="minilm")
 def _minilm() -> tuple[Any, Any]:
-    path = str(default_model_path())
+    path = minilm()
     model = transformers.AutoModel.from_pretrained(path).float().eval()
     return model, transformers.AutoTokenizer.from_pretrained(path)
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
+from benchmarks.memory import growth_of_peak, in_a_process
 from clearhead import masks
+from clearhead._statistics import compute
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
+from tests.support.allocations import Allocations
+from tests.support.budgets import in_turn
 from tests.support.calls import Call, calls
+from tests.support.native import SETS, use_instruction_set
 from tests.support.statistics_oracle import EVERY, Oracle, compare
+
+from ..kernels.adversarial import Adversary
 
 EXACT = {torch.float64: 1e-10, torch.float32: None}
 
@@ -276,3 +284,77 @@ def test_errors_name_the_argument(kind: type[Exception], text: str, arguments: d
 def test_the_class_cannot_be_called(args: tuple[object, ...]) -> None:
     with pytest.raises(ArgumentError, match=r"AttentionStatistics\(\.\.\.\): .*clearhead\.attention_statistics"):
         clearhead.AttentionStatistics(*args)
+
+
+# Errors of statistics do not grow with the length, on inputs whose rounding errors add up.
+
+
+STATISTICS = ("entropy", "received", "confidence", "map", "output", "output_norm", "head_average", "top_k")
+
+
+@pytest.fixture(name="path", params=["blocks", *SETS])
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Statistics block by block in PyTorch, and from the native kernel on each instruction set of this machine."""
+    if request.param == "blocks":
+        monkeypatch.setattr(compute, "refuses", lambda _: True)
+        yield "blocks"
+        return
+    with use_instruction_set(request.param):
+        yield request.param
+
+
+def gathered(case: Adversary, dtype: torch.dtype) -> dict[str, Tensor]:
+    query, key, value, _ = (x.to(dtype) for x in case.inputs())
+    found = clearhead.attention_statistics(
+        query, key, value=value, scale=case.scale * case.dim**-0.5, statistics=STATISTICS, map_size=4
+    )
+    results = {name: getattr(found, name) for name in STATISTICS if name != "top_k"}
+    return {**results, "top weights": found.top_k.weights}
+
+
+@pytest.mark.parametrize("size", [(8209, 1031), (5, 32768)], ids=str)
+@pytest.mark.parametrize("keys", ["equal", "rising"])
+def test_errors_stay_below_the_tolerance(keys: str, size: tuple[int, int], path: str) -> None:
+    case = Adversary(keys, "equal", *size)
+    exact = gathered(case, torch.float64)
+    for name, found in gathered(case, torch.float32).items():
+        error, largest = (found.double() - exact[name]).abs().max(), exact[name].abs().max()
+        assert error <= 1e-5 * largest, f"{name}: off by {error:.3g} of {largest:.3g}"
+
+
+# No statistic ever holds anything near the (B, H, L, S) tensor.
+
+
+FLOAT = 4  # bytes
+MASKS = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(100, 0)}
+
+
+@in_turn({"statistic": [name for name in EVERY if name != "head_average"]}, {"mask": MASKS})
+def test_no_block_is_near_the_full_tensor(statistic: str, mask: str) -> None:
+    """The largest storage of any operation, compared with the (B, H, L, S) scores."""
+    heads, length = 4, 3001
+    query, key, value = (torch.randn(1, heads, length, 4) for _ in range(3))
+    with Allocations(query, key, value) as allocations:
+        clearhead.attention_statistics(query, key, MASKS[mask], value=value, statistics=(statistic,))
+    scores = heads * length * length * FLOAT
+    assert allocations.largest < scores / 10, f"{allocations.operation}: {allocations.largest} of {scores}"
+
+
+def grown(length: int) -> float:
+    """Megabytes that the default statistics and the output of 8 heads add to the peak of this process."""
+    torch.set_num_threads(1)
+    query, key, value = (torch.randn(1, 8, length, 4) for _ in range(3))
+    names = ("entropy", "received", "max_logit", "top_k", "output")
+
+    def attend(count: int) -> object:
+        call = (tensor[:, :, :count] for tensor in (query, key))
+        return clearhead.attention_statistics(*call, value=value[:, :, :count], statistics=names)
+
+    attend(1025)
+    return growth_of_peak(lambda: attend(length))[0]
+
+
+def test_memory_of_the_process_stays_far_below_the_scores() -> None:
+    """Only the operating system sees the memory of compiled code."""
+    length = 6007
+    assert in_a_process(grown, length) < 8 * length * length * FLOAT / 1e6 / 20

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from clearhead.cli._demo import default_model_path
 from clearhead.integrations import transformers as integration
 from tests.integrations.architectures import DECODERS, GROUPED, SMALL, make_pair, padding, relative_error, token_ids
+from tests.support.models import minilm
 
 TEXTS = [
     "The animal didn't cross the street because it was too tired.",
@@ -23,7 +21,7 @@ TEXTS = [
 
 @torch.no_grad()
 def test_minilm_equals_eager_on_a_padded_batch() -> None:
-    path = str(default_model_path())
+    path = minilm()
     inputs = transformers.AutoTokenizer.from_pretrained(path)(TEXTS, padding=True, return_tensors="pt")
     expected, actual = (
         transformers.AutoModel.from_pretrained(path, attn_implementation=name).eval()(**inputs, output_attentions=True)
@@ -107,9 +105,3 @@ def test_compiles_without_a_graph_break() -> None:
     expected, actual = eager(**inputs, output_attentions=True), compiled(**inputs, output_attentions=True)
     assert relative_error(actual[0][valid], expected[0][valid]) <= 1e-5
     assert len(actual.attentions) == 2
-
-
-def test_clearhead_alone_imports_no_optional_package() -> None:
-    code = "import clearhead, sys; print(sorted({'transformers', 'matplotlib', 'typer', 'rich'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"

@@ -19,6 +19,7 @@ from clearhead.errors import DTypeError
 from tests.integrations.architectures import relative_error
 from tests.integrations.conftest import Rows
 from tests.integrations.encoders import build, inputs_of, require_near, state
+from tests.support.models import minilm
 
 
 @pytest.fixture
@@ -258,9 +259,7 @@ def test_sentence_transformers(rows: Rows, count: int) -> None:
 
     from sentence_transformers import SentenceTransformer
 
-    from clearhead.cli._demo import default_model_path
-
-    model = SentenceTransformer(str(default_model_path()), device="cpu")
+    model = SentenceTransformer(minilm(), device="cpu")
     sentences = " ".join(" ".join(topics.values()).split()).split(". ")
     texts = [sentence for sentence in sentences if 3 <= len(sentence.split()) <= 40][:count]
     expected = model.encode(texts, convert_to_tensor=True)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 import clearhead
 from clearhead import masks
-from clearhead._native import use_instruction_set
 from tests.support.comparing import require_half_as_good
-from tests.support.native import SETS, needs_native, on_every_set
+from tests.support.native import SETS, needs_native, on_every_set, use_instruction_set
 from tests.support.native_cases import Case, close_to_exact
 
 from .adversarial import KEYS, SCALES, VALUES, Adversary, exact_numbers, numbers, reference_numbers, require_accurate

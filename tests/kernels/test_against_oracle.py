@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 
 import clearhead
-from clearhead._native import use_instruction_set
 from tests.support.calls import Call, calls
 from tests.support.comparing import (
     KERNELS,
@@ -21,7 +20,7 @@ from tests.support.comparing import (
     require_close,
     require_half_as_good,
 )
-from tests.support.native import SETS, fewer_unless_best
+from tests.support.native import SETS, fewer_unless_best, use_instruction_set
 from tests.support.oracle import solve
 
 NATIVE = [f"native, {name}" for name in SETS]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._call.call import valid_call
 from clearhead._call.dropout import dropout_factors, philox4x32
 from clearhead._call.request import Request
 from clearhead._environment import read_environment
-from clearhead._layer.plan import run_call
+from clearhead._layer.plan import attend as attend_request
 from clearhead.masks._grid import ALL, Block, Grid, Offset
 from tests.support.comparing import require_close, require_half_as_good
 from tests.support.native import needs_native
@@ -159,9 +160,35 @@ def part_numbers(kernel: str | None, part: str, dtype: torch.dtype) -> dict[str,
         with clearhead.use_kernel(kernel):
             offset = Offset(WHOLE.num_heads, head, row, column, item)
             request = Request(masks.causal("bottom_right"), dropout_p=0.3, seed=torch.tensor(42), offset=offset)
-            output = run_call(valid_call(*inputs, request), read_environment()).output
+            output = attend_request(*inputs, request, read_environment()).output
     found = torch.autograd.grad(output, inputs, upstream)
     return {"output": output.detach(), **dict(zip(("query", "key", "value"), found, strict=True))}
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("native", marks=needs_native), "chunked", "reference"])
+def test_calls_in_turn_drop_by_their_place_and_their_seed(kernel: str) -> None:
+    """Parts of a larger call, one after another, by cached plans."""
+    query, key = torch.randn(2, 6, 5, 7), torch.randn(2, 6, 19, 7)
+    units = torch.eye(19).expand(2, 6, 19, 19)  # outputs are the weights that are left
+
+    def dropped(seed: int, heads: slice, rows: slice) -> Tensor:
+        request = Request(dropout_p=0.4, seed=torch.tensor(seed), offset=Offset(6, heads.start, rows.start))
+        part = query[:, heads, rows], key[:, heads], units[:, heads]
+        return attend_request(*part, request, read_environment()).output
+
+    with clearhead.use_kernel(kernel):
+        whole = {seed: dropped(seed, slice(0, 6), slice(0, 5)) for seed in (3, 20170612 << 8)}
+        assert not torch.equal(*(output == 0 for output in whole.values()))
+        for pair in itertools.permutations([(0, 0, 3), (3, 0, 3), (2, 2, 3), (3, 2, 20170612 << 8), (0, 1, 3)], 2):
+            for head, row, seed in (*pair, *pair):
+                places = slice(head, head + 3), slice(row, row + 3)
+                torch.testing.assert_close(dropped(seed, *places), whole[seed][:, *places], rtol=1e-5, atol=1e-6)
+
+
+def test_a_kernel_that_draws_its_own_dropout_refuses_a_seed() -> None:
+    x = torch.randn(2, 6, 5, 11)
+    with clearhead.use_kernel("sdpa"), pytest.raises(clearhead.errors.KernelError, match="different weights"):
+        attend_request(x, x, x, Request(dropout_p=0.5, seed=torch.tensor(3)), read_environment())
 
 
 @OURS

@@ -12,14 +12,13 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._native import instruction_sets, use_instruction_set
 from clearhead.kernels._native_arguments import NativeArguments
 from clearhead.kernels._native_plan import plan_of
+from tests.support.native import SETS, use_instruction_set
 
 DIM = 67
 #: Scores of the heaviest keys; all other scores are at most about half as large.
 SCORE = 33.0
-SETS = instruction_sets()
 on_every_set = pytest.mark.parametrize("kernel", SETS)
 on_ours = pytest.mark.parametrize("kernel", ["chunked", *SETS])
 #: Rows and keys: one block, several, and so few rows that the keys are split into chunks.

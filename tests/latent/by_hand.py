@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead import masks
-from clearhead._latent import MultiHeadLatentAttention
+from clearhead import MultiHeadLatentAttention, masks
 from clearhead.caches import Cache
 from clearhead.masks import Mask
 from clearhead.positions import Rotary

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from clearhead import masks
 from clearhead.caches import (
-    Cache,
     EvictingKVCache,
     EvictionPolicy,
-    HeavyHitters,
-    SinksAndRecent,
-    SlidingKVCache,
 )
-from clearhead.errors import CacheError
-from clearhead.masks import Mask
 from tests.caches.test_policies import Seen
 from tests.support.compiling import compiled_steps
 
@@ -58,27 +49,8 @@ def test_weights_with_a_cache() -> None:
         close(result, expected[:, :, -size:])
 
 
-def sliding(window: int) -> Cache:
-    return SlidingKVCache(B, 1, window, RANK + ROPE, value_head_dim=0, max_crop=2, dtype=torch.float64)
-
-
 def evicting(budget: int, policy: EvictionPolicy) -> EvictingKVCache:
     return EvictingKVCache(B, 1, budget, RANK + ROPE, value_head_dim=0, policy=policy, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("sizes", [[1] * L, [FEW + 2, 1, 3], [2, FEW + 4]], ids=str)
-@pytest.mark.parametrize(
-    ("cache", "rule"),
-    [
-        (lambda: sliding(4), CAUSAL & masks.sliding_window(3, 0)),
-        (lambda: evicting(L, HeavyHitters()), CAUSAL),
-        (lambda: evicting(L, SinksAndRecent(1)), CAUSAL),
-    ],
-    ids=["sliding", "heavy hitters", "streaming"],
-)
-def test_other_caches(cache: Callable[[], Cache], rule: Mask, sizes: list[int]) -> None:
-    attend, x = module(), tokens()
-    close(fed(attend, x, cache(), sizes), attend(x, mask=rule))
 
 
 @pytest.mark.parametrize("sizes", [[L], [1] * L, [4, FEW + 2]], ids=str)
@@ -97,12 +69,6 @@ def test_positions_may_start_anywhere() -> None:
     with torch.no_grad():
         attend(x[:, :3], mask=CAUSAL, positions=torch.arange(1000, 1003), cache=cache)
         close(attend(x[:, 3:], mask=CAUSAL, cache=cache), far[:, 3:])
-
-
-def test_gradients_and_a_cache_do_not_go_together() -> None:
-    attend = module()
-    with pytest.raises(CacheError, match=r"key: expected tensors without gradients.*torch\.no_grad\(\)"):
-        attend(tokens(), cache=attend.make_cache(B, L))
 
 
 def test_a_step_is_compiled_twice_at_most() -> None:

@@ -12,10 +12,8 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError, DeviceError, ShapeError
 from clearhead.masks import Mask, PreparedMask
-from clearhead.masks._grid import Grid
 from clearhead.positions import ALiBi, RelativeBias
-
-from .operations import CountOperations
+from tests.support.allocations import CountOperations
 
 B, H, L, S, D = 2, 3, 5, 7, 4
 
@@ -188,29 +186,31 @@ def test_a_call_of_a_lowered_mask_issues_few_operations(name: str, most: int, gr
 @pytest.mark.parametrize("name", ["causal", "ALiBi", "mask_mod of positions"])
 def test_rules_without_tensors_fit_every_device_unless_prepared_for_one(name: str) -> None:
     rule = MASKS[name]() if name in MASKS else masks.mask_mod(lambda b, h, q, k: q >= k)
-    fixed, here, there = rule.prepare(L, S), torch.device("cpu"), torch.device("meta")
-    for device in (there, here, there):
-        grid = Grid(B, H, L, S, device)
-        fixed.validate(grid)
-        made = fixed.lowered(grid, "a tensor", lambda grid=grid: torch.zeros(1, device=grid.device))
-        assert made.device == device  # no lowering of one device is used on another
+    inputs = {device: [x.to(device) for x in operands()] for device in ("cpu", "meta")}
+    fixed = rule.prepare(L, S)
+    expected = clearhead.attention(*inputs["cpu"], rule)
+    for device in ("meta", "cpu", "meta"):  # no lowering of one device is used on another
+        output = clearhead.attention(*inputs[device], fixed)
+        assert output.device.type == device
+    torch.testing.assert_close(clearhead.attention(*inputs["cpu"], fixed), expected)
     elsewhere = rule.prepare(L, S, device="meta")
-    elsewhere.validate(Grid(B, H, L, S, there))
+    assert clearhead.attention(*inputs["meta"], elsewhere).is_meta
     with pytest.raises(DeviceError, match=r"a call on meta, for which it was prepared, got one on cpu\. Prepare the"):
-        clearhead.attention(*operands(), elsewhere)
+        clearhead.attention(*inputs["cpu"], elsewhere)
 
 
 def test_the_device_of_a_mask_with_tensors_is_theirs() -> None:
+    on_meta = [x.to("meta") for x in operands()]
     for mask in (masks.keep(torch.ones(L, S, dtype=torch.bool)), masks.bias(torch.zeros(L, S))):
         with pytest.raises(DeviceError, match="on cpu"):
-            mask.prepare(L, S).validate(Grid(B, H, L, S, torch.device("meta")))
+            clearhead.attention(*on_meta, mask.prepare(L, S))
         with pytest.raises(DeviceError, match="expected a tensor on meta"):
             mask.prepare(L, S, device="meta")
     with pytest.raises(DeviceError, match="query_positions: expected positions on meta"):
         masks.causal().prepare(L, S, query_positions=torch.arange(L), device="meta")
     fixed = masks.causal().prepare(L, S, query_positions=torch.arange(L))
     with pytest.raises(DeviceError, match="expected a call on cpu"):
-        fixed.validate(Grid(B, H, L, S, torch.device("meta")))
+        clearhead.attention(*on_meta, fixed)
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99", 1.5])

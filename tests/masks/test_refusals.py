@@ -24,6 +24,10 @@ def at_call(mask: Any, **positions: Tensor) -> Call:
     return lambda: attention(Q, K, K, mask, **positions)
 
 
+def queries(lengths: Any, count: int = 4) -> Call:
+    return lambda: masks.lengths(torch.tensor([3, 3]), torch.tensor(lengths)).dense(count, 3, batch_size=2)
+
+
 KEEP, FITS, PER_ITEM = "mask keep(...)", "(B, H, L, S) = (2, 6, 5, 7)", "Give one number per batch item."
 ONE, DIMS = "one tensor, either positional (L, S …) or keys= (B, S)", "2 to 4 dimensions, ending in (L, S)"
 LENGTHS, DOCUMENTS, MOD = "mask lengths(...)", "mask documents(...)", "mask mask_mod(fn)"
@@ -53,6 +57,18 @@ REFUSED = [
     ("scalar prefix", lambda: masks.prefix(ints()), ShapeError, "n", "an int or a (B,) tensor", "()."),
     ("float prefix", lambda: masks.prefix(torch.ones(2)), DTypeError, "n", "an integer tensor", "torch.float32."),
     ("lengths -2", lambda: masks.lengths(ints(2) - 2), ArgumentError, "key_lengths", "≥ 0", "a smallest one of -2."),
+    ("queries -1", queries([3, -1]), ArgumentError, "query_lengths", "numbers ≥ 0", "a smallest one of -1."),
+    ("2-D queries", queries([[3, 3]]), ShapeError, "query_lengths", "shape (B,)", "(1, 2)."),
+    ("float queries", queries([3.0, 3.0]), DTypeError, "query_lengths", "an integer tensor", "torch.float32."),
+    (
+        "too many queries",
+        queries([3, 1], 2),
+        ArgumentError,
+        LENGTHS,
+        "query_lengths of at most L = 2",
+        "a length of 3.",
+    ),
+    ("queries, B", queries([1, 1, 1]), ShapeError, LENGTHS, "query_lengths of shape (2,)", "(3,)."),
     ("list", lambda: masks.lengths([1, 2]), DTypeError, "key_lengths", "(B,) or (B, L)", "list. Write masks.lengths("),
     ("bool lengths", lambda: masks.lengths(META), DTypeError, "key_lengths", "integer", "torch.bool. Marks of 0 and 1"),
     ("3-D lengths", lambda: masks.lengths(ints(2, 3, 5)), ShapeError, "key_lengths", "(B,) or (B, L)", "(2, 3, 5)."),

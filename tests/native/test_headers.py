@@ -15,7 +15,7 @@ import clearhead._native
 FOLDER = Path(clearhead._native.__file__).parent
 HEADERS = sorted(path.name for path in FOLDER.glob("*.h"))
 #: Those that name AVX-512's functions.
-OF_PAIRS = ("pairs.h", "pair_layouts.h", "forward_pairs.h", "backward_pairs.h", "kernel_pairs.h")
+OF_PAIRS = ("pairs.h", "pair_layouts.h", "forward_pairs.h", "backward_pairs.h")
 FEATURES = ["avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512bf16", "avx2", "fma", "f16c"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")]

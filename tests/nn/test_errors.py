@@ -202,9 +202,3 @@ def test_functional(name: str) -> None:
     ours = raised(lambda: clearhead.nn.functional.scaled_dot_product_attention(*args, **keywords))
     theirs = raised(lambda: F.scaled_dot_product_attention(*args, **keywords))
     assert_useful(ours, theirs, kind, *words)
-
-
-@pytest.mark.parametrize("function", [clearhead.upgrade, clearhead.downgrade])
-def test_only_modules_are_upgraded(function: Callable[[Any], Any]) -> None:
-    with pytest.raises(DTypeError, match=r"model: expected a torch\.nn\.Module, got dict"):
-        function({"weight": x(3)})

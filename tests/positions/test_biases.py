@@ -209,7 +209,9 @@ def test_copies_of_a_model_keep_its_biases(move: str) -> None:
 
 
 def test_a_model_made_on_meta_gets_its_buckets_with_its_memory() -> None:
-    mask = RelativeBias(HEADS, BUCKETS, DISTANCE, device="meta").to_empty(device="cpu")
+    mask = RelativeBias(HEADS, BUCKETS, DISTANCE, device="meta")
+    assert mask.dense(5).device.type == "meta"
+    mask = mask.to_empty(device="cpu")
     trained = RelativeBias(HEADS, BUCKETS, DISTANCE)
     assert {name: tuple(value.shape) for name, value in trained.state_dict().items()} == {"weight": (BUCKETS, HEADS)}
     mask.load_state_dict(trained.state_dict())

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead._statistics.patch_layout import PatchLayout
-from clearhead.caches import RandomEviction
-from clearhead.errors import ArgumentError, DTypeError, KernelError, ShapeError
+from clearhead.errors import DTypeError, KernelError, ShapeError
 from tests.support.exact import exact_attention
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
@@ -107,37 +106,6 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
 E = 96
 
 
-@pytest.mark.parametrize(("side", "causal"), [("left", True), ("right", True), ("right", False)])
-@pytest.mark.parametrize("parts", [{"softcap": 0.7}, {"sinks": True}, {"softcap": 0.7, "scale": 0.4}], ids=str)
-def test_a_record_of_an_unpadded_batch(causal: bool, side: str, parts: dict[str, Any]) -> None:
-    length = 317
-    module = clearhead.MultiHeadAttention(E, H, dtype=torch.float64, **parts).eval().requires_grad_(False)
-    if module.sinks is not None:
-        nn.init.normal_(module.sinks)
-    counts, x = torch.tensor([23, 61]), drawn(2, length, E, dtype=torch.float64)
-    at = torch.arange(length)
-    marks = at < counts[:, None] if side == "right" else at >= length - counts[:, None]
-    mask: Any = masks.keep(keys=marks)
-    visible = marks[:, None, None].expand(-1, 1, length, -1)
-    if causal:
-        mask, visible = mask & masks.causal(), visible & (at[:, None] >= at)
-    shapes: list[int] = []
-    hook = module.q_proj.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].dim()))
-    with clearhead.record(module, ("rows", "entropy", "max_logit"), keep="queries_keys") as rec:
-        output = module(x, mask=mask)
-    hook.remove()
-    q, k, v = (clearhead.split_heads(p(x), H) for p in (module.q_proj, module.k_proj, module.v_proj))
-    options = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
-    inside = exact_attention(q, k, v, visible, **options)
-    # Queries before the first key are padding too.
-    rows = marks if causal and side == "left" else torch.ones_like(marks)
-    assert shapes == [2], "the batch was not unpadded, so that this tests nothing"
-    close(output[rows], module.out_proj(clearhead.merge_heads(inside.output))[rows])
-    close(rec[""][0].rows.transpose(1, 2)[rows], inside.weights.transpose(1, 2)[rows])
-    close(rec.weights(0).transpose(1, 2)[rows], inside.weights.transpose(1, 2)[rows])
-    close(rec[""][0].max_logit, inside.scores.masked_fill(~rows[:, None, :, None], -torch.inf).amax((-1, -2)))
-
-
 class Cross(nn.Module):
     """Queries from one text, keys from another that is padded."""
 
@@ -192,14 +160,6 @@ def test_a_key_projection_that_fits_no_input_beside_one_for_queries_and_values()
     for _ in range(2):
         with pytest.raises(ShapeError, match=r"^key: expected .*13"):
             attend(x)
-
-
-def test_the_largest_seed_of_random_eviction() -> None:
-    RandomEviction(2**64 - 1)
-    RandomEviction(-(2**63))
-    for seed in (2**64, -(2**63) - 1):
-        with pytest.raises(ArgumentError, match=r"^seed: expected an int of 64 bits"):
-            RandomEviction(seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ import torch
 
 import clearhead
 from clearhead import masks
-from clearhead._call.request import Request
-from clearhead._environment import read_environment
-from clearhead._layer.plan import attend
+from clearhead.errors import DeviceError
+from tests.support.exact import exact_attention
 from tests.support.forgetting import forget
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
@@ -79,20 +79,31 @@ def test_a_hit_raises_what_a_miss_raises(case: str) -> None:
     assert _error(right | wrong) == missed
 
 
-@pytest.mark.parametrize("kernel", ["native", "chunked", "reference"])
-def test_a_seed_alone_decides_what_is_dropped(kernel: str) -> None:
-    query, units = torch.randn(B, H, L, D), torch.eye(S).expand(B, H, S, S)
-    key = torch.randn(B, H, S, D)
-    with clearhead.use_kernel(kernel):
-        outputs = [
-            attend(query, key, units, Request(dropout_p=0.5, seed=torch.tensor(seed)), read_environment()).output
-            for seed in (3, 3, 4)
-        ]
-    assert torch.equal(outputs[0], outputs[1])
-    assert not torch.equal(outputs[0] == 0, outputs[2] == 0)
+# The same call on two devices, in both orders: each result lies where its inputs do.
 
 
-def test_a_kernel_that_draws_its_own_dropout_refuses_a_seed() -> None:
-    x = torch.randn(B, H, L, D)
-    with clearhead.use_kernel("sdpa"), pytest.raises(clearhead.errors.KernelError, match="different weights"):
-        attend(x, x, x, Request(dropout_p=0.5, seed=torch.tensor(3)), read_environment())
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_devices_in_turn(causal: bool, learns: bool) -> None:
+    inputs = [torch.randn(2, 3, 5, 7) for _ in range(3)]
+    mask = masks.causal() if causal else None
+    visible = torch.ones(5, 5).tril().bool()[None, None] if causal else None
+    expected = exact_attention(*inputs, visible).output
+    for order in itertools.permutations(("cpu", "meta")):
+        forget()
+        for device in (*order, *order):
+            output = clearhead.attention(*(x.to(device).requires_grad_(learns) for x in inputs), mask)
+            assert output.device.type == device
+            assert output.requires_grad == learns
+            if device == "cpu":
+                torch.testing.assert_close(output.detach().double(), expected, rtol=0, atol=1e-5)
+
+
+def test_a_device_that_differs_is_refused_after_calls_on_one() -> None:
+    query, key, value = (torch.randn(2, 3, 5, 7) for _ in range(3))
+    for _ in range(2):
+        clearhead.attention(query, key, value)
+        clearhead.attention(query.to("meta"), key.to("meta"), value.to("meta"))
+        for wrong in ((query, key.to("meta"), value), (query, key, value.to("meta")), (query.to("meta"), key, value)):
+            with pytest.raises(DeviceError, match="query's device"):
+                clearhead.attention(*wrong)

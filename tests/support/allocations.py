@@ -1,4 +1,4 @@
-"""How much memory each operation asks for, forward and backward."""
+"""Which operations a piece of code issues, forward and backward, and how much memory each asks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["Allocations"]
+__all__ = ["Allocations", "CountOperations"]
 
 
 class Allocations(TorchDispatchMode):
@@ -38,3 +38,19 @@ class Allocations(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, traceback)
         assert self.largest > 0, "nothing was measured"
+
+
+class CountOperations(TorchDispatchMode):
+    """The names of ATen's operations, and how many of them read a value back to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @property
+    def values_read(self) -> int:
+        return sum("_local_scalar_dense" in name or "equal." in name for name in self.names)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
 import clearhead._layer.plan
 from clearhead._call.spec import AttentionSpec
-
-__all__ = ["SPEC_FIELDS", "forget"]
+from clearhead.masks._grid import Grid
 
 SPEC_FIELDS = AttentionSpec._fields
+GRID_FIELDS = [item.name for item in fields(Grid)]
 
 
 def forget() -> None:

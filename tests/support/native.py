@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from clearhead._native import instruction_sets
+from clearhead._native import instruction_sets, use_instruction_set
 from tests.support.budgets import in_turn
 
-__all__ = ["SETS", "fewer_unless_best", "needs_native", "on_every_set", "threads"]
+__all__ = ["SETS", "fewer_unless_best", "needs_native", "on_every_set", "threads", "use_instruction_set"]
 
 SETS = instruction_sets()
 

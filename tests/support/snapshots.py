@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead._environment import forced_kernels, forced_linears, state
 from clearhead.caches import Cache
 from clearhead.masks import Mask
 
-__all__ = ["snapshot", "surroundings"]
+__all__ = ["observers", "snapshot", "surroundings"]
 
 
 def snapshot(held: Any, depth: int = 7) -> Any:
@@ -70,10 +71,13 @@ def _of_cache(cache: Cache) -> Any:
 
 def surroundings() -> Any:
     """What context managers change in this thread."""
-    from clearhead._environment import forced_kernels, forced_linears, state
-
     modes = torch.overrides._get_current_function_mode_stack()
     forced = [(each.value, each.outer) for each in (forced_kernels, forced_linears)]
     own = state.observers, state.computing, forced
     switches = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
     return own, len(modes), switches, torch.get_default_dtype(), torch.get_num_threads()
+
+
+def observers() -> Any:
+    """Recorders and interventions of this thread."""
+    return state.observers

@@ -14,8 +14,7 @@ from clearhead import masks
 from clearhead.errors import ClearheadError
 from clearhead.masks import Mask
 from clearhead.positions import RelativeBias, Rotary
-
-from ..masks.operations import CountOperations
+from tests.support.allocations import CountOperations
 
 B, L, E, H = 2, 6, 12, 3
 LAYERS = 12

@@ -1,23 +1,26 @@
-// A tile of the backward pass: what is prepared of its rows, and how the sums over it are written as gradients.
+// A tile of the backward pass: its prepared rows, and the conversion of its sums to gradients.
 #pragma once
 #include "forward.h"
 
 namespace clearhead::ISA {
 
-constexpr float HEAVY_WEIGHT = 0.51f;  // so far above one half that rounding cannot make two keys of a row heavy
+constexpr float HEAVY_WEIGHT = 0.51f;  // above one half, so that rounding cannot make two keys of a row heavy
 
-struct BackwardTile {
-    Rows rows;
-    float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES)
-    float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), columns padded to whole vectors
-    float* few_queries;                   // the queries as decoding reads them, where it was the forward pass
-    float *query_sums, *query_totals;     // (D × V·LANES), of a run of keys, and of those before or null
-    float lse[TILE], correction[TILE];    // lse in units of log 2, rounded,
-    float missing[TILE];                  // and the factor of the weights that makes up for the rounding
-    float heavy_above[TILE];              // the weight above which a key is the heavy one,
-    int32_t heavy_key[TILE];              // which one it is, or −1,
-    float heavy_slope[TILE];              // that of the soft-cap at its score,
-    double light_sum[TILE];               // and the sum of ds of all other keys
+// A tile with its numbers from the forward pass and its dq. (D) and (Dv) are padded to whole vectors or steps.
+struct BackwardTile : Tile {
+    float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES), or their pairs
+    float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), or pairs of each number twice
+    float *sums, *totals;                 // (D × V·LANES), of a run of keys, and of earlier runs or null
+    int64_t floats;                       // of these sums
+    int64_t summed;                       // of products of pairs: the keys of this run,
+    bool misses;                          // and whether `missing` is more than the rounding of weights
+    float lse[TILE], correction[TILE];    // lse in units of log 2, rounded; δ − dl
+    float missing[TILE];                  // the factor of the weights that corrects this rounding
+    float* few_queries;                   // the queries as decoding reads them, if `few`
+    float heavy_above[TILE];              // the weight above which a key is heavy
+    int32_t heavy_key[TILE];              // the heavy key, or −1
+    float heavy_slope[TILE];              // the slope of the soft-cap at its score
+    double light_sum[TILE];               // the sum of ds of all other keys
 };
 
 static int64_t tile_floats(const Problem& p) {
@@ -28,32 +31,29 @@ static int64_t tile_floats(const Problem& p) {
 static int64_t keys_summed(const Problem& p) { return round_up(p.keys, KEY_STEP); }
 static int64_t sums_size(const Problem& p) { return keys_summed(p) * (lanes_up(p.dim) + lanes_up(p.value_dim)); }
 
-// The rows of a tile one under the other, times a factor and their own ones; zeros where there is no row.
+// Copies the rows of a tile, times a factor and a factor per row, with zeros for lanes without a row.
 template <class T>
-static void copy_rows(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor,
+static void copy_rows(const View& view, const Tile& tile, int64_t batch, int64_t columns, float factor,
                       const float* factors, float* to) {
     const int64_t stride = lanes_up(columns);
-    for (int64_t lane = 0; lane < rows.vectors * LANES; lane++, to += stride) {
-        if (lane >= rows.count) {
-            memset(to, 0, static_cast<size_t>(stride) * sizeof(float));
+    for (int64_t lane = 0; lane < tile.vectors * LANES; lane++, to += stride) {
+        if (lane >= tile.count) {
+            clear(to, stride);
             continue;
         }
-        const T* from = view.at<T>(batch, rows.head[lane], rows.row[lane]);
+        const T* from = view.at<T>(batch, tile.head[lane], tile.row[lane]);
         for (int64_t j = 0; j < columns; j += LANES)
             store(to + j, factor * factors[lane] * load_some(from + j, columns - j));
     }
 }
 
-typedef double Doubles __attribute__((vector_size(LANES * 4)));
-
-// Σ of products, in float64: what cancels in dp − δ is as large as δ, and its error is the same for all keys.
+// A dot product in float64. dp − δ cancels, and the error of δ is the same for all keys.
 template <class T>
 INLINE double dot(const float* x, const T* y, int64_t count) {
-    typedef float Half __attribute__((vector_size(LANES * 2)));
     Doubles total = {};
     for (int64_t j = 0; j < count; j += LANES) {
         const Floats both[2] = {load_some(x + j, count - j), load_some(y + j, count - j)};
-        Half halves[4];
+        HalfFloats halves[4];
         memcpy(halves, both, sizeof both);
         for (int n = 0; n < 2; n++)
             total += __builtin_convertvector(halves[n], Doubles) * __builtin_convertvector(halves[n + 2], Doubles);
@@ -64,75 +64,72 @@ INLINE double dot(const float* x, const T* y, int64_t count) {
 }
 
 template <class T>
-static void correct(const Problem& p, int64_t batch, const Rows& rows, float* lse, float* correction, float* missing) {
+static void correct(const Problem& p, int64_t batch, BackwardTile& tile) {
     for (int64_t lane = 0; lane < TILE; lane++) {
-        lse[lane] = -LOWEST;  // a lane without a row has weights of zero
-        correction[lane] = missing[lane] = 0;
-        if (lane >= rows.count) continue;
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
-        const float* output = p.exact_output.at<float>(batch, rows.head[lane], rows.row[lane]);
-        const T* gradient = p.output_gradient.at<T>(batch, rows.head[lane], rows.row[lane]);
+        tile.lse[lane] = -LOWEST;  // a lane without a row has weights of zero
+        tile.correction[lane] = tile.missing[lane] = 0;
+        if (lane >= tile.count) continue;
+        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]);
+        const float* output = p.exact_output.at<float>(batch, tile.head[lane], tile.row[lane]);
+        const T* gradient = p.output_gradient.at<T>(batch, tile.head[lane], tile.row[lane]);
         const double delta = dot(output, gradient, p.value_dim);
-        correction[lane] = static_cast<float>(delta - (p.lse_gradient ? p.lse_gradient[place] : 0));
-        // No weight can be told from the lowest lse, that of a row whose every score is the lowest number: it has none here.
+        tile.correction[lane] = static_cast<float>(delta - (p.lse_gradient ? p.lse_gradient[place] : 0));
+        // A row whose every score is the lowest number has the lowest lse. Its weights cannot be recomputed and are 0 here.
         const double exact = p.lse[place] * LOG2_OF_E;
         const bool usual = p.lse[place] != -INFINITY && p.lse[place] != LOWEST;
-        lse[lane] = usual ? static_cast<float>(exact) : p.lse[place] == LOWEST ? -LOWEST : 0;
-        if (usual) missing[lane] = static_cast<float>(lse[lane] - exact);
-        p.correction[place] = correction[lane];
+        tile.lse[lane] = usual ? static_cast<float>(exact) : p.lse[place] == LOWEST ? -LOWEST : 0;
+        if (usual) tile.missing[lane] = static_cast<float>(tile.lse[lane] - exact);
+        p.correction[place] = tile.correction[lane];
     }
-    for (int lane = 0; lane < TILE; lane += LANES) store(missing + lane, exp2(load(missing + lane)));
+    for (int lane = 0; lane < TILE; lane += LANES) store(tile.missing + lane, exp2(load(tile.missing + lane)));
 }
 
-template <class SomeTile>
-static void clear_query_sums(SomeTile& tile, int64_t floats) {
-    memset(tile.query_sums, 0, static_cast<size_t>(floats) * sizeof(float));
-    if (tile.query_totals) memset(tile.query_totals, 0, static_cast<size_t>(floats) * sizeof(float));
+// Sums of zero for dq of `height` rows, with a total if there are several runs.
+static void begin_query_sums(BackwardTile& tile, int64_t height, bool totals, float*& scratch) {
+    tile.floats = height * tile.vectors * LANES, tile.summed = 0;
+    tile.sums = take(scratch, tile.floats), tile.totals = totals ? take(scratch, tile.floats) : nullptr;
+    clear(tile.sums, tile.floats);
+    if (totals) clear(tile.totals, tile.floats);
 }
 
-// Adds the sums of a run to the total; the next run begins with zeros.
-template <class SomeTile>
-static void end_query_run(SomeTile& tile, int64_t floats) {
-    for (int64_t place = 0; place < floats; place += LANES) {
-        store(tile.query_totals + place, load(tile.query_totals + place) + load(tile.query_sums + place));
-        store(tile.query_sums + place, Floats{});
-    }
+// Adds the sums of a run to the total, and begins the next with zeros.
+static void end_query_run(BackwardTile& tile) {
+    for (int64_t place = 0; place < tile.floats; place += LANES)
+        store(tile.totals + place, load(tile.totals + place) + load(tile.sums + place));
+    clear(tile.sums, tile.floats);
+    tile.summed = 0;
 }
 
-// Writes dq of a tile, whose rows have factors of their own.
-template <class T, class SomeTile>
-static void write_query_gradient(const Problem& p, int64_t batch, SomeTile& tile, int64_t height, const float* factors) {
-    const int64_t floats = height * tile.rows.vectors * LANES;
-    for (int64_t place = 0; tile.query_totals && place < floats; place += LANES)
-        store(tile.query_sums + place, load(tile.query_totals + place) + load(tile.query_sums + place));
-    lanes_to_rows<T>(tile.query_sums, tile.rows, batch, p.dim, factors, p.query_gradient);
+// Writes dq of a tile, each row times its factor.
+template <class T>
+static void write_query_gradient(const Problem& p, int64_t batch, BackwardTile& tile, const float* factors) {
+    if (tile.totals) end_query_run(tile);
+    lanes_to_rows<T>(tile.totals ? tile.totals : tile.sums, tile, batch, p.dim, factors, p.query_gradient);
 }
 
 template <class T>
 static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*& scratch) {
-    const int64_t lanes = tile.rows.vectors * LANES;
+    const int64_t lanes = tile.vectors * LANES;
     tile.query_lanes = take(scratch, p.dim * lanes);
     tile.gradient_lanes = take(scratch, p.value_dim * lanes);
     tile.query_rows = take(scratch, lanes_up(p.dim) * lanes);
     tile.gradient_rows = take(scratch, lanes_up(p.value_dim) * lanes);
-    tile.query_sums = take(scratch, step_up(p.dim) * lanes);
-    tile.query_totals = has_totals(p) ? take(scratch, step_up(p.dim) * lanes) : nullptr;
-    correct<T>(p, batch, tile.rows, tile.lse, tile.correction, tile.missing);
+    begin_query_sums(tile, step_up(p.dim), has_totals(p), scratch);
+    correct<T>(p, batch, tile);
     for (int lane = 0; lane < TILE; lane++) {
         tile.heavy_above[lane] = p.whole_rows ? HEAVY_WEIGHT / tile.missing[lane] : INFINITY;
         tile.heavy_key[lane] = -1, tile.heavy_slope[lane] = 1, tile.light_sum[lane] = 0;
     }
-    rows_to_lanes<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_lanes);
-    rows_to_lanes<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
-    copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.missing, tile.query_rows);
+    rows_to_lanes<T>(p.query, tile, batch, p.dim, 1, tile.query_lanes);
+    rows_to_lanes<T>(p.output_gradient, tile, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
+    copy_rows<T>(p.query, tile, batch, p.dim, 1, tile.missing, tile.query_rows);
     if (p.few) {
         tile.few_queries = take(scratch, lanes_up(p.dim) * lanes);
         float ones[TILE];
         for (float& factor : ones) factor = 1;
-        copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, ones, tile.few_queries);
+        copy_rows<T>(p.query, tile, batch, p.dim, 1, ones, tile.few_queries);
     }
-    copy_rows<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.missing, tile.gradient_rows);
-    clear_query_sums(tile, step_up(p.dim) * lanes);
+    copy_rows<T>(p.output_gradient, tile, batch, p.value_dim, p.kept_factor, tile.missing, tile.gradient_rows);
 }
 
 // to += factor · from
@@ -141,10 +138,10 @@ INLINE void add_row(const float* from, float factor, int64_t count, float* to) {
         store_some(to + j, load_some(to + j, count - j) + factor * load_some(from + j, count - j), count - j);
 }
 
-// Adds what ds of the heavy keys contribute to the gradients, dq of which is written.
+// Adds ds of the heavy keys to the gradients, after dq is written.
 static void add_heavy_keys(const Problem& p, const BackwardTile& tile, int64_t batch, int64_t kv_head, float* key_sums) {
-    for (int64_t lane = 0; lane < tile.rows.count; lane++) {
-        const int64_t head = tile.rows.head[lane], row = tile.rows.row[lane], key = tile.heavy_key[lane];
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        const int64_t head = tile.head[lane], row = tile.row[lane], key = tile.heavy_key[lane];
         if (p.heavy_keys)
             p.heavy_keys[p.row_place(batch, head, row)] = {tile.light_sum[lane] * tile.missing[lane], key, tile.heavy_slope[lane]};
         if (p.heavy_keys || key < 0) continue;
@@ -156,7 +153,7 @@ static void add_heavy_keys(const Problem& p, const BackwardTile& tile, int64_t b
     }
 }
 
-// Σ over `count` sums, `size` floats apart and their columns padded, to one matrix of T, times a factor.
+// Adds `count` sums, which lie `size` floats apart with padded columns, and writes them as T, times a factor.
 template <class T>
 static void write_sum(const float* sums, int64_t count, int64_t size, int64_t rows, int64_t columns, float factor,
                       const View& view, int64_t batch, int64_t head) {
@@ -170,7 +167,7 @@ static void write_sum(const float* sums, int64_t count, int64_t size, int64_t ro
 }
 
 template <class T>
-static void write_sums_typed(const Problem& p, int64_t batch, int64_t kv_head, const float* sums, int64_t count) {
+static void write_sums(const Problem& p, int64_t batch, int64_t kv_head, const float* sums, int64_t count) {
     const int64_t size = sums_size(p);
     write_sum<T>(sums, count, size, p.keys, p.dim, p.scale, p.key_gradient, batch, kv_head);
     sums += keys_summed(p) * lanes_up(p.dim);

@@ -3,10 +3,10 @@
 namespace clearhead {
 namespace {
 
-// A name, and where a number or an address of this name goes.
+// The name of an argument, and the assignment of its number or address.
 struct Argument {
     const char* name;
-    void (*assign)(Call& call, int64_t x);
+    void (*assign)(Problem& p, int64_t x);
 };
 
 void set(int64_t& to, int64_t x) { to = x; }
@@ -16,52 +16,51 @@ void set(T*& to, int64_t x) {
     to = reinterpret_cast<T*>(x);
 }
 // Dropout is drawn from a number in a tensor.
-void read_seed(Call& call, int64_t x) { call.problem.seed = x ? *reinterpret_cast<const uint64_t*>(x) : 0; }
+void read_seed(Problem& p, int64_t x) { p.seed = x ? *reinterpret_cast<const uint64_t*>(x) : 0; }
 
-#define TO(place) [](Call& call, int64_t x) { set(call.place, x); }
+#define TO(place) [](Problem& p, int64_t x) { set(p.place, x); }
 
-// The one declaration of their order in C++. Python's is in kernels/_native_arguments.py, and the two are compared when
-// the library is loaded.
+// The order in C++. Python's order is in kernels/_native_arguments.py, and the import compares the two.
 constexpr Argument OPERANDS[] = {
-    {"query", TO(problem.query.data)},
-    {"key", TO(problem.key.data)},
-    {"value", TO(problem.value.data)},
-    {"output", TO(problem.output.data)},
-    {"lse", TO(problem.lse)},
+    {"query", TO(query.data)},
+    {"key", TO(key.data)},
+    {"value", TO(value.data)},
+    {"output", TO(output.data)},
+    {"lse", TO(lse)},
 };
 
 constexpr Argument EXTRAS[] = {
-    {"sinks", TO(problem.sinks)},
-    {"first", TO(problem.first)},
-    {"last", TO(problem.last)},
-    {"visible", TO(problem.visible.data)},
-    {"bias", TO(problem.bias.data)},
+    {"sinks", TO(sinks)},
+    {"first", TO(first)},
+    {"last", TO(last)},
+    {"visible", TO(visible.data)},
+    {"bias", TO(bias.data)},
     {"seed", read_seed},
-    {"cu_seqlens_q", TO(documents.rows)},
-    {"cu_seqlens_k", TO(documents.keys)},
-    {"num_heads", TO(problem.all_heads)},  // 0: those of the plan
-    {"head", TO(problem.first_head)},
-    {"row", TO(problem.first_row)},
-    {"column", TO(problem.first_key)},
-    {"item", TO(problem.first_item)},
+    {"cu_seqlens_q", TO(row_starts)},
+    {"cu_seqlens_k", TO(key_starts)},
+    {"num_heads", TO(all_heads)},  // 0: those of the plan
+    {"head", TO(first_head)},
+    {"row", TO(first_row)},
+    {"column", TO(first_key)},
+    {"item", TO(first_item)},
 };
 
 constexpr Argument BACKWARD[] = {
-    {"output_gradient", TO(problem.output_gradient.data)},
-    {"output_gradient_batch", TO(problem.output_gradient.batch)},  // and its other strides
-    {"output_gradient_head", TO(problem.output_gradient.head)},
-    {"output_gradient_row", TO(problem.output_gradient.row)},
-    {"lse_gradient", TO(problem.lse_gradient)},
-    {"query_gradient", TO(problem.query_gradient.data)},
-    {"key_gradient", TO(problem.key_gradient.data)},
-    {"value_gradient", TO(problem.value_gradient.data)},
-    {"correction", TO(problem.correction)},
-    {"bias_gradient", TO(problem.bias_gradient.data)},
-    {"whole_rows", TO(problem.whole_rows)},
+    {"output_gradient", TO(output_gradient.data)},
+    {"output_gradient_batch", TO(output_gradient.batch)},  // and its other strides
+    {"output_gradient_head", TO(output_gradient.head)},
+    {"output_gradient_row", TO(output_gradient.row)},
+    {"lse_gradient", TO(lse_gradient)},
+    {"query_gradient", TO(query_gradient.data)},
+    {"key_gradient", TO(key_gradient.data)},
+    {"value_gradient", TO(value_gradient.data)},
+    {"correction", TO(correction)},
+    {"bias_gradient", TO(bias_gradient.data)},
+    {"whole_rows", TO(whole_rows)},
 };
 
 template <size_t COUNT>
-bool read(const Argument (&arguments)[COUNT], PyObject* values, Call& call) {
+bool read(const Argument (&arguments)[COUNT], PyObject* values, Problem& p) {
     if (PySequence_Size(values) != static_cast<Py_ssize_t>(COUNT)) {
         PyErr_SetString(PyExc_TypeError, "wrong number of addresses");
         return false;
@@ -71,7 +70,7 @@ bool read(const Argument (&arguments)[COUNT], PyObject* values, Call& call) {
         const int64_t x = value ? PyLong_AsLongLong(value) : -1;
         Py_XDECREF(value);
         if (x == -1 && PyErr_Occurred()) return false;
-        arguments[n].assign(call, x);
+        arguments[n].assign(p, x);
     }
     return true;
 }
@@ -88,9 +87,9 @@ PyObject* names_of(const Argument (&arguments)[COUNT]) {
 
 }  // namespace
 
-bool read_operands(PyObject* values, Call& call) { return read(OPERANDS, values, call); }
-bool read_extras(PyObject* values, Call& call) { return read(EXTRAS, values, call); }
-bool read_backward(PyObject* values, Call& call) { return read(BACKWARD, values, call); }
+bool read_operands(PyObject* values, Problem& p) { return read(OPERANDS, values, p); }
+bool read_extras(PyObject* values, Problem& p) { return read(EXTRAS, values, p); }
+bool read_backward(PyObject* values, Problem& p) { return read(BACKWARD, values, p); }
 
 PyObject* argument_names() {
     return Py_BuildValue("{sNsNsN}", "operands", names_of(OPERANDS), "extras", names_of(EXTRAS), "backward",

@@ -1,4 +1,4 @@
-// The arguments of one call of a plan, in the order in which Python passes them.
+// `_attention.Plan`: all properties of a call except addresses, checked once; and the arguments of its calls.
 #pragma once
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -7,19 +7,19 @@
 
 namespace clearhead {
 
-// The problem of a plan with the addresses of one call.
-struct Call {
-    Problem problem;
-    Documents documents;
-    int64_t threads, set;  // set: which instruction set
-};
+// The instruction sets of this build, those with more features first.
+extern const Kernels* const INSTRUCTION_SETS[];
+extern const int64_t INSTRUCTION_SET_COUNT;
 
-// Sequences of numbers and addresses; false with a Python error.
-bool read_operands(PyObject* values, Call& call);
-bool read_extras(PyObject* values, Call& call);
-bool read_backward(PyObject* values, Call& call);
+// Adds the type `Plan` to a module. False with a Python error.
+bool add_plan_type(PyObject* module);
 
-// The names in these sequences, as a dict of tuples; null with a Python error.
+// Read sequences of numbers and addresses into a problem. Return false with a Python error.
+bool read_operands(PyObject* values, Problem& problem);
+bool read_extras(PyObject* values, Problem& problem);
+bool read_backward(PyObject* values, Problem& problem);
+
+// The names in these sequences, as a dict of tuples. Null with a Python error.
 PyObject* argument_names();
 
 }  // namespace clearhead

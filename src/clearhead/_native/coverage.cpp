@@ -1,18 +1,12 @@
 #include "coverage.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 namespace clearhead {
 namespace {
 
-constexpr int64_t CHUNK = 16;  // cells that are read at a time, until one is visible
-constexpr int64_t AHEAD = 16;  // rows lie so far from each other that the processor foresees none
+constexpr int64_t CHUNK = 16;  // cells that are read together, until one is visible
+constexpr int64_t AHEAD = 16;  // rows to prefetch, which are too far apart for the processor's prefetcher
 
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Clears the marks of those of a run of cells, which begins at the place `start`, that hide.
+// Clears the marks of hidden cells among the `count` cells from `start` on.
 template <class T>
 void hide(const Cells& cells, int64_t start, int64_t count, uint8_t* marks) {
     const T* from = static_cast<const T*>(cells.data) + start;
@@ -24,8 +18,8 @@ void hide(const Cells& cells, int64_t start, int64_t count, uint8_t* marks) {
     }
 }
 
-// One batch item and head. Most masks show most rows something near where the row before sees it, and a few rows see
-// all the keys between them: so rows are read up to the first cell they see, but for keys that no row was found to see.
+// The mask of one batch item and head. In most masks neighbouring rows see similar keys, and a few rows together see all
+// keys. So a row is read up to its first visible cell, except at keys that no earlier row sees.
 class Plane {
   public:
     Plane(const CoverageSearch& search, int64_t batch, int64_t head)
@@ -35,7 +29,7 @@ class Plane {
         keys_seen_ = search.keys_seen + plane * search.keys;
         memset(keys_seen_, 0, static_cast<size_t>(search.keys));
         rows_are_alike_ = search.rows - 1 + search.low <= 0 && search.high >= search.keys - 1;
-        rows_are_alike_ &= !search.first || search.span_row == 0;
+        rows_are_alike_ &= !search.first || search.range_row == 0;
         for (int64_t n = 0; n < search.count; n++) rows_are_alike_ &= search.masks[n].row == 0;
     }
 
@@ -51,16 +45,16 @@ class Plane {
     const CoverageSearch& search_;
     const int64_t batch_, head_;
     uint8_t *rows_seen_, *keys_seen_;
-    int64_t open_start_, open_stop_;  // outside them all keys are seen
-    int64_t hint_;                    // where the row before saw something
+    int64_t open_start_, open_stop_;  // all keys outside of this range are seen
+    int64_t hint_;                    // a visible column of the previous row
     bool rows_are_alike_;
 
-    // Whether a row sees anything; marks the keys it sees that were not known to be seen.
+    // Whether a row sees a key. Marks its visible keys that were unseen so far.
     bool sees(int64_t row) {
         int64_t first = larger(0, row + search_.low);
         int64_t last = smaller(smaller(search_.keys, search_.stop), row + search_.high + 1);
         if (search_.first) {
-            const int64_t place = batch_ * search_.span_batch + row * search_.span_row;
+            const int64_t place = batch_ * search_.range_batch + row * search_.range_row;
             first = larger(first, search_.first[place]), last = smaller(last, search_.last[place]);
         }
         bool any = false;
@@ -90,8 +84,8 @@ class Plane {
         return batch_ * cells.batch + head_ * cells.head + row * cells.row;
     }
 
-    // Whether a row sees one of CHUNK columns, which are marked if there is room for it.
-    bool look(int64_t row, int64_t start, int64_t stop, uint8_t* seen) const {
+    // Whether a row sees one of CHUNK columns. Marks these unless `key_marks` is null.
+    bool look(int64_t row, int64_t start, int64_t stop, uint8_t* key_marks) const {
         uint8_t marks[CHUNK];
         const int64_t count = smaller(CHUNK, stop - start);
         memset(marks, 1, sizeof marks);
@@ -105,11 +99,10 @@ class Plane {
         }
         uint8_t any = 0;
         for (int64_t j = 0; j < count; j++) any |= marks[j];
-        for (int64_t j = 0; seen && j < count; j++) seen[j] |= marks[j];
+        for (int64_t j = 0; key_marks && j < count; j++) key_marks[j] |= marks[j];
         return any != 0;
     }
 };
-
 
 void add_mask(const View& view, int64_t bytes, uint64_t hidden, CoverageSearch& search, const Problem& p) {
     if (!view.data) return;
@@ -121,13 +114,13 @@ void add_mask(const View& view, int64_t bytes, uint64_t hidden, CoverageSearch& 
 }  // namespace
 
 FullyMasked find_coverage(const CoverageSearch& search) {
-    FullyMasked found = {false, false};
+    FullyMasked masked = {false, false};
     for (int64_t batch = 0; batch < search.batch; batch++)
         for (int64_t head = 0; head < search.heads; head++) {
             const FullyMasked of_plane = Plane(search, batch, head).run();
-            found.rows |= of_plane.rows, found.keys |= of_plane.keys;
+            masked.rows |= of_plane.rows, masked.keys |= of_plane.keys;
         }
-    return found;
+    return masked;
 }
 
 bool may_hide_altogether(const Problem& p) {
@@ -142,123 +135,90 @@ Isolated::Isolated(const Problem& p) : problem_(p), copy_(p) {
     search_.batch = search_.heads = 1;
     search_.rows = p.rows, search_.keys = p.keys;
     search_.low = p.low, search_.high = p.high, search_.stop = p.stop;
-    search_.first = p.first, search_.last = p.last, search_.span_batch = p.span_batch, search_.span_row = p.span_row;
-    if (p.first && p.span_batch) search_.batch = p.batch;
+    search_.first = p.first, search_.last = p.last, search_.range_batch = p.range_batch, search_.range_row = p.range_row;
+    if (p.first && p.range_batch) search_.batch = p.batch;
     add_mask(p.visible, 1, 0, search_, p);
     add_mask(p.bias, 4, 0xff800000, search_, p);
     const int64_t planes = search_.batch * search_.heads;
-    uint8_t* seen = static_cast<uint8_t*>(allocate(planes * (p.rows + p.keys)));
-    if (!seen) return;
-    search_.rows_seen = seen, search_.keys_seen = seen + planes * p.rows;
+    search_.rows_seen = reinterpret_cast<uint8_t*>(allocate(planes * (p.rows + p.keys)));
+    search_.keys_seen = search_.rows_seen + planes * p.rows;
     hidden_ = find_coverage(search_);
-    if (hidden_.rows) {
-        copy_rows(&Problem::query, p.dim);
-        if (p.output_gradient.data) copy_rows(&Problem::output_gradient, p.value_dim);
-        if (p.lse_gradient) copy_lse_gradient();
-    }
-    if (hidden_.keys) {
-        copy_keys(&Problem::key, p.dim);
-        copy_keys(&Problem::value, p.value_dim);
-    }
+    copy_operand(&Problem::query, Axis::rows, p.dim);
+    copy_operand(&Problem::output_gradient, Axis::rows, p.value_dim);
+    copy_operand(&Problem::key, Axis::keys, p.dim);
+    copy_operand(&Problem::value, Axis::keys, p.value_dim);
+    if (!hidden_.rows || !p.lse_gradient) return;
+    const int64_t places = p.row_place(p.batch - 1, p.heads - 1, p.rows);
+    float* to = reinterpret_cast<float*>(allocate(places * static_cast<int64_t>(sizeof(float))));
+    each(Axis::rows, [&](int64_t b, int64_t h, int64_t i, bool visible) {
+        const int64_t place = p.row_place(b, h, i);
+        to[place] = visible ? p.lse_gradient[place] : 0;
+    });
+    copy_.lse_gradient = to;
 }
 
-Isolated::~Isolated() {
-    for (void* memory : memory_) free(memory);
+char* Isolated::allocate(int64_t bytes) {
+    memory_.emplace_back(new char[static_cast<size_t>(bytes)]);
+    return memory_.back().get();
 }
 
-void* Isolated::allocate(int64_t bytes) {
-    void* memory = malloc(static_cast<size_t>(bytes) + 1);
-    enough_memory_ = enough_memory_ && memory;
-    return memory_[count_++] = memory;
+bool Isolated::is_visible(Axis axis, int64_t batch, int64_t head, int64_t index) const {
+    const int64_t first_plane = batch % search_.batch * search_.heads;
+    if (axis == Axis::rows) return search_.rows_seen[(first_plane + head % search_.heads) * search_.rows + index];
+    const int64_t group = search_.heads == 1 ? 1 : problem_.group(), first = search_.heads == 1 ? 0 : head * group;
+    bool any = false;
+    for (int64_t plane = first_plane + first; plane < first_plane + first + group; plane++)
+        any |= search_.keys_seen[plane * search_.keys + index] != 0;
+    return any;
 }
 
-bool Isolated::row_seen(int64_t batch, int64_t head, int64_t row) const {
-    const int64_t plane = batch % search_.batch * search_.heads + head % search_.heads;
-    return search_.rows_seen[plane * search_.rows + row];
-}
-
-bool Isolated::key_seen(int64_t batch, int64_t kv_head, int64_t key) const {
-    const int64_t group = search_.heads == 1 ? 1 : problem_.group(), first = search_.heads == 1 ? 0 : kv_head * group;
-    bool seen = false;
-    for (int64_t head = first; head < first + group; head++)
-        seen |= search_.keys_seen[(batch % search_.batch * search_.heads + head) * search_.keys + key] != 0;
-    return seen;
+template <class Work>
+void Isolated::each(Axis axis, const Work& work) const {
+    const Problem& p = problem_;
+    const bool rows = axis == Axis::rows;
+    if (!(rows ? hidden_.rows : hidden_.keys)) return;
+    for (int64_t b = 0; b < p.batch; b++)
+        for (int64_t h = 0; h < (rows ? p.heads : p.kv_heads); h++)
+            for (int64_t i = 0; i < (rows ? p.rows : p.keys); i++) work(b, h, i, is_visible(axis, b, h, i));
 }
 
 namespace {
 
-// Copies (batch, heads, rows) of `bytes` each, zeros where they are not seen; returns a view of the copy.
-template <class Seen>
-View copy_seen(const View& from, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int64_t bytes, void* to,
-               const Seen& seen) {
-    char* row = static_cast<char*>(to);
-    const size_t size = static_cast<size_t>(columns * bytes);
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t i = 0; i < rows; i++, row += size) {
-                const int64_t place = b * from.batch + h * from.head + i * from.row;
-                if (seen(b, h, i))
-                    memcpy(row, static_cast<const char*>(from.data) + place * bytes, size);
-                else
-                    memset(row, 0, size);
-            }
-    return {to, heads * rows * columns, rows * columns, columns, 1};
-}
-
-void clear_row(const View& view, int64_t batch, int64_t head, int64_t row, int64_t columns, int64_t bytes) {
-    const int64_t place = batch * view.batch + head * view.head + row * view.row;
-    memset(static_cast<char*>(view.data) + place * bytes, 0, static_cast<size_t>(columns * bytes));
+char* address(const View& view, int64_t batch, int64_t head, int64_t row, int64_t bytes) {
+    return static_cast<char*>(view.data) + (batch * view.batch + head * view.head + row * view.row) * bytes;
 }
 
 }  // namespace
 
-void Isolated::copy_rows(View Problem::* view, int64_t columns) {
+void Isolated::copy_operand(View Problem::* view, Axis axis, int64_t columns) {
     const Problem& p = problem_;
-    void* memory = allocate(p.batch * p.heads * p.rows * columns * p.bytes());
-    if (!memory) return;
-    copy_.*view = copy_seen(p.*view, p.batch, p.heads, p.rows, columns, p.bytes(), memory,
-                            [&](int64_t b, int64_t h, int64_t i) { return row_seen(b, h, i); });
+    const bool rows = axis == Axis::rows;
+    if (!(p.*view).data || !(rows ? hidden_.rows : hidden_.keys)) return;
+    const int64_t matrix = (rows ? p.rows : p.keys) * columns, heads = rows ? p.heads : p.kv_heads;
+    copy_.*view = {allocate(p.batch * heads * matrix * p.bytes()), heads * matrix, matrix, columns, 1};
+    each(axis, [&](int64_t b, int64_t h, int64_t i, bool) {
+        memcpy(address(copy_.*view, b, h, i, p.bytes()), address(p.*view, b, h, i, p.bytes()),
+               static_cast<size_t>(columns * p.bytes()));
+    });
+    clear(copy_.*view, axis, columns);
 }
 
-void Isolated::copy_keys(View Problem::* view, int64_t columns) {
-    const Problem& p = problem_;
-    void* memory = allocate(p.batch * p.kv_heads * p.keys * columns * p.bytes());
-    if (!memory) return;
-    copy_.*view = copy_seen(p.*view, p.batch, p.kv_heads, p.keys, columns, p.bytes(), memory,
-                            [&](int64_t b, int64_t h, int64_t j) { return key_seen(b, h, j); });
-}
-
-void Isolated::copy_lse_gradient() {
-    const Problem& p = problem_;
-    const int64_t places = (p.batch - 1) * p.lse_batch + (p.heads - 1) * p.lse_head + p.rows;
-    float* to = static_cast<float*>(allocate(places * static_cast<int64_t>(sizeof(float))));
-    if (!to) return;
-    for (int64_t b = 0; b < p.batch; b++)
-        for (int64_t h = 0; h < p.heads; h++)
-            for (int64_t i = 0; i < p.rows; i++) {
-                const int64_t place = p.row_place(b, h, i);
-                to[place] = row_seen(b, h, i) ? p.lse_gradient[place] : 0;
-            }
-    copy_.lse_gradient = to;
+void Isolated::clear(const View& view, Axis axis, int64_t columns) const {
+    const int64_t bytes = problem_.bytes();
+    each(axis, [&](int64_t b, int64_t h, int64_t i, bool visible) {
+        if (!visible) memset(address(view, b, h, i, bytes), 0, static_cast<size_t>(columns * bytes));
+    });
 }
 
 void Isolated::clear_gradients() const {
     const Problem& p = problem_;
-    for (int64_t b = 0; b < p.batch; b++) {
-        for (int64_t h = 0; hidden_.rows && h < p.heads; h++)
-            for (int64_t i = 0; i < p.rows; i++) {
-                if (row_seen(b, h, i)) continue;
-                clear_row(p.query_gradient, b, h, i, p.dim, p.bytes());
-                const int64_t place = p.row_place(b, h, i);
-                p.correction[place] = p.lse_gradient ? -p.lse_gradient[place] : 0;  // δ is zero
-            }
-        for (int64_t h = 0; hidden_.keys && h < p.kv_heads; h++)
-            for (int64_t j = 0; j < p.keys; j++) {
-                if (key_seen(b, h, j)) continue;
-                clear_row(p.key_gradient, b, h, j, p.dim, p.bytes());
-                clear_row(p.value_gradient, b, h, j, p.value_dim, p.bytes());
-            }
-    }
+    clear(p.query_gradient, Axis::rows, p.dim);
+    clear(p.key_gradient, Axis::keys, p.dim);
+    clear(p.value_gradient, Axis::keys, p.value_dim);
+    each(Axis::rows, [&](int64_t b, int64_t h, int64_t i, bool visible) {
+        const int64_t place = p.row_place(b, h, i);
+        if (!visible) p.correction[place] = p.lse_gradient ? -p.lse_gradient[place] : 0;  // δ is zero
+    });
 }
 
 }  // namespace clearhead

@@ -1,5 +1,8 @@
-// Which rows see a key, and which keys some row sees; and problems in which what is hidden altogether holds no NaN.
+// Finds fully masked rows, and keys masked for every row. Makes copies of problems without NaN in them.
 #pragma once
+#include <memory>
+#include <vector>
+
 #include "problem.h"
 
 namespace clearhead {
@@ -16,9 +19,9 @@ constexpr int64_t MOST_MASKS = 4;
 
 struct CoverageSearch {
     int64_t batch, heads, rows, keys;  // 1 batch item or head where all have the same mask
-    int64_t low, high, stop;           // row i may see i + low <= j <= i + high and j < stop, where all masks show it
-    const int32_t *first, *last;       // and first <= j < last of its own, or null
-    int64_t span_batch, span_row;
+    int64_t low, high, stop;           // row i sees i + low <= j <= i + high and j < stop, where no mask hides it
+    const int32_t *first, *last;       // and first <= j < last of the row, or null
+    int64_t range_batch, range_row;
     uint8_t *rows_seen, *keys_seen;  // results, (batch, heads, rows) and (batch, heads, keys)
     int64_t count;
     Cells masks[MOST_MASKS];
@@ -31,40 +34,35 @@ struct FullyMasked {
 
 FullyMasked find_coverage(const CoverageSearch& search);
 
-// A problem with copies of operands in which fully masked rows, and keys and values that are masked for every row, are
-// zero: their weights are zero, but zero times NaN is NaN.
+// A problem with copies of operands. In the copies, fully masked rows are zero, and so are keys and values that are
+// masked for every row. Their weights are zero, but zero times NaN is NaN. Throws std::bad_alloc without memory.
 class Isolated {
   public:
     explicit Isolated(const Problem& problem);
-    ~Isolated();
-    Isolated(const Isolated&) = delete;
 
-    bool enough_memory() const { return enough_memory_; }
     bool any() const { return hidden_.rows || hidden_.keys; }
     const Problem& problem() const { return copy_; }
-    // Sets the gradients of what is hidden to zero.
+    // Sets the gradients of these rows, keys and values to zero.
     void clear_gradients() const;
 
   private:
-    bool row_seen(int64_t batch, int64_t head, int64_t row) const;
-    bool key_seen(int64_t batch, int64_t kv_head, int64_t key) const;
-    void* allocate(int64_t bytes);
-    void copy_rows(View Problem::* view, int64_t columns);
-    void copy_keys(View Problem::* view, int64_t columns);
-    void copy_lse_gradient();
-
-    static constexpr int MOST_COPIES = 7;
+    enum class Axis { rows, keys };
+    // Calls work(batch, head, row or key, whether it is visible) unless all are visible.
+    template <class Work>
+    void each(Axis axis, const Work& work) const;
+    bool is_visible(Axis axis, int64_t batch, int64_t head, int64_t index) const;
+    void copy_operand(View Problem::* view, Axis axis, int64_t columns);
+    void clear(const View& view, Axis axis, int64_t columns) const;
+    char* allocate(int64_t bytes);
 
     const Problem& problem_;
     Problem copy_;
     CoverageSearch search_ = {};
     FullyMasked hidden_ = {false, false};
-    bool enough_memory_ = true;
-    void* memory_[MOST_COPIES] = {};
-    int count_ = 0;
+    std::vector<std::unique_ptr<char[]>> memory_;
 };
 
-// Whether masks may hide a row or a key altogether, judged without reading tensors.
+// Whether the mask may have fully masked rows or keys. Reads no tensors.
 bool may_hide_altogether(const Problem& problem);
 
 }  // namespace clearhead

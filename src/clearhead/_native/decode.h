@@ -1,15 +1,15 @@
-// Few queries, as in decoding: keys and values are read once, in the order in which they lie, and the features are in
-// the lanes. The keys of a head may be split between threads: each leaves a partial result, and `merge` joins them.
+// The forward pass of few queries, as in decoding. Keys and values are read once and in order, with features in the lanes.
+// Threads may share the keys of a head. Each writes a partial result, and `merge` combines these.
 //
-// A partial result is, for every row, its row maximum (in units of log 2), its sum, and its output that is not yet normalised;
-// and behind these the total of the outputs before the last chunks.
+// A partial result has the row maxima (in units of log 2), the sums and the unnormalised outputs of all rows. Behind them
+// are the total outputs of earlier chunks.
 #pragma once
 #include "forward.h"
 
 namespace clearhead::ISA {
 
 constexpr int CHUNK = 64;  // keys whose scores are known before their values are read
-constexpr int CHUNKS = 8;  // whose outputs are added up before they go to a total
+constexpr int CHUNKS = 8;  // whose outputs are summed before they go to a total
 
 static int64_t partial_size(const Problem& p) { return p.folded_rows() * (2 + 2 * lanes_up(p.value_dim)) + 16; }
 
@@ -17,32 +17,29 @@ static int64_t partial_size(const Problem& p) { return p.folded_rows() * (2 + 2 
 
 INLINE float* partial_output(const Problem& p, float* partial) { return partial + round_up(2 * p.folded_rows(), 16); }
 
-constexpr int TOGETHER = 4;  // rows that share what is loaded of keys and values
-constexpr int BESIDE = LANES < 16 ? 2 : 4;  // keys that share what is loaded of the queries
+constexpr int TOGETHER = 4;  // rows that share loads of keys and values
+constexpr int BESIDE = STEP < 8 ? 2 : 4;  // keys that share loads of the queries
 
-// Bytes that are fetched ahead of what is read, little by little: of many lines asked for at once most have to wait,
-// and with them what is read next.
+// Prefetch distance in bytes. Prefetches are spread, because many at once would delay the next reads.
 constexpr int64_t AHEAD = 1536;
 
-// The same in elements: how far behind a row the one lies that is fetched while it is read.
+// The distance in elements from a row to the row that is prefetched with it.
 template <class T>
 INLINE int64_t distance(int64_t stride, int64_t columns) {
     return larger(1, AHEAD / (larger(1, columns) * static_cast<int64_t>(sizeof(T)))) * stride;
 }
 
-// acc[r][k] += query r · key k over `count` columns from j on, which is where the query begins.
+// acc[r][k] += query r · key k over `count` columns from j on. `query` begins at column j.
 template <class T, int R>
 INLINE void multiply_keys(const float* query, int64_t width, const T* const (&key)[BESIDE], int64_t j, int64_t count,
                           Floats (&acc)[R][BESIDE]) {
-#pragma GCC unroll 4
-    for (int k = 0; k < BESIDE; k++) {
+    UNROLL for (int k = 0; k < BESIDE; k++) {
         const Floats x = load_some(key[k] + j, count);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) acc[r][k] += x * load(query + r * width);
+        UNROLL for (int r = 0; r < R; r++) acc[r][k] += x * load(query + r * width);
     }
 }
 
-// dot[r] = query r · key for LANES keys, of which `count` are there; the others repeat the last one.
+// dot[r] = query r · key for LANES keys. From `count` on they repeat the last key.
 template <class T, int R>
 INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride, int64_t columns, int64_t count,
                  Floats (&dot)[R]) {
@@ -63,7 +60,7 @@ INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride
     for (int r = 0; r < R; r++) dot[r] = join_sums<BESIDE, LANES / BESIDE>(parts[r]);
 }
 
-// N vectors of the outputs of R rows += Σ_j weights[j] · value_j; `fetched` columns of rows ahead are fetched.
+// N vectors of the outputs of R rows += Σ_j weights[j] · value_j. Prefetches `fetched` columns of later rows.
 template <class T, int N, int R>
 INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
                 int64_t ahead, int64_t fetched, float* output, int64_t width) {
@@ -72,11 +69,9 @@ INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, i
         for (int v = 0; v < N; v++) acc[r][v] = load(output + r * width + v * LANES);
     for (int64_t t = 0; t < count; t++) {
         fetch(value + t * stride + ahead, fetched);
-#pragma GCC unroll 4
-        for (int v = 0; v < N; v++) {
+        UNROLL for (int v = 0; v < N; v++) {
             const Floats x = load_some(value + t * stride + v * LANES, columns - v * LANES);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) acc[r][v] += weights[r][t] * x;
+            UNROLL for (int r = 0; r < R; r++) acc[r][v] += weights[r][t] * x;
         }
     }
     for (int r = 0; r < R; r++)
@@ -87,16 +82,16 @@ template <class T, int R>
 static void mix_all(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
                     float* output, int64_t width) {
     const int64_t ahead = distance<T>(stride, columns);
-    int64_t d = 0, fetched = columns;  // whole rows, by the first that walks along them
+    int64_t d = 0, fetched = columns;  // the first pass prefetches whole rows
     for (; columns - d >= 4 * LANES; d += 4 * LANES, fetched = 0)
         mix<T, 4, R>(weights, value + d, stride, 4 * LANES, count, ahead, fetched, output + d, width);
     for (; d < columns; d += LANES, fetched = 0)
         mix<T, 1, R>(weights, value + d, stride, columns - d, count, ahead, fetched, output + d, width);
 }
 
-// Scores of R rows from `first` on with the keys [start, start + count) in units of log 2, −∞ where hidden; their row maxima.
+// Scores (units of log 2, −∞ where hidden) and row maxima of R rows from `first` on, for keys [start, start + count).
 template <class T, int R>
-static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
+static void score_chunk(const Problem& p, const Tile& tile, int64_t batch, int64_t kv_head, int64_t first,
                         int64_t start, int64_t count, const float* query, float (*scores)[CHUNK], float (&best)[R]) {
     const T* key = p.key.at<T>(batch, kv_head, start);
     const bool dense = p.bias.data || p.visible.data;
@@ -105,17 +100,17 @@ static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64
     Floats row_maxima[R];
     for (int r = 0; r < R; r++) row_maxima[r] = splat(-INFINITY);
     for (int64_t j = 0; j < count; j += LANES) {
-        const int64_t there = smaller(LANES, count - j);
+        const int64_t present = smaller(LANES, count - j);
         const Ints column = lane + static_cast<int32_t>(start + j);
         Floats dot[R];
-        dots(query, lanes_up(p.dim), key + j * p.key.row, p.key.row, p.dim, there, dot);
+        dots(query, lanes_up(p.dim), key + j * p.key.row, p.key.row, p.dim, present, dot);
         for (int r = 0; r < R; r++) {
             const int64_t row = first + r;
-            const int32_t last = static_cast<int32_t>(smaller(rows.last[row], start + count));
+            const int32_t last = static_cast<int32_t>(smaller(tile.last[row], start + count));
             Floats x = dot[r];
             x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : x * (p.scale * LOG2E);
-            if (dense) x = add_mask(rounded(x), mask_row(p, batch, rows.head[row], rows.row[row], start + j, there));
-            x = ((column >= rows.first[row]) & (column < last)) ? x : splat(-INFINITY);
+            if (dense) x = add_mask(rounded(x), mask_row(p, batch, tile.head[row], tile.row[row], start + j, present));
+            x = ((column >= tile.first[row]) & (column < last)) ? x : splat(-INFINITY);
             row_maxima[r] = larger(x, row_maxima[r]);
             store(scores[r] + j, x);
         }
@@ -123,7 +118,7 @@ static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64
     for (int r = 0; r < R; r++) best[r] = largest_lane(row_maxima[r]);
 }
 
-// Adds the outputs of the last chunks to their total, which takes their place if that was all.
+// Adds the outputs of the last chunks to the total, and stores the total as outputs if `all` chunks are done.
 static void add_to_totals(const Problem& p, float* partial, bool all) {
     const int64_t floats = p.folded_rows() * lanes_up(p.value_dim);
     float *output = partial_output(p, partial), *total = output + floats;
@@ -136,16 +131,16 @@ static void add_to_totals(const Problem& p, float* partial, bool all) {
 
 // Adds the keys [start, start + count) to the partial results of R rows from `first` on.
 template <class T, int R>
-static void decode_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
+static void decode_chunk(const Problem& p, const Tile& tile, int64_t batch, int64_t kv_head, int64_t first,
                          int64_t start, int64_t count, const float* query, float* partial) {
     const int64_t width = lanes_up(p.value_dim);
     float *row_maxima = partial + first, *totals = row_maxima + p.folded_rows();
     float* output = partial_output(p, partial) + first * width;
     float scores[R][CHUNK], best[R];
-    score_chunk<T, R>(p, rows, batch, kv_head, first, start, count, query, scores, best);
-    bool seen = false;
+    score_chunk<T, R>(p, tile, batch, kv_head, first, start, count, query, scores, best);
+    bool visible = false;
     for (int r = 0; r < R; r++) {
-        seen = seen || best[r] != -INFINITY;
+        visible = visible || best[r] != -INFINITY;
         if (best[r] > row_maxima[r]) {
             const float rescale = exp2(splat(row_maxima[r] - best[r]))[0];
             for (int64_t d = 0; d < width; d += LANES) {
@@ -164,28 +159,28 @@ static void decode_chunk(const Problem& p, const Rows& rows, int64_t batch, int6
         }
         totals[r] += sum(total);
     }
-    if (seen) mix_all<T, R>(scores, p.value.at<T>(batch, kv_head, start), p.value.row, p.value_dim, count, output, width);
+    if (visible) mix_all<T, R>(scores, p.value.at<T>(batch, kv_head, start), p.value.row, p.value_dim, count, output, width);
 }
 
 template <class T>
-static void decode_typed(const Problem& p, const Task& task, float* partial, float* scratch) {
+static void decode(const Problem& p, const Task& task, float* partial, float* scratch) {
     const int64_t b = task.batch, h = task.kv_head, count = p.folded_rows(), width = lanes_up(p.dim);
-    Rows rows;
-    describe_rows(p, b, h, 0, count, rows);
+    Tile tile;
+    describe_rows(p, b, h, 0, count, tile);
     memset(scratch, 0, static_cast<size_t>(count * width) * sizeof(float));
     memset(partial_output(p, partial), 0, static_cast<size_t>(2 * count * lanes_up(p.value_dim)) * sizeof(float));
     for (int64_t r = 0; r < count; r++) {
         partial[r] = LOWEST, partial[count + r] = 0;
-        widen_rows(p.query.at<T>(b, rows.head[r], rows.row[r]), 0, 1, p.dim, scratch + r * width, width, 1);
+        widen_rows(p.query.at<T>(b, tile.head[r], tile.row[r]), 0, 1, p.dim, scratch + r * width, width, 1);
     }
-    const int64_t stop = smaller(task.key_stop, rows.highest_last);
-    const int64_t first = larger(task.key_start, rows.lowest_first), run = CHUNKS * CHUNK;
+    const int64_t stop = smaller(task.key_stop, tile.highest_last);
+    const int64_t first = larger(task.key_start, tile.lowest_first), run = CHUNKS * CHUNK;
     for (int64_t start = first; start < stop; start += CHUNK) {
         if (start > first && (start - first) % run == 0) add_to_totals(p, partial, false);
-        const int64_t there = smaller(CHUNK, stop - start);
+        const int64_t present = smaller(CHUNK, stop - start);
         int64_t r = 0;
         const auto add = [&](auto together) {
-            decode_chunk<T, together>(p, rows, b, h, r, start, there, scratch + r * width, partial);
+            decode_chunk<T, together>(p, tile, b, h, r, start, present, scratch + r * width, partial);
             r += together;
         };
         while (count - r >= TOGETHER) add(Number<TOGETHER>());
@@ -195,9 +190,9 @@ static void decode_typed(const Problem& p, const Task& task, float* partial, flo
     if (stop - first > run) add_to_totals(p, partial, true);
 }
 
-// Joins the partial results of one key/value head and writes outputs and lse.
+// Combines the partial results of one key/value head, and writes outputs and lse.
 template <class T>
-static void merge_typed(const Problem& p, int64_t batch, int64_t kv_head, float* partials, int64_t count) {
+static void merge(const Problem& p, int64_t batch, int64_t kv_head, float* partials, int64_t count) {
     const int64_t rows = p.folded_rows(), width = lanes_up(p.value_dim), size = partial_size(p);
     for (int64_t r = 0; r < rows; r++) {
         float top = LOWEST, total = 0;

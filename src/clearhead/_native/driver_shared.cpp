@@ -1,7 +1,5 @@
 #include "driver_shared.h"
 
-#include <string.h>
-
 #include <atomic>
 
 namespace clearhead {
@@ -12,7 +10,7 @@ constexpr int64_t FEW_ROWS_OF_PAIRS = 5;  // or beyond these if they multiply pa
 constexpr int64_t FEW_ROWS_AND_KEYS = 4;  // or beyond these with at most
 constexpr int64_t FEW_KEYS = 16;
 
-// Whether any of `count` numbers, without their signs, is above a limit as bits; above infinity there is only NaN.
+// Whether the bits of any number, without its sign, are above a limit. Above infinity there is only NaN.
 template <class Bits>
 bool any_above(const char* row, int64_t count, Bits limit) {
     constexpr Bits UNSIGNED = static_cast<Bits>(~Bits()) >> 1;
@@ -28,15 +26,14 @@ bool any_above(const char* row, int64_t count, Bits limit) {
 }  // namespace
 
 bool decodes(const Kernels& kernels, const Problem& p) {
-    const bool pairs = kernels.pairs && p.type == Type::bfloat16;
-    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
+    const int64_t of_many_keys = kernels.pairs && p.type == bfloat16 ? FEW_ROWS_OF_PAIRS : FEW_ROWS;
+    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : of_many_keys);
 }
 
-bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes,
-             int64_t threads) {
+bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes) {
     const int64_t units = p.batch * heads;
-    std::atomic<bool> found(false);
-    parallel_for(units, threads, 16, [&](int64_t unit, float*) {
+    std::atomic<bool> any_nan(false);
+    parallel_for(units, p.threads, 16, [&](int64_t unit, float*) {
         bool any = false;
         for (int64_t i = 0; i < rows && !any; i++) {
             const int64_t place = unit / heads * view.batch + unit % heads * view.head + i * view.row;
@@ -46,9 +43,9 @@ bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, in
             else
                 any = any_above<uint16_t>(row, columns, p.type == Type::bfloat16 ? 0x7f80 : 0x7c00);
         }
-        if (any) found = true;
+        if (any) any_nan = true;
     });
-    return found;
+    return any_nan;
 }
 
 }  // namespace clearhead

@@ -1,8 +1,3 @@
-#include <stdlib.h>
-#include <string.h>
-
-#include "coverage.h"
-#include "driver.h"
 #include "driver_shared.h"
 
 namespace clearhead {
@@ -11,36 +6,27 @@ namespace {
 constexpr int64_t STATISTICS_TASKS = 88;     // with sums over rows, whatever the threads: their grouping decides about bits
 constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
 
-// Sums over rows: a part of a head's rows has some of its own, so that no two threads add to the same numbers, and they
-// are added up in the same order whatever the threads.
+// Sums over rows. Each chunk of a head's rows has separate sums, so no two threads add to the same numbers. The chunks
+// are added in the same order for any number of threads.
 class PartSums {
   public:
     PartSums(const Problem& p, const Statistics& s, int64_t parts, int64_t step)
-        : p_(p), s_(s), parts_(parts), step_(step), columns_(s.received ? columns_of(p) : 0) {
-        const int64_t heads = p.batch * p.heads, cells = (heads * (s.map_rows + parts) + s.map_rows) * s.map_columns;
-        memory_ = static_cast<float*>(calloc(static_cast<size_t>(3 * heads * parts * columns_ + 1), sizeof(float)));
-        maps_ = static_cast<double*>(calloc(static_cast<size_t>(s.map ? cells : 0) + 1, sizeof(double)));
-    }
-    ~PartSums() {
-        free(memory_);
-        free(maps_);
-    }
-    PartSums(const PartSums&) = delete;
-
-    bool enough() const { return memory_ && maps_; }
+        : p_(p), s_(s), parts_(parts), step_(step), columns_(s.received ? columns_of(p) : 0),
+          memory_(zeros<float>(3 * p.batch * p.heads * parts * columns_)),
+          maps_(zeros<double>(s.map ? (p.batch * p.heads * (s.map_rows + parts) + s.map_rows) * s.map_columns : 0)) {}
 
     TaskSums of(int64_t head, int64_t part) const {
         TaskSums sums = {};
         if (s_.received) {
-            sums.received = memory_ + 3 * (head * parts_ + part) * columns_;
+            sums.received = memory_.get() + 3 * (head * parts_ + part) * columns_;
             sums.lost = sums.received + columns_;
             sums.viewers = sums.lost + columns_;
         }
         if (!s_.map) return sums;
         sums.first_map_row = s_.map_row(p_, part * step_);
-        // The last row of one part may go to the same row of the map as the first of the next.
+        // The last row of a chunk and the first of the next may go to the same row of the map.
         const int64_t row = head * (s_.map_rows + parts_) + sums.first_map_row + part;
-        sums.map = maps_ + row * s_.map_columns;
+        sums.map = maps_.get() + row * s_.map_columns;
         return sums;
     }
 
@@ -52,15 +38,15 @@ class PartSums {
     }
 
   private:
-    static constexpr int64_t KEYS = 16;  // at once; behind the last there is room for as many
+    static constexpr int64_t KEYS = 16;  // added together; `columns_of` has padding for as many
 
     void add_up_keys(int64_t head, int64_t start) const {
         double received[KEYS] = {}, viewers[KEYS] = {};
         for (int64_t part = 0; part < parts_; part++) {
-            const float* own = memory_ + 3 * (head * parts_ + part) * columns_ + start;
+            const float* of_part = memory_.get() + 3 * (head * parts_ + part) * columns_ + start;
             for (int64_t j = 0; j < KEYS; j++) {
-                received[j] += static_cast<double>(own[j]) + own[j + columns_];
-                viewers[j] += own[j + 2 * columns_];
+                received[j] += static_cast<double>(of_part[j]) + of_part[j + columns_];
+                viewers[j] += of_part[j + 2 * columns_];
             }
         }
         for (int64_t j = start; j < p_.keys && j < start + KEYS; j++) {
@@ -71,15 +57,15 @@ class PartSums {
 
     void add_up_map(int64_t head) const {
         const int64_t cells = s_.map_rows * s_.map_columns;
-        double* total = maps_ + p_.batch * p_.heads * (s_.map_rows + parts_) * s_.map_columns;  // behind all maps
+        double* total = maps_.get() + p_.batch * p_.heads * (s_.map_rows + parts_) * s_.map_columns;  // behind all maps
         memset(total, 0, static_cast<size_t>(cells) * sizeof(double));
         for (int64_t part = 0; part < parts_; part++) {
-            const TaskSums own = of(head, part);
-            const int64_t stop = (part + 1) * step_ < p_.rows ? (part + 1) * step_ : p_.rows;
-            const int64_t count = (s_.map_row(p_, stop - 1) + 1 - own.first_map_row) * s_.map_columns;
-            double* to = total + own.first_map_row * s_.map_columns;
+            const TaskSums of_part = of(head, part);
+            const int64_t stop = smaller((part + 1) * step_, p_.rows);
+            const int64_t count = (s_.map_row(p_, stop - 1) + 1 - of_part.first_map_row) * s_.map_columns;
+            double* to = total + of_part.first_map_row * s_.map_columns;
             for (int64_t i = 0; i < count; i++) {
-                const double x = own.map[i];
+                const double x = of_part.map[i];
                 to[i] = !s_.map_max ? to[i] + x : x > to[i] || x != x ? x : to[i];
             }
         }
@@ -89,47 +75,42 @@ class PartSums {
     const Problem& p_;
     const Statistics& s_;
     int64_t parts_, step_, columns_;  // columns: of one sum over rows
-    float* memory_;                   // of each part received, lost and viewers
-    double* maps_;
+    const std::unique_ptr<float[], Free> memory_;  // of each part received, lost and viewers
+    const std::unique_ptr<double[], Free> maps_;
 };
 
-bool compute_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
+void compute_statistics(const Kernels& kernels, const Problem& p, const Statistics& s) {
     const int64_t heads = p.batch * p.heads;
-    if (heads == 0 || p.rows == 0) return true;
+    if (heads == 0 || p.rows == 0) return;
     const int64_t together = s.averages(p) ? p.heads : 1, groups = heads / together;  // heads that add to the same rows
     const int64_t fitting = COLUMN_FLOATS / (3 * together * columns_of(p)) + 1;
-    const int64_t most = s.received || s.map ? STATISTICS_TASKS : threads > 1 ? TASKS_PER_THREAD * threads : 1;
+    const int64_t most = s.received || s.map ? STATISTICS_TASKS : p.threads > 1 ? TASKS_PER_THREAD * p.threads : 1;
     const int64_t tiles = divide_up(p.rows, kernels.tile_rows);
-    const int64_t wanted = divide_up(fitting < most ? fitting : most, groups);
-    const int64_t step = divide_up(tiles, wanted < tiles ? wanted : tiles) * kernels.tile_rows;
+    const int64_t step = divide_up(tiles, smaller(tiles, divide_up(smaller(fitting, most), groups))) * kernels.tile_rows;
     const int64_t parts = divide_up(p.rows, step), floats = kernels.statistics_scratch(p, s);
-    PartSums sums(p, s, parts, step);
-    if (!sums.enough()) return false;
-    const bool enough = parallel_for(groups * parts, threads, floats, [&](int64_t index, float* memory) {
+    const PartSums sums(p, s, parts, step);
+    parallel_for(groups * parts, p.threads, floats, [&](int64_t index, float* memory) {
         const int64_t group = index % groups, part = parts - 1 - index / groups, start = part * step;
-        const int64_t stop = start + step < p.rows ? start + step : p.rows;
+        const int64_t stop = smaller(start + step, p.rows);
         for (int64_t head = group * together; head < (group + 1) * together; head++) {
             const int64_t kv_head = head % p.heads / p.group(), folded = head % p.heads % p.group() * p.rows;
             const Task task = {head / p.heads, kv_head, folded + start, folded + stop, 0, p.keys, nullptr};
-            kernels.statistics(p, s, task, sums.of(head, part), memory);
+            kernels.statistics[p.type](p, s, task, sums.of(head, part), memory);
         }
     });
-    if (enough) sums.add_up();
-    return enough;
+    sums.add_up();
 }
 
 }  // namespace
 
-bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
-    if (!compute_statistics(kernels, p, s, threads)) return false;
-    if (!p.output.data || !may_hide_altogether(p)) return true;  // of values, only outputs read any
-    if (!has_nan(p, p.output, p.heads, p.rows, p.value_dim, p.bytes(), threads)) return true;
+void run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s) {
+    compute_statistics(kernels, p, s);
+    if (!p.output.data || !may_hide_altogether(p)) return;  // only outputs read values
+    if (!has_nan(p, p.output, p.heads, p.rows, p.value_dim, p.bytes())) return;
     const Isolated isolated(p);
-    if (!isolated.enough_memory()) return false;
-    if (!isolated.any()) return true;
-    const size_t sums = static_cast<size_t>(s.averages(p) ? p.batch * p.rows * p.keys : 0);
-    if (sums) memset(s.weights.data, 0, sums * sizeof(float));
-    return compute_statistics(kernels, isolated.problem(), s, threads);
+    if (!isolated.any()) return;
+    if (s.averages(p)) memset(s.weights.data, 0, static_cast<size_t>(p.batch * p.rows * p.keys) * sizeof(float));
+    compute_statistics(kernels, isolated.problem(), s);
 }
 
 }  // namespace clearhead

@@ -1,5 +1,5 @@
-// Scores of a panel in double precision. The rounding of a score is a relative error of its weight: in float32 products of
-// long vectors lose the seventh digit of a weight, and less its row's maximum a score needs no more than float32 has.
+// Scores of a panel in double precision. The rounding of a score is a relative error of its weight. In float32, products
+// of long vectors lose the seventh digit of a weight. Less its row maximum, a score fits float32.
 #pragma once
 #include "score_panel.h"
 
@@ -8,10 +8,8 @@ namespace clearhead::ISA {
 constexpr int HALF = LANES / 2;
 constexpr int EXACT_STEP = LANES == 16 ? 4 : 2;  // keys whose sums are in registers at once
 
-typedef double Doubles __attribute__((vector_size(LANES * 4)));
 typedef double LooseDoubles __attribute__((vector_size(LANES * 4), aligned(8)));
 typedef int64_t DoubleInts __attribute__((vector_size(LANES * 4)));
-typedef float HalfFloats __attribute__((vector_size(LANES * 2), aligned(4)));
 
 INLINE Doubles splat(double x) { return x - Doubles{}; }
 INLINE Doubles load(const double* from) { return *reinterpret_cast<const LooseDoubles*>(from); }
@@ -21,7 +19,7 @@ INLINE Doubles load_double(const float* from) {
     return __builtin_convertvector(*reinterpret_cast<const HalfFloats*>(from), Doubles);
 }
 
-// Of one panel: queries (D × V·LANES), scores (keys × V·LANES) in units of log 2, and the largest of each row, also
+// Queries (D × V·LANES) and scores (keys × V·LANES) of one panel, in units of log 2, and the row maxima. `raw_max` is
 // before soft-cap and bias, in `unit_of_raw`.
 struct ExactScores {
     double *query = nullptr, *scores = nullptr, *row_max = nullptr, *raw_max = nullptr;
@@ -35,11 +33,11 @@ static ExactScores exact_scores(const Problem& p, int64_t keys, float*& scratch)
 }
 
 static void widen_query(const Problem& p, const ScorePanel& panel, const ExactScores& exact) {
-    for (int64_t n = 0; n < p.dim * panel.tile.rows.vectors * LANES; n++) exact.query[n] = panel.tile.query[n];
+    for (int64_t n = 0; n < p.dim * panel.tile.vectors * LANES; n++) exact.query[n] = panel.tile.query[n];
     for (int lane = 0; lane < TILE; lane++) exact.row_max[lane] = exact.raw_max[lane] = -INFINITY;
 }
 
-// What a score becomes under the mask of a tile, whose bias is not in units of log 2; for half `h` of the lanes.
+// Applies the mask of a tile to half `h` of the lanes. Its bias is not in units of log 2.
 template <MaskForm FORM, int V>
 INLINE Doubles masked(Doubles score, const TileMask& mask, int64_t key, int h) {
     if (FORM == MaskForm::bits) {
@@ -60,13 +58,10 @@ template <int V>
 INLINE void multiply_exactly(Doubles (&acc)[EXACT_STEP][2 * V], const float* rows, const double* query, int64_t dim) {
     for (int64_t k = 0; k < dim; k++) {
         Doubles right[2 * V];
-#pragma GCC unroll 8
-        for (int h = 0; h < 2 * V; h++) right[h] = load(query + (k * 2 * V + h) * HALF);
-#pragma GCC unroll 4
-        for (int t = 0; t < EXACT_STEP; t++) {
+        UNROLL for (int h = 0; h < 2 * V; h++) right[h] = load(query + (k * 2 * V + h) * HALF);
+        UNROLL for (int t = 0; t < EXACT_STEP; t++) {
             const double left = rows[t * dim + k];
-#pragma GCC unroll 8
-            for (int h = 0; h < 2 * V; h++) acc[t][h] += left * right[h];
+            UNROLL for (int h = 0; h < 2 * V; h++) acc[t][h] += left * right[h];
         }
     }
 }
@@ -81,8 +76,7 @@ static void score_keys_exactly(const Problem& p, const float* rows, int64_t coun
     for (int64_t j = 0; j < count; j += EXACT_STEP) {
         Doubles acc[EXACT_STEP][2 * V] = {};
         multiply_exactly<V>(acc, rows + j * p.dim, query, p.dim);
-#pragma GCC unroll 4
-        for (int t = 0; t < EXACT_STEP; t++)
+        UNROLL for (int t = 0; t < EXACT_STEP; t++)
             for (int h = 0; h < 2 * V; h++) {
                 Doubles x = acc[t][h] * factor;
                 [[maybe_unused]] const Doubles raw = x;
@@ -97,13 +91,13 @@ static void score_keys_exactly(const Problem& p, const float* rows, int64_t coun
     for (int h = 0; h < 2 * V; h++) store(row_max + h * HALF, best[h]), store(raw_max + h * HALF, raw_best[h]);
 }
 
-// The scores of a part, and what they do to the largest of each row.
+// Computes the scores of a part, and updates the row maxima.
 template <int V, class T>
 static void score_exactly(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part,
-                          const MaskScratch& room, const ExactScores& exact, float* viewers) {
-    const TileMask mask = tile_mask<V>(p, panel.tile.rows, batch, part.start, part.stop, room, 1.f);
-    panel.seen[panel.number(part.block)] = mask.coverage != Coverage::nothing;
-    if (mask.coverage == Coverage::nothing) return;
+                          float* mask_memory, const ExactScores& exact, float* viewers) {
+    const TileMask mask = tile_mask<V>(p, panel.tile, batch, part.start, part.stop, mask_memory, 1.f);
+    panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
+    if (mask.form == MaskForm::nothing) return;
     double* to = exact.scores + (part.start - panel.start) * V * LANES;
     by_form(mask, [&](auto form) {
         const auto score = panel.raw_max ? score_keys_exactly<V, form.value, true> : score_keys_exactly<V, form.value, false>;
@@ -112,7 +106,7 @@ static void score_exactly(const Problem& p, ScorePanel& panel, int64_t batch, co
     });
 }
 
-// Stores the scores less the largest of their row in the panel, with the row maxima of its pieces.
+// Stores the scores less their row maxima in the panel, with the row maxima of its pieces.
 template <int V>
 static void store_shifted(ScorePanel& panel, const ExactScores& exact) {
     for (int64_t lane = 0; lane < V * LANES; lane++) {
@@ -122,20 +116,20 @@ static void store_shifted(ScorePanel& panel, const ExactScores& exact) {
         if (panel.raw_max) panel.raw_max[lane] = static_cast<float>(exact.raw_max[lane]);
     }
     each_part(panel, [&](int64_t start, int64_t stop, int64_t block) {
-        float* kept = panel.maxima_of(block);
-        for (int64_t piece = start; piece < stop; piece += PIECE, kept += V * LANES) {
-            for (int v = 0; v < V; v++) store(kept + v * LANES, splat(-INFINITY));
+        float* piece_maxima = panel.maxima_of(block);
+        for (int64_t piece = start; piece < stop; piece += PIECE, piece_maxima += V * LANES) {
+            for (int v = 0; v < V; v++) store(piece_maxima + v * LANES, splat(-INFINITY));
             for (int64_t place = (piece - panel.start) * V * LANES; place < (piece + PIECE - panel.start) * V * LANES;
                  place += LANES) {
                 const int64_t lane = place % (V * LANES);
                 for (int h = 0; h < 2; h++) {
                     const Doubles x = load(exact.scores + place + h * HALF);
                     const Doubles shifted = larger(splat(double(LOWEST)), x - load(panel.shift + lane + h * HALF));
-                    const Doubles kept_score = (x != x) | (x == splat(-double(INFINITY))) ? x : shifted;
+                    const Doubles stored = (x != x) | (x == splat(-double(INFINITY))) ? x : shifted;
                     *reinterpret_cast<HalfFloats*>(panel.scores + place + h * HALF) =
-                        __builtin_convertvector(kept_score, HalfFloats);
+                        __builtin_convertvector(stored, HalfFloats);
                 }
-                store(kept + lane, larger(load(panel.scores + place), load(kept + lane)));
+                store(piece_maxima + lane, larger(load(panel.scores + place), load(piece_maxima + lane)));
             }
         }
     });

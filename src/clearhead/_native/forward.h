@@ -1,73 +1,81 @@
-// The forward pass: for each block of keys and each tile of rows, scores, online softmax and their product with values.
+// The forward pass. For each block of keys and each tile of rows it computes scores, online softmax and outputs.
 #pragma once
 #include "tile_masks.h"
 
 namespace clearhead::ISA {
 
-struct Tile {
-    Rows rows;
-    float *query, *output;  // (D × V·LANES), (Dv × V·LANES): rows in the lanes
-    float *total;           // as the output, of the runs before this one; null where there is but one
+// A tile with its sums over a run of keys.
+struct ForwardTile : Tile {
+    float* query;           // (D × V·LANES), or their pairs
+    float *output, *total;  // (Dv × V·LANES), rows in the lanes; of this run, and of earlier runs or null
+    int64_t floats;         // of an output
+    int64_t summed;         // keys or blocks of this run
     float row_max[TILE], sum[TILE];
     float total_max[TILE], total_sum[TILE];
 };
 
-// Empties the sums of a tile, whose outputs are of so many floats.
-template <class SomeTile>
-static void clear_sums(SomeTile& tile, int64_t floats) {
-    memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
-    if (tile.total) memset(tile.total, 0, static_cast<size_t>(floats) * sizeof(float));
+INLINE float* take(float*& scratch, int64_t count) {
+    float* result = scratch;
+    scratch += round_up(count, 16);
+    return result;
+}
+
+INLINE void clear(float* to, int64_t floats) { memset(to, 0, static_cast<size_t>(floats) * sizeof(float)); }
+
+// Sums of zero for outputs of `height` columns, with a total if there are several runs.
+static void begin_sums(ForwardTile& tile, int64_t height, bool totals, float*& scratch) {
+    tile.floats = height * tile.vectors * LANES, tile.summed = 0;
+    tile.output = take(scratch, tile.floats), tile.total = totals ? take(scratch, tile.floats) : nullptr;
+    clear(tile.output, tile.floats);
+    if (totals) clear(tile.total, tile.floats);
     for (int lane = 0; lane < TILE; lane++) {
         tile.row_max[lane] = tile.total_max[lane] = LOWEST;
         tile.sum[lane] = tile.total_sum[lane] = 0;
     }
 }
 
-// Adds the total, scaled to the row maxima of this run, to the sums of the run.
-template <class SomeTile>
-static void add_total(SomeTile& tile, int64_t floats) {
+// Adds the total, rescaled to the row maxima of this run, to the sums of the run.
+static void add_total(ForwardTile& tile) {
     if (!tile.total) return;
-    const int64_t lanes = tile.rows.vectors * LANES;
+    const int64_t lanes = tile.vectors * LANES;
     for (int64_t lane = 0; lane < lanes; lane += LANES) {
         const Floats rescale = exp2(load(tile.total_max + lane) - load(tile.row_max + lane));
         store(tile.sum + lane, load(tile.sum + lane) + load(tile.total_sum + lane) * rescale);
-        for (int64_t place = lane; place < floats; place += lanes)
+        for (int64_t place = lane; place < tile.floats; place += lanes)
             store(tile.output + place, load(tile.output + place) + load(tile.total + place) * rescale);
     }
 }
 
 // Adds the sums of a run to the total, and begins the next.
-template <class SomeTile>
-static void end_run(SomeTile& tile, int64_t floats) {
-    add_total(tile, floats);
-    float* total = tile.output;
-    tile.output = tile.total, tile.total = total;
-    memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
+static void end_run(ForwardTile& tile) {
+    add_total(tile);
+    std::swap(tile.output, tile.total);
+    clear(tile.output, tile.floats);
     memcpy(tile.total_max, tile.row_max, sizeof tile.row_max);
     memcpy(tile.total_sum, tile.sum, sizeof tile.sum);
     memset(tile.sum, 0, sizeof tile.sum);
+    tile.summed = 0;
 }
 
-// Whether sums over the keys are of more than one run.
+// Whether sums over the keys have several runs.
 INLINE bool has_totals(const Problem& p) { return p.keys > RUN * BLOCK; }
 
-// What the largest products are counted in, before soft-cap and bias: it costs the scores no other multiplication.
+// The unit of the largest products before soft-cap and bias, which saves a multiplication per score.
 INLINE double unit_of_raw(const Problem& p) { return p.softcap != 0 ? static_cast<double>(p.softcap) : LN_OF_2; }
 
-// Scores in units of log 2, into `to`; returns the row maxima of the rows, which stay in memory: the sums need every register.
-// With RAW also the maxima of the products of what is seen, in `unit_of_raw`.
-template <int V, MaskForm FORM, bool CAPPED, bool RAW>
-INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
-                  const NextMasks& next, float* to, Floats (&row_maxima)[V], [[maybe_unused]] Floats* raw_maxima) {
+// Writes scores in units of log 2 to `to`, and updates the row maxima. RAW also updates the maxima of the products of
+// visible keys, in `unit_of_raw`.
+// Calls between(step, number of steps) before each step.
+template <int V, MaskForm FORM, bool CAPPED, bool RAW, class Between>
+INLINE void score(const Problem& p, const ForwardTile& tile, const float* keys, int64_t count, const TileMask& mask,
+                  const Between& between, float* to, Floats (&row_maxima)[V], [[maybe_unused]] Floats* raw_maxima) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j += STEP) {
-        if (next.start < next.stop) next.fetch(p, j / STEP, count / STEP);
+        between(j / STEP, count / STEP);
         Floats acc[STEP][V] = {};
         multiply<true>(acc, keys + j * p.dim, p.dim, tile.query, V * LANES, p.dim);
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++) {
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
+        UNROLL for (int t = 0; t < STEP; t++) {
+            UNROLL for (int v = 0; v < V; v++) {
                 const int64_t place = ((j + t) * V + v) * LANES;
                 Floats x = rounded(acc[t][v] * factor);
                 [[maybe_unused]] const Floats raw = x;
@@ -81,13 +89,13 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
     }
 }
 
-template <int V, bool RAW = false>
-static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
-                      const NextMasks& next, float* to, Floats (&row_maxima)[V], Floats* raw_maxima = nullptr) {
+template <int V, bool RAW = false, class Between>
+static void score_any(const Problem& p, const ForwardTile& tile, const float* keys, int64_t count, const TileMask& mask,
+                      const Between& between, float* to, Floats (&row_maxima)[V], Floats* raw_maxima = nullptr) {
     by_form(mask, [&](auto form) {
         if (p.softcap != 0)
-            return score<V, form(), true, RAW>(p, tile, keys, count, mask, next, to, row_maxima, raw_maxima);
-        return score<V, form(), false, RAW>(p, tile, keys, count, mask, next, to, row_maxima, raw_maxima);
+            return score<V, form(), true, RAW>(p, tile, keys, count, mask, between, to, row_maxima, raw_maxima);
+        return score<V, form(), false, RAW>(p, tile, keys, count, mask, between, to, row_maxima, raw_maxima);
     });
 }
 
@@ -95,39 +103,36 @@ INLINE Floats sum_of_group(const Floats (&x)[GROUP]) {
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
-// Scores to weights in place, against the new row maxima; and their sums.
+// Turns scores into weights in place, relative to the new row maxima, and sums them.
 template <int V>
 INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int64_t key, int64_t count, float* weights,
                          const Floats (&row_maxima)[V], Floats (&sums)[V]) {
     for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < count; j += GROUP) {
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             Floats x[GROUP];
-#pragma GCC unroll 8
-            for (int t = 0; t < GROUP; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - row_maxima[v]);
+            UNROLL for (int t = 0; t < GROUP; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - row_maxima[v]);
             sums[v] += sum_of_group(x);
             if (p.drop_below) {
-                Ints kept[GROUP];
-                dropout_mask(p, tile.rows, batch, v, key + j, kept);
-                for (int t = 0; t < GROUP; t++) x[t] = only_where(kept[t], x[t]);
+                Ints undropped[GROUP];
+                dropout_mask(p, tile, batch, v, key + j, undropped);
+                for (int t = 0; t < GROUP; t++) x[t] = only_where(undropped[t], x[t]);
             }
-#pragma GCC unroll 8
-            for (int t = 0; t < GROUP; t++) store(weights + ((j + t) * V + v) * LANES, x[t]);
+            UNROLL for (int t = 0; t < GROUP; t++) store(weights + ((j + t) * V + v) * LANES, x[t]);
         }
     }
 }
 
-// One tile against the keys [start, stop) of a block, whose first key and value are given.
-template <int V>
-static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
-                   const float* values, float* weights, const MaskScratch& room, const NextMasks& next) {
-    const TileMask mask = tile_mask<V>(p, tile.rows, batch, start, stop, room);
-    if (mask.coverage == Coverage::nothing) return;
+// One tile against the keys [start, stop) of a block. `keys` and `values` begin at `start`.
+template <int V, class Between>
+static void attend(const Problem& p, ForwardTile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
+                   const float* values, float* weights, float* mask_memory, const Between& between) {
+    const TileMask mask = tile_mask<V>(p, tile, batch, start, stop, mask_memory);
+    if (mask.form == MaskForm::nothing) return;
     const int64_t count = stop - start, width = round_up(p.value_dim, STEP);
     Floats before[V], row_maxima[V], sums[V], rescale[V];
     for (int v = 0; v < V; v++) before[v] = row_maxima[v] = load(tile.row_max + v * LANES);
-    score_any<V>(p, tile, keys, count, mask, next, weights, row_maxima);
+    score_any<V>(p, tile, keys, count, mask, between, weights, row_maxima);
     exponentiate<V>(p, tile, batch, start, count, weights, row_maxima, sums);
     for (int v = 0; v < V; v++) {
         rescale[v] = exp2(before[v] - row_maxima[v]);
@@ -138,17 +143,15 @@ static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, i
         Floats acc[STEP][V] = {};
         float* output = tile.output + d * V * LANES;
         multiply<false>(acc, values + d, width, weights, V * LANES, count);
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
+        UNROLL for (int t = 0; t < STEP; t++)
+            UNROLL for (int v = 0; v < V; v++) {
                 float* place = output + (t * V + v) * LANES;
                 store(place, load(place) * rescale[v] + acc[t][v]);
             }
     }
 }
 
-// lse and the factor of the output of one row, from its row maximum (in units of log 2) and its sum.
+// Writes the lse of a row, and returns the factor of its output, from row maximum (in units of log 2) and sum.
 INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t row, float row_max, float sum) {
     float factor = sum == 0 ? 0 : p.kept_factor / sum;
     if (!p.lse && !p.sinks) return factor;
@@ -163,75 +166,88 @@ INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t r
     return factor;
 }
 
-template <class T, class SomeTile>
-static void finish(const Problem& p, const SomeTile& tile, int64_t batch) {
+template <class T>
+static void finish(const Problem& p, ForwardTile& tile, int64_t batch) {
     float factors[TILE];
-    const Rows& rows = tile.rows;
-    for (int64_t lane = 0; lane < rows.count; lane++)
-        factors[lane] = finish_row(p, batch, rows.head[lane], rows.row[lane], tile.row_max[lane], tile.sum[lane]);
-    if (p.wide_output) return lanes_to_rows<float>(tile.output, rows, batch, p.value_dim, factors, p.output);
-    lanes_to_rows<T>(tile.output, rows, batch, p.value_dim, factors, p.output);
+    add_total(tile);
+    for (int64_t lane = 0; lane < tile.count; lane++)
+        factors[lane] = finish_row(p, batch, tile.head[lane], tile.row[lane], tile.row_max[lane], tile.sum[lane]);
+    if (p.wide_output) return lanes_to_rows<float>(tile.output, tile, batch, p.value_dim, factors, p.output);
+    lanes_to_rows<T>(tile.output, tile, batch, p.value_dim, factors, p.output);
 }
 
-template <class T>
-static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
+[[maybe_unused]] static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t width = round_up(p.value_dim, STEP), rows = round_up(task_rows, TILE);
     const int64_t of_rows = rows * (p.dim + width + (has_totals(p) ? width : 0));
     return (BLOCK + GROUP) * (p.dim + width) + of_rows + BLOCK * TILE + MASK_SCRATCH_FLOATS + 6 * 16;
 }
 
-INLINE float* take(float*& scratch, int64_t count) {
-    float* result = scratch;
-    scratch += round_up(count, 16);
-    return result;
+// Describes and prepares the tiles of the rows [start, stop) of a task. Returns their number.
+template <class SomeTile, class Prepare>
+INLINE int64_t describe_tiles(const Problem& p, const Task& task, int64_t start, int64_t stop, SomeTile* tiles,
+                              const Prepare& prepare) {
+    int64_t count = 0;
+    for (; start < stop; start += TILE, count++) {
+        Tile& tile = tiles[count];
+        describe_rows(p, task.batch, task.kv_head, start, stop, tile);
+        if (task.masks) tile.masks = task.masks + (start - task.row_start) / TILE * masks_size(p);
+        prepare(tiles[count]);
+    }
+    return count;
 }
 
-template <class T>
-static void forward_typed(const Problem& p, const Task& task, float* scratch) {
-    const int64_t width = round_up(p.value_dim, STEP), b = task.batch;
-    float* keys = take(scratch, BLOCK * p.dim);
-    float* values = take(scratch, BLOCK * width);
-    float* weights = take(scratch, BLOCK * TILE);
-    const MaskScratch room = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
-    Tile tiles[MOST_TILES];
-    int64_t count = 0, key_start = p.keys, key_stop = 0;
-    for (int64_t start = task.row_start; start < task.row_stop; start += TILE, count++) {
-        Tile& tile = tiles[count];
-        describe_rows(p, b, task.kv_head, start, task.row_stop, tile.rows);
-        if (task.masks) tile.rows.masks = task.masks + count * masks_size(p);
-        const int64_t lanes = tile.rows.vectors * LANES;
-        tile.query = take(scratch, p.dim * lanes);
-        tile.output = take(scratch, width * lanes);
-        rows_to_lanes<T>(p.query, tile.rows, b, p.dim, 1, tile.query);
-        tile.total = has_totals(p) ? take(scratch, width * lanes) : nullptr;
-        clear_sums(tile, width * lanes);
-        key_start = smaller(key_start, tile.rows.lowest_first);
-        key_stop = larger(key_stop, tile.rows.highest_last);
+// Calls attend(number of vectors of rows, tile, start, stop, keys and values from `start` on, a function that prefetches
+// masks between steps) for all blocks of visible keys and each tile, and end(tile) after each run of blocks. A block's keys
+// and values become rows of floats.
+template <class T, class SomeTile, class End, class Attend>
+INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, const View& keys,
+                       const View& values, const End& end, const Attend& attend) {
+    const int64_t b = task.batch, h = task.kv_head;
+    int64_t key_start = p.keys, key_stop = 0;
+    for (int64_t n = 0; n < count; n++) {
+        key_start = smaller(key_start, tiles[n].lowest_first);
+        key_stop = larger(key_stop, tiles[n].highest_last);
     }
     const int64_t first = key_start / BLOCK * BLOCK, run = run_length((key_stop - first) / BLOCK) * BLOCK;
     for (int64_t block = first; block < key_stop; block += BLOCK) {
-        for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++)
-            end_run(tiles[n], width * tiles[n].rows.vectors * LANES);
-        const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP);
-        widen_rows(p.key.at<T>(b, task.kv_head, block), p.key.row, end - block, p.dim, keys, p.dim, padded);
-        widen_rows(p.value.at<T>(b, task.kv_head, block), p.value.row, end - block, p.value_dim, values, width, padded);
+        for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++) end(tiles[n]);
+        const int64_t rows = smaller(BLOCK, p.keys - block), padded = round_up(rows, GROUP);
+        widen_rows(p.key.at<T>(b, h, block), p.key.row, rows, p.dim, keys.at<float>(0, 0, 0), keys.row, padded);
+        widen_rows(p.value.at<T>(b, h, block), p.value.row, rows, p.value_dim, values.at<float>(0, 0, 0), values.row, padded);
         for (int64_t n = 0; n < count; n++) {
-            fetch_part<T>(p, b, task.kv_head, block + BLOCK, n, count);
+            fetch_part<T>(p, b, h, block + BLOCK, n, count);
             int64_t start = block, stop = block + padded;
-            trim(tiles[n].rows, start, stop);
+            trim(tiles[n], start, stop);
             if (start >= stop) continue;
             const bool last = n + 1 == count;
-            const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
-            const float *k = keys + (start - block) * p.dim, *v = values + (start - block) * width;
-            by_vectors(tiles[n].rows.vectors, [&](auto vectors) {
-                attend<vectors.value>(p, tiles[n], b, start, stop, k, v, weights, room, next);
-            });
+            const Tile& next = tiles[last ? 0 : n + 1];
+            const int64_t next_start = last ? block + BLOCK : block, next_stop = stop_of_fetch(p, next, next_start);
+            const auto fetch_some = [&](int64_t step, int64_t steps) {
+                if (next_start < next_stop) fetch_masks(p, next, b, next_start, next_stop, step, steps);
+            };
+            const float *k = keys.at<float>(0, 0, start - block), *v = values.at<float>(0, 0, start - block);
+            by_vectors(tiles[n].vectors, [&](auto vectors) { attend(vectors, tiles[n], start, stop, k, v, fetch_some); });
         }
     }
-    for (int64_t n = 0; n < count; n++) {
-        add_total(tiles[n], width * tiles[n].rows.vectors * LANES);
-        finish<T>(p, tiles[n], b);
-    }
+}
+
+template <class T>
+static void forward(const Problem& p, const Task& task, float* scratch) {
+    const int64_t width = round_up(p.value_dim, STEP), b = task.batch;
+    const View keys = {take(scratch, BLOCK * p.dim), 0, 0, p.dim}, values = {take(scratch, BLOCK * width), 0, 0, width};
+    float *weights = take(scratch, BLOCK * TILE), *mask_memory = take(scratch, MASK_SCRATCH_FLOATS);
+    ForwardTile tiles[MOST_TILES];
+    const int64_t count = describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](ForwardTile& tile) {
+        tile.query = take(scratch, p.dim * tile.vectors * LANES);
+        rows_to_lanes<T>(p.query, tile, b, p.dim, 1, tile.query);
+        begin_sums(tile, width, has_totals(p), scratch);
+    });
+    each_block<T>(p, task, tiles, count, keys, values, end_run,
+                  [&](auto vectors, ForwardTile& tile, int64_t start, int64_t stop, const float* k, const float* v,
+                      const auto& between) {
+                      attend<vectors.value>(p, tile, b, start, stop, k, v, weights, mask_memory, between);
+                  });
+    for (int64_t n = 0; n < count; n++) finish<T>(p, tiles[n], b);
 }
 
 }  // namespace clearhead::ISA

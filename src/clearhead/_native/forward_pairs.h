@@ -16,43 +16,33 @@ constexpr int PAIR_CHUNK = 512;  // keys that are packed at once
 constexpr int PAIR_RUN = 1024;   // keys that are summed without a total: tile registers add to the sums there are
 constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new row maximum
 
-struct PairTile {
-    Rows rows;
-    Pair* query;    // (pairs of D × V·LANES)
-    float *output, *total;  // (Dv × V·LANES), height padded; null where there is but one run
-    float row_max[TILE], sum[TILE];
-    float total_max[TILE], total_sum[TILE];
-    int64_t summed;  // keys of this run
-};
-
-struct PairRoom {
+struct PairBuffers {
     Pair *copied, *values[SIDES];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
     float* scores[2];  // (keys × V·LANES); in the place of each two come a pair of weights and what it left out
-    MaskScratch masks;
+    float* masks;
     Matrix<const Pair> keys;
 };
 
-static Product scores_of(const Problem& p, const Unit<PairTile>& unit, const PairRoom& room) {
-    const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES;
-    return {{room.keys.data + unit.within * room.keys.stride, room.keys.stride}, {unit.tile->query, lanes},
-            1, pairs_up(p.dim), unit.count, vectors, {room.scores[unit.slot], lanes}, false};
+static Product scores_of(const Problem& p, const Unit<ForwardTile>& unit, const PairBuffers& buffers) {
+    const int64_t vectors = unit.tile->vectors, lanes = vectors * LANES;
+    return {{buffers.keys.data + unit.within * buffers.keys.stride, buffers.keys.stride}, {as_pairs(unit.tile->query), lanes},
+            1, pairs_up(p.dim), unit.count, vectors, {buffers.scores[unit.slot], lanes}, false};
 }
 
-static Product outputs_of(const Problem& p, const Unit<PairTile>& unit, const PairRoom& room) {
-    const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES, height = height_up(p.value_dim);
+static Product outputs_of(const Problem& p, const Unit<ForwardTile>& unit, const PairBuffers& buffers) {
+    const int64_t vectors = unit.tile->vectors, lanes = vectors * LANES, height = height_up(p.value_dim);
     const int64_t skipped = unit.start % PAIR_BLOCK;
-    const Pair* values = room.values[unit.side] + (unit.within - skipped) / 2 * height + skipped / 2;
-    const Pair* weights = reinterpret_cast<const Pair*>(room.scores[unit.slot]);
+    const Pair* values = buffers.values[unit.side] + (unit.within - skipped) / 2 * height + skipped / 2;
+    const Pair* weights = reinterpret_cast<const Pair*>(buffers.scores[unit.slot]);
     return {{values, PAIR_BLOCK / 2}, {weights, lanes}, 2, unit.count / 2, height, vectors, {unit.tile->output, lanes}, true};
 }
 
 // Scores to units of log 2 in place, where more is to be done than multiplying them with a factor.
 template <int V, MaskForm FORM>
-static void adjust(const Problem& p, const Unit<PairTile>& unit, float* scores) {
+static void adjust(const Problem& p, const Unit<ForwardTile>& unit, float* scores) {
     const float scale = fabsf(p.scale);
     for (int64_t j = 0; j < unit.count; j++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             float* score = scores + (j * V + v) * LANES;
             Floats x = load(score);
             x = p.softcap != 0 ? tanh(x * (scale / p.softcap)) * (p.softcap * LOG2E) : rounded(x * (scale * LOG2E));
@@ -73,22 +63,20 @@ INLINE Floats exp2_of_weight(Floats x) {
 
 // Scores to pairs of weights in their place, exp2(factor · score − row maximum), and their sums.
 template <int V, bool DROP, class Beside>
-INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
+INLINE void exponentiate_pairs(const Problem& p, const Unit<ForwardTile>& unit, int64_t batch, float factor, float* scores,
                                const Floats (&row_maxima)[V], Floats (&sums)[V], const Beside& beside) {
     for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < unit.count; j += GROUP)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
-            Ints kept[GROUP];
-            if (DROP) dropout_mask(p, unit.tile->rows, batch, v, unit.start + j, kept);
+        UNROLL for (int v = 0; v < V; v++) {
+            Ints undropped[GROUP];
+            if (DROP) dropout_mask(p, *unit.tile, batch, v, unit.start + j, undropped);
             beside();
-#pragma GCC unroll 4
-            for (int t = 0; t < GROUP; t += 2) {
+            UNROLL for (int t = 0; t < GROUP; t += 2) {
                 float* to = scores + ((j + t) * V + v) * LANES;
                 Floats x = exp2_of_weight(load(to) * factor - row_maxima[v]);
                 Floats y = exp2_of_weight(load(to + V * LANES) * factor - row_maxima[v]);
                 sums[v] += x + y;
-                if (DROP) x = only_where(kept[t], x), y = only_where(kept[t + 1], y);
+                if (DROP) x = only_where(undropped[t], x), y = only_where(undropped[t + 1], y);
                 store(to, reinterpret_cast<Floats>(pair_up(x, y)));
                 store(to + V * LANES, reinterpret_cast<Floats>(pair_up(remainder(x), remainder(y))));
             }
@@ -97,22 +85,21 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int
 
 // Scales what a tile has summed, with the outputs that are still due, to new row maxima if some have risen too far.
 template <int V>
-INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&found)[V], Product& due) {
+INLINE void raise_maxima(const Problem& p, ForwardTile& tile, const Floats (&maxima)[V], Product& due) {
     Floats risen = splat(-INFINITY);
-    for (int v = 0; v < V; v++) risen = larger(found[v] - load(tile.row_max + v * LANES), risen);
+    for (int v = 0; v < V; v++) risen = larger(maxima[v] - load(tile.row_max + v * LANES), risen);
     if (largest_lane(risen) <= LEEWAY) return;
     finish(due);
     Floats rescale[V];
     for (int v = 0; v < V; v++) {
-        const Floats before = load(tile.row_max + v * LANES), after = larger(found[v], before);
+        const Floats before = load(tile.row_max + v * LANES), after = larger(maxima[v], before);
         rescale[v] = exp2(before - after);
         store(tile.row_max + v * LANES, after);
         store(tile.sum + v * LANES, load(tile.sum + v * LANES) * rescale[v]);
     }
     const int64_t height = height_up(p.value_dim);
     for (int64_t d = 0; d < height; d++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             float* output = tile.output + (d * V + v) * LANES;
             store(output, load(output) * rescale[v]);
         }
@@ -120,20 +107,19 @@ INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&found)
 
 // Makes the unit's scores weights, and takes steps of the two products beside it.
 template <int V>
-static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
+static void weigh_pairs(const Problem& p, const Unit<ForwardTile>& unit, int64_t batch, float factor, float* scores,
                         Product& due, Product& ahead) {
-    PairTile& tile = *unit.tile;
+    ForwardTile& tile = *unit.tile;
     Floats row_maxima[V], sums[V];
     for (int v = 0; v < V; v++) row_maxima[v] = splat(LOWEST);
     for (int64_t j = 0; j < unit.count; j++)
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) row_maxima[v] = larger(load(scores + (j * V + v) * LANES), row_maxima[v]);
+        UNROLL for (int v = 0; v < V; v++) row_maxima[v] = larger(load(scores + (j * V + v) * LANES), row_maxima[v]);
     for (int v = 0; v < V; v++) row_maxima[v] *= factor;
     raise_maxima<V>(p, tile, row_maxima, due);
     const auto beside = [&] {
-        if (due.left_over())
+        if (due.unfinished())
             step(due);
-        else if (ahead.left_over())
+        else if (ahead.unfinished())
             step(ahead);
     };
     for (int v = 0; v < V; v++) row_maxima[v] = load(tile.row_max + v * LANES);
@@ -144,84 +130,63 @@ static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t ba
     for (int v = 0; v < V; v++) store(tile.sum + v * LANES, load(tile.sum + v * LANES) + sums[v]);
 }
 
-template <>
-int64_t forward_scratch<BFloat16>(const Problem& p, int64_t task_rows) {
+static int64_t pair_forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t rows = round_up(task_rows, TILE), pairs = pairs_up(p.dim), height = height_up(p.value_dim);
     const int64_t of_chunk = PAIR_CHUNK * (pairs + SIDES * height / 2), of_units = 2 * PAIR_BLOCK * TILE;
     return of_chunk + of_units + MASK_SCRATCH_FLOATS + rows * (pairs + 2 * height) + 16 * (7 + 3 * MOST_TILES);
 }
 
-INLINE Pair* take_pairs(float*& scratch, int64_t count) { return reinterpret_cast<Pair*>(take(scratch, count)); }
-
-static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles, float*& scratch) {
-    const int64_t pairs = pairs_up(p.dim), height = height_up(p.value_dim);
-    int64_t count = 0;
-    for (int64_t start = task.row_start; start < task.row_stop; start += TILE, count++) {
-        PairTile& tile = tiles[count];
-        describe_rows(p, task.batch, task.kv_head, start, task.row_stop, tile.rows);
-        if (task.masks) tile.rows.masks = task.masks + count * masks_size(p);
-        const int64_t lanes = tile.rows.vectors * LANES;
-        tile.query = take_pairs(scratch, pairs * lanes);
-        tile.output = take(scratch, height * lanes);
-        // A negative scale turns the queries round, so that the largest product is always the largest score.
-        rows_to_pairs(p.query, tile.rows, task.batch, p.dim, pairs, p.scale < 0, tile.query);
-        tile.total = p.keys > PAIR_RUN ? take(scratch, height * lanes) : nullptr;
-        tile.summed = 0;
-        clear_sums(tile, height * lanes);
-    }
-    return count;
-}
+INLINE Pair* take_pairs(float*& scratch, int64_t count) { return as_pairs(take(scratch, count)); }
 
 template <>
-void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch) {
+void forward<BFloat16>(const Problem& p, const Task& task, float* scratch) {
     const int64_t height = height_up(p.value_dim);
-    PairRoom room;
-    room.copied = take_pairs(scratch, PAIR_CHUNK * pairs_up(p.dim));
-    for (Pair*& values : room.values) values = take_pairs(scratch, height * PAIR_CHUNK / 2);
-    for (float*& scores : room.scores) scores = take(scratch, PAIR_BLOCK * TILE);
-    room.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
-    PairTile tiles[MOST_TILES];
-    const int64_t count = prepare_pairs(p, task, tiles, scratch);
-    const auto pack = [&](int64_t start, int64_t there, int64_t padded, int side) {
-        room.keys = find_pairs(p.key, task.batch, task.kv_head, start, there, p.dim, padded, room.copied);
+    PairBuffers buffers;
+    buffers.copied = take_pairs(scratch, PAIR_CHUNK * pairs_up(p.dim));
+    for (Pair*& values : buffers.values) values = take_pairs(scratch, height * PAIR_CHUNK / 2);
+    for (float*& scores : buffers.scores) scores = take(scratch, PAIR_BLOCK * TILE);
+    buffers.masks = take(scratch, MASK_SCRATCH_FLOATS);
+    ForwardTile tiles[MOST_TILES];
+    const int64_t count = describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](ForwardTile& tile) {
+        tile.query = take(scratch, pairs_up(p.dim) * tile.vectors * LANES);
+        // A negative scale turns the queries round, so that the largest product is always the largest score.
+        rows_to_pairs(p.query, tile, task.batch, p.dim, pairs_up(p.dim), p.scale < 0, as_pairs(tile.query));
+        begin_sums(tile, height, p.keys > PAIR_RUN, scratch);
+    });
+    const auto pack = [&](int64_t start, int64_t present, int64_t padded, int side) {
+        buffers.keys = find_pairs(p.key, task.batch, task.kv_head, start, present, p.dim, padded, buffers.copied);
         for (int64_t block = 0; block < padded; block += PAIR_BLOCK)
-            transpose_pairs(p.value, task.batch, task.kv_head, start + block, there - block, p.value_dim, height,
-                            PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded - block), room.values[side] + block / 2 * height);
+            transpose_pairs(p.value, task.batch, task.kv_head, start + block, present - block, p.value_dim, height,
+                            PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded - block), buffers.values[side] + block / 2 * height);
     };
     const TileRegisters registers;
-    Units<PairTile, decltype(pack)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_CHUNK, room.masks, pack);
-    Unit<PairTile> now, next;
+    Units<ForwardTile, decltype(pack)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_CHUNK, buffers.masks, pack);
+    Unit<ForwardTile> now, next;
     Product due = {}, ahead = {};
-    bool more = units.next(now);
-    if (more) ahead = scores_of(p, now, room);
+    bool has_next = units.next(now);
+    if (has_next) ahead = scores_of(p, now, buffers);
     finish(ahead);
-    while (more) {
-        float* scores = room.scores[now.slot];
+    while (has_next) {
+        float* scores = buffers.scores[now.slot];
         const bool adjusted = p.softcap != 0 || now.masked();
         if (adjusted)
-            by_vectors(now.tile->rows.vectors, [&](auto v) {
+            by_vectors(now.tile->vectors, [&](auto v) {
                 by_form(now.mask, [&](auto form) { adjust<v.value, form()>(p, now, scores); });
             });
         const float factor = adjusted ? 1 : fabsf(p.scale) * LOG2E;
-        more = units.next(next);
-        ahead = more ? scores_of(p, next, room) : Product();
-        by_vectors(now.tile->rows.vectors,
+        has_next = units.next(next);
+        ahead = has_next ? scores_of(p, next, buffers) : Product();
+        by_vectors(now.tile->vectors,
                    [&](auto v) { weigh_pairs<v.value>(p, now, task.batch, factor, scores, due, ahead); });
         finish(due);
         finish(ahead);
-        if (now.tile->summed + now.count > PAIR_RUN) {
-            end_run(*now.tile, height * now.tile->rows.vectors * LANES);
-            now.tile->summed = 0;
-        }
+        if (now.tile->summed + now.count > PAIR_RUN) end_run(*now.tile);
         now.tile->summed += now.count;
-        due = outputs_of(p, now, room);
+        due = outputs_of(p, now, buffers);
         now = next;
     }
     finish(due);
-    for (int64_t n = 0; n < count; n++) {
-        add_total(tiles[n], height * tiles[n].rows.vectors * LANES);
-        finish<BFloat16>(p, tiles[n], task.batch);
-    }
+    for (int64_t n = 0; n < count; n++) finish<BFloat16>(p, tiles[n], task.batch);
 }
 
 }  // namespace clearhead::ISA

@@ -89,6 +89,10 @@ INLINE Words load_words(const void* from) {
     typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
     return __builtin_convertvector(*static_cast<const Halves*>(from), Words);
 }
+#ifdef __aarch64__
+INLINE Floats load_wide(const Float16* from) { return reinterpret_cast<Floats>(vcvt_f32_f16(vld1_f16(from))); }
+INLINE void store_narrow(Float16* to, Floats x) { vst1_f16(to, vcvt_f16_f32(reinterpret_cast<float32x4_t>(x))); }
+#else
 INLINE Floats load_wide(const Float16* from) {
     Floats result;
     for (int lane = 0; lane < LANES; lane++) result[lane] = widen(from[lane]);
@@ -97,6 +101,7 @@ INLINE Floats load_wide(const Float16* from) {
 INLINE void store_narrow(Float16* to, Floats x) {
     for (int lane = 0; lane < LANES; lane++) narrow(x[lane], to + lane);
 }
+#endif
 #endif
 INLINE Floats load_wide(const BFloat16* from) { return reinterpret_cast<Floats>(load_words(from) << 16); }
 INLINE void store_narrow(BFloat16* to, Floats x) {

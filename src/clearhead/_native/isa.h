@@ -1,15 +1,13 @@
 // What an instruction set is: ISA (its namespace), LANES (floats in a vector), ROW_VECTORS and STEP (the vectors and rows of
-// a product whose sums are in registers). A source of an instruction set defines them before it includes its kernel.
+// a product whose sums are in registers; STEP is 8 where there are 32 registers, else 4). The source of an instruction set
+// defines them before it includes its kernel.
 #pragma once
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #ifndef ISA  // a header by itself, as editors and a test read it

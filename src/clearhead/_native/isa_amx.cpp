@@ -1,19 +1,13 @@
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #ifdef COMPILES_AMX
 #include <cpuid.h>
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 namespace {
 
-// Whether there are tile registers, and Linux lets this process use them (it saves their 8 KB only for those that ask).
+// Whether the processor has tile registers, and Linux lets this process use them, which a process has to request.
 bool ask_for_tiles() {
     constexpr unsigned TILES = 1u << 24, OF_BFLOAT16 = 1u << 22;
     constexpr int ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -40,7 +34,7 @@ bool supported() {
 #define ROW_VECTORS 3
 #define STEP 8
 #define HAS_AMX
-#include "kernel_pairs.h"
+#include "backward_pairs.h"
 
-constexpr clearhead::PairKernels clearhead::amx_pairs = clearhead::amx::table("amx", supported);
+constexpr clearhead::Kernels clearhead::amx_pairs = clearhead::amx::table("amx", supported);
 #endif

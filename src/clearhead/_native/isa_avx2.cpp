@@ -1,14 +1,7 @@
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
-#ifdef __clang__  // which does not know that name of a feature, but every processor with AVX2 has it
+#ifdef __clang__  // does not support this name, but every processor with AVX2 has F16C
 #define CPU_HAS_F16C true
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else

@@ -1,13 +1,6 @@
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma,f16c"))), apply_to = function)
 #else

@@ -1,13 +1,6 @@
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #ifdef COMPILES_PAIRS
-#include <immintrin.h>
-
 // Before the pragma, so that it runs on every processor.
 static bool supported() { return clearhead::avx512_kernels.supported() && __builtin_cpu_supports("avx512bf16"); }
 
@@ -16,7 +9,7 @@ static bool supported() { return clearhead::avx512_kernels.supported() && __buil
 #define LANES 16
 #define ROW_VECTORS 3
 #define STEP 8
-#include "kernel_pairs.h"
+#include "backward_pairs.h"
 
-constexpr clearhead::PairKernels clearhead::avx512_bf16_pairs = clearhead::avx512_bf16::table("avx512_bf16", supported);
+constexpr clearhead::Kernels clearhead::avx512_bf16_pairs = clearhead::avx512_bf16::table("avx512_bf16", supported);
 #endif

@@ -1,9 +1,4 @@
 // Four lanes, which every 64-bit processor has: SSE2 on x86, NEON on Arm.
-#include <math.h>
-#include <string.h>
-
-#include <type_traits>
-
 #include "problem.h"
 
 #define ISA generic

@@ -1,5 +1,5 @@
-// A backward pass of few rows over many keys in parts of the keys: what a part adds to the gradients of its keys and
-// values is all there is to add, so that it is written before it leaves the cache; those of the queries are joined.
+// A backward pass of few rows in chunks of many keys. Each chunk has all rows, so the gradients of its keys and values
+// are complete and are written from the cache. The gradients of the queries are added up.
 #pragma once
 #include <initializer_list>
 
@@ -7,10 +7,10 @@
 
 namespace clearhead {
 
-// Some keys of one key/value head as a problem of its own: float32, without dropout, spans and a bias's gradient. What
-// it finds of the queries goes to `found`: their gradients, folded rows × D, then δ − dl; and to `heavy_keys`.
+// Some keys of one key/value head as a separate problem, in float32 without dropout, row ranges and a bias's gradient.
+// It writes the gradients of the queries (folded rows × D) and then δ − dl to `of_queries`, and heavy keys.
 inline Problem part_of_keys(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop,
-                            float* found, HeavyKey* heavy_keys) {
+                            float* of_queries, HeavyKey* heavy_keys) {
     Problem part = p;
     const int64_t head = kv_head * p.group(), place = p.row_place(batch, head, 0);
     part.batch = part.kv_heads = 1, part.heads = p.group(), part.keys = stop - start;
@@ -23,25 +23,24 @@ inline Problem part_of_keys(const Problem& p, int64_t batch, int64_t kv_head, in
     if (p.bias.data) part.bias.data = p.bias.at<float>(batch, head, 0) + start * p.bias.column;
     part.lse += place;
     if (p.lse_gradient) part.lse_gradient += place;
-    part.query_gradient.data = found;
+    part.query_gradient.data = of_queries;
     part.query_gradient.head = p.rows * p.dim, part.query_gradient.row = p.dim;
-    part.correction = found + p.folded_rows() * p.dim, part.heavy_keys = heavy_keys;
+    part.correction = of_queries + p.folded_rows() * p.dim, part.heavy_keys = heavy_keys;
     return part;
 }
 
-// Joins what `count` parts of one key/value head, of `keys` keys each, have found: numbers `size` floats apart, and heavy
-// keys.
-inline void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const float* found, int64_t count,
+// Adds up the results of `count` chunks of `keys` keys each. They lie `size` floats apart.
+inline void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const float* of_queries, int64_t count,
                        int64_t size, const HeavyKey* heavy_keys, int64_t keys) {
     for (int64_t r = 0; r < p.folded_rows(); r++) {
         const int64_t head = kv_head * p.group() + r / p.rows, row = r % p.rows;
         float* to = p.query_gradient.at<float>(batch, head, row);
         for (int64_t d = 0; d < p.dim; d++) {
             double total = 0;
-            for (int64_t n = 0; n < count; n++) total += found[n * size + r * p.dim + d];
+            for (int64_t n = 0; n < count; n++) total += of_queries[n * size + r * p.dim + d];
             to[d] = static_cast<float>(total);
         }
-        p.correction[p.row_place(batch, head, row)] = found[p.folded_rows() * p.dim + r];
+        p.correction[p.row_place(batch, head, row)] = of_queries[p.folded_rows() * p.dim + r];
         HeavyKey heavy = {0, -1, 1};
         for (int64_t n = 0; n < count; n++) {
             const HeavyKey& of_part = heavy_keys[n * p.folded_rows() + r];

@@ -1,13 +1,13 @@
-// The largest scores of each row of a panel: a limit from the row maxima of its pieces first, then one look at every score.
+// The largest scores of each row of a panel. The row maxima of its pieces give a limit, then each score is compared once.
 #pragma once
 #include "score_panel.h"
 
 namespace clearhead::ISA {
 
-// The k-th largest row maximum of some pieces together, in each lane: at least k scores are as large, and hardly more than k
-// if there are many more such groups than k.
+// The k-th largest row maximum of groups of pieces, in each lane. At least k scores are as large, and hardly more if there
+// are many more groups than k.
 static Floats least_of_largest(const ScorePanel& panel, int v, float* best) {
-    const int64_t width = panel.tile.rows.vectors * LANES, k = panel.largest.count;
+    const int64_t width = panel.tile.vectors * LANES, k = panel.largest.count;
     const int64_t group = (panel.stop - panel.start) / PIECE >= 16 * k ? 4 : 1;
     for (int64_t rank = 0; rank < k; rank++) store(best + rank * LANES, splat(-INFINITY));
     each_part(panel, [&](int64_t start, int64_t stop, int64_t block) {
@@ -15,27 +15,27 @@ static Floats least_of_largest(const ScorePanel& panel, int v, float* best) {
         const int64_t pieces = (stop - start) / PIECE;
         for (int64_t n = 0; n < pieces; n += group) {
             Floats x = load(row_maxima + n * width);
-            for (int64_t more = n + 1; more < smaller(n + group, pieces); more++)
-                x = larger(load(row_maxima + more * width), x);
+            for (int64_t next = n + 1; next < smaller(n + group, pieces); next++)
+                x = larger(load(row_maxima + next * width), x);
             if (!bits(x > load(best + (k - 1) * LANES))) continue;
             for (int64_t rank = 0; rank < k; rank++) {
-                const Floats there = load(best + rank * LANES);
-                store(best + rank * LANES, larger(x, there));
-                x = x > there ? there : x;
+                const Floats ranked = load(best + rank * LANES);
+                store(best + rank * LANES, larger(x, ranked));
+                x = x > ranked ? ranked : x;
             }
         }
     });
     return load(best + (k - 1) * LANES);
 }
 
-// Empties the lists and sets their limits.
+// Clears the lists and sets their limits.
 static void expect_largest(ScorePanel& panel) {
     Largest& largest = panel.largest;
-    for (int v = 0; v < panel.tile.rows.vectors; v++) {
+    for (int v = 0; v < panel.tile.vectors; v++) {
         const Floats least = least_of_largest(panel, v, largest.scores);
         for (int64_t lane = v * LANES; lane < (v + 1) * LANES; lane++) {
             largest.limit[lane] = nextafterf(least[lane - v * LANES], -INFINITY);
-            largest.found[lane] = 0;
+            largest.counts[lane] = 0;
         }
     }
 }
@@ -44,7 +44,7 @@ static void expect_largest(ScorePanel& panel) {
 static void sort_row(Largest& largest, int64_t lane) {
     float* scores = largest.scores + lane;
     int32_t* keys = largest.keys + lane;
-    for (int64_t n = 1; n < largest.found[lane]; n++) {
+    for (int64_t n = 1; n < largest.counts[lane]; n++) {
         const float score = scores[n * TILE];
         const int32_t key = keys[n * TILE];
         int64_t rank = n;
@@ -55,23 +55,22 @@ static void sort_row(Largest& largest, int64_t lane) {
         scores[rank * TILE] = score;
         keys[rank * TILE] = key;
     }
-    if (largest.found[lane] > largest.count) largest.found[lane] = static_cast<int32_t>(largest.count);
+    if (largest.counts[lane] > largest.count) largest.counts[lane] = static_cast<int32_t>(largest.count);
 }
 
 INLINE void note(Largest& largest, int64_t lane, float score, int64_t key) {
-    int32_t& found = largest.found[lane];
-    largest.scores[found * TILE + lane] = score;
-    largest.keys[found * TILE + lane] = static_cast<int32_t>(key);
-    if (++found < largest.room()) return;
+    int32_t& count = largest.counts[lane];
+    largest.scores[count * TILE + lane] = score;
+    largest.keys[count * TILE + lane] = static_cast<int32_t>(key);
+    if (++count < largest.capacity()) return;
     sort_row(largest, lane);
     largest.limit[lane] = largest.scores[(largest.count - 1) * TILE + lane];
 }
 
-// Notes which scores of a piece, whose row maxima are given, are above their row's limit.
+// Notes the scores of a piece that are above their row's limit.
 template <int V>
 INLINE void find_largest(Largest& largest, const float* scores, const float* row_maxima, int64_t key) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; v++) {
+    UNROLL for (int v = 0; v < V; v++) {
         const float* limit = largest.limit + v * LANES;
         if (!bits(load(row_maxima + v * LANES) > load(limit))) continue;
         for (int t = 0; t < PIECE; t++) {
@@ -84,17 +83,17 @@ INLINE void find_largest(Largest& largest, const float* scores, const float* row
     }
 }
 
-// Writes the lists out, as weights, which fall as the scores do.
+// Writes the lists as weights in falling order.
 static void write_largest(const Problem& p, const Statistics& s, ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
-    for (int64_t lane = 0; lane < rows.count; lane++) {
+    const Tile& tile = panel.tile;
+    for (int64_t lane = 0; lane < tile.count; lane++) {
         sort_row(panel.largest, lane);
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]) * s.top;
+        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]) * s.top;
         float* weights = s.top_weights + place;
         for (int64_t rank = 0; rank < s.top; rank++) {
-            const bool there = rank < panel.largest.found[lane];
-            weights[rank] = there ? panel.largest.scores[rank * TILE + lane] : -INFINITY;
-            s.top_keys[place + rank] = there ? panel.largest.keys[rank * TILE + lane] : -1;
+            const bool has_key = rank < panel.largest.counts[lane];
+            weights[rank] = has_key ? panel.largest.scores[rank * TILE + lane] : -INFINITY;
+            s.top_keys[place + rank] = has_key ? panel.largest.keys[rank * TILE + lane] : -1;
         }
         for (int64_t rank = 0; rank < s.top; rank += LANES) {
             const int64_t count = smaller(LANES, s.top - rank);

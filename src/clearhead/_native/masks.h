@@ -1,16 +1,14 @@
-// The masks of a tile of rows and a block of keys: one bit for each row and key, or, where there is a bias,
-// the number that is added to the score, −∞ where it is hidden. Rows lie in the lanes, as in the scores.
+// The mask of a tile of rows and a block of keys. It has one bit for each row and key. With a bias it has the number that
+// is added to the score instead, −∞ where hidden. Rows lie in the lanes, as in the scores.
 #pragma once
 #include "tile.h"
 
 namespace clearhead::ISA {
 
-enum class Coverage { nothing, some, everything };
-enum class MaskForm { none, bits, numbers };
+enum class MaskForm { nothing, everything, bits, numbers };  // the first two: no key or all keys are visible to all rows
 
-// Of a tile that sees some keys of a block either bits or numbers are given, of any other neither.
 struct TileMask {
-    Coverage coverage;
+    MaskForm form;
     const uint32_t* bits;  // bit l of bits[v · BLOCK + key] is set where the row in lane l sees the key
     const float* numbers;  // (keys × V·LANES)
 };
@@ -18,22 +16,22 @@ struct TileMask {
 template <MaskForm FORM>
 using Constant = std::integral_constant<MaskForm, FORM>;
 
-// work(a constant that says which of the two are given)
+// Calls work(the form of the mask, as a constant).
 template <class Work>
 INLINE void by_form(const TileMask& mask, const Work& work) {
-    if (mask.bits) return work(Constant<MaskForm::bits>());
-    if (mask.numbers) return work(Constant<MaskForm::numbers>());
-    return work(Constant<MaskForm::none>());
+    if (mask.form == MaskForm::bits) return work(Constant<MaskForm::bits>());
+    if (mask.form == MaskForm::numbers) return work(Constant<MaskForm::numbers>());
+    return work(Constant<MaskForm::everything>());
 }
 
-// The same from another key on.
+// The mask from another key on.
 template <int V>
 INLINE TileMask from_key(const TileMask& mask, int64_t key) {
-    return {mask.coverage, mask.bits ? mask.bits + key : nullptr,
+    return {mask.form, mask.bits ? mask.bits + key : nullptr,
             mask.numbers ? mask.numbers + key * V * LANES : nullptr};
 }
 
-// A bias in units of log 2. The lowest number stays one, where −∞ would hide: models use it for "as little as possible".
+// A bias in units of log 2. The lowest number does not become −∞, which would hide: models use it as a finite stand-in.
 INLINE Floats in_units_of_log2(Floats bias, float unit = LOG2E) {
     return bias == splat(-INFINITY) ? bias : larger(splat(LOWEST), unit * bias);
 }
@@ -56,7 +54,7 @@ INLINE Floats hide(Floats score, uint32_t bits) {
     return (splat(static_cast<int32_t>(bits)) & lanes) != 0 ? score : splat(-INFINITY);
 }
 
-// What a score becomes under the mask of a tile.
+// Applies the mask of a tile to scores.
 template <MaskForm FORM, int V>
 INLINE Floats masked(Floats score, const TileMask& mask, int64_t key, int v) {
     if (FORM == MaskForm::bits) return hide(score, mask.bits[v * BLOCK + key]);
@@ -64,49 +62,44 @@ INLINE Floats masked(Floats score, const TileMask& mask, int64_t key, int v) {
     return score;
 }
 
-// One row of the masks: what they add to `LANES` scores from column j on, −∞ where hidden.
+// The bias of a row for LANES scores from column j on, −∞ where hidden.
 INLINE Floats mask_row(const Problem& p, int64_t batch, int64_t head, int64_t row, int64_t j, int64_t count) {
     Floats added = {};
     if (p.bias.data) added = bias_row(p, batch, head, row, j, count);
     if (p.visible.data) {
         typedef uint8_t Few __attribute__((vector_size(LANES)));
-        Few seen = {};
+        Few visible = {};
         const uint8_t* from = p.visible.at<uint8_t>(batch, head, row) + j * p.visible.column;
         if (p.visible.column == 1 && count == LANES) {
-            memcpy(&seen, from, LANES);
+            memcpy(&visible, from, LANES);
         } else {
-            for (int64_t lane = 0; lane < count; lane++) seen[lane] = from[lane * p.visible.column];
+            for (int64_t lane = 0; lane < count; lane++) visible[lane] = from[lane * p.visible.column];
         }
-        typedef uint16_t Pairs __attribute__((vector_size(LANES * 2)));  // in two steps, for each is one instruction
-        added = __builtin_convertvector(__builtin_convertvector(seen, Pairs), Ints) != 0 ? added : splat(-INFINITY);
+        typedef uint16_t Pairs __attribute__((vector_size(LANES * 2)));  // in two steps of one instruction each
+        added = __builtin_convertvector(__builtin_convertvector(visible, Pairs), Ints) != 0 ? added : splat(-INFINITY);
     }
     return added;
 }
 
-// Fetches the masks of the tile that comes next, a few rows at a time between two products: its rows lie too
-// far from each other for the processor to foresee them, and all at once they would keep it waiting.
-struct NextMasks {
-    const Rows* rows;
-    int64_t batch, start, stop;  // of keys
-
-    __attribute__((always_inline)) void fetch(const Problem& p, int64_t part, int64_t parts) const {
-        for (int64_t lane = rows->count * part / parts; lane < rows->count * (part + 1) / parts; lane++) {
-            const int64_t head = rows->head[lane], row = rows->row[lane];
-            if (p.bias.data)
-                for (int64_t j = start; j < stop; j += 16)
-                    __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
-            if (p.visible.data)
-                for (int64_t j = start; j < stop; j += 64)
-                    __builtin_prefetch(p.visible.at<uint8_t>(batch, head, row) + j, 0, 2);
-        }
-    }
-};
-
-INLINE NextMasks next_masks(const Problem& p, const Rows& rows, int64_t batch, int64_t start) {
-    if (rows.masks) return {&rows, batch, 0, 0};  // read from one end to the other
+// Where a prefetch of a tile's masks from the key `start` on ends. Packed masks need none: they are read sequentially.
+INLINE int64_t stop_of_fetch(const Problem& p, const Tile& tile, int64_t start) {
     const bool bias = p.bias.data && p.bias.row && p.bias.column == 1;
     const bool visible = p.visible.data && p.visible.row && p.visible.column == 1;
-    return {&rows, batch, start, bias || visible ? smaller(start + BLOCK, p.keys) : start};
+    return !tile.masks && (bias || visible) ? smaller(start + BLOCK, p.keys) : start;
+}
+
+// Prefetches the masks of one of `parts` parts of a tile's rows, between two products. The rows are too far apart for the
+// processor's prefetcher, and prefetching all of them together would stall.
+INLINE void fetch_masks(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t stop, int64_t part,
+                        int64_t parts) {
+    for (int64_t lane = tile.count * part / parts; lane < tile.count * (part + 1) / parts; lane++) {
+        const int64_t head = tile.head[lane], row = tile.row[lane];
+        if (p.bias.data)
+            for (int64_t j = start; j < stop; j += 16) __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
+        if (p.visible.data)
+            for (int64_t j = start; j < stop; j += 64)
+                __builtin_prefetch(p.visible.at<uint8_t>(batch, head, row) + j, 0, 2);
+    }
 }
 
 }  // namespace clearhead::ISA

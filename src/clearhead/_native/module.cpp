@@ -1,12 +1,10 @@
-// The Python module: whole numbers, addresses and factors in, nothing of torch. Built for the stable ABI.
+// The Python module, built for the stable ABI. It takes numbers and addresses, without PyTorch's types.
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "arguments.h"
 #include "call.h"
 #include "coverage.h"
 #include "parallel.h"
-#include "plan.h"
 
 #ifdef COMPILES_PAIRS
 #include <cpuid.h>
@@ -16,12 +14,11 @@ namespace clearhead {
 namespace {
 
 #ifdef COMPILES_PAIRS
-Kernels with_pairs(const PairKernels& pairs) {
+Kernels with_pairs(const Kernels& pairs) {
     Kernels result = avx512_kernels;
-    result.name = pairs.name, result.supported = pairs.supported;
-    result.forward_scratch = pairs.forward_scratch, result.forward = pairs.forward;
-    result.backward_scratch = pairs.backward_scratch, result.backward = pairs.backward;
-    result.pairs = true;
+    result.name = pairs.name, result.supported = pairs.supported, result.pairs = true;
+    result.forward_scratch = pairs.forward_scratch, result.forward[bfloat16] = pairs.forward[bfloat16];
+    result.backward_scratch = pairs.backward_scratch, result.backward[bfloat16] = pairs.backward[bfloat16];
     return result;
 }
 
@@ -43,36 +40,40 @@ const Kernels* const INSTRUCTION_SETS[] = {
 #ifdef __x86_64__
     &avx512_kernels,      &avx2_kernels,
 #endif
+#ifdef __aarch64__
+    &neon_kernels,
+#endif
     &generic_kernels};
 const int64_t INSTRUCTION_SET_COUNT = sizeof INSTRUCTION_SETS / sizeof *INSTRUCTION_SETS;
 
 namespace {
 
-// Whether any row is fully masked, and any key masked for every row; which they are, as bytes. Takes sizes, a band, two
-// addresses, and for each mask the address, size and hidden value of its cells, and four strides.
+// Returns whether any row is fully masked, and any key masked for every row. Takes sizes, a band, two addresses to write
+// visible rows and keys to, and for each mask the address, size and hidden value of its cells, and four strides.
 PyObject* coverage(PyObject*, PyObject* const* items, Py_ssize_t count) {
     constexpr Py_ssize_t FIRST = 9, OF_MASK = 7;
-    Addresses args(items, count);
-    CoverageSearch s = {};
-    s.batch = args.integer(), s.heads = args.integer(), s.rows = args.integer(), s.keys = args.integer();
-    s.low = args.integer(), s.high = args.integer(), s.stop = args.integer();
-    s.rows_seen = args.pointer<uint8_t>(), s.keys_seen = args.pointer<uint8_t>();
-    for (; FIRST + s.count * OF_MASK < count && s.count < MOST_MASKS; s.count++) {
-        Cells& cells = s.masks[s.count];
-        cells.data = args.pointer<const void>(), cells.bytes = args.integer();
-        cells.hidden = static_cast<uint64_t>(args.integer());
-        cells.batch = args.integer(), cells.head = args.integer(), cells.row = args.integer();
-        cells.column = args.integer();
+    int64_t numbers[FIRST + OF_MASK * MOST_MASKS];
+    if (count < FIRST || count > FIRST + OF_MASK * MOST_MASKS || (count - FIRST) % OF_MASK) {
+        PyErr_SetString(PyExc_TypeError, "wrong number of addresses");
+        return nullptr;
     }
-    if (!args.finished()) return nullptr;
+    for (Py_ssize_t i = 0; i < count; i++) numbers[i] = PyLong_AsLongLong(items[i]);
+    if (PyErr_Occurred()) return nullptr;
+    CoverageSearch s = {};
+    s.batch = numbers[0], s.heads = numbers[1], s.rows = numbers[2], s.keys = numbers[3];
+    s.low = numbers[4], s.high = numbers[5], s.stop = numbers[6];
+    s.rows_seen = reinterpret_cast<uint8_t*>(numbers[7]), s.keys_seen = reinterpret_cast<uint8_t*>(numbers[8]);
+    for (const int64_t* m = numbers + FIRST; m < numbers + count; m += OF_MASK)
+        s.masks[s.count++] = {reinterpret_cast<const void*>(m[0]), m[1], static_cast<uint64_t>(m[2]),
+                              m[3], m[4], m[5], m[6]};
     PyThreadState* state = PyEval_SaveThread();
-    const FullyMasked found = find_coverage(s);
+    const FullyMasked masked = find_coverage(s);
     PyEval_RestoreThread(state);
-    return Py_BuildValue("(NN)", PyBool_FromLong(found.rows), PyBool_FromLong(found.keys));
+    return Py_BuildValue("(NN)", PyBool_FromLong(masked.rows), PyBool_FromLong(masked.keys));
 }
 
-// Processors with tile registers leave products of bfloat16 to them, and take so long for `vdpbf16ps` that plain float32 is
-// faster (1.6 times, measured); those without are built for it. Throughput itself is no feature that CPUID reports.
+// On processors with tile registers `vdpbf16ps` is slow, and float32 is 1.6 times as fast (measured). Processors without
+// tile registers run it at full rate. CPUID does not report throughput.
 bool pairs_are_slow() {
 #ifdef COMPILES_PAIRS
     constexpr unsigned TILES_OF_BFLOAT16 = 1u << 22;
@@ -83,16 +84,16 @@ bool pairs_are_slow() {
 #endif
 }
 
-// (number, name) of each instruction set that this processor has, the one with the most features first.
+// (number, name) of each instruction set of this processor, those with more features first.
 PyObject* instruction_sets(PyObject*, PyObject*) {
-    PyObject* found = PyList_New(0);
-    for (int64_t set = 0; found && set < INSTRUCTION_SET_COUNT; set++) {
+    PyObject* sets = PyList_New(0);
+    for (int64_t set = 0; sets && set < INSTRUCTION_SET_COUNT; set++) {
         if (!INSTRUCTION_SETS[set]->supported()) continue;
         PyObject* pair = Py_BuildValue("(ns)", static_cast<Py_ssize_t>(set), INSTRUCTION_SETS[set]->name);
-        if (!pair || PyList_Append(found, pair) < 0) Py_CLEAR(found);
+        if (!pair || PyList_Append(sets, pair) < 0) Py_CLEAR(sets);
         Py_XDECREF(pair);
     }
-    return found;
+    return sets;
 }
 
 PyMethodDef methods[] = {

@@ -35,35 +35,27 @@ INLINE Words twice(Floats x) { return reinterpret_cast<Words>(x) | reinterpret_c
 
 // Rows of a tile, or their negatives, into lanes, neighbouring columns paired: (pairs × V·LANES), zeros behind the last
 // column.
-static void rows_to_pairs(const View& view, const Rows& rows, int64_t batch, int64_t columns, int64_t pairs,
+static void rows_to_pairs(const View& view, const Tile& tile, int64_t batch, int64_t columns, int64_t pairs,
                           bool negative, Pair* to) {
-    const int64_t width = rows.vectors * LANES;
-    for (int64_t v = 0; v < rows.vectors; v++)
-        for (int64_t pair = 0; pair < pairs; pair += LANES) {
-            Floats square[LANES];
-            for (int r = 0; r < LANES; r++) {
-                const int64_t lane = v * LANES + r;
-                Words word = {};
-                const int64_t left = smaller(2 * LANES, columns - 2 * pair);
-                if (lane < rows.count && left > 0) {
-                    const BFloat16* from = view.at<BFloat16>(batch, rows.head[lane], rows.row[lane]) + 2 * pair;
-                    memcpy(&word, from, static_cast<size_t>(left) * sizeof(BFloat16));
-                }
-                square[r] = reinterpret_cast<Floats>(negative ? word ^ 0x80008000u : word);
-            }
-            transpose(square);
-            for (int64_t r = 0; r < smaller(LANES, pairs - pair); r++)
-                memcpy(to + (pair + r) * width + v * LANES, &square[r], sizeof(Floats));
+    const int64_t width = tile.vectors * LANES;
+    transpose_rows(width, pairs, width, to, [&](int64_t lane, int64_t pair) {
+        Words word = {};
+        const int64_t remaining = smaller(2 * LANES, columns - 2 * pair);
+        if (lane < tile.count && remaining > 0) {
+            const BFloat16* from = view.at<BFloat16>(batch, tile.head[lane], tile.row[lane]) + 2 * pair;
+            memcpy(&word, from, static_cast<size_t>(remaining) * sizeof(BFloat16));
         }
+        return reinterpret_cast<Floats>(negative ? word ^ 0x80008000u : word);
+    });
 }
 
 // Rows of a tile, each number twice: (V·LANES × columns), zeros where there is none.
-static void rows_twice(const View& view, const Rows& rows, int64_t batch, int64_t columns, Pair* to) {
-    for (int64_t lane = 0; lane < rows.vectors * LANES; lane++)
+static void rows_twice(const View& view, const Tile& tile, int64_t batch, int64_t columns, Pair* to) {
+    for (int64_t lane = 0; lane < tile.vectors * LANES; lane++)
         for (int64_t d = 0; d < columns; d += LANES, to += LANES) {
             Floats x = {};
-            if (lane < rows.count)
-                x = load_some(view.at<BFloat16>(batch, rows.head[lane], rows.row[lane]) + d, columns - d);
+            if (lane < tile.count)
+                x = load_some(view.at<BFloat16>(batch, tile.head[lane], tile.row[lane]) + d, columns - d);
             const Words pairs = twice(x);
             memcpy(to, &pairs, sizeof pairs);
         }
@@ -83,63 +75,43 @@ static void copy_pairs(const View& view, int64_t batch, int64_t head, int64_t st
 INLINE int64_t pairs_up(int64_t columns) { return round_up((columns + 1) / 2, PAIRS_AT_ONCE); }
 INLINE int64_t height_up(int64_t columns) { return round_up(columns, ROWS_AT_ONCE); }
 
-// The same where they lie if they lie as they should, else copied to `room`.
+// Rows as pairs, in place if their layout allows, else copied to `buffer`.
 static Matrix<const Pair> find_pairs(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
-                                     int64_t columns, int64_t padded, Pair* room) {
+                                     int64_t columns, int64_t padded, Pair* buffer) {
     const int64_t pairs = pairs_up(columns);
     const BFloat16* from = view.at<BFloat16>(batch, head, start);
     const bool aligned = reinterpret_cast<uintptr_t>(from) % sizeof(Pair) == 0, dense = view.row == columns;
     if (aligned && dense && columns == 2 * pairs && count == padded) return {reinterpret_cast<const Pair*>(from), pairs};
-    copy_pairs(view, batch, head, start, count, columns, pairs, padded, room);
-    return {room, pairs};
+    copy_pairs(view, batch, head, start, count, columns, pairs, padded, buffer);
+    return {buffer, pairs};
 }
 
 // Rows into columns, each number twice: (columns, rounded up to `height`, × stride pairs), zeros where there is none.
 static void transpose_twice(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
                             int64_t columns, int64_t height, int64_t stride, int64_t padded, Pair* to) {
-    for (int64_t i = 0; i < padded; i += LANES)
-        for (int64_t d = 0; d < height; d += LANES) {
-            Floats square[LANES];
-            for (int r = 0; r < LANES; r++) {
-                square[r] = Floats{};
-                if (i + r < count && d < columns)
-                    square[r] = load_some(view.at<BFloat16>(batch, head, start + i + r) + d, columns - d);
-                square[r] = reinterpret_cast<Floats>(twice(square[r]));
-            }
-            transpose(square);
-            for (int64_t r = 0; r < smaller(LANES, height - d); r++)
-                memcpy(to + (d + r) * stride + i, &square[r], sizeof(Floats));
-        }
+    transpose_rows(padded, height, stride, to, [&](int64_t i, int64_t d) {
+        if (i >= count || d >= columns) return Floats{};
+        return reinterpret_cast<Floats>(twice(load_some(view.at<BFloat16>(batch, head, start + i) + d, columns - d)));
+    });
 }
 
 // The columns d … d + 15 of rows i and i + 1, paired; zeros where there is no such row or column.
 INLINE Floats pair_rows(const View& view, int64_t batch, int64_t head, int64_t start, int64_t i, int64_t count,
                         int64_t d, int64_t columns) {
+    const BFloat16* from = view.at<BFloat16>(batch, head, start + i) + d;
+    if (i + 2 <= count && d + LANES <= columns) return reinterpret_cast<Floats>(pair_up_halves(from, from + view.row));
     Floats low = {}, high = {};
-    if (i < count && d < columns) low = load_some(view.at<BFloat16>(batch, head, start + i) + d, columns - d);
-    if (i + 1 < count && d < columns) high = load_some(view.at<BFloat16>(batch, head, start + i + 1) + d, columns - d);
+    if (i < count && d < columns) low = load_some(from, columns - d);
+    if (i + 1 < count && d < columns) high = load_some(from + view.row, columns - d);
     return reinterpret_cast<Floats>(reinterpret_cast<Words>(low) >> 16 | reinterpret_cast<Words>(high));
 }
 
 // Rows into columns, neighbouring rows paired: (columns, rounded up to `height`, × stride pairs).
 static void transpose_pairs(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
                             int64_t columns, int64_t height, int64_t stride, int64_t padded, Pair* to) {
-    for (int64_t i = 0; i < padded; i += 2 * LANES)
-        for (int64_t d = 0; d < height; d += LANES) {
-            Floats square[LANES];
-            if (i + 2 * LANES <= count && d + LANES <= columns) {
-                for (int r = 0; r < LANES; r++) {
-                    const BFloat16* from = view.at<BFloat16>(batch, head, start + i + 2 * r) + d;
-                    square[r] = reinterpret_cast<Floats>(pair_up_halves(from, from + view.row));
-                }
-            } else {
-                for (int r = 0; r < LANES; r++)
-                    square[r] = pair_rows(view, batch, head, start, i + 2 * r, count, d, columns);
-            }
-            transpose(square);
-            for (int64_t r = 0; r < smaller(LANES, height - d); r++)
-                memcpy(to + (d + r) * stride + i / 2, &square[r], sizeof(Floats));
-        }
+    transpose_rows(padded / 2, height, stride, to, [&](int64_t pair, int64_t d) {
+        return pair_rows(view, batch, head, start, 2 * pair, count, d, columns);
+    });
 }
 
 }  // namespace clearhead::ISA

@@ -7,6 +7,8 @@ namespace clearhead::ISA {
 
 typedef uint32_t Pair;
 
+INLINE Pair* as_pairs(float* x) { return reinterpret_cast<Pair*>(x); }
+
 // Rows lie `stride` numbers of 32 bits apart.
 template <class T>
 struct Matrix {
@@ -16,9 +18,6 @@ struct Matrix {
     T* at(int64_t row, int64_t vector) const { return data + row * stride + vector * LANES; }
 };
 
-// How many of so many vectors of columns are summed in registers at once.
-INLINE int64_t columns_at_once(int64_t vectors) { return vectors >= 3 && vectors != 4 ? 3 : smaller(vectors, 2); }
-
 // Unrolls f(0), f(1) … with numbers that are constants.
 template <class Work, int... I>
 INLINE void each(const Work& work, Numbers<I...>) {
@@ -26,8 +25,22 @@ INLINE void each(const Work& work, Numbers<I...>) {
 }
 template <int N, class Work>
 INLINE void each(const Work& work) {
-    each(work, typename Count<N>::Type());
+    each(work, std::make_integer_sequence<int, N>());
 }
+
+// A product in small steps: sums (rows × vectors·LANES) = or += left (rows × count pairs) · right (count pairs ×
+// vectors·LANES). If right has two parts, each row of pairs is followed by what its rounding left out. The tile registers
+// work beside the vector units, so steps are put between instructions that are not about them. Rows are a multiple of
+// ROWS_AT_ONCE, pairs of PAIRS_AT_ONCE. Sums stay in registers between steps, so a product that has begun is ended first.
+struct Product {
+    Matrix<const Pair> left, right;
+    int64_t parts, count, rows, vectors;
+    Matrix<float> sums;
+    bool add;
+    int64_t column, row, pair, half;  // where it is
+
+    bool unfinished() const { return column < vectors; }
+};
 
 #ifdef HAS_AMX
 constexpr int ROWS_AT_ONCE = 16, PAIRS_AT_ONCE = 16;  // of one tile register
@@ -67,20 +80,6 @@ class TileRegisters {
         uint8_t rows[16];
     };
     Shapes before_;
-};
-
-// A product in small steps: sums (rows × vectors·LANES) = or += left (rows × count pairs) · right (count pairs ×
-// vectors·LANES). If right has two parts, each row of pairs is followed by what its rounding left out. The tile registers
-// work beside the vector units, so steps are put between instructions that are not about them. Rows are a multiple of
-// ROWS_AT_ONCE, pairs of PAIRS_AT_ONCE. Sums stay in registers between steps, so a product that has begun is ended first.
-struct Product {
-    Matrix<const Pair> left, right;
-    int64_t parts, count, rows, vectors;
-    Matrix<float> sums;
-    bool add;
-    int64_t column, row, pair, half;  // where it is
-
-    bool left_over() const { return column < vectors; }
 };
 
 // Tiles 0 … H·W − 1 hold the sums of H·16 rows, 6 and 7 what is multiplied.
@@ -157,7 +156,7 @@ INLINE void step(Product& p) {
 }
 
 static void finish(Product& p) {
-    while (p.left_over()) step(p);
+    while (p.unfinished()) step(p);
 }
 
 #else
@@ -167,16 +166,6 @@ struct TileRegisters {
     ~TileRegisters() {}
 };
 
-struct Product {
-    Matrix<const Pair> left, right;
-    int64_t parts, count, rows, vectors;
-    Matrix<float> sums;
-    bool add;
-    int64_t column;
-
-    bool left_over() const { return column < vectors; }
-};
-
 INLINE void step(Product&) {}
 
 template <int W>
@@ -184,33 +173,26 @@ static void multiply_columns(const Product& p) {
     for (int64_t row = 0; row < p.rows; row += STEP) {
         const Pair* left = p.left.at(row, 0);
         __m512 acc[STEP][W];
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int w = 0; w < W; w++)
+        UNROLL for (int t = 0; t < STEP; t++)
+            UNROLL for (int w = 0; w < W; w++)
                 acc[t][w] = p.add ? _mm512_loadu_ps(p.sums.at(row + t, p.column + w)) : _mm512_setzero_ps();
         for (int64_t k = 0; k < p.parts * p.count; k++) {
             __m512i columns[W];
-#pragma GCC unroll 4
-            for (int w = 0; w < W; w++) columns[w] = _mm512_loadu_si512(p.right.at(k, p.column + w));
-#pragma GCC unroll 8
-            for (int t = 0; t < STEP; t++) {
+            UNROLL for (int w = 0; w < W; w++) columns[w] = _mm512_loadu_si512(p.right.at(k, p.column + w));
+            UNROLL for (int t = 0; t < STEP; t++) {
                 const __m512i pair = _mm512_set1_epi32(static_cast<int>(left[t * p.left.stride + k / p.parts]));
-#pragma GCC unroll 4
-                for (int w = 0; w < W; w++)
+                UNROLL for (int w = 0; w < W; w++)
                     acc[t][w] = _mm512_dpbf16_ps(acc[t][w], reinterpret_cast<__m512bh>(pair),
                                                  reinterpret_cast<__m512bh>(columns[w]));
             }
         }
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int w = 0; w < W; w++) _mm512_storeu_ps(p.sums.at(row + t, p.column + w), acc[t][w]);
+        UNROLL for (int t = 0; t < STEP; t++)
+            UNROLL for (int w = 0; w < W; w++) _mm512_storeu_ps(p.sums.at(row + t, p.column + w), acc[t][w]);
     }
 }
 
 static void finish(Product& p) {
-    while (p.left_over()) {
+    while (p.unfinished()) {
         const int64_t width = columns_at_once(p.vectors - p.column);
         by_vectors(width, [&](auto w) { multiply_columns<w.value>(p); });
         p.column += width;

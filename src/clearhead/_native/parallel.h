@@ -1,17 +1,27 @@
 // Threads, and the memory that each keeps from call to call.
 #pragma once
-#include <stdint.h>
 #include <stdlib.h>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+#include <memory>
+#include <new>
+
+#include "problem.h"
 
 namespace clearhead {
 
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// A forked child has none of its parent's threads, and OpenMP would wait for them forever.
+inline bool forked = false;
 
-// The child of a fork has none of its parent's threads, and OpenMP would wait for them for ever.
-void stay_alone_after_fork();
-extern bool forked;
+inline void stay_alone_after_fork() {
+#if !defined(_WIN32)
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+}
 
 // Memory that a thread keeps from call to call, because fresh pages cost more than a small call.
 class Scratch {
@@ -42,27 +52,45 @@ class Scratch {
 
 inline thread_local Scratch scratch, mask_scratch;
 
+struct Free {
+    void operator()(void* memory) const { free(memory); }
+};
+
+// Zeros. Pages of a large array are allocated on first use.
+template <class T>
+std::unique_ptr<T[], Free> zeros(int64_t count) {
+    T* memory = static_cast<T*>(calloc(static_cast<size_t>(count) + 1, sizeof(T)));
+    if (!memory) throw std::bad_alloc();
+    return std::unique_ptr<T[], Free>(memory);
+}
+
 // Calls work(index, scratch) for every index below `count`, in that order, each on the next free thread.
 template <class Work>
-bool parallel_for(int64_t count, int64_t threads, int64_t floats, const Work& work) {
+void parallel_for(int64_t count, int64_t threads, int64_t floats, const Work& work) {
     bool enough = true;
-    if (threads > count) threads = count;
+    threads = smaller(threads, count);
     if (threads <= 1 || forked) {
         float* memory = scratch.take(floats);
-        for (int64_t index = 0; memory && index < count; index++) work(index, memory);
-        scratch.give_back();
-        return memory != nullptr;
-    }
-#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(&& : enough)
-    {
-        float* memory = scratch.take(floats);
         enough = memory != nullptr;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t index = 0; index < count; index++)
-            if (memory) work(index, memory);
+        for (int64_t index = 0; enough && index < count; index++) work(index, memory);
         scratch.give_back();
+    } else {
+#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(&& : enough)
+        {
+            float* memory = scratch.take(floats);
+            enough = memory != nullptr;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t index = 0; index < count; index++) {
+                try {  // no exception may leave a parallel region
+                    if (memory) work(index, memory);
+                } catch (const std::bad_alloc&) {
+                    enough = false;
+                }
+            }
+            scratch.give_back();
+        }
     }
-    return enough;
+    if (!enough) throw std::bad_alloc();
 }
 
 }  // namespace clearhead

@@ -10,6 +10,8 @@ INLINE Longs multiply_even(Longs x, uint32_t factor) {
     return reinterpret_cast<Longs>(_mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(x), _mm512_set1_epi32(factor)));
 #elif LANES == 8
     return reinterpret_cast<Longs>(_mm256_mul_epu32(reinterpret_cast<__m256i>(x), _mm256_set1_epi32(factor)));
+#elif defined(__aarch64__)
+    return reinterpret_cast<Longs>(vmull_n_u32(vmovn_u64(reinterpret_cast<uint64x2_t>(x)), factor));
 #else
     return (x & 0xffffffffu) * factor;
 #endif

@@ -1,40 +1,29 @@
-#include "plan.h"
+#include "arguments.h"
+#include "call.h"
 
 #include <limits.h>
 
 #include <initializer_list>
-
-#include "arguments.h"
-#include "call.h"
+#include <new>
 
 namespace clearhead {
 namespace {
 
-constexpr int64_t NO_LIMIT = int64_t(1) << 40;  // of a band: farther than any row is from any key
+constexpr int64_t NO_LIMIT = int64_t(1) << 40;  // of a band: more than any distance of a row and a key
 
-// What is the same for all calls, with null for every address.
+// The properties that all calls share, with null addresses.
 struct PlanObject {
     PyObject_HEAD
     Problem problem;
-    Documents documents;
-    bool spans, visible, bias;  // whether calls may give such tensors
+    bool spans, visible, bias;  // whether calls may pass these tensors
 };
 
 PlanObject* plan_of(PyObject* self) { return reinterpret_cast<PlanObject*>(self); }
 
-void matrix(NamedArguments& args, const char* name, View& to, const View* otherwise = nullptr) {
-    int64_t strides[3] = {};
-    if (args.strides(name, strides, 3))
-        to.batch = strides[0], to.head = strides[1], to.row = strides[2];
-    else if (otherwise)
-        to = *otherwise;
-    else
-        args.required(name);
-}
-
-bool mask(NamedArguments& args, const char* name, View& to) {
-    int64_t strides[4] = {};
-    if (!args.strides(name, strides, 4)) return false;
+// Reads the strides of batch, heads, rows and, if `count` is 4, columns. False if they are not given.
+bool read_view(NamedArguments& args, const char* name, View& to, Py_ssize_t count = 3) {
+    int64_t strides[4] = {0, 0, 0, to.column};
+    if (!args.strides(name, strides, count)) return false;
     to.batch = strides[0], to.head = strides[1], to.row = strides[2], to.column = strides[3];
     return true;
 }
@@ -61,20 +50,17 @@ void read_masks(NamedArguments& args, PlanObject& plan) {
     Problem& p = plan.problem;
     p.low = args.integer_or("low", -NO_LIMIT), p.high = args.integer_or("high", NO_LIMIT);
     p.stop = args.integer_or("stop", p.keys);
-    int64_t spans[2] = {};
-    plan.spans = args.strides("spans", spans, 2);
-    p.span_batch = spans[0], p.span_row = spans[1];
-    plan.visible = mask(args, "visible", p.visible);
-    plan.bias = mask(args, "bias", p.bias);
-    int64_t gradient[3] = {};
-    if (args.strides("bias_gradient", gradient, 3))
-        p.bias_gradient.batch = gradient[0], p.bias_gradient.head = gradient[1], p.bias_gradient.row = gradient[2];
+    int64_t ranges[2] = {};
+    plan.spans = args.strides("spans", ranges, 2);
+    p.range_batch = ranges[0], p.range_row = ranges[1];
+    plan.visible = read_view(args, "visible", p.visible, 4);
+    plan.bias = read_view(args, "bias", p.bias, 4);
+    read_view(args, "bias_gradient", p.bias_gradient);
 }
 
-void read_documents(NamedArguments& args, PlanObject& plan) {
-    Documents& documents = plan.documents;
-    documents.count = args.integer_or("sequences", 0, 0);
-    if (documents.count == 0) return;
+void read_sequences(NamedArguments& args, PlanObject& plan) {
+    plan.problem.sequences = args.integer_or("sequences", 0, 0);
+    if (plan.problem.sequences == 0) return;
     if (plan.problem.batch != 1) args.fail(PyExc_ValueError, "sequences", "lie in a batch of 1");
     if (plan.spans || plan.visible || plan.bias)
         args.fail(PyExc_ValueError, "sequences", "take no tensors of masks");
@@ -85,17 +71,20 @@ void read_plan(NamedArguments& args, PlanObject& plan) {
     read_sizes(args, p);
     p.exact_scale = args.real_or("scale", 1), p.exact_softcap = args.real_or("softcap", 0);
     p.scale = static_cast<float>(p.exact_scale), p.softcap = static_cast<float>(p.exact_softcap);
-    matrix(args, "query", p.query), matrix(args, "key", p.key), matrix(args, "value", p.value);
-    matrix(args, "output", p.output);
-    matrix(args, "query_gradient", p.query_gradient, &p.query);
-    matrix(args, "key_gradient", p.key_gradient, &p.key), matrix(args, "value_gradient", p.value_gradient, &p.value);
+    if (!read_view(args, "query", p.query)) args.required("query");
+    if (!read_view(args, "key", p.key)) args.required("key");
+    if (!read_view(args, "value", p.value)) args.required("value");
+    if (!read_view(args, "output", p.output)) args.required("output");
+    p.query_gradient = p.query, p.key_gradient = p.key, p.value_gradient = p.value;
+    read_view(args, "query_gradient", p.query_gradient);
+    read_view(args, "key_gradient", p.key_gradient), read_view(args, "value_gradient", p.value_gradient);
     p.wide_output = args.flag("wide_output") || p.type == Type::float32;
     read_masks(args, plan);
     const int64_t threshold = args.integer_or("dropout_threshold", 0, 0);
     if (threshold > 65536) args.fail(PyExc_ValueError, "dropout_threshold", "is above 65536");
     p.drop_below = static_cast<uint32_t>(threshold);
     p.kept_factor = threshold < 65536 ? 65536.f / static_cast<float>(65536 - threshold) : 0;
-    read_documents(args, plan);
+    read_sequences(args, plan);
 }
 
 PyObject* create(PyTypeObject* type, PyObject* positional, PyObject* names) {
@@ -106,7 +95,7 @@ PyObject* create(PyTypeObject* type, PyObject* positional, PyObject* names) {
     PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self) return nullptr;
     PlanObject& plan = *plan_of(self);
-    plan.problem = Problem(), plan.documents = Documents();
+    plan.problem = Problem();
     NamedArguments args("Plan", names);
     read_plan(args, plan);
     if (args.finished()) return self;
@@ -126,70 +115,71 @@ bool accept(const void* address, bool planned, const char* name) {
     return false;
 }
 
-// What all methods take first: operands, extras or None, how many threads, and which instruction set.
+// All methods take operands, extras or None, the number of threads, and the instruction set.
 constexpr Py_ssize_t COMMON = 4;
 
-bool read_call(const PlanObject& plan, PyObject* const* items, Py_ssize_t count, Py_ssize_t expected, Call& call) {
-    if (count != expected) {
-        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
-        return false;
-    }
-    Problem& p = call.problem;
-    p = plan.problem, call.documents = plan.documents;
-    if (!read_operands(items[0], call)) return false;
-    if (items[1] != Py_None && !read_extras(items[1], call)) return false;
-    call.threads = PyLong_AsLongLong(items[2]), call.set = PyLong_AsLongLong(items[3]);
-    if (PyErr_Occurred()) return false;
-    if (p.all_heads == 0) p.all_heads = p.heads;
-    if (!p.visible.data) p.visible = View();  // whose strides would look like a mask's
-    if (!p.bias.data) p.bias = View();
-    return accept(p.first, plan.spans, "spans") && accept(p.visible.data, plan.visible, "visible") &&
-           accept(p.bias.data, plan.bias, "bias");
+// Whether the starts of sequences rise from 0 to the number of all.
+bool rise(const int64_t* starts, int64_t count, int64_t all) {
+    if (!starts || starts[0] != 0 || starts[count] != all) return false;
+    for (int64_t n = 0; n < count; n++)
+        if (starts[n] > starts[n + 1]) return false;
+    return true;
 }
 
-bool check_call(const Call& call) {
-    if (call.set < 0 || call.set >= INSTRUCTION_SET_COUNT || !INSTRUCTION_SETS[call.set]->supported()) {
-        PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
-        return false;
+// Adds the addresses of a call to the problem of its plan. Returns the functions to run it with, or null with a Python error.
+const Kernels* read_call(const PlanObject& plan, PyObject* const* items, Py_ssize_t count, Py_ssize_t expected, Problem& p) {
+    if (count != expected) {
+        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+        return nullptr;
     }
-    const Documents& documents = call.documents;
-    if (documents.count == 0) return true;
-    const Problem& p = call.problem;
-    if (documents.rows && documents.keys && documents.fit(p.rows, p.keys)) return true;
-    PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
-    return false;
+    p = plan.problem;
+    if (!read_operands(items[0], p)) return nullptr;
+    if (items[1] != Py_None && !read_extras(items[1], p)) return nullptr;
+    p.threads = PyLong_AsLongLong(items[2]);
+    const int64_t set = PyLong_AsLongLong(items[3]);
+    if (PyErr_Occurred()) return nullptr;
+    if (p.all_heads == 0) p.all_heads = p.heads;
+    if (!p.visible.data) p.visible = View();  // without strides, which would count as a mask
+    if (!p.bias.data) p.bias = View();
+    if (!accept(p.first, plan.spans, "spans") || !accept(p.visible.data, plan.visible, "visible") ||
+        !accept(p.bias.data, plan.bias, "bias"))
+        return nullptr;
+    if (set < 0 || set >= INSTRUCTION_SET_COUNT || !INSTRUCTION_SETS[set]->supported())
+        PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
+    else if (p.sequences && !(rise(p.row_starts, p.sequences, p.rows) && rise(p.key_starts, p.sequences, p.keys)))
+        PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
+    else
+        return INSTRUCTION_SETS[set];
+    return nullptr;
 }
 
 template <class Run>
-PyObject* run_without_gil(const Call& call, const Run& run) {
-    if (!check_call(call)) return nullptr;
+PyObject* run_without_gil(const Run& run) {
+    bool enough_memory = true;
     PyThreadState* state = PyEval_SaveThread();
-    const bool enough = run(*INSTRUCTION_SETS[call.set]);
+    try {
+        run();
+    } catch (const std::bad_alloc&) {
+        enough_memory = false;
+    }
     PyEval_RestoreThread(state);
-    if (!enough) return PyErr_NoMemory();
-    return Py_NewRef(Py_None);
+    return enough_memory ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
 PyObject* forward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
-    Call call;
-    if (!read_call(*plan_of(self), items, count, COMMON, call)) return nullptr;
-    return run_without_gil(call, [&](const Kernels& kernels) {
-        if (call.documents.count) return run_documents_forward(kernels, call.problem, call.documents, call.threads);
-        return run_forward(kernels, call.problem, call.threads);
-    });
+    Problem p;
+    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON, p);
+    return kernels ? run_without_gil([&] { run_forward(*kernels, p); }) : nullptr;
 }
 
-// Then a sequence of what only the backward pass takes.
+// Also takes the sequence of arguments of the backward pass.
 PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
-    Call call;
-    if (!read_call(*plan_of(self), items, count, COMMON + 1, call) || !read_backward(items[COMMON], call)) return nullptr;
-    Problem& p = call.problem;
+    Problem p;
+    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON + 1, p);
+    if (!kernels || !read_backward(items[COMMON], p)) return nullptr;
     p.exact_output = p.output;
     if (!p.bias_gradient.data) p.bias_gradient = View();
-    return run_without_gil(call, [&](const Kernels& kernels) {
-        if (call.documents.count) return run_documents_backward(kernels, p, call.documents, call.threads);
-        return run_backward(kernels, p, call.threads);
-    });
+    return run_without_gil([&] { run_backward(*kernels, p); });
 }
 
 void read_wanted(NamedArguments& args, Statistics& s) {
@@ -202,7 +192,7 @@ void read_wanted(NamedArguments& args, Statistics& s) {
     s.top_weights = args.address<float>("top_weights"), s.top_keys = args.address<int64_t>("top_keys");
     s.top = args.integer_or("top", 0, 0);
     s.weights.data = args.address<void>("weights");
-    matrix(args, "weights_strides", s.weights, &s.weights);
+    read_view(args, "weights_strides", s.weights);
     s.map = args.address<float>("map"), s.map_max = args.flag("map_max");
     s.map_rows = args.integer_or("map_rows", 0, 0), s.map_columns = args.integer_or("map_columns", 0, 0);
     s.sink = args.address<float>("sink"), s.first_keys = args.address<const int32_t>("first_keys");
@@ -213,14 +203,15 @@ void read_wanted(NamedArguments& args, Statistics& s) {
     s.exact = args.flag("exact");
 }
 
-// Then by name what is wanted of the weights.
+// Also takes the statistics by name.
 PyObject* statistics(PyObject* self, PyObject* positional, PyObject* names) {
     PyObject* items[COMMON];
     const Py_ssize_t count = PyTuple_Size(positional);
     for (Py_ssize_t n = 0; n < count && n < COMMON; n++) items[n] = PyTuple_GetItem(positional, n);
-    Call call;
-    if (!read_call(*plan_of(self), items, count, COMMON, call)) return nullptr;
-    if (call.documents.count) {
+    Problem p;
+    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON, p);
+    if (!kernels) return nullptr;
+    if (p.sequences) {
         PyErr_SetString(PyExc_ValueError, "statistics are not computed for packed sequences");
         return nullptr;
     }
@@ -228,8 +219,7 @@ PyObject* statistics(PyObject* self, PyObject* positional, PyObject* names) {
     Statistics s = {};
     read_wanted(wanted, s);
     if (!wanted.finished()) return nullptr;
-    return run_without_gil(
-        call, [&](const Kernels& kernels) { return run_statistics(kernels, call.problem, s, call.threads); });
+    return run_without_gil([&] { run_statistics(*kernels, p, s); });
 }
 
 template <class Function>

@@ -1,10 +1,19 @@
-// One attention request as the Python side hands it over: pointers, sizes and strides (in elements), nothing of torch.
+// One attention call as Python passes it: pointers, sizes and strides (in elements), without PyTorch's types.
+// Sources of instruction sets include this before their target pragma, because library headers are for every processor.
 #pragma once
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
-// Compilers that know AVX-512-BF16's functions and AMX's instructions, and take target options from a pragma.
+#include <type_traits>
+#include <utility>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+// Compilers that support AVX-512-BF16, AMX and target options in a pragma.
 #if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
 #define COMPILES_PAIRS
 #if defined(__linux__)
@@ -12,22 +21,29 @@
 #endif
 #endif
 
+// Internal linkage: the linker must not merge copies that are compiled for different instruction sets.
+#define INLINE static inline __attribute__((always_inline))
+
 namespace clearhead {
 
-enum class Type : int64_t { float32, bfloat16, float16 };
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t round_up(int64_t x, int64_t step) { return divide_up(x, step) * step; }
 
-constexpr int MOST_TILES = 16;  // of one task: they share a block's keys and values while these are in the cache
+enum Type : int64_t { float32, bfloat16, float16 };
 
-// Long sums are sums of runs: blocks are added one by one to the sum of their run, runs to the total. With √n blocks in
-// each, rounding errors grow with √n and not with n.
+constexpr int MOST_TILES = 16;  // of one task, which share a block's keys and values in the cache
+
+// Long sums are sums of runs. Blocks are added to the sum of their run, and runs are added to the total. With √n blocks
+// in each run, rounding errors grow with √n and not with n.
 constexpr int64_t RUN = 32;  // fewer blocks need no total
 
 inline int64_t run_length(int64_t blocks, int64_t least = RUN) {
-    const int64_t root = static_cast<int64_t>(sqrt(static_cast<double>(blocks)));
-    return root < least ? least : root;
+    return larger(least, static_cast<int64_t>(sqrt(static_cast<double>(blocks))));
 }
 
-// (batch, head, row, column); columns of matrices are contiguous, those of masks need not be.
+// (batch, head, row, column). Columns of matrices are contiguous. Columns of masks may have any stride.
 struct View {
     void* data = nullptr;
     int64_t batch = 0, head = 0, row = 0, column = 1;
@@ -38,8 +54,8 @@ struct View {
     }
 };
 
-// What the backward pass finds of a row: the sum of ds over its keys without the one whose weight is above one half,
-// which one that is or −1, and the slope of the soft-cap at its score.
+// The heavy key of a row is the key with a weight above one half, or −1. The struct also holds the sum of ds over the
+// other keys, and the slope of the soft-cap at the score of the heavy key.
 struct HeavyKey {
     double light_sum;
     int64_t key;
@@ -48,6 +64,7 @@ struct HeavyKey {
 
 struct Problem {
     Type type;
+    int64_t threads;
     int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
     float scale, softcap;  // softcap 0: none
     double exact_scale, exact_softcap;  // the same, for scores in double precision
@@ -60,13 +77,18 @@ struct Problem {
     // Row i sees column j where i + low <= j <= i + high, j < stop, and first <= j < last if there are such arrays.
     int64_t low, high, stop;
     const int32_t *first, *last;
-    int64_t span_batch, span_row;
+    int64_t range_batch, range_row;
     View visible;  // bytes, or null
     View bias;     // float32, or null
 
+    // Packed sequences in a batch of one: rows [row_starts[d], row_starts[d + 1]) see only the keys [key_starts[d],
+    // key_starts[d + 1]). Masks and dropout count within a sequence, as if it were item d of a batch.
+    int64_t sequences;  // 0: a batch
+    const int64_t *row_starts, *key_starts;
+
     uint32_t drop_below;  // of 65536; 0 drops nothing
     uint64_t seed;
-    // Of the call that this is a part of, by which dropout counts: its heads, and where this begins in it.
+    // Of the larger call, whose dropout is drawn: its number of heads, and the offset of this call.
     int64_t all_heads, first_item, first_head, first_row, first_key;
     float kept_factor;
 
@@ -77,42 +99,42 @@ struct Problem {
     View bias_gradient;         // float32, zero at first, every head its own rows and columns side by side; or null
     const float* lse_gradient;  // (B, H, L), or null
     float* correction;          // (B, H, L): δ − dl
-    bool whole_rows = true;     // whether lse is of the keys of this call
-    HeavyKey* heavy_keys = nullptr;  // (B, H, L), to be written where others add what heavy keys contribute; or null
+    bool whole_rows = true;     // whether lse covers only the keys of this call
+    HeavyKey* heavy_keys = nullptr;  // (B, H, L), for a caller that adds the gradients of heavy keys itself; or null
 
     int64_t bytes() const { return type == Type::float32 ? 4 : 2; }
     int64_t row_place(int64_t b, int64_t h, int64_t i) const { return b * lse_batch + h * lse_head + i; }
     int64_t group() const { return heads / kv_heads; }
-    // Σ_j ds of a row that sees a key; NaN where δ is not finite.
+    // Σ_j ds of a row that is not fully masked. NaN if δ is not finite.
     double sum_of_score_gradients(int64_t b, int64_t h, int64_t i) const {
         const int64_t place = row_place(b, h, i);
         const double of_lse = lse_gradient ? lse_gradient[place] : 0, delta = correction[place] + of_lse;
         const double of_sink = sinks ? exp(sinks[h] - lse[place]) : 0;
         return isfinite(delta) ? of_sink * delta + (1 - of_sink) * of_lse : NAN;
     }
-    // Rows of all the query heads that share a key/value head.
+    // Rows of all query heads that share a key/value head.
     int64_t folded_rows() const { return group() * rows; }
 };
 
-// What is wanted of the weights; what is null is not.
+// Statistics of the weights. Those with a null pointer are not computed.
 struct Statistics {
-    const uint8_t* counted;      // (B, L): the queries that sums over queries take in; null for all
-    float *largest, *visible;    // (B, H, L): the largest score, −∞ where nothing is seen; how many keys are seen
-    float* raw;                  // (B, H, L): the largest scale · q·k of what is seen, before soft-cap and bias
+    const uint8_t* counted;      // (B, L): the queries that sums over queries include; null for all
+    float *largest, *visible;    // (B, H, L): the largest score, −∞ for a fully masked row; the number of visible keys
+    float* raw;                  // (B, H, L): the largest scale · q·k of visible keys, before soft-cap and bias
     float *entropy, *confidence; // (B, H, L)
-    float* norm;                 // (B, H, L), of outputs that are written too
+    float* norm;                 // (B, H, L), of the outputs, which must be computed too
     float *received, *viewers;   // (B, H, S), both or neither
     float* top_weights;          // (B, H, L, top)
     int64_t *top_keys, top;
     View weights;         // float32 (B, H, L, S), zero at first; heads of stride 0 add up to their mean
     float* map;           // (B, H, map_rows, map_columns), zero at first: row i goes to tile i · map_rows / L, and so do keys
     int64_t map_rows, map_columns;
-    bool map_max;       // the largest weight of a tile instead of the sum of what counted rows give it
+    bool map_max;       // the largest weight of a tile instead of the sum over counted rows
     float* sink;        // (B, H, L): the sum of the weights of some keys
     const int32_t* first_keys;  // (B, H, sink_keys): which keys; −1 is none
     int64_t sink_keys;
     float* distance;  // (B, H, L): Σ p |i + shift − j|
-    float* stripes;   // (B, H, L, offset_count): the weight of key i + shift + offset, −1 where the row sees no such key
+    float* stripes;   // (B, H, L, offset_count): the weight of key i + shift + offset, −1 if it is not visible
     const int64_t* offsets;
     int64_t offset_count, shift;
     bool exact;       // scores in double precision; for rows whose scores fit the cache
@@ -121,24 +143,24 @@ struct Statistics {
     int64_t map_row(const Problem& p, int64_t row) const { return row * map_rows / p.rows; }
 };
 
-// Sums over the rows of one task, which are of one query head; null where they are not wanted.
+// Sums over the rows of one task of one query head. Sums that are not computed are null.
 struct TaskSums {
-    float *received, *lost;  // what its keys receive from them, and the rounding errors of these sums
-    float* viewers;          // how many of them see each key
-    double* map;             // rows of the map from the one on that the task's first row goes to
+    float *received, *lost;  // Σ p of each key, and the rounding errors of these sums
+    float* viewers;          // the number of rows that see each key
+    double* map;             // rows of the map, starting with that of the task's first row
     int64_t first_map_row;
 };
 
-// A piece of work: folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop) (which only decoding splits).
+// Folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop). Only decoding splits keys.
 struct Task {
     int64_t batch, kv_head, row_start, row_stop, key_start, key_stop;
     const float* masks;  // packed for its tiles, or null
 };
 
-// Received or viewers of a task have so many numbers, the last of which mean nothing: whole vectors are written.
+// The length of `received` and `viewers` of a task, including padding for vector writes.
 inline int64_t columns_of(const Problem& p) { return p.keys + 16; }
 
-// One instruction set's functions. Scratch is counted in floats and aligned to 64 bytes.
+// One instruction set's functions, some of them by type. Scratch is counted in floats and aligned to 64 bytes.
 struct Kernels {
     const char* name;
     int64_t tile_rows;
@@ -146,33 +168,24 @@ struct Kernels {
     int64_t (*masks_size)(const Problem&);  // of a tile, packed
     void (*pack_masks)(const Problem&, int64_t batch, int64_t row_start, float* to);
     int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
-    void (*forward)(const Problem&, const Task&, float* scratch);
+    void (*forward[3])(const Problem&, const Task&, float* scratch);
     int64_t (*decode_scratch)(const Problem&);
     int64_t (*partial_size)(const Problem&);
-    void (*decode)(const Problem&, const Task&, float* partial, float* scratch);
-    void (*merge)(const Problem&, int64_t batch, int64_t kv_head, float* partials, int64_t count);
+    void (*decode[3])(const Problem&, const Task&, float* partial, float* scratch);
+    void (*merge[3])(const Problem&, int64_t batch, int64_t kv_head, float* partials, int64_t count);
     int64_t (*backward_scratch)(const Problem&, int64_t task_rows);
     int64_t (*sums_size)(const Problem&);
-    void (*backward)(const Problem&, const Task&, float* sums, float* scratch);
-    void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
+    void (*backward[3])(const Problem&, const Task&, float* sums, float* scratch);
+    void (*write_sums[3])(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
     int64_t (*statistics_scratch)(const Problem&, const Statistics&);
-    void (*statistics)(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
-    bool pairs = false;  // whether the forward pass multiplies bfloat16 in pairs
+    void (*statistics[3])(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
+    bool pairs;  // whether the forward pass of bfloat16 multiplies pairs
 };
 
-// Tables are constants: code of an instruction set must not run when the module is loaded, on whatever processor.
-extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
+// Tables are constants, because code of an instruction set must not run when the module is loaded.
+extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels;
 
-// What an instruction set with products of bfloat16 pairs does otherwise than plain AVX-512.
-struct PairKernels {
-    const char* name;
-    bool (*supported)();
-    int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
-    void (*forward)(const Problem&, const Task&, float* scratch);
-    int64_t (*backward_scratch)(const Problem&, int64_t task_rows);
-    void (*backward)(const Problem&, const Task&, float* sums, float* scratch);
-};
-
-extern const PairKernels amx_pairs, avx512_bf16_pairs;
+// These have only the forward and backward pass of bfloat16. Everything else is AVX-512's.
+extern const Kernels amx_pairs, avx512_bf16_pairs;
 
 }  // namespace clearhead

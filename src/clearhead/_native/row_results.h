@@ -1,26 +1,27 @@
-// What is known of the rows of a panel once their sums are: lse and what follows from it, outputs, and what keys receive.
+// Results of the rows of a panel: lse, statistics per row, outputs, sums over rows, and statistics of positions (weights of
+// the first keys, weights at offsets, distances).
 #pragma once
 #include "score_panel.h"
 
 namespace clearhead::ISA {
 
-// What is known of each row once its sums are: in double, because it is a handful of numbers.
+// Statistics of each row from its sums, in double.
 static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
-    for (int64_t lane = 0; lane < rows.count; lane++) {
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
+    const Tile& tile = panel.tile;
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]);
         const double sum = panel.tile.sum[lane], ln2 = LN_OF_2;
         const double highest = panel.tile.row_max[lane] + panel.shift[lane];
         const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : highest * ln2;
         double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
-        if (p.sinks && sum != 0) {  // one more term of the total: with shift the larger of row maximum and sink,
-            const double sink = p.sinks[rows.head[lane]], shift = row_max < sink ? sink : row_max;
+        if (p.sinks && sum != 0) {  // one more term of the total, where shift is the larger of row maximum and sink
+            const double sink = p.sinks[tile.head[lane]], shift = row_max < sink ? sink : row_max;
             const double total = sum * exp(row_max - shift) + exp(sink - shift);
             factor = exp(row_max - shift) / total;  // from e^(s − row maximum) to e^(s − shift), over the total
             lse = log(total) + shift;
             entropy = sum * factor * (lse - row_max);
         } else if (p.sinks) {
-            lse = p.sinks[rows.head[lane]];
+            lse = p.sinks[tile.head[lane]];
         }
         if (p.lse) p.lse[place] = lse;
         panel.factor[lane] = static_cast<float>(factor);
@@ -36,21 +37,21 @@ static int64_t width_of_output(const Problem& p) { return p.output.data ? round_
 
 template <class T>
 static void write_output(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
-    const Rows& rows = panel.tile.rows;
-    lanes_to_rows<T>(panel.tile.output, rows, batch, p.value_dim, panel.factor, p.output);
+    const Tile& tile = panel.tile;
+    lanes_to_rows<T>(panel.tile.output, tile, batch, p.value_dim, panel.factor, p.output);
     if (!s.norm) return;
-    for (int64_t lane = 0; lane < rows.count; lane++) {
+    for (int64_t lane = 0; lane < tile.count; lane++) {
         double sum = 0;
         for (int64_t d = 0; d < p.value_dim; d++) {
-            const double x = panel.tile.output[d * rows.vectors * LANES + lane];
+            const double x = panel.tile.output[d * tile.vectors * LANES + lane];
             sum += x * x;
         }
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
+        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]);
         s.norm[place] = static_cast<float>(sqrt(sum)) * panel.factor[lane];
     }
 }
 
-// Adds what each key of a part gets from the rows of a panel, row by row in the lanes.
+// Adds the weights of each key of a part, row by row in the lanes.
 template <int V>
 static void receive_part(const ScorePanel& panel, int64_t start, int64_t stop, float* lanes) {
     Floats factors[V];
@@ -58,20 +59,19 @@ static void receive_part(const ScorePanel& panel, int64_t start, int64_t stop, f
     const float* weights = panel.at(start);
     for (int64_t j = 0; j < stop - start; j++, weights += V * LANES) {
         Floats x = load(lanes + j * LANES);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) x += load(weights + v * LANES) * factors[v];
+        UNROLL for (int v = 0; v < V; v++) x += load(weights + v * LANES) * factors[v];
         store(lanes + j * LANES, x);
     }
 }
 
-// Adds to some sums, and what is lost by rounding to their errors (Knuth's two-sum).
+// Adds to sums, and adds the rounding errors to `errors` (Knuth's two-sum).
 INLINE void add_with_error(Floats x, float* sums, float* errors) {
     const Floats before = load(sums), after = before + x, added = after - before;
     store(sums, after);
     store(errors, load(errors) + ((before - (after - added)) + (x - added)));
 }
 
-// What each key receives from the rows of some panels, whose lanes are summed last.
+// Σ p of each key over the rows of some panels. Lanes are summed last.
 static void receive(const Problem& p, const ScorePanel* panels, int64_t count, const TaskSums& to) {
     for (int64_t block = 0; block < p.keys; block += BLOCK) {
         float lanes[BLOCK * LANES] = {};
@@ -79,18 +79,82 @@ static void receive(const Problem& p, const ScorePanel* panels, int64_t count, c
         for (int64_t n = 0; n < count; n++) {
             const ScorePanel& panel = panels[n];
             const int64_t start = larger(block, panel.start), stop = smaller(block + BLOCK, panel.stop);
-            if (start >= stop || !panel.seen[panel.number(block)]) continue;
+            if (start >= stop || !panel.visible_blocks[panel.number(block)]) continue;
             any = true;
-            by_vectors(panel.tile.rows.vectors, [&](auto v) {
+            by_vectors(panel.tile.vectors, [&](auto v) {
                 receive_part<v.value>(panel, start, stop, lanes + (start - block) * LANES);
             });
         }
         for (int64_t j = 0; any && j < smaller(BLOCK, p.keys - block); j += LANES) {
             Floats square[LANES];
-#pragma GCC unroll 16
-            for (int t = 0; t < LANES; t++) square[t] = load(lanes + (j + t) * LANES);
+            UNROLL for (int t = 0; t < LANES; t++) square[t] = load(lanes + (j + t) * LANES);
             add_with_error(sums(square), to.received + block + j, to.lost + block + j);
         }
+    }
+}
+
+// The panel's number for a key in the lane of a row. Null if no row sees a key of its block.
+static const float* cell_of(const ScorePanel& panel, int64_t key, int64_t lane) {
+    if (key < panel.start || key >= panel.stop) return nullptr;
+    if (!panel.visible_blocks[panel.number(key / BLOCK * BLOCK)]) return nullptr;
+    return panel.at(key) + lane;
+}
+
+static void write_sink(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
+    const Tile& tile = panel.tile;
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        const int32_t* keys = s.first_keys + (batch * p.heads + tile.head[lane]) * s.sink_keys;
+        double sum = 0;
+        for (int64_t n = 0; n < s.sink_keys; n++) {
+            const float* weight = cell_of(panel, keys[n], lane);
+            if (weight) sum += *weight;
+        }
+        s.sink[p.row_place(batch, tile.head[lane], tile.row[lane])] = static_cast<float>(sum * panel.factor[lane]);
+    }
+}
+
+// Calls work(place of the weight, key, lane) for each row and offset.
+template <class Work>
+INLINE void each_stripe(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch, const Work& work) {
+    const Tile& tile = panel.tile;
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        float* to = s.stripes + p.row_place(batch, tile.head[lane], tile.row[lane]) * s.offset_count;
+        for (int64_t n = 0; n < s.offset_count; n++) work(to[n], tile.row[lane] + s.shift + s.offsets[n], lane);
+    }
+}
+
+// Notes which rows see a key at each offset. This needs scores, because a weight can be zero.
+static void find_stripes(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
+    each_stripe(p, s, panel, batch, [&](float& to, int64_t key, int64_t lane) {
+        const float* score = key < p.keys ? cell_of(panel, key, lane) : nullptr;
+        to = score && *score > -INFINITY ? 0.f : -1.f;
+    });
+}
+
+static void write_stripes(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
+    each_stripe(p, s, panel, batch, [&](float& to, int64_t key, int64_t lane) {
+        if (to == 0) to = *cell_of(panel, key, lane) * panel.factor[lane];
+    });
+}
+
+template <int V>
+static void write_distance(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
+    const Tile& tile = panel.tile;
+    double total[TILE] = {};
+    float place[TILE];
+    for (int lane = 0; lane < V * LANES; lane++) place[lane] = static_cast<float>(tile.row[lane] + s.shift);
+    each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
+        Floats sums[V] = {};
+        for (int64_t j = start; j < smaller(stop, p.keys); j++)
+            UNROLL for (int v = 0; v < V; v++) {
+                const Floats away = load(place + v * LANES) - static_cast<float>(j);
+                sums[v] += load(panel.at(j) + v * LANES) * larger(away, -away);
+            }
+        for (int lane = 0; lane < V * LANES; lane++) total[lane] += sums[lane / LANES][lane % LANES];
+    });
+    for (int64_t lane = 0; lane < tile.count; lane++) {
+        const int64_t to = p.row_place(batch, tile.head[lane], tile.row[lane]);
+        s.distance[to] = static_cast<float>(total[lane] * panel.factor[lane]);
     }
 }
 

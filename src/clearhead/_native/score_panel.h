@@ -2,55 +2,54 @@
 //   1. scores against every key a tile sees, with the row maxima of its rows;
 //   2. weights e^(s − row maximum) in place of the scores, their sums, and their product with the values;
 //   3. sums over the rows of a tile, now that each row's total is known.
-// A panel grows with the number of keys alone, and QKᵀ is computed once.
+// A panel grows only with the number of keys, and QKᵀ is computed once.
 #pragma once
 #include "forward.h"
 
 namespace clearhead::ISA {
 
-constexpr int PIECE = GROUP;                   // keys whose row maxima are kept, to find the largest scores quickly
-constexpr int64_t PANEL_FLOATS = 800 * 1024;  // of panels that share what is read of keys and values
+constexpr int PIECE = GROUP;                   // keys whose row maxima are stored, to find the largest scores quickly
+constexpr int64_t PANEL_FLOATS = 800 * 1024;  // of panels that share reads of keys and values
 
-// Candidates for the `count` largest scores of each row, and their keys: (room × TILE).
+// Candidates for the `count` largest scores of each row, and their keys: (capacity × TILE).
 struct Largest {
     int64_t count;
     float* scores;
     int32_t* keys;
-    float limit[TILE];  // what a score has to be larger than to be one
-    int32_t found[TILE];
+    float limit[TILE];  // candidates are larger than this
+    int32_t counts[TILE];
 
-    int64_t room() const { return 2 * count + 16; }
+    int64_t capacity() const { return 2 * count + 16; }
 };
 
 struct ScorePanel {
-    Tile tile;
+    ForwardTile tile;
     Largest largest;
     int64_t start, stop;            // every key that any row may see, multiples of GROUP
     float *scores, *row_maxima;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
-    int32_t* seen;                  // of each block: whether any row sees any of it
+    int32_t* visible_blocks;                  // of each block: whether any row sees a key of it
     float* raw_max;                 // row maxima before soft-cap and bias (V·LANES), or null
-    int64_t summed;                 // blocks of this run
-    double shift[TILE];             // what scores in double precision are stored less of, in units of log 2; else 0
+    double shift[TILE];             // subtracted from scores in double precision, in units of log 2; else 0
     float inner[TILE];              // Σ e^(s − row maximum) · (s − row maximum), in units of log 2
-    float total_inner[TILE];        // of the runs before
-    float visible[TILE];            // how many keys each row sees
+    float total_inner[TILE];        // of earlier runs
+    float visible[TILE];            // the number of visible keys of each row
     float factor[TILE];             // from e^(s − row maximum) to p
-    float counted[TILE];            // 1 for rows that sums over rows take in, else 0
+    float counted[TILE];            // 1 for rows that sums over rows include, else 0
 
-    float* at(int64_t key) const { return scores + (key - start) * tile.rows.vectors * LANES; }
+    float* at(int64_t key) const { return scores + (key - start) * tile.vectors * LANES; }
     int64_t first_block() const { return start / BLOCK * BLOCK; }
     int64_t number(int64_t block) const { return (block - first_block()) / BLOCK; }
-    float* maxima_of(int64_t block) const { return row_maxima + number(block) * (BLOCK / PIECE) * tile.rows.vectors * LANES; }
+    float* maxima_of(int64_t block) const { return row_maxima + number(block) * (BLOCK / PIECE) * tile.vectors * LANES; }
 };
 
-// Rows of the next block, to be fetched bit by bit while one is at work.
+// Rows of the next block, which are prefetched gradually.
 template <class T>
 struct Next {
     const T* rows = nullptr;
     int64_t stride = 0, columns = 0, count = 0;
 };
 
-// What a panel sees of one block: keys [start, stop), and the first of its rows of keys or values.
+// The visible keys [start, stop) of one block, and their rows of keys or values.
 template <class T>
 struct Part {
     int64_t start, stop, block;
@@ -60,7 +59,7 @@ struct Part {
     int64_t count() const { return stop - start; }
 };
 
-// Fetches what is due of them when `step` more of `all` steps begin.
+// Prefetches the share of `step` steps out of `all`.
 template <class T>
 INLINE void fetch_next(const Next<T>& next, int64_t done, int64_t step, int64_t all) {
     constexpr int64_t LINE = 64 / sizeof(T);
@@ -69,18 +68,18 @@ INLINE void fetch_next(const Next<T>& next, int64_t done, int64_t step, int64_t 
         for (int64_t d = 0; d < next.columns; d += LINE) __builtin_prefetch(next.rows + j * next.stride + d, 0, 2);
 }
 
-// Rows of floats without gaps need not be packed.
+// Rows of floats without gaps are read in place.
 INLINE const float* in_place(const float* rows, bool without_gaps) { return without_gaps ? rows : nullptr; }
 template <class T>
 INLINE const float* in_place(const T*, bool) {
     return nullptr;
 }
 
-// work(start, stop, block) for each block's part that the panel sees any of.
+// Calls work(start, stop, block) for the visible part of each block.
 template <class Work>
 INLINE void each_part(const ScorePanel& panel, const Work& work) {
     for (int64_t block = panel.first_block(); block < panel.stop; block += BLOCK)
-        if (panel.seen[panel.number(block)])
+        if (panel.visible_blocks[panel.number(block)])
             work(larger(block, panel.start), smaller(block + BLOCK, panel.stop), block);
 }
 
@@ -88,12 +87,10 @@ INLINE void each_part(const ScorePanel& panel, const Work& work) {
 template <int V, int KEYS, class Cell>
 INLINE void add_some_columns(int64_t j, float* to, const Cell& cell) {
     Floats square[LANES];
-#pragma GCC unroll 16
-    for (int t = 0; t < LANES; t++) {
+    UNROLL for (int t = 0; t < LANES; t++) {
         square[t] = Floats{};
         if (t >= KEYS) continue;
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
+        UNROLL for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
     }
     store(to + j, load(to + j) + sums(square));
 }
@@ -106,12 +103,12 @@ INLINE void add_columns(int64_t count, float* to, const Cell& cell) {
     if (j < count) add_some_columns<V, GROUP>(j, to, cell);
 }
 
-// Counts what each row sees and, in `viewers`, the counted rows that see each key of a part.
+// Counts the visible keys of each row and, in `viewers`, the counted rows that see each key of a part.
 template <int V, MaskForm FORM>
 static void count_visible(ScorePanel& panel, int64_t count, const TileMask& mask, float* viewers) {
-    if (FORM == MaskForm::none) {
+    if (FORM == MaskForm::everything) {
         float rows = 0;
-        for (int64_t lane = 0; lane < panel.tile.rows.count; lane++) rows += panel.counted[lane];
+        for (int64_t lane = 0; lane < panel.tile.count; lane++) rows += panel.counted[lane];
         for (int lane = 0; lane < V * LANES; lane++) panel.visible[lane] += static_cast<float>(count);
         for (int64_t j = 0; viewers && j < count; j++) viewers[j] += rows;
         return;

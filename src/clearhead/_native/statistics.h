@@ -2,31 +2,30 @@
 //   1. scores against every key that a row sees, with the row maxima of its pieces;
 //   2. weights e^(s − row maximum) in place of the scores, their sums, and their product with the values;
 //   3. sums over the rows of a panel, now that each row's total is known.
-// QKᵀ is computed once, and the weights leave the panel only as what is wanted.
+// QKᵀ is computed once, and weights leave the panel only as statistics.
 #pragma once
 #include "exact.h"
 #include "largest.h"
 #include "maps.h"
-#include "places.h"
 #include "row_results.h"
 
 namespace clearhead::ISA {
 
 // The scores of a part and the row maxima of its pieces.
 template <int V, class T>
-static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part, const MaskScratch& room,
+static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part, float* mask_memory,
                        float* viewers) {
-    const TileMask mask = tile_mask<V>(p, panel.tile.rows, batch, part.start, part.stop, room);
-    panel.seen[panel.number(part.block)] = mask.coverage != Coverage::nothing;
-    if (mask.coverage == Coverage::nothing) return;
-    float* kept = panel.maxima_of(part.block);
-    const NextMasks none = {&panel.tile.rows, batch, 0, 0};
+    const TileMask mask = tile_mask<V>(p, panel.tile, batch, part.start, part.stop, mask_memory);
+    panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
+    if (mask.form == MaskForm::nothing) return;
+    float* piece_maxima = panel.maxima_of(part.block);
+    const auto none = [](int64_t, int64_t) {};
     Floats best[V], raw[V];
     for (int v = 0; v < V; v++) {
         best[v] = load(panel.tile.row_max + v * LANES);
         raw[v] = panel.raw_max ? load(panel.raw_max + v * LANES) : Floats{};
     }
-    for (int64_t j = 0; j < part.count(); j += PIECE, kept += V * LANES) {
+    for (int64_t j = 0; j < part.count(); j += PIECE, piece_maxima += V * LANES) {
         fetch_next(part.next, j, PIECE, part.count());
         Floats row_maxima[V];
         for (int v = 0; v < V; v++) row_maxima[v] = splat(-INFINITY);
@@ -40,7 +39,7 @@ static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const
             score_any<V>(p, panel.tile, keys, count, piece, none, to, row_maxima);
         }
         for (int v = 0; v < V; v++) {
-            store(kept + v * LANES, row_maxima[v]);
+            store(piece_maxima + v * LANES, row_maxima[v]);
             best[v] = larger(row_maxima[v], best[v]);
         }
     }
@@ -51,8 +50,8 @@ static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const
     by_form(mask, [&](auto form) { count_visible<V, form.value>(panel, part.count(), mask, viewers); });
 }
 
-// Scores to weights, in place, after the largest of them are noted. Sums are taken for each part first, so that
-// none of them is long.
+// Turns scores into weights in place, after the largest scores are noted. Each part is summed first, so that sums are
+// short.
 template <int V, class T>
 static void weigh_part(ScorePanel& panel, const Part<T>& part) {
     Floats row_maxima[V], sums[V], inner[V];
@@ -61,15 +60,13 @@ static void weigh_part(ScorePanel& panel, const Part<T>& part) {
         sums[v] = inner[v] = Floats{};
     }
     const float* maxima_of = panel.maxima_of(part.block);
-    const Floats lowest = splat(-127.f);  // where the weight is zero already, and zero times it is zero too
+    const Floats lowest = splat(-127.f);  // with a weight of zero, which times this number is zero too
     for (int64_t j = 0; j < part.count(); j += GROUP) {
         float* scores = panel.at(part.start + j);
         if (panel.largest.count) find_largest<V>(panel.largest, scores, maxima_of + j / PIECE * V * LANES, part.start + j);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
+        UNROLL for (int v = 0; v < V; v++) {
             Floats x[GROUP];
-#pragma GCC unroll 8
-            for (int t = 0; t < GROUP; t++) {
+            UNROLL for (int t = 0; t < GROUP; t++) {
                 float* place = scores + (t * V + v) * LANES;
                 const Floats shifted = larger(lowest, load(place) - row_maxima[v]);  // in this order NaN stays NaN
                 x[t] = exp2_within(shifted);
@@ -92,28 +89,16 @@ static void mix_part(ScorePanel& panel, const Part<T>& part, int64_t width) {
     for (int64_t d = 0; d < width; d += STEP) {
         fetch_next(part.next, d, STEP, width);
         Floats acc[STEP][V] = {};
-        float* output = panel.tile.output + d * V * LANES;
         multiply<false>(acc, part.rows + d, width, weights, V * LANES, part.count());
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) {
-                float* place = output + (t * V + v) * LANES;
-                store(place, load(place) + acc[t][v]);
-            }
+        add_sums(acc, panel.tile.output + d * V * LANES, V * LANES);
     }
 }
 
 // Adds the sums of a run to the totals, and begins the next.
-static void end_panel_run(ScorePanel& panel, int64_t floats) {
-    end_run(panel.tile, floats);
+static void end_panel_run(ScorePanel& panel) {
+    end_run(panel.tile);
     for (int lane = 0; lane < TILE; lane++) panel.total_inner[lane] += panel.inner[lane], panel.inner[lane] = 0;
-    panel.summed = 1;  // with the block that is about to be added
-}
-
-static void add_panel_totals(ScorePanel& panel, int64_t floats) {
-    add_total(panel.tile, floats);
-    for (int lane = 0; lane < TILE; lane++) panel.inner[lane] += panel.total_inner[lane];
+    panel.tile.summed = 1;  // including the block that is added next
 }
 
 static int64_t keys_of_panel(const Problem& p) { return round_up(p.keys, BLOCK); }
@@ -123,10 +108,10 @@ static int64_t panels_together(const Problem& p, const Statistics& s) {
     return larger(1, smaller(MOST_TILES, PANEL_FLOATS / (TILE * keys_of_panel(p) + 1)));
 }
 
-// Floats of one panel: scores, row maxima, which blocks are seen, queries, outputs, lists of the largest and raw maxima.
+// Floats of one panel: scores, row maxima, visible blocks, queries, outputs, largest scores and raw maxima.
 static int64_t panel_size(const Problem& p, const Statistics& s) {
     const int64_t keys = keys_of_panel(p), pieces = keys / PIECE;
-    const int64_t lists = 2 * Largest{s.top}.room(), raw_maxima = s.raw ? 1 : 0;
+    const int64_t lists = 2 * Largest{s.top}.capacity(), raw_maxima = s.raw ? 1 : 0;
     return (keys + pieces + p.dim + 2 * width_of_output(p) + lists + raw_maxima) * TILE + round_up(keys / BLOCK, 16);
 }
 
@@ -140,36 +125,33 @@ template <class T>
 static void open_panel(const Problem& p, const Statistics& s, const Task& task, int64_t row, float*& scratch,
                        ScorePanel& panel) {
     const int64_t width = width_of_output(p), keys = keys_of_panel(p), batch = task.batch;
-    Rows& rows = panel.tile.rows;
-    describe_rows(p, batch, task.kv_head, row, task.row_stop, rows);
-    panel.start = smaller(p.keys, rows.lowest_first) / GROUP * GROUP;
-    panel.stop = larger(panel.start, round_up(rows.highest_last, GROUP));
+    Tile& tile = panel.tile;
+    describe_rows(p, batch, task.kv_head, row, task.row_stop, tile);
+    panel.start = smaller(p.keys, tile.lowest_first) / GROUP * GROUP;
+    panel.stop = larger(panel.start, round_up(tile.highest_last, GROUP));
     panel.scores = take(scratch, keys * TILE);
     panel.row_maxima = take(scratch, keys / PIECE * TILE);
-    panel.seen = reinterpret_cast<int32_t*>(take(scratch, keys / BLOCK));
+    panel.visible_blocks = reinterpret_cast<int32_t*>(take(scratch, keys / BLOCK));
     panel.tile.query = take(scratch, p.dim * TILE);
-    panel.tile.output = take(scratch, width * TILE);
-    panel.tile.total = has_totals(p) ? take(scratch, width * TILE) : nullptr;
+    begin_sums(panel.tile, width, has_totals(p), scratch);
     panel.largest.count = s.top;
-    panel.largest.scores = take(scratch, panel.largest.room() * TILE);
-    panel.largest.keys = reinterpret_cast<int32_t*>(take(scratch, panel.largest.room() * TILE));
+    panel.largest.scores = take(scratch, panel.largest.capacity() * TILE);
+    panel.largest.keys = reinterpret_cast<int32_t*>(take(scratch, panel.largest.capacity() * TILE));
     panel.raw_max = s.raw ? take(scratch, TILE) : nullptr;
     for (int lane = 0; s.raw && lane < TILE; lane++) panel.raw_max[lane] = -INFINITY;
-    rows_to_lanes<T>(p.query, rows, batch, p.dim, 1, panel.tile.query);
-    clear_sums(panel.tile, width * TILE);
-    panel.summed = 0;
+    rows_to_lanes<T>(p.query, tile, batch, p.dim, 1, panel.tile.query);
     for (int lane = 0; lane < TILE; lane++) {
-        const bool there = lane < rows.count;
+        const bool has_row = lane < tile.count;
         panel.inner[lane] = panel.total_inner[lane] = panel.visible[lane] = panel.factor[lane] = 0;
         panel.shift[lane] = 0;
-        panel.counted[lane] = there && (!s.counted || s.counted[batch * p.rows + rows.row[lane]]);
+        panel.counted[lane] = has_row && (!s.counted || s.counted[batch * p.rows + tile.row[lane]]);
     }
 }
 
-// work(panel, part) for the parts of all panels, block by block, from the first or from the last. Rows that lie in
-// memory as they are needed are read there; without `memory` none are.
+// Calls work(panel, part) for the parts of all panels, block by block, forwards or backwards. Rows are read in place if
+// possible, or copied to `memory`. Without `memory` none are read.
 template <class T, class Work>
-static void each_block(const Problem& p, const View& view, int64_t columns, int64_t width, const Task& task,
+static void each_panel_block(const Problem& p, const View& view, int64_t columns, int64_t width, const Task& task,
                        ScorePanel* panels, int64_t count, bool backwards, float* memory, const Work& work) {
     int64_t first = round_up(p.keys, BLOCK), last = 0;
     for (int64_t n = 0; n < count; n++) {
@@ -180,10 +162,10 @@ static void each_block(const Problem& p, const View& view, int64_t columns, int6
     const int64_t step = backwards ? -BLOCK : BLOCK;
     for (int64_t block = backwards ? last : first; first <= block && block <= last; block += step) {
         const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP), next = block + step;
-        const T* there = view.at<T>(task.batch, task.kv_head, block);
-        const float* rows = in_place(there, view.row == width && columns == width && end - block == padded);
+        const T* source = view.at<T>(task.batch, task.kv_head, block);
+        const float* rows = in_place(source, view.row == width && columns == width && end - block == padded);
         if (memory && !rows) {
-            widen_rows(there, view.row, end - block, columns, memory, width, padded);
+            widen_rows(source, view.row, end - block, columns, memory, width, padded);
             rows = memory;
         }
         for (int64_t n = 0; n < count; n++) {
@@ -192,49 +174,49 @@ static void each_block(const Problem& p, const View& view, int64_t columns, int6
             if (memory) part.rows = rows + (part.start - block) * width;
             if (memory && first <= next && next <= last) {
                 const int64_t rows_there = smaller(BLOCK, p.keys - next), skipped = rows_there * n / count;
-                part.next = {there + (step + skipped) * view.row, view.row, columns, rows_there * (n + 1) / count - skipped};
+                part.next = {source + (step + skipped) * view.row, view.row, columns, rows_there * (n + 1) / count - skipped};
             }
             work(panels[n], part);
         }
     }
 }
 
-// The rows of some panels from their queries to all that is wanted. The second walk over the keys goes backwards:
-// it begins with what the first has left in the cache.
+// All statistics of some panels. The second loop over the keys goes backwards, because the last keys are in the cache.
 template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, ScorePanel* panels, int64_t count,
-                         const TaskSums& sums, float* block_rows, const MaskScratch& room, const ExactScores& exact) {
+                         const TaskSums& sums, float* block_rows, float* mask_memory, const ExactScores& exact) {
     const int64_t b = task.batch, width = width_of_output(p), run = run_length(keys_of_panel(p) / BLOCK);
     const auto score = [&](ScorePanel& panel, const Part<T>& part) {
         float* seen_by = sums.viewers ? sums.viewers + part.start : nullptr;
-        by_vectors(panel.tile.rows.vectors, [&](auto v) {
-            if (s.exact) return score_exactly<v.value>(p, panel, b, part, room, exact, seen_by);
-            score_part<v.value>(p, panel, b, part, room, seen_by);
+        by_vectors(panel.tile.vectors, [&](auto v) {
+            if (s.exact) return score_exactly<v.value>(p, panel, b, part, mask_memory, exact, seen_by);
+            score_part<v.value>(p, panel, b, part, mask_memory, seen_by);
         });
     };
     const auto weigh = [&](ScorePanel& panel, const Part<T>& part) {
-        if (!panel.seen[panel.number(part.block)]) return;
-        if (panel.summed++ == run) end_panel_run(panel, width * panel.tile.rows.vectors * LANES);
-        by_vectors(panel.tile.rows.vectors, [&](auto v) {
+        if (!panel.visible_blocks[panel.number(part.block)]) return;
+        if (panel.tile.summed++ == run) end_panel_run(panel);
+        by_vectors(panel.tile.vectors, [&](auto v) {
             weigh_part<v.value>(panel, part);
             if (width) mix_part<v.value>(panel, part, width);
         });
     };
     if (s.exact) widen_query(p, panels[0], exact);
-    each_block<T>(p, p.key, p.dim, p.dim, task, panels, count, false, block_rows, score);
-    if (s.exact) by_vectors(panels[0].tile.rows.vectors, [&](auto v) { store_shifted<v.value>(panels[0], exact); });
+    each_panel_block<T>(p, p.key, p.dim, p.dim, task, panels, count, false, block_rows, score);
+    if (s.exact) by_vectors(panels[0].tile.vectors, [&](auto v) { store_shifted<v.value>(panels[0], exact); });
     for (int64_t n = 0; s.stripes && n < count; n++) find_stripes(p, s, panels[n], b);
     for (int64_t n = 0; s.top && n < count; n++) expect_largest(panels[n]);
-    each_block<T>(p, p.value, p.value_dim, width, task, panels, count, true, width ? block_rows : nullptr, weigh);
+    each_panel_block<T>(p, p.value, p.value_dim, width, task, panels, count, true, width ? block_rows : nullptr, weigh);
     for (int64_t n = 0; n < count; n++) {
-        add_panel_totals(panels[n], width * panels[n].tile.rows.vectors * LANES);
+        add_total(panels[n].tile);
+        for (int lane = 0; lane < TILE; lane++) panels[n].inner[lane] += panels[n].total_inner[lane];
         finish_rows(p, s, panels[n], b);
         if (s.top) write_largest(p, s, panels[n], b);
         if (width) write_output<T>(p, s, panels[n], b);
         if (s.sink) write_sink(p, s, panels[n], b);
         if (s.stripes) write_stripes(p, s, panels[n], b);
-        by_vectors(panels[n].tile.rows.vectors, [&](auto v) {
-            if (s.weights.data) write_weights<v.value>(p, s, panels[n], b);
+        if (s.weights.data) write_weights(p, s, panels[n], b);
+        by_vectors(panels[n].tile.vectors, [&](auto v) {
             if (sums.map) pool<v.value>(p, s, panels[n], sums);
             if (s.distance) write_distance<v.value>(p, s, panels[n], b);
         });
@@ -243,19 +225,19 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
 }
 
 template <class T>
-static void statistics_typed(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums,
+static void statistics(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums,
                              float* scratch) {
     const int64_t together = panels_together(p, s);
     float* block_rows = take(scratch, (BLOCK + GROUP) * larger(p.dim, width_of_output(p)));
-    const MaskScratch room = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
+    float* mask_memory = take(scratch, MASK_SCRATCH_FLOATS);
     const ExactScores exact = s.exact ? exact_scores(p, keys_of_panel(p), scratch) : ExactScores();
     for (int64_t row = task.row_start; row < task.row_stop;) {
         ScorePanel panels[MOST_TILES];
-        float* rest = scratch;
+        float* memory = scratch;
         int64_t count = 0;
         for (; count < together && row < task.row_stop; count++, row += TILE)
-            open_panel<T>(p, s, task, row, rest, panels[count]);
-        work_through<T>(p, s, task, panels, count, sums, block_rows, room, exact);
+            open_panel<T>(p, s, task, row, memory, panels[count]);
+        work_through<T>(p, s, task, panels, count, sums, block_rows, mask_memory, exact);
     }
 }
 

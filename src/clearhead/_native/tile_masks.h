@@ -1,26 +1,17 @@
-// How the mask of a tile and a block of keys is made: from ranges, marks and biases, or read where it was packed before.
+// Makes the mask of a tile and a block of keys from row ranges, bool mask and bias, or reads it from packed masks.
 #pragma once
 #include "masks.h"
 
 namespace clearhead::ISA {
 
-constexpr int SPAN = 4 * LANES;  // keys whose marks, one byte each, fill a vector
+constexpr int SPAN = 4 * LANES;  // keys whose bytes of a bool mask fill a vector
 typedef uint8_t Bytes __attribute__((vector_size(SPAN)));
 typedef uint8_t LooseBytes __attribute__((vector_size(SPAN), aligned(1)));
 
-// Memory for that.
-struct MaskScratch {
-    uint32_t* bits;
-    float* numbers;
-};
+constexpr int64_t MASK_BITS = BLOCK * ROW_VECTORS;                  // words of the mask of a tile and a block,
+constexpr int64_t MASK_SCRATCH_FLOATS = MASK_BITS + BLOCK * TILE;  // and with the numbers behind them
 
-constexpr int64_t MASK_SCRATCH_FLOATS = BLOCK * (ROW_VECTORS + TILE);
-
-INLINE MaskScratch mask_scratch(float* scratch) {
-    return {reinterpret_cast<uint32_t*>(scratch), scratch + BLOCK * ROW_VECTORS};
-}
-
-// The marks of SPAN keys, or of as many as there are.
+// The bool mask of at most SPAN keys.
 static __attribute__((noinline)) Bytes marks_one_by_one(const uint8_t* from, int64_t column, int64_t count) {
     Bytes marks = {};
     for (int64_t j = 0; j < smaller(SPAN, count); j++) marks[j] = from[j * column];
@@ -32,67 +23,65 @@ INLINE Bytes marks_of_row(const uint8_t* from, int64_t column, int64_t count) {
     return marks_one_by_one(from, column, count);
 }
 
-// Whether marks that are the same for every row show all keys of a range, or none, or neither.
-static Coverage shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t start, int64_t stop) {
+// The coverage of a range of keys by a bool mask that all rows share.
+static MaskForm shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t start, int64_t stop) {
     const uint8_t* marks = p.visible.at<uint8_t>(batch, head, 0);
-    int64_t seen = 0;
-    for (int64_t j = start; j < stop; j++) seen += marks[j * p.visible.column] != 0;
-    return seen == 0 ? Coverage::nothing : seen == stop - start ? Coverage::everything : Coverage::some;
+    int64_t visible = 0;
+    for (int64_t j = start; j < stop; j++) visible += marks[j * p.visible.column] != 0;
+    return visible == 0 ? MaskForm::nothing : visible == stop - start ? MaskForm::everything : MaskForm::bits;
 }
 
-// Which of SPAN keys from `start` on eight rows see, from lane `lane` on: bit r of byte j is row r's.
+// The visible keys among SPAN keys from `start` on, for eight rows from lane `lane` on. Bit r of byte j is row r's.
 template <bool MARKS>
-INLINE Bytes collect_bits(const Problem& p, const Rows& rows, int64_t batch, int lane, int64_t start) {
+INLINE Bytes collect_bits(const Problem& p, const Tile& tile, int64_t batch, int lane, int64_t start) {
     Bytes places, bits = {};
     for (int j = 0; j < SPAN; j++) places[j] = static_cast<uint8_t>(j);
     for (int r = 0; r < smaller(8, LANES); r++, lane++) {
-        const int64_t first = rows.first[lane] - start, last = rows.last[lane] - start;
+        const int64_t first = tile.first[lane] - start, last = tile.last[lane] - start;
         const uint8_t bit = static_cast<uint8_t>(1 << r);
-        Bytes seen = Bytes{} + bit;
+        Bytes visible = Bytes{} + bit;
         if (MARKS) {
-            const uint8_t* from = p.visible.at<uint8_t>(batch, rows.head[lane], rows.row[lane]);
+            const uint8_t* from = p.visible.at<uint8_t>(batch, tile.head[lane], tile.row[lane]);
             const Bytes marks = marks_of_row(from + start * p.visible.column, p.visible.column, p.keys - start);
-            seen = marks != 0 ? seen : Bytes{};
+            visible = marks != 0 ? visible : Bytes{};
         }
         if (first > 0 || last < SPAN) {
             const uint8_t from = static_cast<uint8_t>(smaller(SPAN, larger(0, first)));
             const uint8_t to = static_cast<uint8_t>(smaller(SPAN, larger(0, last)));
-            seen = (places >= from) & (places < to) ? seen : Bytes{};
+            visible = (places >= from) & (places < to) ? visible : Bytes{};
         }
-        bits |= seen;
+        bits |= visible;
     }
     return bits;
 }
 
-// Writes the bits of a tile; returns their coverage.
+// Writes the bits of a tile; returns their form.
 template <int V, bool MARKS>
-static Coverage bits_of_tile(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t count,
+static MaskForm bits_of_tile(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t count,
                           uint32_t* to) {
     uint32_t any = 0, all = ~0u;
     for (int v = 0; v < V; v++)
         for (int64_t j = 0; j < count; j += SPAN) {
             uint8_t low[SPAN], high[SPAN] = {};
-            const Bytes bits = collect_bits<MARKS>(p, rows, batch, v * LANES, start + j);
+            const Bytes bits = collect_bits<MARKS>(p, tile, batch, v * LANES, start + j);
             memcpy(low, &bits, SPAN);
             if (LANES > 8) {
-                const Bytes more = collect_bits<MARKS>(p, rows, batch, v * LANES + 8, start + j);
-                memcpy(high, &more, SPAN);
+                const Bytes upper = collect_bits<MARKS>(p, tile, batch, v * LANES + 8, start + j);
+                memcpy(high, &upper, SPAN);
             }
             uint32_t* place = to + v * BLOCK + j;
             for (int k = 0; k < SPAN; k++) place[k] = low[k] | static_cast<uint32_t>(high[k]) << 8;
             for (int k = 0; k < smaller(SPAN, count - j); k++) any |= place[k], all &= place[k];
         }
-    return any == 0 ? Coverage::nothing : all == (1u << LANES) - 1 ? Coverage::everything : Coverage::some;
+    return any == 0 ? MaskForm::nothing : all == (1u << LANES) - 1 ? MaskForm::everything : MaskForm::bits;
 }
 
-// A square of numbers whose rows begin at from[0 … LANES − 1], transposed.
+// Transposes a square of numbers whose rows begin at from[0 … LANES − 1].
 INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats (&square)[LANES]) {
 #if LANES == 16
-#pragma GCC unroll 4
-    for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
+    UNROLL for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
         __m512 x[4];
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
+        UNROLL for (int k = 0; k < 4; k++) {
             x[k] = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + j + q));
             x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[4 + k] + j + q), 1);
             x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[8 + k] + j + q), 2);
@@ -113,22 +102,22 @@ INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats
 #endif
 }
 
-// The same where columns do not lie side by side, or `count` of them are left.
+// The same for columns with a stride, or for the last `count` columns.
 static __attribute__((noinline)) void load_some_transposed(const float* const (&from)[LANES], int64_t j,
                                                            int64_t column, int64_t count, Floats (&square)[LANES]) {
     for (int64_t k = 0; k < LANES; k++)
         for (int64_t r = 0; r < LANES; r++) square[k][r] = k < count ? from[r][(j + k) * column] : 0;
 }
 
-// Writes the bias of a tile, −∞ where a bit is not set (if there are any), and returns its coverage.
+// Writes the bias of a tile, −∞ where a bit is not set (if `bits` is not null), and returns its form.
 template <int V>
-static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+static MaskForm bias_of_tile(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t stop,
                           const uint32_t* bits, float* to, float unit) {
     Floats best = splat(-INFINITY);
     for (int v = 0; v < V; v++) {
         const float* from[LANES];
         for (int r = 0; r < LANES; r++)
-            from[r] = p.bias.at<float>(batch, rows.head[v * LANES + r], rows.row[v * LANES + r]);
+            from[r] = p.bias.at<float>(batch, tile.head[v * LANES + r], tile.row[v * LANES + r]);
         for (int64_t j = start; j < stop; j += LANES) {
             Floats square[LANES];
             if (p.bias.column == 1 && j + LANES <= p.keys) {
@@ -137,8 +126,7 @@ static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
                 load_some_transposed(from, j, p.bias.column, p.keys - j, square);
             }
             const int64_t key = j - start;
-#pragma GCC unroll 16
-            for (int r = 0; r < LANES; r++) {
+            UNROLL for (int r = 0; r < LANES; r++) {
                 Floats added = in_units_of_log2(square[r], unit);
                 if (bits) added = hide(added, bits[v * BLOCK + key + r]);
                 best = larger(added, best);
@@ -146,67 +134,65 @@ static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
             }
         }
     }
-    return largest_lane(best) == -INFINITY ? Coverage::nothing : Coverage::some;
+    return largest_lane(best) == -INFINITY ? MaskForm::nothing : MaskForm::numbers;
 }
 
-// Packed, the masks of a tile are those of its blocks one after the other: their coverage, then bits or numbers.
-static int64_t block_size(const Problem& p) { return 16 + BLOCK * (p.bias.data ? TILE : ROW_VECTORS); }
+// The packed masks of a tile are those of its blocks in turn. Each has its form, then bits, then numbers if there is a bias.
+static int64_t block_size(const Problem& p) { return 16 + (p.bias.data ? MASK_SCRATCH_FLOATS : MASK_BITS); }
 
-static int64_t masks_size(const Problem& p) { return (p.keys + BLOCK - 1) / BLOCK * block_size(p); }
+static int64_t masks_size(const Problem& p) { return divide_up(p.keys, BLOCK) * block_size(p); }
 
 template <int V>
-INLINE TileMask read_packed(const Problem& p, const Rows& rows, int64_t start) {
-    const float* block = rows.masks + start / BLOCK * block_size(p);
-    Coverage coverage;
-    memcpy(&coverage, block, sizeof coverage);
-    if (coverage != Coverage::some) return {coverage, nullptr, nullptr};
+INLINE TileMask read_packed(const Problem& p, const Tile& tile, int64_t start) {
+    const float* block = tile.masks + start / BLOCK * block_size(p);
+    TileMask mask = {};
+    memcpy(&mask.form, block, sizeof mask.form);
     const int64_t skipped = start % BLOCK;
-    if (p.bias.data) return {coverage, nullptr, block + 16 + skipped * V * LANES};
-    return {coverage, reinterpret_cast<const uint32_t*>(block + 16) + skipped, nullptr};
+    if (mask.form == MaskForm::bits) mask.bits = reinterpret_cast<const uint32_t*>(block + 16) + skipped;
+    if (mask.form == MaskForm::numbers) mask.numbers = block + 16 + MASK_BITS + skipped * V * LANES;
+    return mask;
 }
 
-// What a tile sees of the keys [start, stop); a bias times `unit`.
+// The mask of a tile for the keys [start, stop), with a bias times `unit`. `memory` is for its bits and numbers.
 template <int V>
-static TileMask tile_mask(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
-                   const MaskScratch& room, float unit = LOG2E) {
-    if (rows.masks) return read_packed<V>(p, rows, start);
-    Coverage coverage = Coverage::everything;
+static TileMask tile_mask(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t stop, float* memory,
+                          float unit = LOG2E) {
+    if (tile.masks) return read_packed<V>(p, tile, start);
+    uint32_t* bits = reinterpret_cast<uint32_t*>(memory);
+    MaskForm form = MaskForm::everything;
     bool marks = p.visible.data != nullptr;
-    if (marks && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {
-        coverage = shared_marks(p, batch, rows.head[0], start, smaller(stop, p.keys));
-        marks = coverage == Coverage::some;
+    if (marks && p.visible.row == 0 && (tile.one_head || p.visible.head == 0)) {
+        form = shared_marks(p, batch, tile.head[0], start, smaller(stop, p.keys));
+        marks = form == MaskForm::bits;
     }
-    const bool within = rows.highest_first <= start && rows.lowest_last >= stop;
-    if (coverage != Coverage::nothing && (marks || !within))
-        coverage = marks ? bits_of_tile<V, true>(p, rows, batch, start, stop - start, room.bits)
-                      : bits_of_tile<V, false>(p, rows, batch, start, stop - start, room.bits);
-    const uint32_t* bits = coverage == Coverage::some ? room.bits : nullptr;
-    if (coverage == Coverage::nothing || !p.bias.data) return {coverage, bits, nullptr};
-    coverage = bias_of_tile<V>(p, rows, batch, start, stop, bits, room.numbers, unit);
-    return {coverage, nullptr, room.numbers};
+    const bool within = tile.highest_first <= start && tile.lowest_last >= stop;
+    if (form != MaskForm::nothing && (marks || !within))
+        form = marks ? bits_of_tile<V, true>(p, tile, batch, start, stop - start, bits)
+                     : bits_of_tile<V, false>(p, tile, batch, start, stop - start, bits);
+    if (form != MaskForm::bits) bits = nullptr;
+    if (form == MaskForm::nothing || !p.bias.data) return {form, bits, nullptr};
+    float* numbers = memory + MASK_BITS;
+    form = bias_of_tile<V>(p, tile, batch, start, stop, bits, numbers, unit);
+    return {form, nullptr, numbers};
 }
 
 template <int V>
-static void pack_rows(const Problem& p, const Rows& rows, int64_t batch, float* to) {
-    uint32_t bits[BLOCK * ROW_VECTORS];
+static void pack_rows(const Problem& p, const Tile& tile, int64_t batch, float* to) {
     for (int64_t block = 0; block < p.keys; block += BLOCK, to += block_size(p)) {
         const int64_t end = block + round_up(smaller(BLOCK, p.keys - block), KEY_STEP);
         int64_t start = block, stop = end;
-        trim(rows, start, stop);
-        Coverage coverage = Coverage::nothing;
-        if (start < stop) {
-            const MaskScratch room = {p.bias.data ? bits : reinterpret_cast<uint32_t*>(to + 16), to + 16};
-            coverage = tile_mask<V>(p, rows, batch, block, end, room).coverage;
-        }
-        memcpy(to, &coverage, sizeof coverage);
+        trim(tile, start, stop);
+        MaskForm form = MaskForm::nothing;
+        if (start < stop) form = tile_mask<V>(p, tile, batch, block, end, to + 16).form;
+        memcpy(to, &form, sizeof form);
     }
 }
 
-// Packs what the tile that begins at a folded row sees of all blocks, for any head.
+// Packs the masks of the tile from a folded row on for all blocks and any head.
 [[maybe_unused]] static void pack_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
-    Rows rows;
-    describe_rows(p, batch, 0, row_start, p.folded_rows(), rows);
-    by_vectors(rows.vectors, [&](auto vectors) { pack_rows<vectors.value>(p, rows, batch, to); });
+    Tile tile;
+    describe_rows(p, batch, 0, row_start, p.folded_rows(), tile);
+    by_vectors(tile.vectors, [&](auto vectors) { pack_rows<vectors.value>(p, tile, batch, to); });
 }
 
 }  // namespace clearhead::ISA

@@ -1,45 +1,45 @@
-// How products of pairs walk over their work. A unit is one tile of rows against a block of keys; a chunk is the keys that
-// are packed at once, for all the tiles of a task: for each chunk come the tiles, for each tile its blocks.
+// The order of work in products of pairs. A unit is one tile of rows against a block of keys. A chunk is the keys that
+// are packed together, for all tiles of a task. Chunks are the outer loop, then tiles, then blocks.
 #pragma once
 #include "tile_masks.h"
 
 namespace clearhead::ISA {
 
-template <class Tile>
+template <class SomeTile>
 struct Unit {
-    Tile* tile = nullptr;
-    int64_t start = 0, count = 0, within = 0;  // keys; how many of its chunk come before
-    int side = 0, slot = 0;                    // of what lies in memory more than once
-    TileMask mask = {};                        // overwritten when the next unit is found
+    SomeTile* tile = nullptr;
+    int64_t start = 0, count = 0, within = 0;  // keys; the number of keys of the chunk before it
+    int side = 0, slot = 0;                    // which of several buffers
+    TileMask mask = {};                        // valid until the next unit
 
-    bool masked() const { return mask.bits || mask.numbers; }
+    bool masked() const { return mask.form != MaskForm::everything; }
 };
 
-constexpr int SIDES = 3;  // a unit at work, the one before and the one behind it may be of as many chunks
+constexpr int SIDES = 3;  // the current unit, the previous and the next may belong to different chunks
 
-// Finds those units that see anything. pack(key, how many there are, how many with those of zeros, side)
-template <class Tile, class Pack>
+// Finds the units that are not fully masked. pack(first key, number of keys, number with padding, side)
+template <class SomeTile, class Pack>
 class Units {
   public:
-    Units(const Problem& p, const Task& task, Tile* tiles, int64_t count, int64_t block, int64_t chunk,
-          const MaskScratch& room, const Pack& pack)
-        : p_(p), task_(task), tiles_(tiles), count_(count), tile_(count), size_(block), length_(chunk), room_(room),
+    Units(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, int64_t block, int64_t chunk,
+          float* mask_memory, const Pack& pack)
+        : p_(p), task_(task), tiles_(tiles), count_(count), tile_(count), size_(block), length_(chunk), masks_(mask_memory),
           pack_(pack) {
         int64_t first = p.keys;
         for (int64_t n = 0; n < count; n++) {
-            first = smaller(first, tiles[n].rows.lowest_first);
-            stop_ = larger(stop_, tiles[n].rows.highest_last);
+            first = smaller(first, tiles[n].lowest_first);
+            stop_ = larger(stop_, tiles[n].highest_last);
         }
         chunk_ = first / block * block - chunk;
     }
 
-    bool next(Unit<Tile>& unit) {
+    bool next(Unit<SomeTile>& unit) {
         for (;;) {
             if (block_ >= end_ && !next_tile()) return false;
             const int64_t start = block_, stop = smaller(start / size_ * size_ + size_, end_);
             block_ = stop;
-            unit.mask = see(tiles_[tile_].rows, start, stop);
-            if (unit.mask.coverage == Coverage::nothing) continue;
+            unit.mask = see(tiles_[tile_], start, stop);
+            if (unit.mask.form == MaskForm::nothing) continue;
             if (!packed_) {
                 side_ = (side_ + 1) % SIDES, packed_ = true;
                 pack_(chunk_, smaller(length_, p_.keys - chunk_), padded_, side_);
@@ -55,9 +55,9 @@ class Units {
     bool next_tile() {
         do {
             if (++tile_ >= count_ && !next_chunk()) return false;
-            const Rows& rows = tiles_[tile_].rows;
-            block_ = larger(chunk_, rows.lowest_first / KEY_STEP * KEY_STEP);
-            end_ = smaller(chunk_ + padded_, round_up(rows.highest_last, KEY_STEP));
+            const Tile& tile = tiles_[tile_];
+            block_ = larger(chunk_, tile.lowest_first / KEY_STEP * KEY_STEP);
+            end_ = smaller(chunk_ + padded_, round_up(tile.highest_last, KEY_STEP));
         } while (block_ >= end_);
         return true;
     }
@@ -66,22 +66,22 @@ class Units {
         chunk_ += length_;
         if (chunk_ >= stop_ || count_ == 0) return false;
         tile_ = 0, padded_ = round_up(smaller(length_, p_.keys - chunk_), KEY_STEP);
-        packed_ = false;  // until a row sees any of it
+        packed_ = false;  // until a row sees a key of it
         return true;
     }
 
-    TileMask see(const Rows& rows, int64_t start, int64_t stop) const {
+    TileMask see(const Tile& tile, int64_t start, int64_t stop) const {
         TileMask mask;
-        by_vectors(rows.vectors,
-                   [&](auto vectors) { mask = tile_mask<vectors.value>(p_, rows, task_.batch, start, stop, room_); });
+        by_vectors(tile.vectors,
+                   [&](auto vectors) { mask = tile_mask<vectors.value>(p_, tile, task_.batch, start, stop, masks_); });
         return mask;
     }
 
     const Problem& p_;
     const Task& task_;
-    Tile* tiles_;
+    SomeTile* tiles_;
     int64_t count_, tile_, size_, length_, chunk_ = 0, padded_ = 0, block_ = 0, end_ = 0, stop_ = 0;
-    const MaskScratch room_;
+    float* const masks_;
     const Pack& pack_;
     bool packed_ = false;
     int side_ = 0, slot_ = 0;

@@ -1,16 +1,21 @@
-// Vectors of LANES floats, written with compiler vector types, and the few functions of them attention needs.
+// Vectors of LANES floats, with compiler vector types, and their functions.
 // Included once for each instruction set, inside its namespace: no inline function may be shared between two of them.
 #pragma once
 #include "isa.h"
 
 namespace clearhead::ISA {
 
-#define INLINE static inline __attribute__((always_inline))
+// Before a loop with a constant number of steps.
+#define UNROLL _Pragma("GCC unroll 16")
+
+using clearhead::larger;  // beside that of vectors
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint64_t Longs __attribute__((vector_size(LANES * 4)));
+typedef double Doubles __attribute__((vector_size(LANES * 4)));
+typedef float HalfFloats __attribute__((vector_size(LANES * 2), aligned(4)));
 typedef float LooseFloats __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t LooseInts __attribute__((vector_size(LANES * 4), aligned(4)));
 
@@ -82,6 +87,8 @@ INLINE uint32_t bits(Ints x) {
     return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
 #elif LANES == 8
     return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+#elif defined(__aarch64__)
+    return vaddvq_u32(reinterpret_cast<uint32x4_t>(x & Ints{1, 2, 4, 8}));
 #else
     uint32_t result = 0;
     for (int lane = 0; lane < LANES; lane++) result |= (x[lane] & 1u) << lane;
@@ -90,13 +97,8 @@ INLINE uint32_t bits(Ints x) {
 }
 
 template <int... I>
-struct Numbers {};
-template <int N, int... I>
-struct Count : Count<N - 1, N - 1, I...> {};
-template <int... I>
-struct Count<0, I...> {
-    typedef Numbers<I...> Type;
-};
+using Numbers = std::integer_sequence<int, I...>;
+typedef std::make_integer_sequence<int, LANES> Lanes;
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -107,8 +109,7 @@ struct Count<0, I...> {
 // Exchanges blocks of STRIDE lanes between rows i and i + STRIDE.
 template <int STRIDE, int... I>
 INLINE void exchange(Floats (&x)[LANES], Numbers<I...>) {
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
+    UNROLL for (int i = 0; i < LANES; i++) {
         if (i & STRIDE) continue;
         const Floats a = x[i], b = x[i + STRIDE];
         x[i] = SHUFFLE(a, b, (I & STRIDE ? LANES + I - STRIDE : I)...);
@@ -116,17 +117,11 @@ INLINE void exchange(Floats (&x)[LANES], Numbers<I...>) {
     }
 }
 
-// Transposes a square of LANES × LANES.
+// Transposes a square of LANES × LANES, from blocks of STRIDE lanes on.
+template <int STRIDE = 1>
 INLINE void transpose(Floats (&x)[LANES]) {
-    const Count<LANES>::Type lanes;
-    exchange<1>(x, lanes);
-    exchange<2>(x, lanes);
-#if LANES > 4
-    exchange<4>(x, lanes);
-#endif
-#if LANES > 8
-    exchange<8>(x, lanes);
-#endif
+    exchange<STRIDE>(x, Lanes());
+    if constexpr (2 * STRIDE < LANES) transpose<2 * STRIDE>(x);
 }
 
 template <int STRIDE, int... I>
@@ -135,18 +130,11 @@ INLINE Floats swapped(Floats x, Numbers<I...>) {
 }
 
 // Joins all lanes by halves.
-template <Floats (*join)(Floats, Floats)>
+template <Floats (*join)(Floats, Floats), int STRIDE = LANES / 2>
 INLINE float reduce(Floats x) {
-    const Count<LANES>::Type lanes;
-    x = join(x, swapped<LANES / 2>(x, lanes));
-    x = join(x, swapped<LANES / 4>(x, lanes));
-#if LANES > 4
-    x = join(x, swapped<LANES / 8>(x, lanes));
-#endif
-#if LANES > 8
-    x = join(x, swapped<LANES / 16>(x, lanes));
-#endif
-    return x[0];
+    x = join(x, swapped<STRIDE>(x, Lanes()));
+    if constexpr (STRIDE > 1) return reduce<join, STRIDE / 2>(x);
+    else return x[0];
 }
 
 INLINE Floats both(Floats a, Floats b) { return a + b; }
@@ -166,16 +154,11 @@ INLINE Floats join_sums(const Floats* x) {
     if constexpr (N == 1) return x[0];
     else {
         constexpr int HALF = N / 2;
-        const typename Count<LANES>::Type lanes;
-        return add_across<FROM * HALF>(join_sums<FROM, HALF>(x), join_sums<FROM, HALF>(x + HALF), lanes);
+        return add_across<FROM * HALF>(join_sums<FROM, HALF>(x), join_sums<FROM, HALF>(x + HALF), Lanes());
     }
 }
 
 // The sum of each of LANES vectors, in the lane of its number. Like `transpose`, but every step leaves half as many.
 INLINE Floats sums(const Floats (&x)[LANES]) { return join_sums<1, LANES>(x); }
-
-INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 }  // namespace clearhead::ISA

@@ -19,15 +19,13 @@ def merge_words(weights: Tensor, queries: Tokens, keys: Tokens) -> Tensor:
         tensor([[0.5000, 0.5000],
                 [0.0000, 1.0000]])
     """
-    rows, columns = (_membership(tokens, weights) for tokens in (queries, keys))
-    return (rows / rows.sum(-1, keepdim=True)) @ weights @ columns.T
+    rows, columns = (torch.tensor(tokens.words, dtype=torch.long, device=weights.device) for tokens in (queries, keys))
+    pieces = rows.bincount()[:, None]  # (words of the queries, 1)
+    *others, length, _ = weights.shape
+    summed = weights.new_zeros(*others, length, len(columns.bincount())).index_add_(-1, columns, weights)
+    return weights.new_zeros(*others, len(pieces), summed.shape[-1]).index_add_(-2, rows, summed) / pieces
 
 
 def has_pieces(tokens: Tokens) -> bool:
     """Whether a word consists of more than one token."""
     return len(set(tokens.words)) < len(tokens)
-
-
-def _membership(tokens: Tokens, like: Tensor) -> Tensor:
-    words = torch.tensor(tokens.words, dtype=torch.long, device=like.device)
-    return torch.nn.functional.one_hot(words).to(like.dtype).T  # (words, tokens)
