@@ -3,13 +3,6 @@
   const ARC_BEND = 12; // pixels from a token to where its arc is level
   const arcs = byId("arcs-picture");
 
-  /** A query's largest weights, each with the key, or the middle key of a tile, that its arc ends at. */
-  function arcsOf(query) {
-    const { listed, largest } = state.current;
-    if (listed) return largest(query).filter(({ weight }) => weight);
-    return largestTiles(state.current, query).map(({ keys, weight }) => ({ key: Math.floor((keys[0] + keys[1]) / 2), weight }));
-  }
-
   /** Draw the arcs of a query: above the lines of one text, or from one text to the other. */
   function drawArcs(query) {
     const isOn = state.arcs && !patchesOf();
@@ -27,7 +20,8 @@
     };
     const start = placeOf(from, query);
     const room = parseFloat(getComputedStyle(from.box).lineHeight) - start.height - 4;
-    const paths = arcsOf(query).map(({ key, weight }) => {
+    const paths = mostOf(query).filter(({ weight }) => weight).map(({ keys, weight }) => {
+      const key = Math.floor((keys[0] + keys[1]) / 2);
       const end = placeOf(to, key);
       if (!start.isSeen || !end.isSeen) return "";
       const line = isSame() ? arcOver(start, end, room, box.clientWidth, key > query) : arcBetween(start, end);
