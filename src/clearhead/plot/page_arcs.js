@@ -11,6 +11,7 @@
     if (!isOn) return;
     const [from, to] = [textOf("queries"), textOf("keys")];
     const box = isSame() ? from.box : byId("texts");
+    sizeArcs(0, 0); // they must not keep the box as high as it was
     box.append(arcs);
     const { left, top } = box.getBoundingClientRect();
     const placeOf = (text, token) => {
@@ -27,8 +28,13 @@
       const line = isSame() ? arcOver(start, end, room, box.clientWidth, key > query) : arcBetween(start, end);
       return arcPath(line, weight);
     });
-    for (const [name, size] of [["width", box.clientWidth], ["height", box.scrollHeight]]) arcs.setAttribute(name, size);
+    sizeArcs(box.clientWidth, box.scrollHeight);
     arcs.replaceChildren(...paths);
+  }
+
+  function sizeArcs(width, height) {
+    arcs.setAttribute("width", width);
+    arcs.setAttribute("height", height);
   }
 
   function arcPath(line, weight) {
