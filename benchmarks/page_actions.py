@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,7 @@ ACTIONS = {
 
 
 @contextmanager
-def opened_page(effort: Effort) -> Iterator[tuple[Path, Any]]:
+def opened_page(effort: Effort) -> Generator[tuple[Path, Any], None, None]:
     """The file of the page, and the page in a browser."""
     rec, tokens = structured(effort.size(24, 4), effort.size(32, 50), effort.size(2000, 40))
     with tempfile.TemporaryDirectory() as folder, opened_browser() as browser:

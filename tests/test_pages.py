@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from docs.draw import IMAGES, pictures
 from docs.draw.mask_gallery import GALLERY
+from docs.draw.pages import draw
 from docs.draw.statistics import listed
 from docs.markdown import IMAGE, LINK, anchors, text_of
+from tests.support import chromium
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "en"
@@ -70,3 +73,12 @@ def test_the_page_of_masks_has_each_picture_beside_its_code() -> None:
         assert len(rows) == 1, name
         # A table's cell cannot hold a bare bar.
         assert f"`{example.code}`" in rows[0].replace("\\|", "|"), name
+
+
+@pytest.mark.skipif(not chromium.IS_THERE, reason="needs the package playwright and an installed chromium")
+def test_pictures_of_the_interactive_page_can_be_taken_again(tmp_path: Path) -> None:
+    draw(tmp_path)
+    for name in ("page.png", "comparing-page.png"):
+        with Image.open(tmp_path / name) as taken, Image.open(IMAGES / name) as kept:
+            assert taken.width == kept.width
+            assert taken.height > 1000

@@ -22,6 +22,11 @@ def text() -> Any:
     return given([torch.randn(3, 11, 11).softmax(-1) for _ in range(2)]).page(WORDS)
 
 
+def from_right_to_left() -> Any:
+    names = ["[CLS]", "السلام", "عليكم", "يا", "صديقي", "2024", "שלום", "😀", "街道", "العزيز", "[SEP]"]
+    return given([torch.randn(3, 11, 11).softmax(-1) for _ in range(2)]).page(names)
+
+
 def long() -> Any:
     return record_two(300)[1].page([f"token{place}" for place in range(300)])
 
@@ -49,6 +54,7 @@ def many(layers: int, heads: int, length: int) -> Callable[[], Any]:
 
 PAGES: dict[str, Callable[[], Any]] = {
     "text": text,
+    "right to left": from_right_to_left,
     "long": long,
     "comparison": compared,
     "image": image,

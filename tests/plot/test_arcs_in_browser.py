@@ -101,6 +101,13 @@ def test_on_a_phone_arcs_go_on_in_the_other_line_and_stay_in_the_box(place: int,
         assert shown.evaluate(INSIDE)
         assert shown.evaluate(OVER_TOKENS) == []
         assert crowded(shown) == []
+        shown.set_viewport_size({"width": 1400, "height": 900})
+        shown.wait_for_timeout(200)
+        assert {arc["lines"] for arc in shown.evaluate(ARCS)} == {1}
+        heights = (
+            "(() => { const box = document.querySelector('.text'); return box.scrollHeight - box.clientHeight; })()"
+        )
+        assert shown.evaluate(heights) == 0, "nothing to scroll"
 
 
 def test_paper_keeps_arcs_that_are_on(opened: Callable[..., Any]) -> None:

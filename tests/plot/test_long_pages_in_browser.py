@@ -199,6 +199,9 @@ def test_other_heads_of_a_pooled_page_tell_tiles(pooled: Any, rec: Any, tmp_path
     assert len(listed) == 8
     shaded = pooled.evaluate("[...document.querySelectorAll('.text span')].filter(s => s.style.background).length")
     assert shaded >= last - first + 1
+    pooled.locator("#arcs").check()
+    arcs = pooled.locator("#arcs-picture path").all()
+    assert len(arcs) == 8, "to the middle of each tile"
 
 
 def test_very_long_texts_are_laid_out_in_parts(browser: Any, tmp_path: Path) -> None:

@@ -235,6 +235,29 @@ def test_special_tokens_are_left_out_of_all_heads_the_ranking_and_the_file(
     assert ((cells - left[0, 1]).abs() <= 1.2e-4 / (1 - weights[0, 1][:, [0, 5]].sum(-1, keepdim=True))).all()
 
 
+def test_word_pieces_are_merged_after_special_tokens_are_left_out(browser: Any, tmp_path: Path) -> None:
+    torch.manual_seed(9)
+    names = ["[CLS]", "str", "##eet", "is", "wide", "[SEP]"]
+    weights = torch.randn(1, 2, SIZE, SIZE).softmax(-1)
+    made = page(given(list(weights)), Tokens(names), layer=0, head=1)
+    with watched_page(browser, made.save(tmp_path / "page.html")) as shown:
+        shown.locator("#special").check()
+        shown.locator("#words").check()
+        with shown.expect_download() as download:
+            shown.locator("#save-csv").click()
+        download.value.save_as(tmp_path / "saved.csv")
+        assert "special tokens left out" in text_of(shown, "map-scale")
+    left = weights[0, 1].clone()
+    left[:, [0, 5]] = 0
+    left /= left.sum(-1, keepdim=True)
+    rows = torch.stack([left[0], left[1:3].mean(0), *left[3:]])
+    merged = torch.cat([rows[:, :1], rows[:, 1:3].sum(-1, keepdim=True), rows[:, 3:]], -1)
+    saved = list(csv.reader((tmp_path / "saved.csv").read_text(encoding="utf-8").splitlines()))
+    assert [line[0] for line in saved[1:]] == ["[CLS]", "street", "is", "wide", "[SEP]"]
+    found = torch.tensor([[float(cell) for cell in line[1:]] for line in saved[1:]])
+    torch.testing.assert_close(found, merged, rtol=0, atol=4e-4)
+
+
 def test_where_special_tokens_stay_the_page_says_so(browser: Any, tiled: tuple[Any, Any], tmp_path: Path) -> None:
     with watched_page(browser, tiled[1].save(tmp_path / "tiled.html")) as shown:
         shown.locator("#special").check()

@@ -159,6 +159,8 @@ def test_the_overview_shows_statistics(shown: Any, weights: list[torch.Tensor]) 
     means = [[f"{head.amax(-1).mean():.2f}" for head in layer] for layer in weights]
     assert shown.locator("#overview button span").all_inner_texts() == [*means[0], *means[1]]
     assert f"confidence {means[0][1]}" in text_of(shown, "about")
+    shown.locator("#statistic").select_option("entropy")
+    assert "entropy in nats, one number per head" in text_of(shown, "overview-scale")
 
 
 def test_the_scale_is_printed(shown: Any) -> None:

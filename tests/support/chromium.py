@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -20,7 +20,7 @@ QUIET = [
 
 
 @contextmanager
-def opened_browser() -> Iterator[Any]:
+def opened_browser() -> Generator[Any, None, None]:
     """A browser of Playwright; it ends with the block."""
     from playwright.sync_api import sync_playwright
 

@@ -3,13 +3,6 @@
   const ARC_BEND = 12; // pixels from a token to where its arc is level
   const arcs = byId("arcs-picture");
 
-  /** A query's largest weights, each with the key, or the middle key of a tile, that its arc ends at. */
-  function arcsOf(query) {
-    const { listed, largest } = state.current;
-    if (listed) return largest(query).filter(({ weight }) => weight);
-    return largestTiles(state.current, query).map(({ keys, weight }) => ({ key: Math.floor((keys[0] + keys[1]) / 2), weight }));
-  }
-
   /** Draw the arcs of a query: above the lines of one text, or from one text to the other. */
   function drawArcs(query) {
     const isOn = state.arcs && !patchesOf();
@@ -18,6 +11,7 @@
     if (!isOn) return;
     const [from, to] = [textOf("queries"), textOf("keys")];
     const box = isSame() ? from.box : byId("texts");
+    sizeArcs(0, 0); // they must not keep the box as high as it was
     box.append(arcs);
     const { left, top } = box.getBoundingClientRect();
     const placeOf = (text, token) => {
@@ -27,14 +21,20 @@
     };
     const start = placeOf(from, query);
     const room = parseFloat(getComputedStyle(from.box).lineHeight) - start.height - 4;
-    const paths = arcsOf(query).map(({ key, weight }) => {
+    const paths = mostOf(query).filter(({ weight }) => weight).map(({ keys, weight }) => {
+      const key = Math.floor((keys[0] + keys[1]) / 2);
       const end = placeOf(to, key);
       if (!start.isSeen || !end.isSeen) return "";
       const line = isSame() ? arcOver(start, end, room, box.clientWidth, key > query) : arcBetween(start, end);
       return arcPath(line, weight);
     });
-    for (const [name, size] of [["width", box.clientWidth], ["height", box.scrollHeight]]) arcs.setAttribute(name, size);
+    sizeArcs(box.clientWidth, box.scrollHeight);
     arcs.replaceChildren(...paths);
+  }
+
+  function sizeArcs(width, height) {
+    arcs.setAttribute("width", width);
+    arcs.setAttribute("height", height);
   }
 
   function arcPath(line, weight) {

@@ -193,6 +193,13 @@
       .filter(({ keys }) => keys[0] <= keys[1]);
   }
 
+  /** What a query looks at most: single keys as far as they are known, else tiles; each from a first to a last key. */
+  function mostOf(query) {
+    const { listed, largest } = state.current;
+    if (!listed) return largestTiles(state.current, query);
+    return largest(query).map(({ key, weight }) => ({ keys: [key, key], weight }));
+  }
+
   function keysOfTile(head, column) {
     const grid = head.grids.at(-1);
     return [Math.max(0, grid.columnStart(column)), Math.min(head.columns.names.length, grid.columnStart(column + 1)) - 1];

@@ -5,9 +5,7 @@
   /** The query and the key that heads are ranked by: the chosen cell, or the chosen row's largest weight. */
   function asked() {
     if (state.key !== null) return [state.query, state.key];
-    const { listed, largest } = state.current;
-    const key = listed ? largest(state.query)[0]?.key : largestTiles(state.current, state.query)[0]?.keys[0];
-    return [state.query, key ?? 0];
+    return [state.query, mostOf(state.query)[0]?.keys[0] ?? 0];
   }
 
   function askedValues() {

@@ -68,7 +68,7 @@
 
   /** What colours the keys of a row: its weights as far as they are known one by one, else its tiles. */
   function shadesOf(query) {
-    const { columns, grids, largest, listed, whole } = state.current;
+    const { columns, grids, listed, whole } = state.current;
     const { cellEnd, tileEnd } = scaleEnds();
     const even = evenWeights();
     const none = even ? colors[0] : colorOf(0, cellEnd);
@@ -79,11 +79,10 @@
         const color = even ? multipleColor(weight, even.weights[key], even.end) : colorOf(weight, cellEnd);
         if (color !== none) shades.set(key, color);
       }
-    } else if (listed) {
-      for (const { key, weight } of largest(query)) if (weight) shades.set(key, colorOf(weight, cellEnd));
     } else {
-      for (const { keys, weight } of largestTiles(state.current, query)) {
-        for (let key = keys[0]; key <= keys[1]; key++) shades.set(key, colorOf(weight, tileEnd));
+      const end = listed ? cellEnd : tileEnd;
+      for (const { keys, weight } of mostOf(query).filter(({ weight }) => weight)) {
+        for (let key = keys[0]; key <= keys[1]; key++) shades.set(key, colorOf(weight, end));
       }
     }
     return shades;
@@ -143,14 +142,13 @@
   }
 
   function showList(query) {
-    const { rows, columns, largest } = state.current;
+    const { rows, columns } = state.current;
     const marks = differing("keys");
     const name = element("b", rows.names[query]);
     byId("list-title").replaceChildren(...(isSigned() ? ["where ", name, " changes most"] : ["what ", name, " looks at most"]));
-    const items = state.current.listed
-      ? largest(query).map(({ key, weight }) => listed(columns.names[key], weight, marks.has(key)))
-      : largestTiles(state.current, query).map(({ keys, weight }) => listed(quoted(columns.names, keys), weight));
-    byId("list").replaceChildren(...items);
+    byId("list").replaceChildren(
+      ...mostOf(query).map(({ keys, weight }) => listed(quoted(columns.names, keys), weight, keys[0] === keys[1] && marks.has(keys[0]))),
+    );
   }
 
   function listed(name, weight, differs = false) {

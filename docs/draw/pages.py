@@ -1,0 +1,88 @@
+"""``python -m docs.draw.pages``: take the pictures of the interactive page again, with headless Chromium.
+
+Other than the SVG pictures, they depend on the fonts of the computer. No test compares them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import clearhead
+from clearhead import plot
+from clearhead.cli import _demo as demo
+from clearhead.plot import Page
+from docs.draw import IMAGES
+from tests.support.chromium import opened_browser
+
+TEXT = "The animal didn't cross the street because it was too {}."
+WIDTH = 1400
+
+
+def _recorded(word: str) -> tuple[Any, Any, str]:
+    loaded = demo.load_text_model()
+    encoded = loaded.reader(TEXT.format(word), return_tensors="pt")
+    with torch.no_grad(), clearhead.record(loaded.model, keep="queries_keys") as rec:
+        loaded.model(**encoded)
+    tokens = plot.read_tokens(loaded.reader, encoded["input_ids"][0].tolist(), words=encoded.word_ids(0))
+    return rec, tokens, loaded.name
+
+
+def one_text() -> Page:
+    """The head in which *it* looks at *animal*."""
+    rec, tokens, name = _recorded("tired")
+    return rec.page(tokens, layer=3, head=1, title=name)
+
+
+def two_texts() -> Page:
+    """Two texts that differ in one word."""
+    (first, tokens, name), (second, others, _) = _recorded("tired"), _recorded("wide")
+    comparison = first.compare(second, tokens=tokens, other_tokens=others)
+    return comparison.page(labels=("… tired.", "… wide."), title=name)
+
+
+def _choose(opened: Any, word: str) -> None:
+    opened.locator(".text span", has_text=word).first.click()
+    opened.mouse.move(1, 1)
+
+
+def _select(opened: Any) -> None:
+    """Choose *it*, draw its arcs, and select three keys."""
+    opened.locator("#arcs").check()
+    _choose(opened, "it")
+    row = opened.locator("#rows span.active").bounding_box()
+    columns = [opened.locator(f'#columns [data-place="{place}"]').bounding_box() for place in (1, 3)]
+    first, last = (box["x"] + box["width"] / 2 for box in columns)
+    opened.mouse.move(first, row["y"] + row["height"] / 2)
+    opened.mouse.down()
+    opened.mouse.move(last, row["y"] + row["height"] / 2)
+    opened.mouse.up()
+    opened.mouse.move(1, 1)
+
+
+#: File below docs/images → what makes the page, and what is done on it.
+PICTURES: dict[str, tuple[Callable[[], Page], Callable[[Any], None]]] = {
+    "page.png": (one_text, _select),
+    "comparing-page.png": (two_texts, lambda opened: _choose(opened, "it")),
+}
+
+
+def draw(folder: Path) -> None:
+    """Write every picture into a folder."""
+    with opened_browser() as browser, tempfile.TemporaryDirectory() as pages:
+        for name, (make, prepare) in PICTURES.items():
+            opened = browser.new_page(viewport={"width": WIDTH, "height": 1000})
+            opened.goto(make().save(Path(pages) / "page.html").as_uri())
+            opened.wait_for_selector("html[data-ready]")
+            prepare(opened)
+            opened.wait_for_timeout(300)
+            opened.screenshot(path=folder / name, full_page=True)
+            opened.close()
+
+
+if __name__ == "__main__":
+    draw(IMAGES)
