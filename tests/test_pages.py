@@ -52,6 +52,14 @@ def test_images_and_links_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(other), f"{target}: {other.name} has {sorted(anchors(other))}"
 
 
+def test_the_files_of_the_tests_that_a_page_names_are_there() -> None:
+    named = {
+        (page, path) for page in PAGES for path in re.findall(r"tests/[\w/]+\.py", page.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not [f"{page.name}: {path}" for page, path in named if not (ROOT / path).is_file()]
+
+
 def test_every_page_stands_in_the_index_once_and_links_to_the_next() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     order = list(dict.fromkeys(re.findall(r"\]\(((?:\.\./|lessons/|from/)?[\w-]+\.md)\)", index)))
