@@ -184,8 +184,7 @@ def test_padded_and_jagged_rows_of_a_module_are_equal_and_nothing_leaks(kernel: 
 
     poisoned = [sequences[0], torch.full_like(sequences[1], torch.nan), sequences[2]]
     for layout in ("padded", "jagged"):
-        for found, expected in zip(results(poisoned, layout), results(sequences, "padded"), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(results(poisoned, layout), results(sequences, "padded"), rtol=1e-5, atol=1e-6)
 
 
 def dropped(dropout_p: float, dtype: torch.dtype = torch.float32, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
@@ -266,8 +265,7 @@ def test_second_derivatives_in_float32(dropout_p: float) -> None:
         gradients.append(tuple(gradient.detach() for gradient in (*plain, *first, *second)))
     for exact, found in zip(*gradients, strict=True):
         assert (exact - found.double()).abs().max() <= 1e-5 * max(1.0, float(exact.abs().max()))
-    for plain, first in zip(gradients[1][:3], gradients[1][3:6], strict=True):
-        torch.testing.assert_close(first, plain, rtol=0, atol=1e-4)
+    torch.testing.assert_close(gradients[1][3:6], gradients[1][:3], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -323,12 +321,10 @@ def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> No
     mask, more = RULES[rule], {"softcap": 3.0, "sinks": torch.linspace(-1, 1, H).double()}
     result = attention_varlen(query, key, value, ends(queries), ends(keys), mask, return_lse=True, **more)
     expected = one_by_one((query, key, value), queries, keys, lambda *_: mask, **more)
-    for mine, theirs in zip(result, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
     towards = torch.randn_like(result[0])
     gradients = [torch.autograd.grad(x[0], (query, key, value), towards) for x in (result, expected)]
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
 
 
 def test_work_grows_with_the_documents_and_not_with_their_product() -> None:

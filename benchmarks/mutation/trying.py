@@ -26,7 +26,7 @@ TESTS = (
     *(
         "tests/inspection/test_statistics*.py",
         "tests/inspection/test_rollout.py",
-        "tests/inspection/test_importance.py",
+        "tests/inspection/test_intervene.py",
     ),
     *("tests/inspection/test_record.py", "tests/inspection/test_monitor.py"),
 )

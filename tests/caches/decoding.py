@@ -62,11 +62,3 @@ def fed(attend: MultiHeadAttention, x: Tensor, cache: Cache, sizes: Sequence[int
     """Feed `x` in chunks of these sizes."""
     parts = [attend(part, mask=masks.causal(), cache=cache) for part in x.split(list(sizes), 1)]
     return torch.cat(parts, 1)
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    """1e-12 in float64; in float32 1e-5 relative to the largest output."""
-    if found.dtype == torch.float64:
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    else:
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

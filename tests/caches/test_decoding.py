@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from clearhead import masks
 from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SlidingKVCache
 from tests.support.compiling import compiled_steps
+from tests.support.exact import close
 
-from .decoding import CACHES, DIM, EMBED, KV_HEADS, close, fed, module, rule, whole
+from .decoding import CACHES, DIM, EMBED, KV_HEADS, fed, module, rule, whole
 
 B = 3
 

@@ -15,8 +15,9 @@ from clearhead import MultiHeadAttention, MultiHeadLatentAttention, masks
 from clearhead.caches import Cache, EvictingKVCache, HeavyHitters, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.errors import CacheError
 from clearhead.positions import ALiBi, Rotary
+from tests.support.exact import close
 
-from .decoding import DIM, EMBED, HEADS, KV_HEADS, close
+from .decoding import DIM, EMBED, HEADS, KV_HEADS
 
 Attend = MultiHeadAttention | MultiHeadLatentAttention
 ROOM, MOST_BACK = 72, 3

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead.caches import EvictingKVCache, EvictionPolicy, HeavyHitters, Held, RandomEviction, SinksAndRecent
+from tests.support.exact import close
 
-from .decoding import DIM, EMBED, HEADS, KV_HEADS, close, fed, module
+from .decoding import DIM, EMBED, HEADS, KV_HEADS, fed, module
 
 B, BUDGET = 2, 6
 

@@ -18,15 +18,6 @@ from tests.support.statistics_oracle import EVERY
 from .building import full, gradients
 from .processes import line
 
-__all__ = [
-    "EVERY_STATISTIC",
-    "TOLERANCES",
-    "compare_heads",
-    "compare_in_parts",
-    "compare_records",
-    "compare_statistics",
-]
-
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 #: Options of `clearhead.record`: all there is of a call.
 EVERY_STATISTIC: dict[str, Any] = {"statistics": (*EVERY, "rows", "output"), "top_k": 5, "map_size": 7}

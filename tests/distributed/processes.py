@@ -20,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["Groups", "Processes", "grid", "in_processes", "line", "processes", "square"]
-
 # Forked from one process that has imported everything: starting four takes no longer than starting one.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "clearhead.distributed", "clearhead.transformer"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 
 import pytest
 import torch
@@ -13,9 +15,15 @@ from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, Walkthrough, masks, walkthrough
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.inspection._walkthrough_text import words_in
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 
+#: The words of the walkthrough in each language.
+WORDS = {
+    language: tomllib.loads(
+        (resources.files("clearhead.inspection") / f"walkthrough_{language}.toml").read_text("utf-8")
+    )
+    for language in ("en", "zh")
+}
 B, H, L, S, D = 2, 6, 5, 7, 4
 E = H * D
 
@@ -110,7 +118,7 @@ def test_steps_and_page_in_both_languages(setting: Setting) -> None:
         assert re.search(r"[一-鿿]", translated.meaning)
         assert not re.search(r"[一-鿿]", step.meaning + step.title)
         letters = dict.fromkeys(re.findall(r"[A-Za-z]+", step.symbols))
-        legend = ", ".join(f"{letter} {words_in('en')['letters'][letter]}" for letter in letters)
+        legend = ", ".join(f"{letter} {WORDS['en']['letters'][letter]}" for letter in letters)
         assert re.search(rf"{re.escape(str(step.shape))}\n +{legend}\n", page), step.name
     for text, steps in ((str(walk), walk.steps), (str(chinese), chinese.steps)):
         for number, step in enumerate(steps, 1):
@@ -210,7 +218,7 @@ def test_steps_and_formulas_follow_the_module() -> None:
     names = [step.name for step in SETTINGS["norm of keys"].run()[0].steps]
     assert "key_norm" in names
     assert {"query_norm", "query_position", "softcap", "own_mask", "sinks", "shared_heads"}.isdisjoint(names)
-    assert SETTINGS["own bias"].run()[0]["own_mask"].formula.startswith(words_in("en")["phrases"]["biased"])
+    assert SETTINGS["own bias"].run()[0]["own_mask"].formula.startswith(WORDS["en"]["phrases"]["biased"])
     assert "exp(sink_h)" in SETTINGS["sinks"].run()[0]["softmax"].formula
 
 
@@ -237,10 +245,8 @@ def test_languages() -> None:
     terms = ["查询", "键", "值", "多头注意力", "缩放点积", "掩码", "加权求和", "输出投影", "线性投影", "分组查询注意力"]
     assert [term for term in terms if term not in page] == []
     assert "Ek  = 11   key input dim" in str(SETTINGS["cross"].run()[0])
-    english, chinese = words_in("en"), words_in("zh")
-    assert english.keys() == chinese.keys()
-    for section, entries in english.items():
-        assert entries.keys() == chinese[section].keys()
+    english, chinese = ({section: {*each} for section, each in WORDS[language].items()} for language in ("en", "zh"))
+    assert english == chinese
 
 
 def test_fully_masked_queries_are_listed() -> None:

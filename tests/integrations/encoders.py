@@ -13,6 +13,24 @@ import clearhead
 from tests.integrations.architectures import SMALL, VOCABULARY, relative_error
 
 BATCH, LENGTH = 5, 13
+#: Those that can leave padding out.
+ENCODERS = [
+    "BertModel",
+    "CamembertModel",
+    "Data2VecTextModel",
+    "DistilBertModel",
+    "ElectraModel",
+    "ErnieModel",
+    "EuroBertModel",
+    "GteModel",
+    "JinaEmbeddingsV3Model",
+    "ModernBertModel",
+    "NomicBertModel",
+    "RobertaModel",
+    "RobertaPreLayerNormModel",
+    "XLMRobertaModel",
+    "XLMRobertaXLModel",
+]
 OPTIONS: dict[str, dict[str, Any]] = {
     "DistilBertModel": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40, "vocab_size": VOCABULARY},
     "ElectraModel": SMALL | {"embedding_size": 16},

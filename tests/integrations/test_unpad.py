@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.integrations._unpad import ENCODERS
 from tests.integrations.architectures import relative_error
 from tests.integrations.conftest import Rows
 from tests.integrations.encoders import (
     BATCH,
+    ENCODERS,
     LENGTH,
     build,
     gradients_of,

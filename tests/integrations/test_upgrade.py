@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import clearhead
-from clearhead._layer import linear as layers
 from clearhead.errors import DTypeError
 from tests.integrations.architectures import relative_error
 from tests.integrations.conftest import Rows
@@ -25,9 +24,9 @@ from tests.support.models import minilm
 @pytest.fixture
 def on_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which oneDNN's GEMM outruns PyTorch's."""
-    if not layers.has_onednn_linear():
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         pytest.skip("this build of PyTorch has no oneDNN")
-    monkeypatch.setattr(layers, "_why_pytorchs", lambda: None)
+    monkeypatch.setattr("clearhead._layer.linear._why_pytorchs", lambda: None)
 
 
 class Own(nn.Linear):
@@ -84,7 +83,7 @@ def test_only_unmodified_linears_are_swapped() -> None:
 
 
 def test_where_pytorchs_gemm_is_as_fast_nothing_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_why_pytorchs", lambda: "MKL is as fast here")
+    monkeypatch.setattr("clearhead._layer.linear._why_pytorchs", lambda: "MKL is as fast here")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     report = clearhead.upgrade(model)
     assert report.linears == ()

@@ -11,8 +11,6 @@ from torch import Tensor
 
 import clearhead
 
-__all__ = ["KEYS", "SCALES", "VALUES", "Adversary", "exact_numbers", "numbers", "reference_numbers", "require_accurate"]
-
 Numbers = dict[str, Tensor]
 
 #: What is granted where `reference` hits a number by luck, as a part of what one rounding of every term may change.

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import clearhead
-from clearhead._native import best_first
-from tests.support.native import needs_native
+from tests.support.native import best_first, needs_native
 
 pytestmark = needs_native
 

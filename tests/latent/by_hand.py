@@ -76,12 +76,6 @@ def by_hand(
     return attend.out_proj(torch.cat(outputs, -1)), torch.stack(weights, -3)
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    """1e-12 in float64; in float32 1e-5 relative to the largest output."""
-    atol = 1e-12 if found.dtype == torch.float64 else 1e-5 * float(expected.detach().abs().max())
-    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=atol)
-
-
 @torch.no_grad()
 def fed(attend: MultiHeadLatentAttention, x: Tensor, cache: Cache, sizes: list[int]) -> Tensor:
     return torch.cat([attend(part, mask=CAUSAL, cache=cache) for part in x.split(sizes, 1)], 1)

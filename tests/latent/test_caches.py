@@ -11,8 +11,9 @@ from clearhead.caches import (
 )
 from tests.caches.test_policies import Seen
 from tests.support.compiling import compiled_steps
+from tests.support.exact import close
 
-from .by_hand import CAUSAL, FEW, LOW, RANK, ROPE, B, L, by_hand, close, fed, module, tokens
+from .by_hand import CAUSAL, FEW, LOW, RANK, ROPE, B, L, by_hand, fed, module, tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

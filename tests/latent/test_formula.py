@@ -14,8 +14,9 @@ from clearhead.masks import Mask
 from clearhead.positions import ALiBi, RelativeBias
 from tests.support.budgets import in_turn
 from tests.support.derivatives import WEIGHTS, check_batched, check_derivatives, random
+from tests.support.exact import close
 
-from .by_hand import CAUSAL, FEW, LOW, NOPE, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens
+from .by_hand import CAUSAL, FEW, LOW, NOPE, ROPE, VALUE, B, E, H, L, by_hand, fed, module, tokens
 
 MASKS = [
     None,

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import MultiHeadLatentAttention, masks
 from clearhead.errors import ArgumentError, DTypeError, MaskTypeError, ShapeError
+from tests.support.exact import close
 
-from .by_hand import CAUSAL, FEW, NOPE, RANK, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens
+from .by_hand import CAUSAL, FEW, NOPE, RANK, ROPE, VALUE, B, E, H, L, by_hand, fed, module, tokens
 
 
 class LowRank(nn.Module):

@@ -20,8 +20,6 @@ from clearhead.errors import ClearheadError
 from clearhead.masks import Mask
 from tests.malformed.values import OwnError, any_value, changed_tensor
 
-__all__ = ["CASES", "Call", "Case", "case", "malformed", "problem_of", "valid"]
-
 
 @dataclass
 class Call:

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import caches, masks, positions
 
-__all__ = ["OwnError", "Sub", "any_value", "changed_tensor", "users_own"]
-
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

@@ -70,8 +70,7 @@ def derivatives(module: nn.Module, sample: ModuleInput, order: int) -> Iterator[
         generator = torch.Generator().manual_seed(again)
         factors = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in result]
         mixture = sum((x * factor).sum() for x, factor in zip(result, factors, strict=True) if x.requires_grad)
-        gradients = torch.autograd.grad(mixture, leaves, create_graph=again + 1 < order, allow_unused=True)
-        result = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
+        result = list(torch.autograd.grad(mixture, leaves, create_graph=again + 1 < order, materialize_grads=True))
         yield result
 
 

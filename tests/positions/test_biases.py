@@ -137,8 +137,7 @@ def test_outputs_and_gradients(name: str, positions: str, causal: bool) -> None:
                 key_positions=key_positions,
             )
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
-        for gradient, other in zip(torch.autograd.grad(output, leaves, upstream), gradients, strict=True):
-            torch.testing.assert_close(gradient, other, rtol=0, atol=1e-10)
+        torch.testing.assert_close(torch.autograd.grad(output, leaves, upstream), gradients, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["twice the same", "with ALiBi", "with a tensor"])
@@ -157,8 +156,7 @@ def test_biases_add(name: str) -> None:
         with clearhead.use_kernel(kernel):
             output = clearhead.attention(*tensors, combined)
         results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("mask", [ALiBi(1), RelativeBias(1, BUCKETS, DISTANCE)], ids=["ALiBi", "T5"])

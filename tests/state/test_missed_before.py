@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead._statistics.patch_layout import PatchLayout
 from clearhead.errors import DTypeError, KernelError, ShapeError
 from tests.support.exact import exact_attention
+from tests.support.models import VIT
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
 KERNELS = (None, "native", "sdpa", "chunked", "reference")
@@ -182,4 +183,8 @@ def test_the_map_of_no_query(pooling: Any) -> None:
 
 
 def test_the_length_of_patches_in_a_grid_that_is_not_square() -> None:
-    assert PatchLayout(("class",), (3, 5), (8, 8), (24, 40)).length == 16
+    model = transformers.ViTModel(transformers.ViTConfig(**VIT | {"image_size": (12, 20)})).eval()
+    with torch.no_grad(), clearhead.record(model) as rec:
+        model(torch.randn(1, 3, 12, 20))
+    assert rec.patches(0).grid == (3, 5)
+    assert rec.patches(0).length == 16

@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["Allocations", "CountOperations"]
-
 
 class Allocations(TorchDispatchMode):
     """Inside the ``with`` block, remembers the largest storage that any operation returned, and which one it was.

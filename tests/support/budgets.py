@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["in_turn", "slow"]
-
 
 def slow(*values: object) -> list[Any]:
     """Values of a parametrization that only ``pytest -m slow`` runs."""

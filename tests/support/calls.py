@@ -12,8 +12,6 @@ from torch import Tensor
 from .mask_cases import Frame, Part, draw_mask
 from .oracle import Problem, Rule
 
-__all__ = ["Call", "calls"]
-
 _PRIMES = (5, 7, 11, 13)
 _GROUPS = ((1, 1), (2, 1), (3, 1), (1, 3), (2, 2), (2, 3))  # (Hkv, query heads per key/value head)
 

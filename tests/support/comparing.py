@@ -10,8 +10,6 @@ import clearhead
 from .calls import Call
 from .oracle import gradients, solve
 
-__all__ = ["KERNELS", "eval_output", "expected_numbers", "kernel_numbers", "require_close", "require_half_as_good"]
-
 KERNELS = ("sdpa", "chunked", "reference")
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -29,11 +27,9 @@ def kernel_numbers(call: Call, kernel: str) -> Numbers:
     assert lse is None or lse.dtype == (torch.float64 if call.query.dtype == torch.float64 else torch.float32)
     outputs = [output] if lse is None else [output, lse]
     upstream = [gradient.to(tensor.dtype) for gradient, tensor in zip(_upstream(call), outputs, strict=False)]
-    found = torch.autograd.grad(outputs, list(wanted.values()), upstream, allow_unused=True)
+    gradients = torch.autograd.grad(outputs, list(wanted.values()), upstream, materialize_grads=True)
     numbers = {"output": output.detach()} | ({} if lse is None else {"lse": lse.detach()})
-    for (name, tensor), gradient in zip(wanted.items(), found, strict=True):
-        numbers[name] = torch.zeros_like(tensor) if gradient is None else gradient
-    return numbers
+    return numbers | dict(zip(wanted, gradients, strict=True))
 
 
 def eval_output(call: Call, kernel: str) -> Tensor:

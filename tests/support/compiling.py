@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-__all__ = ["compiled_steps"]
-
 
 @torch.no_grad()
 def compiled_steps(

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
-__all__ = ["covering", "pairs"]
-
 Case = dict[str, Any]
 _DRAWS = 40  # cases of which the one that covers most is taken
 

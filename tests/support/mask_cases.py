@@ -13,8 +13,6 @@ from clearhead import masks
 
 from .oracle import Rule
 
-__all__ = ["Frame", "Part", "draw_mask"]
-
 Draw = Callable[..., object]
 
 

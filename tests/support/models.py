@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["TOKENS", "VIT", "encoder_decoder", "minilm"]
-
-
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 #: Three rows and columns of patches.
 VIT: dict[str, Any] = {

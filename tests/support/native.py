@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from clearhead._native import instruction_sets, use_instruction_set
+from clearhead._native import best_first, instruction_sets, use_instruction_set
 from tests.support.budgets import in_turn
 
-__all__ = ["SETS", "fewer_unless_best", "needs_native", "on_every_set", "threads", "use_instruction_set"]
+__all__ = ["SETS", "best_first", "fewer_unless_best", "needs_native", "on_every_set", "threads", "use_instruction_set"]
 
 SETS = instruction_sets()
 

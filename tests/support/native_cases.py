@@ -12,8 +12,6 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 
-__all__ = ["CASES", "Case", "close_to_exact", "exact_numbers", "numbers"]
-
 LENGTH, COUNT = 211, 307  # more than four tiles of 48, more than two blocks of 128
 
 Make = Callable[[int, int, int, int], masks.Mask | None]

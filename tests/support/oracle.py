@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Answer", "Problem", "Rule", "gradients", "solve", "weights_gradients"]
-
 #: rule(b, h, i, j): may query i of head h in batch item b attend to key j? All four are plain numbers. A bias of −∞
 #: has to be in the rule as well.
 Rule = Callable[[int, int, int, int], bool]
@@ -97,8 +95,7 @@ def weights_gradients(answer: Answer, weights_gradient: Tensor) -> list[Tensor]:
 def _gradients(answer: Answer, loss: Tensor) -> list[Tensor]:
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in answer.leaves]
-    result = torch.autograd.grad(loss, answer.leaves, allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(answer.leaves, result, strict=True)]
+    return list(torch.autograd.grad(loss, answer.leaves, retain_graph=True, materialize_grads=True))
 
 
 def _mix(scores: Tensor, values: Tensor, seen: list[int], sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["alibi_slope", "bucket", "frequency", "turn"]
-
 
 def frequency(base: float, size: int, i: int) -> float:
     """Radians per position of pair i, unscaled."""

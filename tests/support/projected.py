@@ -12,8 +12,6 @@ import clearhead
 
 from .exact import Exact, exact_attention
 
-__all__ = ["Option", "Whole", "operands", "option", "solved"]
-
 B, L, E, H, KV, D = 2, 7, 24, 6, 3, 4
 
 

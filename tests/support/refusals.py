@@ -9,8 +9,6 @@ import pytest
 
 from clearhead.errors import ClearheadError
 
-__all__ = ["Call", "Refusal", "require_fix", "require_text", "require_words"]
-
 Call = Callable[[], Any]
 #: What was done, the error, the argument it names, a part of what was expected, what came and how the advice begins.
 Refusal = tuple[str, Call, type[ClearheadError], str, str, str]

@@ -12,8 +12,6 @@ from clearhead._environment import forced_kernels, forced_linears, state
 from clearhead.caches import Cache
 from clearhead.masks import Mask
 
-__all__ = ["observers", "snapshot", "surroundings"]
-
 
 def snapshot(held: Any, depth: int = 7) -> Any:
     """Equal for objects that hold the same.

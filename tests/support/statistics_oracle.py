@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["EVERY", "TOLERANCES", "Oracle", "compare"]
+from .exact import Exact, exact_attention
 
 #: Every statistic but ``rows``, whose result depends on what is asked for, and ``output``, in the inputs' dtype.
 EVERY = (
@@ -72,33 +73,18 @@ class Oracle:
     key_positions: Tensor | None = None
 
     @cached_property
-    def products(self) -> Tensor:
-        """scale · q·k (B, H, L, S), also where hidden."""
-        query, key = self.query.detach().double(), self.key.detach().double()
-        unseen_queries, unseen_keys = ~self.visible.any(-1), ~self.visible.any(-2)
-        key = key.repeat_interleave(query.shape[1] // max(1, key.shape[1]), 1)
-        query, key = query.masked_fill(unseen_queries[..., None], 0), key.masked_fill(unseen_keys[..., None], 0)
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return torch.einsum("bhid,bhjd->bhij", query, key) * scale
+    def exact(self) -> Exact:
+        return self._exact(bias=self.bias, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+
+    @torch.no_grad()
+    def _exact(self, **options: Any) -> Exact:
+        value = self.key if self.value is None else self.value
+        return exact_attention(self.query, self.key, value, self.visible, **options)
 
     @property
-    def scores(self) -> Tensor:
-        """s (B, H, L, S), −∞ where hidden."""
-        scores = self.products
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.bias is not None:
-            scores = scores + self.bias.detach().double()
-        return torch.where(self.visible, scores, -torch.inf)
-
-    @cached_property
     def p(self) -> Tensor:
         """The weights (B, H, L, S)."""
-        scores = self.scores
-        if self.sinks is not None:
-            sinks = self.sinks.detach().double()[None, :, None, None].expand(*scores.shape[:3], 1)
-            return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        return torch.where(self.visible, scores.softmax(-1), 0.0) if scores.shape[-1] else scores
+        return self.exact.weights
 
     @property
     def counts(self) -> Tensor:
@@ -123,10 +109,10 @@ class Oracle:
         return torch.where(viewers > 0, self.received() / viewers, 0.0)
 
     def max_logit(self) -> Tensor:
-        return self._largest(self.scores)
+        return self._largest(self.exact.scores)
 
     def raw_max_logit(self) -> Tensor:
-        return self._largest(torch.where(self.visible, self.products, -torch.inf))
+        return self._largest(self._exact(scale=self.scale).scores)
 
     def _largest(self, scores: Tensor) -> Tensor:
         scores = torch.where(self.counts, scores, -torch.inf).flatten(2)
@@ -172,9 +158,7 @@ class Oracle:
     def output(self) -> Tensor:
         if self.value is None:
             raise AssertionError("this oracle was given no values")
-        unseen = ~self.visible.any(-2)
-        value = self.value.detach().double().repeat_interleave(self.p.shape[1] // max(1, self.value.shape[1]), 1)
-        return self.p @ value.masked_fill(unseen[..., None], 0)
+        return self.exact.output
 
     def output_norm(self) -> Tensor:
         return torch.linalg.vector_norm(self.output(), dim=-1)

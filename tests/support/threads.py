@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["in_threads"]
-
 
 def in_threads(work: Callable[[int], object], count: int) -> None:
     """Call ``work(number)`` in as many threads; what one raises is raised here."""

@@ -15,8 +15,8 @@ from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, Sink
 from clearhead.errors import ArgumentError, CacheError, DTypeError, ShapeError
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
-from tests.caches.decoding import close
 from tests.support.compiling import compiled_steps
+from tests.support.exact import close
 
 B, L, S, E, H, KV_HEADS, DIM, LAYERS = 2, 11, 7, 13, 6, 3, 4, 3
 F64 = torch.float64
