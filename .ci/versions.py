@@ -45,7 +45,7 @@ def _commit() -> str:
     changed, short = ("status", "--porcelain", "--untracked-files=no"), ("rev-parse", "--short", "HEAD")
     outputs = [
         subprocess.run(["git", *command], capture_output=True, text=True, check=True).stdout.strip()
-        for command in ((*changed, "--", ".", f":(exclude){PAGE.relative_to(PAGE.parents[1])}"), short)
+        for command in ((*changed, "--", ".", f":(exclude){PAGE.relative_to(PAGE.parents[2])}"), short)
     ]
     return outputs[1] + ("-dirty" if outputs[0] else "")
 

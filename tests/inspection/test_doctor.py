@@ -227,9 +227,9 @@ def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("2.11.0+cu128", "3.11.7", "torch 2.11.0+cu128 (tested: 2.12 to 2.15)"),
         ("3.0.0a0", "3.12.0", "torch 3.0.0a0 (tested: 2.12 to 2.15)"),
-        ("2.13.0", "3.10.2", "python 3.10.2 (tested: 3.11 to 3.13)"),
-        ("2.16.0", "3.14.0rc1", "torch 2.16.0 (tested: 2.12 to 2.15) and python 3.14.0rc1 (tested: 3.11 to 3.13)"),
-        ("2.12.1", "3.13.9", ""),
+        ("2.13.0", "3.10.2", "python 3.10.2 (tested: 3.11 to 3.14)"),
+        ("2.16.0", "3.15.0rc1", "torch 2.16.0 (tested: 2.12 to 2.15) and python 3.15.0rc1 (tested: 3.11 to 3.14)"),
+        ("2.12.1", "3.14.9", ""),
         ("2.15.0+cpu", "3.11.0", ""),
     ],
 )
