@@ -6,7 +6,7 @@ nox -s "versions-3.13(torch='2.15.0')"       # one pair
 nox -s versions -- smoke                     # the short set with every pair
 
 Three pairs run the whole suite, the others the files of SMOKE. An environment takes up to 7 GB and is removed after its
-session. Each session writes its row into docs/versions.md.
+session. Each session writes its row into docs/en/versions.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the row of this environment into docs/versions.md, from the JUnit file of its tests.
+"""Writes the row of this environment into docs/en/versions.md, from the JUnit file of its tests.
 
     python .ci/versions.py JUNIT PACKAGES SUITE       e.g. junit.xml newest smoke
 
@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
-PAGE = Path(__file__).parents[1] / "docs" / "versions.md"
+PAGE = Path(__file__).parents[1] / "docs" / "en" / "versions.md"
 KEYS = 4  # cells of a row that name its environment; a second run replaces the row
 START, END = "<!-- versions -->", "<!-- /versions -->"
 

@@ -39,7 +39,7 @@ def write_texts(folder: Path, counts: list[int]) -> None:
     from clearhead.cli._demo import default_model_path
     from clearhead.integrations._hub import without_noise
 
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")))
     with without_noise():
         tokenizer = AutoTokenizer.from_pretrained(default_model_path())
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

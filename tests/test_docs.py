@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs" / "en"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 #: Directly after a block: what it prints, where ``…`` stands for any text.
 OUTPUT = re.compile(r"\s*^ *```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -38,7 +38,7 @@ def assert_printed(found: str, shown: str) -> None:
         assert figures[0] == pytest.approx(figures[1], abs=0.002)
 
 
-PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if blocks(page)]
+PAGES = [page for page in (DOCS.parents[1] / "README.md", *sorted(DOCS.glob("*.md"))) if blocks(page)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -13,8 +13,8 @@ from docs.draw.mask_gallery import GALLERY
 from docs.draw.statistics import listed
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+DOCS = ROOT / "docs" / "en"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -64,19 +64,22 @@ def test_images_and_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_stands_in_the_index_once_and_links_to_the_next() -> None:
-    listed = re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
-    order = list(dict.fromkeys(listed))
-    assert sorted(order) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "index.md")
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    order = list(dict.fromkeys(re.findall(r"\]\(((?:\.\./)?[\w-]+\.md)\)", index)))
+    pages = {page.name for page in DOCS.glob("*.md") if page.name != "index.md"} | {"../architecture.md"}
+    assert sorted(order) == sorted(pages)
     for name, following in itertools.pairwise(order):
-        last = [line for line in (DOCS / name).read_text(encoding="utf-8").splitlines() if line.strip()][-1]
+        page = DOCS / name
+        last = [line for line in page.read_text(encoding="utf-8").splitlines() if line.strip()][-1]
         assert last.startswith("Next: ["), f"{name} ends with {last!r}"
-        assert LINK.findall(last) == [following], f"{name} leads to {following}"
+        (target,) = LINK.findall(last)
+        assert (page.parent / target).resolve() == (DOCS / following).resolve(), f"{name} leads to {following}"
 
 
 def test_the_page_of_masks_has_each_picture_beside_its_code() -> None:
     page = (DOCS / "masks.md").read_text(encoding="utf-8")
     for name, example in GALLERY.items():
-        rows = [line for line in page.splitlines() if f"(images/masks/{name}.svg)" in line]
+        rows = [line for line in page.splitlines() if f"(../images/masks/{name}.svg)" in line]
         assert len(rows) == 1, name
         # A table's cell cannot hold a bare bar.
         assert f"`{example.code}`" in rows[0].replace("\\|", "|"), name

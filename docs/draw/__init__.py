@@ -1,8 +1,8 @@
 """Draws the SVG pictures of the pages: ``python -m docs.draw`` writes them to ``docs/images``.
 
 Each module of `MODULES` has a dictionary ``PICTURES``: the file's path below ``docs/images`` and the function that
-draws it. The command also writes the tables of ``docs/statistics.md`` from the classes of the statistics. Tests compare
-the files with what is written.
+draws it. The command also writes the tables of ``docs/en/statistics.md`` from the classes of the statistics. Tests
+compare the files with what is written.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from .statistics import listed
 
 def main() -> None:
     """Write every picture and the tables of statistics."""
-    page = IMAGES.parent / "statistics.md"
+    page = IMAGES.parent / "en" / "statistics.md"
     texts = {IMAGES / name: draw().svg() for name, draw in pictures().items()}
     texts[page] = listed(page.read_text(encoding="utf-8"))
     for path, text in texts.items():

@@ -121,16 +121,16 @@ class MultiHeadLatentAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = size("embed_dim", embed_dim)
-        self.num_heads = size("num_heads", num_heads)
-        self.kv_lora_rank = size("kv_lora_rank", kv_lora_rank)
-        self.qk_nope_head_dim = size("qk_nope_head_dim", qk_nope_head_dim)
-        self.qk_rope_head_dim = size("qk_rope_head_dim", qk_rope_head_dim)
-        self.v_head_dim = size("v_head_dim", v_head_dim)
-        self.q_lora_rank = None if q_lora_rank is None else size("q_lora_rank", q_lora_rank)
+        self.embed_dim: int = size("embed_dim", embed_dim)
+        self.num_heads: int = size("num_heads", num_heads)
+        self.kv_lora_rank: int = size("kv_lora_rank", kv_lora_rank)
+        self.qk_nope_head_dim: int = size("qk_nope_head_dim", qk_nope_head_dim)
+        self.qk_rope_head_dim: int = size("qk_rope_head_dim", qk_rope_head_dim)
+        self.v_head_dim: int = size("v_head_dim", v_head_dim)
+        self.q_lora_rank: int | None = None if q_lora_rank is None else size("q_lora_rank", q_lora_rank)
         head_dim = qk_nope_head_dim + qk_rope_head_dim
-        self.scale = head_dim**-0.5 if scale is None else number("scale", scale, "a finite number", is_finite)
-        self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
+        self.scale: float = head_dim**-0.5 if scale is None else number("scale", scale, "a finite number", is_finite)
+        self.dropout: float = number("dropout", dropout, "a probability in [0, 1]", is_probability)
         require_parts(position, q_norm=q_norm, kv_norm=kv_norm)
         if q_norm is not None and q_lora_rank is None:
             fix, got = "It normalises the queries' latent: give q_lora_rank too.", type(q_norm).__name__
@@ -155,10 +155,10 @@ class MultiHeadLatentAttention(nn.Module):
             self.q_proj.add_module("down", linear(embed_dim, q_lora_rank, bias))
             self.q_proj.add_module("norm", norm(q_lora_rank) if q_norm is None else q_norm)
             self.q_proj.add_module("up", linear(q_lora_rank, num_heads * head_dim))
-        self.kv_down = linear(embed_dim, kv_lora_rank + qk_rope_head_dim, bias)
-        self.kv_norm = norm(kv_lora_rank) if kv_norm is None else kv_norm
-        self.kv_up = linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
-        self.out_proj = linear(num_heads * v_head_dim, embed_dim, out_bias)
+        self.kv_down: nn.Linear = linear(embed_dim, kv_lora_rank + qk_rope_head_dim, bias)
+        self.kv_norm: nn.Module = norm(kv_lora_rank) if kv_norm is None else kv_norm
+        self.kv_up: nn.Linear = linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        self.out_proj: nn.Linear = linear(num_heads * v_head_dim, embed_dim, out_bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -118,26 +118,31 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = size("embed_dim", embed_dim)
-        self.num_heads = size("num_heads", num_heads)
-        self.num_kv_heads = kv_head_count(num_kv_heads, num_heads)
-        self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
-        self.scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
-        self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
-        self.softcap = None if softcap is None else number("softcap", softcap, "a number > 0, or None", is_positive)
+        self.embed_dim: int = size("embed_dim", embed_dim)
+        self.num_heads: int = size("num_heads", num_heads)
+        self.num_kv_heads: int = kv_head_count(num_kv_heads, num_heads)
+        self.head_dim: int = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
+        self.scale: float | None = (
+            None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
+        )
+        self.dropout: float = number("dropout", dropout, "a probability in [0, 1]", is_probability)
+        self.softcap: float | None = (
+            None if softcap is None else number("softcap", softcap, "a number > 0, or None", is_positive)
+        )
         require_parts(position, q_norm=q_norm, k_norm=k_norm)
         self.position = position
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.q_norm: nn.Module | None = q_norm
+        self.k_norm: nn.Module | None = k_norm
         set_mask(self, mask)
         require_factory(device, dtype)
         bias = flag("bias", bias)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qdim, kdim, vdim = (embed_dim if features is None else features for features in (qdim, kdim, vdim))
-        self.q_proj = Linear(size("qdim", qdim), inner, bias=bias, device=device, dtype=dtype)
-        self.k_proj = Linear(size("kdim", kdim), kv_inner, bias=bias, device=device, dtype=dtype)
-        self.v_proj = Linear(size("vdim", vdim), kv_inner, bias=bias, device=device, dtype=dtype)
+        self.q_proj: Linear = Linear(size("qdim", qdim), inner, bias=bias, device=device, dtype=dtype)
+        self.k_proj: Linear = Linear(size("kdim", kdim), kv_inner, bias=bias, device=device, dtype=dtype)
+        self.v_proj: Linear = Linear(size("vdim", vdim), kv_inner, bias=bias, device=device, dtype=dtype)
         out_bias = bias if out_bias is None else flag("out_bias", out_bias)
-        self.out_proj = Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
+        self.out_proj: Linear = Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
         logits = torch.empty(self.num_heads, device=device, dtype=dtype) if flag("sinks", sinks) else None
         self.sinks: nn.Parameter | None
         self.register_parameter("sinks", None if logits is None else nn.Parameter(logits))

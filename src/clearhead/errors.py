@@ -7,6 +7,7 @@ own errors goes on working.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 __all__ = [
     "ArgumentError",
@@ -43,7 +44,9 @@ class ClearheadError(Exception):
 
     def __init__(self, argument: str, *, expected: str = "", got: str = "", fix: str = "") -> None:
         # torch.compile traces no `super().__init__` of an exception.
-        self.args = (explain_problem(argument, expected=expected, got=got, fix=fix) if expected else argument,)
+        self.args: tuple[Any, ...] = (
+            explain_problem(argument, expected=expected, got=got, fix=fix) if expected else argument,
+        )
 
 
 class ArgumentError(ClearheadError, ValueError):
@@ -53,7 +56,8 @@ class ArgumentError(ClearheadError, ValueError):
 class UnknownNameError(ArgumentError, KeyError):
     """A name under which a record, a summary or a walkthrough holds nothing."""
 
-    __str__ = Exception.__str__  # a `KeyError` would write the message's `repr`
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # a `KeyError` would write the message's `repr`
 
 
 class OutOfRangeError(ArgumentError, IndexError):

@@ -22,7 +22,7 @@ FIGURE = re.compile(rf"(?<![\w.,–])\d[\d.,]* ?{UNIT}")
 MEANT = {
     "docs/architecture.md": {"keeps it below 5 MB": "a bar"},
     "CONTRIBUTING.md": {"must catch 85 % of the faults": "a bar"},
-    "docs/benchmarks.md": {
+    "docs/en/benchmarks.md": {
         "Above 1×, Clearhead": "how to read a ratio",
         "A ratio above 1× means": "how to read a ratio",
         "the row with 1.00× is the base": "how to read a ratio",
@@ -30,9 +30,9 @@ MEANT = {
         "Calls are 20 ms apart": "a setting",
         "took more than 5 % of the processors": "a bar",
     },
-    "docs/pictures.md": {"stays below 5 MB": "a bar"},
-    "docs/page.md": {"The limit is 5 MB": "a bar"},
-    "docs/comparing.md": {
+    "docs/en/pictures.md": {"stays below 5 MB": "a bar"},
+    "docs/en/page.md": {"The limit is 5 MB": "a bar"},
+    "docs/en/comparing.md": {
         "Tokens agree in 89 % of the places": "the seed of an example decides it, which its test runs"
     },
 }
@@ -92,7 +92,7 @@ def test_figures_are_recognised_and_sizes_are_none() -> None:
 
 
 def test_the_readme_benchmarks_and_encoders_are_of_one_machine_and_day() -> None:
-    shown = [page for page in PAGES if name(page) in ("README.md", "docs/benchmarks.md", "docs/encoders.md")]
+    shown = [page for page in PAGES if name(page) in ("README.md", "docs/en/benchmarks.md", "docs/en/encoders.md")]
     names = {found["file"] for page in shown for found in MARKED.finditer(page.read_text(encoding="utf-8"))}
     kept = [read(RESULTS / f"{file}.json") for file in names - {"architectures"}]
     assert len({(one.machine, one.date) for one in kept}) <= 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from clearhead.checkpoints._architectures import ARCHITECTURES
 
-PAGE = Path(__file__).parents[2] / "docs" / "loaders.md"
+PAGE = Path(__file__).parents[2] / "docs" / "en" / "loaders.md"
 
 
 def test_the_table_has_every_model() -> None:

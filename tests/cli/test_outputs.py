@@ -143,7 +143,7 @@ def test_ascii_stands_in_for_what_the_encoding_lacks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [44_000, 400_000])
 def test_long_texts_take_one_gigabyte_at_most(size: int, tmp_path: Path) -> None:
-    pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+    pages = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     (tmp_path / "text.txt").write_bytes((text.encode() * 2)[:size].decode(errors="ignore").encode())
     command = [*PROGRAM, "look", "--file", "text.txt"]

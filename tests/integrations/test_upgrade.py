@@ -151,7 +151,7 @@ def test_attention_that_cannot_be_set_is_left() -> None:
 
 def test_what_clearheads_attention_refuses_is_left() -> None:
     """The models whose every call would raise, as the table of model types lists them."""
-    page = (Path(__file__).parents[2] / "docs" / "model-table.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "en" / "model-table.md").read_text(encoding="utf-8")
     row = r"^\| `(\w+)` \| refused \| ArgumentError: argument `\w+` is not supported"
     refused = re.findall(row, page, re.MULTILINE)
     assert refused

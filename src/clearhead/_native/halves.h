@@ -7,7 +7,11 @@ namespace clearhead::ISA {
 struct BFloat16 {
     uint16_t bits;
 };
-#ifdef __FLT16_MANT_DIG__
+#if defined(__aarch64__)  // every compiler of Arm has this type; gcc has _Float16 in C++ from version 13 on, its macro before
+#define HAS_FLOAT16
+typedef __fp16 Float16;
+#elif defined(__FLT16_MANT_DIG__)
+#define HAS_FLOAT16
 typedef _Float16 Float16;
 #else
 struct Float16 {  // of compilers that have none of their own
@@ -29,7 +33,7 @@ INLINE void narrow(float x, BFloat16* to) {
     const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
     to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
-#ifdef __FLT16_MANT_DIG__
+#ifdef HAS_FLOAT16
 INLINE float widen(Float16 x) { return static_cast<float>(x); }
 INLINE void narrow(float x, Float16* to) { *to = static_cast<Float16>(x); }
 #else

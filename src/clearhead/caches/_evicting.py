@@ -77,7 +77,7 @@ class EvictingKVCache(Buffered):
         if not isinstance(policy, EvictionPolicy):
             fix = "Choose one of clearhead.caches, or subclass EvictionPolicy."
             raise DTypeError("policy", expected="an EvictionPolicy", got=type(policy).__name__, fix=fix)
-        self.budget = size("budget", budget)
+        self.budget: int = size("budget", budget)
         self.policy = policy
         super().__init__(batch_size, num_kv_heads, budget + 1, head_dim, value_head_dim, dtype, device)
         self.reset()

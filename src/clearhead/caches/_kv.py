@@ -60,7 +60,7 @@ class KVCache(Buffered):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.max_length = size("max_length", max_length)
+        self.max_length: int = size("max_length", max_length)
         super().__init__(batch_size, num_kv_heads, max_length, head_dim, value_head_dim, dtype, device)
         self._lengths: Tensor | None = None  # (B,) columns in use, once the items differ
         self._positions: Tensor | None = None  # (B, max_length), −1 in empty columns, once they are not 0, 1, 2, …

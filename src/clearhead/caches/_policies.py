@@ -89,7 +89,7 @@ class HeavyHitters(EvictionPolicy):
     needs_received: bool = True
 
     def __init__(self, recent: float = 0.5) -> None:
-        self.recent = number("recent", recent, "a share in [0, 1]", is_probability)
+        self.recent: float = number("recent", recent, "a share in [0, 1]", is_probability)
 
     def rank(self, held: Held) -> Tensor:
         return held.received.masked_fill(held.among_last(int(self.recent * held.budget)), float("inf"))
@@ -119,7 +119,7 @@ class SinksAndRecent(EvictionPolicy):
     """
 
     def __init__(self, sinks: int = 4) -> None:
-        self.sinks = size("sinks", sinks, 0)
+        self.sinks: int = size("sinks", sinks, 0)
 
     def rank(self, held: Held) -> Tensor:
         first = (held.positions >= 0) & (held.positions < self.sinks)

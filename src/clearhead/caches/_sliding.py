@@ -67,7 +67,7 @@ class SlidingKVCache(Buffered):
         device: torch.device | str | None = None,
     ) -> None:
         size("max_crop", max_crop, 0)
-        self.window = size("window", window)
+        self.window: int = size("window", window)
         # A crop must leave the window before the next token, and at least one token, which has its item's position.
         self._needed = max(window - 1, 1)
         self._slots = self._needed + 1 + max_crop

@@ -8,8 +8,8 @@ __all__ = ["main"]
 
 try:
     from ._app import main
-except ModuleNotFoundError as missing:
-    if missing.name not in {"rich", "typer"}:
+except ModuleNotFoundError as _missing:
+    if _missing.name not in {"rich", "typer"}:
         raise
 
     def main() -> None:  # type: ignore[misc]

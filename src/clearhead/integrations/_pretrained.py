@@ -14,7 +14,7 @@ _BEFORE = "_clearhead_attention_before"
 #: Implementations that `upgrade` replaces. A user chose any other one on purpose.
 _COMMON = ("eager", "sdpa")
 
-#: Models whose attention takes arguments that Clearhead refuses (docs/model-table.md).
+#: Models whose attention takes arguments that Clearhead refuses (docs/en/model-table.md).
 _REFUSED = (
     "axk2",
     "deepseek_v32",

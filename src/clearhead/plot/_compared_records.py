@@ -27,14 +27,15 @@ class ComparedRecords:
     def __init__(
         self, first: Recorded, second: Recorded, tokens: list[Tokens] | None, other_tokens: list[Tokens] | None
     ) -> None:
-        self.records = (first, second)
+        self.records: tuple[Recorded, Recorded] = (first, second)
         _require_same_heads(first, second)
+        self.texts: tuple[list[Tokens] | None, list[Tokens] | None]
         self.texts = (tokens, tokens if other_tokens is None else other_tokens)
         if tokens is None and other_tokens is not None:
             raise ArgumentError("tokens", expected="those of the first record too", got="None")
         #: Module of the first record → module of the second, and → numbers of its heads.
-        self.modules = dict(zip(first, second, strict=True))
-        self.heads = {name: first[name][0].heads for name in first}
+        self.modules: dict[str, str] = dict(zip(first, second, strict=True))
+        self.heads: dict[str, tuple[int, ...]] = {name: first[name][0].heads for name in first}
         self._pairs: dict[tuple[str, int], HeadPair] = {}
         self._reason: str | None = None
         try:

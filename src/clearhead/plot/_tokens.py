@@ -44,16 +44,16 @@ class Tokens:
     def __init__(
         self, names: Sequence[str], special: Sequence[bool] | None = None, words: Sequence[int] | None = None
     ) -> None:
-        self.names = _strings(names)
+        self.names: tuple[str, ...] = _strings(names)
         looks = (bool(SPECIAL.fullmatch(name)) for name in self.names)
         if special is not None:
             looks = (flag("special", value) for value in items("special", special, "True or False per token"))
-        self.special = tuple(looks)
+        self.special: tuple[bool, ...] = tuple(looks)
         words = None if words is None else items("words", words, "an int per token")
         for what, values in (("special", self.special), ("words", words)):
             if values is not None and len(values) != len(self.names):
                 raise ShapeError(what, expected=f"{len(self.names)} values, one per token", got=str(len(values)))
-        self.words = _numbered(_guess_words(self.names, self.special) if words is None else words)
+        self.words: tuple[int, ...] = _numbered(_guess_words(self.names, self.special) if words is None else words)
 
     def __len__(self) -> int:
         return len(self.names)

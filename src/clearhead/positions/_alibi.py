@@ -43,7 +43,7 @@ class ALiBi(Mask):
     """
 
     def __init__(self, num_heads: int) -> None:
-        self.num_heads = integer("num_heads", num_heads, least=1)
+        self.num_heads: int = integer("num_heads", num_heads, least=1)
 
     @property
     def slopes(self) -> Tensor:

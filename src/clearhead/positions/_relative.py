@@ -108,13 +108,13 @@ class RelativeBias(nn.Module, _Bucketed):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = integer("num_heads", num_heads, least=1)
-        self.num_buckets = integer("num_buckets", num_buckets, least=1)
-        self.max_distance = integer("max_distance", max_distance, least=1)
-        self.bidirectional = flag("bidirectional", bidirectional)
+        self.num_heads: int = integer("num_heads", num_heads, least=1)
+        self.num_buckets: int = integer("num_buckets", num_buckets, least=1)
+        self.max_distance: int = integer("max_distance", max_distance, least=1)
+        self.bidirectional: bool = flag("bidirectional", bidirectional)
         self._require_buckets()
         require_factory(device, dtype)
-        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
         self.register_buffer("buckets", self._bucket_table().to(self.weight.device), persistent=False)
         self.reset_parameters()
 
@@ -132,7 +132,7 @@ class RelativeBias(nn.Module, _Bucketed):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         # `to_empty` gives a module on "meta" memory without values, so the table is computed again.
-        self.buckets = self._bucket_table().to(self.weight.device)
+        self.buckets: Tensor = self._bucket_table().to(self.weight.device)
         return self
 
     def _bucket_table(self) -> Tensor:

@@ -62,12 +62,12 @@ class Rotary(nn.Module):
         scaling: Scaling | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim = integer("head_dim", head_dim, least=1)
-        self.base = positive("base", base, above=1)
-        self.fraction = positive("fraction", fraction)
-        self.interleaved = flag("interleaved", interleaved)
+        self.head_dim: int = integer("head_dim", head_dim, least=1)
+        self.base: float = positive("base", base, above=1)
+        self.fraction: float = positive("fraction", fraction)
+        self.interleaved: bool = flag("interleaved", interleaved)
         self.scaling = scaling
-        self.size = _rotated_features(self.head_dim, self.fraction)
+        self.size: int = _rotated_features(self.head_dim, self.fraction)
         if scaling is not None:
             if not isinstance(scaling, Scaling):
                 expected, got = "a Scaling such as LinearScaling(factor=2.0), or None", type(scaling).__name__

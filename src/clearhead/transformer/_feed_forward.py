@@ -53,10 +53,10 @@ class FeedForward(nn.Module):
         if activation is not None and not callable(activation):
             expected = "a function or module, such as torch.nn.GELU()"
             raise DTypeError("activation", expected=expected, got=type(activation).__name__)
-        self.linear1 = Linear(*sizes, bias=bias, device=device, dtype=dtype)
-        self.activation = nn.ReLU() if activation is None else activation
-        self.dropout = made_dropout(dropout)
-        self.linear2 = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.linear1: Linear = Linear(*sizes, bias=bias, device=device, dtype=dtype)
+        self.activation: Callable[[Tensor], Tensor] = nn.ReLU() if activation is None else activation
+        self.dropout: nn.Dropout = made_dropout(dropout)
+        self.linear2: Linear = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""
@@ -97,9 +97,9 @@ class SwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         sizes = size("embed_dim", embed_dim), size("hidden_dim", hidden_dim)
-        self.gate_proj = Linear(*sizes, bias=bias, device=device, dtype=dtype)
-        self.up_proj = Linear(*sizes, bias=bias, device=device, dtype=dtype)
-        self.down_proj = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.gate_proj: Linear = Linear(*sizes, bias=bias, device=device, dtype=dtype)
+        self.up_proj: Linear = Linear(*sizes, bias=bias, device=device, dtype=dtype)
+        self.down_proj: Linear = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""

@@ -27,13 +27,13 @@ class ResidualLayer(nn.Module):
 
     def __init__(self, embed_dim: int, norm: Norm, norm_first: bool, dropout: float, **parts: nn.Module) -> None:
         super().__init__()
-        self.embed_dim = size("embed_dim", embed_dim)
+        self.embed_dim: int = size("embed_dim", embed_dim)
         for name, part in parts.items():
             self.add_module(name, module(name, part))
         for i in range(len(parts)):
             self.add_module(f"norm{i + 1}", made_norm(norm, embed_dim))
-        self.dropout = made_dropout(dropout)
-        self.norm_first = flag("norm_first", norm_first)
+        self.dropout: nn.Dropout = made_dropout(dropout)
+        self.norm_first: bool = flag("norm_first", norm_first)
 
     def _require_features(self, x: object) -> None:
         """Raise unless x is (B, L, E) or (L, E)."""

@@ -29,8 +29,8 @@ class _Stack(nn.Module, Generic[LayerCache]):
         modules = [module(f"layers[{i}]", layer) for i, layer in enumerate(items("layers", layers, "a list of layers"))]
         if not modules:
             raise ArgumentError("layers", expected="at least one layer", got="none")
-        self.layers = nn.ModuleList(modules)
-        self.norm = nn.Identity() if norm is None else module("norm", norm)
+        self.layers: nn.ModuleList = nn.ModuleList(modules)
+        self.norm: nn.Module = nn.Identity() if norm is None else module("norm", norm)
 
     def make_cache(self, batch_size: int, max_length: int) -> list[LayerCache]:
         """An empty cache for each layer, for `batch_size` sequences of at most `max_length` tokens.
