@@ -15,6 +15,8 @@ def _weights(
     query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """The weights and log-sum-exp of every row, (B, H, L, S) and (B, H, L), in float32; grouped heads repeated."""
+    if bias is not None and bias.dtype != query.dtype:
+        raise RuntimeError(f"invalid dtype for bias: {bias.dtype}, and the query has {query.dtype}")
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query.float() @ key.float().transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -45,16 +47,25 @@ def _gradients(
     scale: float | None,
     bias_wanted: bool = False,
 ) -> list[Tensor | None]:
-    """Gradients of query, key, value and, where it is wanted, of the bias."""
-    with torch.enable_grad():
-        inputs = [tensor.detach().float().requires_grad_() for tensor in (query, key, value)]
-        added = None if bias is None else bias.detach().float().requires_grad_(bias_wanted)
-        weights, _ = _weights(inputs[0], inputs[1], added, is_causal, scale)
-        output = weights @ inputs[2].repeat_interleave(query.shape[1] // value.shape[1], 1)
-        wanted = [*inputs, added] if added is not None and bias_wanted else inputs
-        found = torch.autograd.grad(output, wanted, gradient.float())
-    tensors = [query, key, value, *([bias] if bias is not None else [])]
-    return [each.to(tensor.dtype) for each, tensor in zip(found, tensors, strict=False)]
+    """Gradients of query, key, value and, where it is wanted, of the bias: dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O))."""
+    group = query.shape[1] // key.shape[1]
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    weights, _ = _weights(query, key, bias, is_causal, scale)
+    all_keys, all_values = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    gradient = gradient.float()
+    of_weights = gradient @ all_values.transpose(-2, -1)
+    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    of_query = factor * of_scores @ all_keys
+    of_key = factor * of_scores.transpose(-2, -1) @ query.float()
+    of_value = weights.transpose(-2, -1) @ gradient
+    # The sum over the query heads of a group.
+    of_key, of_value = (x.unflatten(1, (-1, group)).sum(2) for x in (of_key, of_value))
+    of_inputs: list[Tensor | None] = [of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)]
+    return (
+        [*of_inputs, of_scores.sum_to_size(bias.shape).to(bias.dtype)]
+        if bias is not None and bias_wanted
+        else of_inputs
+    )
 
 
 def _counter() -> Tensor:
