@@ -18,6 +18,7 @@ from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
+from ._sdpa_sequences import plan_sequences, refusals_of_sequences
 
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
@@ -34,8 +35,12 @@ class SdpaKernel(Kernel):
     twice_differentiable: ClassVar[bool] = False
     seeds_dropout: ClassVar[bool] = False
     isolates_queries: ClassVar[bool] = True
+    #: `torch.nn.attention.varlen`, on CUDA devices.
+    takes_packed: ClassVar[bool] = True
 
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        if spec.sequences is not None:
+            return refusals_of_sequences(spec, mask, grid)
         causal_nan = spec.scale <= 0 and _is_flagged_causal(spec, mask, grid)
         reasons = applicable(
             {
@@ -56,6 +61,8 @@ class SdpaKernel(Kernel):
         return tuple(reasons)
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        if spec.sequences is not None:
+            return plan_sequences(spec, mask, grid)
         folded, group = _folds(spec, mask, grid), spec.group
         grouped: dict[str, bool] = {"enable_gqa": True} if group > 1 and not folded else {}
         is_causal = False
@@ -230,7 +237,7 @@ def _rounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
 def _with_whole_rows(mask: Tensor, keys: int) -> Tensor:
     """The mask with the numbers of a row side by side, and rows that begin at multiples of 8 numbers.
 
-    Without the first PyTorch has no fused kernel but on the CPU. Without the second it would copy the mask in each call.
+    Without the first PyTorch has no fused kernel but on the CPU. Without the second it copies the mask in each call.
     Broadcast dimensions stay broadcast.
     """
     steps = mask.stride()[:3]

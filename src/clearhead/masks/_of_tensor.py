@@ -23,7 +23,7 @@ class OfTensor(Mask):
         self._copies: dict[torch.device, tuple[int | None, Tensor]] = {}
 
     def on(self, device: torch.device) -> Tensor:
-        """The tensor on the device of a call. Another device gets a copy once, and again after a write to the tensor."""
+        """The tensor on the device of a call. Another device gets a copy once, and again after a write."""
         tensor = self._tensor
         if tensor.device == device or is_tracing():
             return tensor.to(device)

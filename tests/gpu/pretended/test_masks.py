@@ -116,10 +116,10 @@ def test_fully_masked_rows_are_zero(cuda: PretendedDevice, causal: bool) -> None
 def _with_gradients(inputs: list[Tensor], mask: Mask | None, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:
     leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
     if kernel is None:
-        output = clearhead.attention(*leaves, mask)
+        output = clearhead.attention(leaves[0], leaves[1], leaves[2], mask)
     else:
         with clearhead.use_kernel(kernel):
-            output = clearhead.attention(*leaves, mask)
+            output = clearhead.attention(leaves[0], leaves[1], leaves[2], mask)
     generator = torch.Generator().manual_seed(2)
     gradient = torch.randn(output.shape, generator=generator).to(inputs[0].dtype).to(output.dtype).to(output.device)
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]

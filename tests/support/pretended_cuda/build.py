@@ -56,5 +56,6 @@ def load() -> None:
 
 def _folder_of_torch() -> Path:
     spec = find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     return Path(spec.origin).parent

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
+import torch.nn.attention.varlen  # it defines the operators
 from torch import Tensor
 
 aten: Any = torch.ops.aten
@@ -66,6 +68,98 @@ def _gradients(
         if bias is not None and bias_wanted
         else of_inputs
     )
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Flash attention for variable lengths: (T, H, D), lse (H, T). It refuses what the real one refuses."""
+    _require_flash(query, key, value, cu_seq_q, cu_seq_k)
+    output, lse = (
+        torch.zeros_like(query),
+        query.new_full((query.shape[1], query.shape[0]), torch.inf, dtype=torch.float),
+    )
+    for queries, keys in _slices(cu_seq_q, cu_seq_k, max_q, max_k):
+        if keys.start < keys.stop:
+            parts = (_heads(query, queries), _heads(key, keys), _heads(value, keys))
+            bias = _bias_of_window(queries.stop - queries.start, keys.stop - keys.start, window_size, query.dtype)
+            found, found_lse = _attend(*parts, bias, False, scale)
+            output[queries], lse[:, queries] = found[0].transpose(0, 1), found_lse[0]
+    return output, lse, torch.zeros(2, dtype=torch.uint64)
+
+
+def varlen_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, ...]:
+    _require_flash(query, key, value, cu_seq_q, cu_seq_k)
+    results = tuple(map(torch.zeros_like, (query, key, value)))
+    for queries, keys in _slices(cu_seq_q, cu_seq_k, max_q, max_k):
+        if keys.start < keys.stop:
+            parts = (_heads(gradient, queries), _heads(query, queries), _heads(key, keys), _heads(value, keys))
+            bias = _bias_of_window(queries.stop - queries.start, keys.stop - keys.start, window_size, query.dtype)
+            found = _gradients(*parts, bias, False, scale)
+            for result, each, rows in zip(results, found, (queries, keys, keys), strict=True):
+                result[rows] = cast(Tensor, each)[0].transpose(0, 1)
+    return results
+
+
+def _require_flash(query: Tensor, key: Tensor, value: Tensor, *bounds: Tensor) -> None:
+    if query.dtype not in (torch.float16, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if any(each.dtype != torch.int32 or not each.is_contiguous() for each in bounds):
+        raise RuntimeError("cu_seqlens must have dtype int32 and be contiguous")
+    if any(x.stride(-1) != 1 for x in (query, key, value)):
+        raise RuntimeError("Input tensor must have contiguous last dimension")
+    if query.shape[-1] % 8 or query.shape[-1] > 256 or value.shape[-1] != query.shape[-1]:
+        raise RuntimeError("head_size should be a multiple of 8, at most 256")
+
+
+def _slices(cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int) -> Iterator[tuple[slice, slice]]:
+    for (start, stop), (first, last) in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
+        # Rows beyond the longest get no thread block.
+        yield slice(start, min(stop, start + max_q)), slice(first, min(last, first + max_k))
+
+
+def _heads(x: Tensor, rows: slice) -> Tensor:
+    """(T, H, D) → (1, H, l, D)."""
+    return x[rows].transpose(0, 1)[None]
+
+
+def _bias_of_window(length: int, keys: int, window: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Aligned at the last query and the last key, as FlashAttention aligns it."""
+    distance = torch.arange(keys) - torch.arange(length)[:, None] - (keys - length)
+    visible = torch.ones(length, keys, dtype=torch.bool)
+    if window[0] >= 0:
+        visible &= distance >= -window[0]
+    if window[1] >= 0:
+        visible &= distance <= window[1]
+    return torch.zeros(length, keys, dtype=dtype).masked_fill(~visible, float("-inf"))[None, None]
 
 
 def _counter() -> Tensor:
@@ -161,5 +255,12 @@ FUSED: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     aten._scaled_dot_product_cudnn_attention.default: cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+    torch.ops.torch_attn._varlen_attn.default: varlen,
+    torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward,
 }
-BACKENDS = {flash: "flash", efficient: "efficient", cudnn: "cuDNN"}
+BACKENDS: dict[Callable[..., Any], str] = {
+    varlen: "flash, variable lengths",
+    flash: "flash",
+    efficient: "efficient",
+    cudnn: "cuDNN",
+}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, cast
+from importlib import import_module
+from typing import Any
 
-import pretended_cuda_device as device
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,9 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .kernels import BACKENDS, FUSED
 
+device: Any = import_module("pretended_cuda_device")  # `build.load` has put it on the path
+
 #: Operators that start no kernel.
-_FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh")
-_FREE += ("is_same_size", "_unsafe_view", "record_stream", "is_pinned", "_has_same_storage_numel", "_fused_sdp_choice")
+_FREE = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"),
+    *("is_same_size", "_unsafe_view", "record_stream", "is_pinned", "_has_same_storage_numel", "_fused_sdp_choice"),
+}
 #: Operators whose result has a shape that depends on values, or that read values themselves.
 _VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "is_nonzero")
 #: Operators that take tensors of two devices.
@@ -93,7 +97,7 @@ class PretendedDevice(TorchDispatchMode):
                 return memory.setdefault(id(each), device.to_cpu(each))
             return each
 
-        run = FUSED.get(func, func)
+        run: Any = FUSED.get(func, func)
         if run in BACKENDS:
             self.seen.backends.append(BACKENDS[run])
         cpu_args, cpu_kwargs = tree_map(to_memory, args), tree_map(to_memory, kwargs)
@@ -185,6 +189,6 @@ def connect(major: int) -> PretendedDevice:
     cuda.get_device_capability = lambda _=None: (major, 0)
     cuda.get_device_name = lambda _=None: f"a pretended device of compute capability {major}.0"
     cuda.synchronize = lambda _=None: None
-    cast(Any, torch._C)._set_only_lift_cpu_tensors(True)
+    getattr(torch, "_C")._set_only_lift_cpu_tensors(True)  # noqa: B009
     torch.autograd.set_multithreading_enabled(False)  # the mode is on in one thread
     return PretendedDevice()
