@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-import torch.nn.attention.varlen  # it defines the operators
+import torch.nn.attention.varlen  # pyright: ignore[reportUnusedImport]  # it defines the operators
 from torch import Tensor
 
 aten: Any = torch.ops.aten

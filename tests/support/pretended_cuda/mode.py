@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -68,10 +69,12 @@ class PretendedDevice(TorchDispatchMode):
         super().__init__()
         self.seen = Seen()
 
-    def reset(self) -> Seen:
-        """Begin to count anew."""
+    def count(self, run: Callable[[], object]) -> Seen:
+        """What a function makes the device notice."""
+        self.seen = seen = Seen()
+        run()
         self.seen = Seen()
-        return self.seen
+        return seen
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
