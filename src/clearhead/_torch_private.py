@@ -46,7 +46,6 @@ _sdpa_flags: tuple[Callable[[], object], ...] = (
 )
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
-_version: Callable[[Tensor], int] = _lookup("Tensor._version.__get__", lambda _: -1)
 
 #: How many `TorchDispatchMode`s intercept every operation (`make_fx`). They do not intercept an extension.
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
@@ -73,7 +72,7 @@ reduce_scatter_single: Any = _lookup(
 
 def writes_to(tensor: Tensor) -> int | None:
     """How often a tensor was written to; ``None`` of an inference tensor, whose writes are not counted."""
-    return None if tensor.is_inference() else _version(tensor)
+    return None if tensor.is_inference() else getattr(tensor, "_version", None)
 
 
 def any_transform() -> bool:

@@ -71,8 +71,8 @@ def test_lse_and_sequences_without_keys(cuda: PretendedDevice) -> None:
     query, key, value, _ = (x.detach() for x in packed(2, "cuda"))
     of_queries, of_keys = (torch.tensor(bounds, dtype=torch.int32) for bounds in ([0, 5, 640], [0, 0, 640]))
     output, lse = clearhead.attention_varlen(query, key, value, of_queries.cuda(), of_keys.cuda(), return_lse=True)
-    on_cpu = (x.cpu() for x in (query, key, value))
-    expected, expected_lse = clearhead.attention_varlen(*on_cpu, of_queries, of_keys, return_lse=True)
+    q, k, v = (x.cpu() for x in (query, key, value))
+    expected, expected_lse = clearhead.attention_varlen(q, k, v, of_queries, of_keys, return_lse=True)
     assert output[:5].cpu().abs().max() == 0
     assert bool((lse[:5].cpu() == float("-inf")).all())
     assert _error(output.cpu(), expected.double()) <= 1e-2
