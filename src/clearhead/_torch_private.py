@@ -46,6 +46,7 @@ _sdpa_flags: tuple[Callable[[], object], ...] = (
 )
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
+
 #: How many `TorchDispatchMode`s intercept every operation (`make_fx`). They do not intercept an extension.
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
 #: Whether autocast is enabled for any device.
@@ -67,6 +68,11 @@ all_gather_single: Any = _lookup("distributed.all_gather_single", _lookup("distr
 reduce_scatter_single: Any = _lookup(
     "distributed.reduce_scatter_single", _lookup("distributed.reduce_scatter_tensor", None)
 )
+
+
+def writes_to(tensor: Tensor) -> int | None:
+    """How often a tensor was written to; ``None`` of an inference tensor, whose writes are not counted."""
+    return None if tensor.is_inference() else getattr(tensor, "_version", None)
 
 
 def any_transform() -> bool:

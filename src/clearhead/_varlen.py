@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, overload
 
 from torch import Tensor
 
 from ._call.request import Request
 from ._call.sequences import read_sequences
-from ._checks import strided
+from ._checks import integer, strided
 from ._environment import read_environment
 from ._layer.plan import attend
 from .errors import ShapeError, shape_text
@@ -29,6 +30,8 @@ def attention_varlen(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -46,6 +49,8 @@ def attention_varlen(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -62,6 +67,8 @@ def attention_varlen(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each of several packed sequences, for Σ l·s of work instead of (Σ l)·(Σ s).
@@ -82,14 +89,17 @@ def attention_varlen(
         cu_seqlens_q: integers (n + 1,), the first query of each of n sequences, and T.
         cu_seqlens_k: likewise for the keys, ending in Tk. A sequence may be empty.
         mask, scale, dropout_p, softcap, sinks, return_lse: as for `attention`.
+        max_seqlen_q, max_seqlen_k: the most queries and keys of a sequence. A GPU needs them for speed, because the
+            boundaries are not read from it. Default: T and Tk.
 
     Returns:
         (T, H, Dv). With `return_lse` also lse, (T, H). A query whose sequence has no key gets 0 and −∞. NaN or inf in
         one sequence reaches neither outputs nor gradients of another.
 
     Raises:
-        ArgumentError: if boundaries do not begin at 0, decrease, or do not end at T (Tk). If queries and keys have
-            different numbers of sequences.
+        ArgumentError: if boundaries do not begin at 0, decrease, or do not end at T (Tk). If a sequence is longer than
+            `max_seqlen_q` or `max_seqlen_k`. On a GPU these values are not checked, because that would wait for it.
+            If queries and keys have different numbers of sequences.
         ShapeError, DTypeError, DeviceError: as `attention`, and for boundaries of another kind.
 
     Example:
@@ -102,7 +112,10 @@ def attention_varlen(
         True
     """
     _require_packed(query=query, key=key, value=value)
-    sequences = read_sequences(cu_seqlens_q, cu_seqlens_k, query, key)
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None:
+            integer(name, longest, least=0, most=math.inf)
+    sequences = read_sequences(cu_seqlens_q, cu_seqlens_k, query, key, (max_seqlen_q, max_seqlen_k))
     request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, lse=return_lse, sequences=sequences)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # (1, H, T, D), (1, Hkv, Tk, D) and (…, Dv)
     output, lse, _ = attend(q, k, v, request, read_environment())

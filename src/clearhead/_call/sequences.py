@@ -26,8 +26,9 @@ class PackedSequences:
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int64 (n + 1,), from 0 to T and to Tk.
-        queries, keys: the same as numbers. They are empty while tracing.
+        queries, keys: the same as numbers. They are empty while tracing, and on an accelerator, which nobody waits for.
         tokens: T and Tk.
+        longest: no sequence has more queries and keys. Default: T and Tk.
     """
 
     cu_seqlens_q: Tensor
@@ -35,6 +36,7 @@ class PackedSequences:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     tokens: tuple[int, int]
+    longest: tuple[int, int] | None = None
 
     @property
     def count(self) -> int:
@@ -66,12 +68,17 @@ def _positions(bounds: Tensor, tokens: int) -> Tensor:
     return torch.arange(tokens, device=bounds.device) - bounds[_numbers(bounds, tokens)]
 
 
-def read_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Tensor) -> PackedSequences:
+def read_sequences(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    query: Tensor,
+    key: Tensor,
+    longest: tuple[int | None, int | None] = (None, None),
+) -> PackedSequences:
     """Check the boundaries of packed queries (T, …) and keys (Tk, …)."""
-    bounds = (
-        _boundaries("cu_seqlens_q", cu_seqlens_q, "query", query),
-        _boundaries("cu_seqlens_k", cu_seqlens_k, "key", key),
-    )
+    same = cu_seqlens_k is cu_seqlens_q and query.shape[0] == key.shape[0]
+    of_queries = _boundaries("cu_seqlens_q", cu_seqlens_q, "query", query)
+    bounds = of_queries, of_queries if same else _boundaries("cu_seqlens_k", cu_seqlens_k, "key", key)
     if len(bounds[0]) != len(bounds[1]):
         raise ArgumentError(
             "cu_seqlens_k",
@@ -80,15 +87,13 @@ def read_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, ke
             fix="A sequence without keys repeats its boundary.",
         )
     tokens = (query.shape[0], key.shape[0])
-    # A graph must hold for other boundaries: no sequence can be cut out of it.
-    if is_tracing():
-        return PackedSequences(*bounds, (), (), tokens)
-    queries = _checked("cu_seqlens_q", bounds[0], tokens[0])
-    # Values are read once where they can be: an accelerator is waited for each time.
-    same = cu_seqlens_k is cu_seqlens_q and tokens[0] == tokens[1]
-    return PackedSequences(
-        *bounds, queries, queries if same else _checked("cu_seqlens_k", bounds[1], tokens[1]), tokens
-    )
+    # A graph must hold for other boundaries, and an accelerator would be waited for.
+    if is_tracing() or bounds[0].device.type not in ("cpu", "meta"):
+        most = [count if given is None else min(given, count) for given, count in zip(longest, tokens, strict=True)]
+        return PackedSequences(*bounds, (), (), tokens, (most[0], most[1]))
+    queries = _checked("cu_seqlens_q", bounds[0], tokens[0], longest[0])
+    keys = queries if same else _checked("cu_seqlens_k", bounds[1], tokens[1], longest[1])
+    return PackedSequences(*bounds, queries, keys, tokens)
 
 
 def require_within(mask: Mask) -> None:
@@ -145,8 +150,8 @@ def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
     return bounds.to(torch.int64).clone(memory_format=torch.contiguous_format)
 
 
-def _checked(name: str, bounds: Tensor, count: int) -> tuple[int, ...]:
-    """The boundaries as numbers. An accelerator is waited for here: blocks can only be skipped by known numbers."""
+def _checked(name: str, bounds: Tensor, count: int, longest: int | None) -> tuple[int, ...]:
+    """The boundaries as numbers."""
     numbers: list[int] = with_values(name, bounds).tolist()
     if numbers[0] != 0:
         raise ArgumentError(name, expected="boundaries from 0 on", got=f"a first one of {numbers[0]}")
@@ -155,6 +160,10 @@ def _checked(name: str, bounds: Tensor, count: int) -> tuple[int, ...]:
             got = f"{before}, {after} at {place - 1} and {place}"
             fix = "Give running totals of the lengths, not the lengths."
             raise ArgumentError(name, expected="boundaries that do not decrease", got=got, fix=fix)
+        if longest is not None and after - before > longest:
+            argument, got = name.replace("cu_seqlens", "max_seqlen"), f"{longest}, and a sequence of {after - before}"
+            fix = "Leave it out, or give the length of the longest sequence."
+            raise ArgumentError(argument, expected=f"no sequence of {name} longer than it", got=got, fix=fix)
     if numbers[-1] != count:
         what = "T, the number of query tokens" if name == "cu_seqlens_q" else "Tk, the number of key tokens"
         expected = f"a last boundary of {count}: {what}"

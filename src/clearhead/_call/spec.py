@@ -56,6 +56,7 @@ class AttentionSpec(NamedTuple):
         lse: whether the log-sum-exp is returned.
         weights: which weights are returned.
         sequences: how many packed sequences there are, or ``None``.
+        same_sequences: whether their queries and keys have the same boundaries.
         tracing, transformed, dispatching: of the environment.
     """
 
@@ -79,6 +80,7 @@ class AttentionSpec(NamedTuple):
     lse: bool
     weights: WeightsWanted
     sequences: int | None
+    same_sequences: bool
     tracing: bool
     transformed: bool
     dispatching: bool
@@ -145,6 +147,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
         lse if lse is False or lse is True else flag("return_lse", lse),
         weights,
         None if sequences is None else sequences.count,
+        sequences is not None and sequences.cu_seqlens_q is sequences.cu_seqlens_k,
         tracing,
         environment.transformed,
         environment.dispatching,

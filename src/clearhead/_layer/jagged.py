@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._call.sequences import PackedSequences, read_sequences
 from .._checks import with_values
-from .._environment import is_tracing
 from .._torch_private import is_rows_of
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks._base import Mask
@@ -75,7 +74,7 @@ def read_jagged(
 
 
 def _require_side_by_side(sequences: PackedSequences) -> None:
-    if not is_tracing() and not torch.equal(sequences.query_positions, sequences.key_positions):
+    if sequences.queries != sequences.keys:
         expected = "the query's lengths: a position part rotates both by the same positions"
         fix = "Use position= in self-attention, and a module without it for cross-attention."
         raise ShapeError("key", expected=expected, got="others", fix=fix)

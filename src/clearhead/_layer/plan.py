@@ -16,6 +16,7 @@ from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
 from .._call.packed import as_one_sequence, each_sequence, validate_mask
 from .._call.request import Request
+from .._call.sequences import PackedSequences
 from .._call.spec import AttentionSpec, Layout
 from .._call.validation import NO_SINK
 from .._environment import Environment, autocast_off, cast_for_autocast
@@ -158,6 +159,9 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
             # No values of boundaries to cut sequences by: a mask hides the others.
             return lambda call: run_call(as_one_sequence(call), environment)
         kernel = choose_for_packed(call, environment.kernel)
+        if kernel is None and not cast(PackedSequences, call.request.sequences).queries:
+            # Nor are they read from an accelerator, which would wait.
+            return lambda call: run_call(as_one_sequence(call), environment)
         if kernel is None:
             one_by_one = _each_alone(environment)
             return _with_seed(one_by_one) if spec.dropout_p > 0 else one_by_one

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._checks import integer, strided
 from .._environment import is_tracing, outside_graphs
+from .._torch_private import writes_to
 from ..errors import ArgumentError, DistributedError, shape_text
 from ._agreement import Gathered, agree_on, fingerprint, group_of, require_equal, require_mesh
 from ._collectives import gather_shards
@@ -114,12 +115,12 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
 
 #: By tensor and group: ``"whole"``, or the layout of a shard; and the version of the tensor. A write in place changes
 #: the version, and the mark is no longer valid. Marks end with the tensor, and no result of an operation has one.
-_marks = cast("MutableMapping[Tensor, MutableMapping[dist.ProcessGroup, tuple[str, int]]]", WeakIdKeyDictionary())
+_marks = cast("MutableMapping[Tensor, MutableMapping[dist.ProcessGroup, tuple[str, int | None]]]", WeakIdKeyDictionary())
 
 
 def _mark(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> None:
     if not (is_tracing() or tensor.is_inference()):  # these have no version
-        _marks.setdefault(tensor, WeakKeyDictionary())[group] = kind, tensor._version
+        _marks.setdefault(tensor, WeakKeyDictionary())[group] = kind, writes_to(tensor)
 
 
 @outside_graphs
@@ -135,7 +136,7 @@ def require_shards(group: dist.ProcessGroup, layout: Layout, **tensors: object) 
         if not isinstance(tensor, Tensor) or tensor not in _marks:
             continue
         kind, version = _marks[tensor].get(group, (layout, 0))
-        if version != tensor._version or kind == layout:
+        if version != writes_to(tensor) or kind == layout:
             continue
         if kind == "whole":
             fix = f'Give each process its part: shard_sequence(tensor, mesh, layout="{layout}").'

@@ -29,7 +29,9 @@ def rows_of(
         return known
     if cu_seqlens_q is None or cu_seqlens_k is None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         _refuse(query, key)
-    rows = read_sequences(_moved(cu_seqlens_q, query), _moved(cu_seqlens_k, query), query[0, 0], key[0, 0])
+    moved_q = _moved(cu_seqlens_q, query)
+    moved_k = moved_q if cu_seqlens_k is cu_seqlens_q else _moved(cu_seqlens_k, query)
+    rows = read_sequences(moved_q, moved_k, query[0, 0], key[0, 0])
     if rows.queries != rows.keys:
         _refuse(query, key)
     return rows

@@ -18,10 +18,12 @@ from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
+from ._sdpa_sequences import plan_sequences, refusals_of_sequences
 
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
 _CPU_SHARE, _OTHER_SHARE = 1 / 3, 1 / 16
+_ALIGNED = 8
 _MATH = 0  # SDPBackend.MATH as PyTorch numbers it
 
 
@@ -33,8 +35,12 @@ class SdpaKernel(Kernel):
     twice_differentiable: ClassVar[bool] = False
     seeds_dropout: ClassVar[bool] = False
     isolates_queries: ClassVar[bool] = True
+    #: `torch.nn.attention.varlen`, on CUDA devices.
+    takes_packed: ClassVar[bool] = True
 
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        if spec.sequences is not None:
+            return refusals_of_sequences(spec, mask, grid)
         causal_nan = spec.scale <= 0 and _is_flagged_causal(spec, mask, grid)
         reasons = applicable(
             {
@@ -55,6 +61,8 @@ class SdpaKernel(Kernel):
         return tuple(reasons)
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        if spec.sequences is not None:
+            return plan_sequences(spec, mask, grid)
         folded, group = _folds(spec, mask, grid), spec.group
         grouped: dict[str, bool] = {"enable_gqa": True} if group > 1 and not folded else {}
         is_causal = False
@@ -100,7 +108,7 @@ def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether PyTorch would take one of its fused paths, from the mask's dtype and none of its work."""
     causal, dtype = _is_flagged_causal(spec, mask, grid), None
     if mask is not None and not causal and not hides_nothing(mask, grid):
-        dtype = spec.compute_dtype if mask.has_bias else spec.dtype
+        dtype = spec.compute_dtype if mask.has_bias and spec.device.type == "cpu" else spec.dtype
     layouts = tuple((layout.shape, layout.has_whole_rows) for layout in (spec.query, spec.key, spec.value))
     options = (spec.dropout_p > 0, spec.needs_gradients, causal, _folds(spec, mask, grid))
     return _has_fused_path(layouts, spec.dtype, spec.device, dtype, *options, sdpa_settings())
@@ -197,6 +205,8 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
     """
     masked = call.coverage.masked_queries
     visible, bias = additive(mask, call.grid, call.spec.compute_dtype)
+    if bias is not None and not bias.is_cpu:
+        bias = _rounded(bias, call.query.dtype)
     if visible is not None and masked is not None:
         visible = visible | masked
     if visible is not None and bias is None and is_tracing():  # a graph is smaller with a bool tensor
@@ -206,19 +216,34 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
         if visible is not None:
             added = visible.new_zeros((), dtype=call.query.dtype) if bias is None else bias
             lowered = torch.where(visible, added, float("-inf"))
-        if lowered is not None and masked is not None:
+        if bias is not None and lowered is not None and masked is not None:
             lowered = lowered.masked_fill(masked, 0)
     if lowered is None:
         return None
     return _with_whole_rows(lowered if group == 1 else _fold_mask(lowered, call), call.key.shape[2])
 
 
-def _with_whole_rows(mask: Tensor, keys: int) -> Tensor:
-    """The mask with the numbers of a row side by side, without which PyTorch has no fused kernel but on the CPU.
+def _rounded(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in the dtype of the query: PyTorch's kernels for accelerators take no other.
 
+    A number beyond the dtype's range stays finite, because −∞ would hide the key.
+    """
+    if bias.dtype == dtype or torch.finfo(dtype).max >= torch.finfo(bias.dtype).max / 2:
+        return bias.to(dtype)
+    limits = torch.finfo(dtype)
+    return torch.where(bias == float("-inf"), bias, bias.clamp(limits.min, limits.max)).to(dtype)
+
+
+def _with_whole_rows(mask: Tensor, keys: int) -> Tensor:
+    """The mask with the numbers of a row side by side, and rows that begin at multiples of 8 numbers.
+
+    Without the first PyTorch has no fused kernel but on the CPU. Without the second it copies the mask in each call.
     Broadcast dimensions stay broadcast.
     """
-    if mask.is_cpu or (mask.shape[3] == keys and mask.stride(3) == 1):
+    steps = mask.stride()[:3]
+    if mask.is_cpu or (mask.shape[3] == keys and mask.stride(3) == 1 and not any(step % _ALIGNED for step in steps)):
         return mask
-    distinct = mask[tuple(slice(0, 1) if step == 0 else slice(None) for step in mask.stride()[:3])]
-    return distinct.expand(-1, -1, -1, keys).contiguous().expand(*mask.shape[:3], keys)
+    distinct = mask[tuple(slice(0, 1) if step == 0 else slice(None) for step in steps)]
+    distinct = distinct.expand(-1, -1, -1, keys)
+    aligned = F.pad(distinct, (0, -keys % _ALIGNED)) if keys % _ALIGNED else distinct.contiguous()
+    return aligned[..., :keys].expand(*mask.shape[:3], keys)

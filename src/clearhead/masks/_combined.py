@@ -74,7 +74,7 @@ class And(_Combined):
             start += count
 
     def structure(self, grid: Grid) -> Structure:
-        structure = Structure()
+        structure = Structure(diagonal=True)
         for part in self._masks:
             structure = structure.meet(structure_of(part, grid))
         return structure
@@ -107,7 +107,8 @@ class Or(_Combined):
 
     def structure(self, grid: Grid) -> Structure:
         # A bound: the visible keys are in one of the two structures.
-        return Structure(exact=False, either=tuple(structure_of(mask, grid) for mask in self._masks))
+        either = tuple([structure_of(mask, grid) for mask in self._masks])
+        return Structure(exact=False, either=either, diagonal=any(each.diagonal for each in either))
 
     def describe(self) -> str:
         return f"({' | '.join(mask.describe() for mask in self._masks)})"

@@ -18,6 +18,7 @@ from ._structure import Band, RowRanges, Structure, structure_of
 
 _ROWS_AT_A_TIME = 1 << 21  # elements of the mask that are evaluated at once
 _EDGE_ROWS, _EDGE_COLUMNS = 16, 8  # evaluated first at each border; columns take longer to read
+_CELLS_AT_ONCE = 1 << 28  # bools on an accelerator
 _FEW_CELLS = 1 << 16  # up to this size, evaluating all cells takes no longer
 
 
@@ -26,7 +27,7 @@ class Coverage:
     """The queries with a visible key, and the keys that are visible to a query; ``None`` for all.
 
     Args:
-        queries: bool (1 or B, 1 or H, L, 1).
+        queries: bool (1 or B, 1 or H, 1 or L, 1).
         keys: bool (1 or B, 1 or H, S, 1).
         masked_queries: the fully masked rows, the opposite of `queries`.
         masked_keys: the keys masked for every query, the opposite of `keys`.
@@ -67,13 +68,18 @@ def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
     # The other cases read values, which a graph cannot, or borders, which an empty mask lacks.
     if is_tracing() or grid.query_length == 0 or grid.key_length == 0:
         return _coverage_at_once(mask, grid)
+    if structure.diagonal and grid.query_length == grid.key_length:
+        return COVERS_ALL
     if band is not None:
         rows, columns = band.rows(grid), band.columns(grid)
         return Coverage.of(_range(*rows, grid.query_length, grid), _range(*columns, grid.key_length, grid))
     # Ranges and marks need no evaluation of cells.
     if structure.exact and not structure.tensors and not structure.biases:
         queries, keys = _coverage_of_ranges(structure, grid)
-        return Coverage.of(_unless_all(queries), _unless_all(keys))
+        return Coverage.of(None if queries is None else _unless_all(queries), _unless_all(keys))
+    # An accelerator would wait for a search, and has the memory and the speed for all cells of one pass.
+    if grid.device.type != "cpu" and grid.batch_size * grid.query_length * grid.key_length <= _CELLS_AT_ONCE:
+        return _coverage_at_once(mask, grid)
     # The extension reads stored tensors in one pass. Computed masks are searched.
     covered = find_natively(structure, grid)
     if covered is not None:
@@ -83,14 +89,23 @@ def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
     return Coverage.of(_unless_all(search.queries), _unless_all(search.keys))
 
 
-def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Bool (1 or B, 1, L) and (1 or B, 1, S), from the first and last column of each row."""
-    rows, keys = structure.rows, structure.keys
+def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor]:
+    """Bool (1 or B, 1, 1 or L), ``None`` for all, and (1 or B, 1, S), from the first and last column of each row."""
+    rows, keys, band = structure.rows, structure.keys, structure.band
+    is_square_causal = band is not None and band.is_causal(grid) and grid.query_length == grid.key_length
     # One range per item equals marks of keys, which take few small operators.
-    if structure.band is None and (rows is None or (rows.stop.shape[1] == 1 and rows.first is None)):
+    if (rows is None or (rows.stop.shape[1] == 1 and rows.first is None)) and (
+        band is None or (is_square_causal and structure.queries is None)
+    ):
+        only_rows = keys is None and structure.queries is None
         if rows is not None:
             keys = _and(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
-        covered_queries, covered_keys = _of_marks(structure.queries, keys, grid)
+            if only_rows and rows.shortest > 0:  # the first key is visible to every query
+                return None, keys[:, None]
+        if band is None or keys is None:
+            covered_queries, covered_keys = _of_marks(structure.queries, keys, grid)
+        else:  # a marked key is visible to its own query, and to all later ones
+            covered_queries, covered_keys = keys.cumsum(1) > 0, keys
     else:
         first, stop = _ends(rows, structure.band or Band.whole(grid), grid)  # (1 or B, L) each
         covered_queries = _and(_any_key(first, stop, keys, grid), structure.queries)
@@ -103,13 +118,13 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor, Tenso
 
 
 def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
-    """(1 or B, L) and (1 or B, S), if a key is visible to a query whenever both are marked."""
+    """(1 or B, 1 or L) and (1 or B, S), if a key is visible to a query whenever both are marked."""
     # A marked query is covered only if a key is marked, and a marked key only if a query is marked.
     every = torch.ones(1, 1, dtype=torch.bool, device=grid.device)
     covered_queries = every if keys is None else keys.any(1, keepdim=True)
     covered_keys = every if queries is None else queries.any(1, keepdim=True)
     covered_queries, covered_keys = _and(covered_queries, queries), _and(covered_keys, keys)
-    return covered_queries.expand(-1, grid.query_length), covered_keys.expand(-1, grid.key_length)
+    return covered_queries, covered_keys.expand(-1, grid.key_length)
 
 
 def _and(marks: Tensor, more: Tensor | None) -> Tensor:

@@ -12,9 +12,7 @@ from ..errors import ArgumentError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
 from ._of_tensor import OfTensor, broadcasts, require_integers
-from ._structure import UNKNOWN, RowRanges, Structure
-
-_WORTH_WAITING = 1 << 22  # scores; for fewer, a synchronisation with an accelerator takes longer than it saves
+from ._structure import RowRanges, Structure
 
 
 def documents(ids: Tensor) -> Mask:
@@ -52,21 +50,25 @@ class _Documents(OfTensor):
         return None
 
     def structure(self, grid: Grid) -> Structure:
-        worth_reading = self._tensor.is_cpu or grid.query_length * grid.key_length >= _WORTH_WAITING
-        if grid.shift is None or is_tracing() or is_transformed() or not worth_reading:
-            return UNKNOWN
+        # A position is in its own document.
+        unknown = Structure(exact=False, diagonal=grid.shift == 0)
+        # To read ids from an accelerator, or to move ranges to it, would wait for it.
+        if grid.shift is None or is_tracing() or is_transformed() or grid.device.type != "cpu":
+            return unknown
         # Sequences that are not contiguous have no single range per row.
-        ranges = _row_ranges(self._tensor)
+        ranges = _row_ranges(self.on(grid.device))
         if ranges is None:
-            return UNKNOWN
+            return unknown
         query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
         # From positions to rows and columns of this call.
-        first, stop = (numbers[:, query : query + grid.query_length].to(grid.device) - key for numbers in ranges)
-        return Structure(rows=RowRanges(first, stop))
+        first, stop = (numbers[:, query : query + grid.query_length] - key for numbers in ranges)
+        return Structure(rows=RowRanges(first, stop), diagonal=grid.shift == 0)
 
     def visible(self, block: Block) -> Tensor:
         # At absolute positions: with a cache, the rows of the call are only the last tokens.
-        ids = take(self._tensor.to(block.grid.device), 0, block.batch)
+        ids = take(self.on(block.grid.device), 0, block.batch)
+        if not block.grid.has_positions:
+            return take(ids, 1, block.rows)[:, None, :, None] == take(ids, 1, block.columns)[:, None, None]
         queries = _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None]  # (1 or b, 1, l, 1)
         k = block.k[:, :, 0]  # (1 or b, 1 or h, s)
         keys = _look_up(ids, k.flatten(1)).unflatten(1, k.shape[1:])[:, :, None]  # (1 or b, 1 or h, 1, s)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._checks import INTEGERS, PLAIN, strided, with_values
+from .._environment import is_tracing
+from .._torch_private import writes_to
 from ..errors import DTypeError, shape_text
 from ._base import Mask
 
@@ -17,6 +20,23 @@ class OfTensor(Mask):
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self._name, self._tensor = name, tensor
+        self._copies: dict[torch.device, tuple[int | None, Tensor]] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """The tensor on the device of a call. Another device gets a copy once, and again after a write."""
+        tensor = self._tensor
+        if tensor.device == device or is_tracing():
+            return tensor.to(device)
+        writes = writes_to(tensor)
+        known, copy = self._copies.get(device, (None, tensor))
+        if known is None or known != writes:
+            copy = tensor.to(device)
+            if type(copy) is Tensor:  # a mode may make another one, which has no values after it
+                self._copies[device] = writes, copy
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_copies": {}}  # a copy of the mask makes its own
 
     def signature(self) -> Hashable | None:
         tensor = self._tensor

@@ -155,7 +155,8 @@ class _Diagonals(_Rule):
         low, high = self.limits(grid)
         # Row numbers are below L, so −L and S limit nothing.
         lowest = -grid.query_length if low is None else max(low + shift, -grid.query_length)
-        return Structure(band=Band(lowest, min(high + shift, keys), keys))
+        highest = min(high + shift, keys)
+        return Structure(band=Band(lowest, highest, keys), diagonal=lowest <= 0 <= highest)
 
 
 @final

@@ -87,10 +87,12 @@ class RowRanges:
     Args:
         first: first column, integers (1 or B, 1 or L); ``None`` for 0.
         stop: one past the last column, of the same shapes.
+        shortest: the number of columns that every range is known to have.
     """
 
     first: Tensor | None
     stop: Tensor
+    shortest: int = 0
 
     def meet(self, other: RowRanges) -> RowRanges:
         """The columns that are in both ranges."""
@@ -132,6 +134,7 @@ class Structure:
         tensors: bool (1 or B, 1 or H, 1 or L, 1 or S) each.
         biases: floats of such shapes that are added to the scores; −∞ hides.
         either: one of the two structures must allow the key.
+        diagonal: whether key i is known to be visible to query i, for every i that both L and S exceed.
 
     Example:
         >>> import torch
@@ -149,6 +152,7 @@ class Structure:
     tensors: tuple[Tensor, ...] = ()
     biases: tuple[Tensor, ...] = ()
     either: tuple[Structure, ...] = ()
+    diagonal: bool = False
 
     def meet(self, other: Structure) -> Structure:
         """The structure of the two masks combined with ``&``."""
@@ -162,6 +166,7 @@ class Structure:
             self.biases + other.biases,
             # Only one pair of alternatives is stored, which is still a bound.
             self.either or other.either,
+            self.diagonal and other.diagonal,
         )
 
     def only_band(self, grid: Grid) -> Band | None:

@@ -59,6 +59,8 @@ def drop(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
 def bias(tensor: Tensor) -> Mask:
     """Add numbers to the scores, after scaling and soft-capping; −inf hides. Gradients flow into it.
 
+    On an accelerator PyTorch's fused kernels read the numbers in the dtype of the query, to which they are rounded.
+
     Args:
         tensor: float tensor, of the shapes that `keep` takes.
 

@@ -206,7 +206,7 @@ def _checked_positions(positions: object, q: Tensor) -> Tensor:
         expected = "an int ≥ 0, where the first token stands"
         fix = "Padding is marked per token, by −1 in a tensor (B, L)."
         first = integer("positions", positions, least=0, expected=expected, fix=fix)
-        return (torch.arange(length, device=q.device) + first)[None]  # (1, L)
+        return torch.arange(first, first + length, device=q.device)[None]  # (1, L)
     expected = "an int or an integer tensor (L,) or (B, L)"
     positions = strided("positions", positions, expected, dtypes=INTEGERS)
     per_item = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)

@@ -1,0 +1,92 @@
+"""Packed sequences on PyTorch's flash attention for variable lengths, `torch.nn.attention.varlen`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._call.call import AttentionCall, Results
+from .._call.sequences import PackedSequences
+from .._call.spec import AttentionSpec
+from ..masks._base import Mask
+from ..masks._grid import Grid
+from ..masks._structure import Band, structure_of
+from ._base import Plan, Refusal, applicable
+
+_MODULE = "torch.nn.attention.varlen"
+_LARGEST_HEAD = 256
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+    """Every reason against packed sequences."""
+    dim, value_dim = spec.query.shape[-1], spec.value.shape[-1]
+    fits = dim <= _LARGEST_HEAD and dim % 8 == 0 and value_dim == dim
+    reasons = {
+        "PyTorch has packed sequences on CUDA devices only": spec.device.type != "cuda",
+        "this version of PyTorch has no torch.nn.attention.varlen": find_spec(_MODULE) is None,
+        "of packed sequences PyTorch takes float16 and bfloat16 only": spec.dtype not in _HALF,
+        "of packed sequences PyTorch takes D = Dv only, a multiple of 8 up to 256": not fits,
+        "of packed sequences it takes no soft-cap": spec.softcap is not None,
+        "of packed sequences it takes no sinks": spec.sinks,
+        "of packed sequences it takes no dropout": spec.dropout_p > 0,
+        "of packed sequences PyTorch gives no gradient of the log-sum-exp": spec.lse and spec.needs_gradients,
+        "of packed sequences PyTorch takes the masks causal() and sliding_window(…) only, in self-attention": (
+            _window(spec, mask, grid) is None
+        ),
+        "a size is 0": spec.empty,
+        "torch.func cannot transform it twice, or derive it forwards": spec.transformed,
+        "a graph cannot hold it": spec.tracing,
+    }
+    return tuple(applicable(reasons))
+
+
+def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+    """All sequences in one kernel, which reads no mask."""
+    varlen: Any = import_module(_MODULE)
+    window = cast("tuple[int, int]", _window(spec, mask, grid))
+    results_wanted = varlen.AuxRequest(lse=True) if spec.lse else None
+
+    def compute(call: AttentionCall) -> Results:
+        sequences = cast(PackedSequences, call.request.sequences)
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))  # (T, H, D)
+        found = varlen.varlen_attn(
+            query,
+            key,
+            value,
+            sequences.cu_seqlens_q.int(),
+            sequences.cu_seqlens_k.int(),
+            *(sequences.longest or sequences.tokens),
+            return_aux=results_wanted,
+            scale=spec.scale,
+            window_size=window,
+            enable_gqa=spec.group > 1,
+        )
+        output, lse = found if spec.lse else (found, None)
+        return Results(output.transpose(0, 1)[None], None if lse is None else _lse(lse, query))
+
+    return compute
+
+
+def _lse(lse: Tensor, query: Tensor) -> Tensor:
+    """(1, H, T), with −∞ where a sequence has no key."""
+    tokens, heads, _ = query.shape
+    # The documentation says (T, H); the kernel, and PyTorch's own description of it for graphs, say (H, T).
+    by_head = lse if lse.shape == (heads, tokens) else lse.t()
+    return by_head.masked_fill(by_head == float("inf"), float("-inf"))[None]
+
+
+def _window(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[int, int] | None:
+    """How many keys before and after its own position a query sees, −1 for all; ``None`` for other masks."""
+    if mask is None:
+        return -1, -1
+    band = structure_of(mask, grid).only_band(grid)
+    # PyTorch aligns windows at the last key of each sequence, Clearhead at the first: they agree for equal lengths.
+    if band is None or not spec.same_sequences or band.low > 0 or band.high < 0 or band.stop < grid.key_length:
+        return None
+    whole = Band.whole(grid)
+    return -1 if band.low <= whole.low + 1 else -band.low, -1 if band.high >= whole.high - 1 else band.high

@@ -1,0 +1,129 @@
+"""Every mask runs on a fused kernel, with few operators and without waiting for the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.masks import Mask
+from tests.support.pretended_cuda.mode import PretendedDevice
+
+B, H, L, D = 2, 4, 1024, 64
+LENGTHS = torch.tensor([L, 700])
+CAPABILITY = os.environ.get("PRETENDED_CAPABILITY", "9")
+
+
+def real(length: int = L) -> Tensor:
+    return torch.arange(length) < (LENGTHS * length // L)[:, None]
+
+
+#: Masks of L queries and keys, whose tensors lie on a device.
+MASKS: dict[str, Callable[[int, torch.device], Mask | None]] = {
+    "none": lambda length, device: None,
+    "lengths": lambda length, device: masks.lengths(LENGTHS * length // L),
+    "window": lambda length, device: masks.sliding_window(length // 10, length // 10),
+    "documents": lambda length, device: masks.documents(torch.arange(length) // (length // 7)),
+    "keep": lambda length, device: masks.keep(keys=real(length).to(device)),
+    "drop": lambda length, device: masks.drop(keys=~real(length).to(device)),
+    "bias": lambda length, device: masks.bias(_bias(length).to(device)),
+    "prefix": lambda length, device: masks.prefix(length // 10),
+}
+KEY_PADDING = ("lengths", "keep", "drop")
+
+
+def _bias(length: int) -> Tensor:
+    # Numbers that bfloat16 has: PyTorch's kernels read a bias in the dtype of the query.
+    return torch.randn(1, H, length, length, generator=torch.Generator().manual_seed(3)).bfloat16().float()
+
+
+def mask_of(name: str, causal: bool, length: int, device: torch.device) -> Mask | None:
+    mask = MASKS[name](length, device)
+    if not causal:
+        return mask
+    return masks.causal() if mask is None else mask & masks.causal()
+
+
+def operands(length: int, dtype: torch.dtype, heads: int = H) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(B, count, length, D, generator=generator).to(dtype) for count in (H, heads, heads)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_mask_takes_one_fused_kernel_and_no_wait(
+    cuda: PretendedDevice, name: str, causal: bool, prepared: bool
+) -> None:
+    device = torch.device("cuda:0")
+    query, key, value = (x.to(device) for x in operands(L, torch.bfloat16))
+    mask = mask_of(name, causal, L, device)
+    if mask is not None and prepared:
+        mask = mask.prepare(L, L, batch_size=B, num_heads=H, device=device)
+    with torch.no_grad():
+        clearhead.attention(query, key, value, mask)
+        seen = cuda.count(lambda: clearhead.attention(query, key, value, mask))
+    plain = name == "none"
+    fused = "cuDNN" if CAPABILITY == "9" else "flash" if plain else "efficient"
+    assert seen.backends == [fused]
+    assert seen.waits == []
+    assert seen.count <= (1 if plain else 4 if prepared else 24)
+    cells = 0 if plain else B * L if name in KEY_PADDING and not causal else (H if name == "bias" else B) * L * L
+    assert seen.largest <= max(query.numel(), cells) * query.element_size()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_values_and_gradients_are_those_of_the_cpu(
+    cuda: PretendedDevice, name: str, causal: bool, dtype: torch.dtype
+) -> None:
+    length, device = 75, torch.device("cuda:0")  # no multiple of 8, so that rows of masks need padding
+    inputs = operands(length, dtype)
+    if name in KEY_PADDING:  # the padding holds NaN
+        for x in inputs[1:]:
+            x[1, :, int(LENGTHS[1]) * length // L :] = torch.nan
+    exact = _with_gradients(inputs, mask_of(name, causal, length, torch.device("cpu")), torch.float64, "reference")
+    same = _with_gradients(inputs, mask_of(name, causal, length, torch.device("cpu")), dtype, "reference")
+    got: list[Tensor] = []
+    on_device, mask = [x.to(device) for x in inputs], mask_of(name, causal, length, device)
+    seen = cuda.count(lambda: got.extend(_with_gradients(on_device, mask, dtype, None)))
+    assert len(seen.backends) == 1
+    for ours, reference, judge in zip(got, same, exact, strict=True):
+        limit = 1e-5 if dtype == torch.float32 else 2 * _error(reference, judge)
+        assert _error(ours.cpu(), judge) <= limit
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fully_masked_rows_are_zero(cuda: PretendedDevice, causal: bool) -> None:
+    device = torch.device("cuda:0")
+    query, key, value = (x.to(device).requires_grad_() for x in operands(32, torch.float32))
+    mask: Mask = masks.lengths(torch.tensor([20, 0]))
+    if causal:
+        mask = mask & masks.causal()
+    output = clearhead.attention(query, key, value, mask)
+    gradients = torch.autograd.grad(output.sum(), (query, key, value))
+    assert output[1].cpu().abs().max() == 0
+    assert all(each[1].cpu().abs().max() == 0 for each in gradients)
+    assert output[0].cpu().abs().min() > 0
+
+
+def _with_gradients(inputs: list[Tensor], mask: Mask | None, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:
+    leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+    if kernel is None:
+        output = clearhead.attention(leaves[0], leaves[1], leaves[2], mask)
+    else:
+        with clearhead.use_kernel(kernel):
+            output = clearhead.attention(leaves[0], leaves[1], leaves[2], mask)
+    generator = torch.Generator().manual_seed(2)
+    gradient = torch.randn(output.shape, generator=generator).to(inputs[0].dtype).to(output.dtype).to(output.device)
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact.double()).abs().max() / exact.abs().max())

@@ -1,0 +1,90 @@
+"""Modules, decoding and upgraded models on a CUDA device: how many operators they take, and that none waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.masks import Mask
+from tests.support.pretended_cuda.mode import PretendedDevice, Seen
+
+
+def module(**options: Any) -> clearhead.MultiHeadAttention:
+    torch.manual_seed(0)
+    return clearhead.MultiHeadAttention(256, 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("mask", "most"), [(None, 30), (masks.causal(), 30), (masks.lengths(torch.tensor([512, 300])), 50)], ids=str
+)
+def test_forward_and_backward(cuda: PretendedDevice, mask: Mask | None, most: int) -> None:
+    attend = module().to("cuda").bfloat16()
+    x = torch.randn(2, 512, 256).bfloat16().cuda().requires_grad_()
+    gradient = torch.ones_like(x)
+
+    def step() -> None:
+        torch.autograd.grad(attend(x, mask=mask), (x, *attend.parameters()), gradient)
+
+    step()
+    seen = cuda.count(step)
+    assert seen.count <= most
+    assert seen.waits == []
+    assert len(seen.backends) == 1
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.lengths(torch.tensor([40, 23]))], ids=str)
+def test_a_module_computes_what_it_computes_on_the_cpu(cuda: PretendedDevice, mask: Mask | None) -> None:
+    attend, x = module(), torch.randn(2, 40, 256)
+
+    def results(attend: torch.nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.requires_grad_()
+        output = attend(x, mask=mask)
+        return [output, *torch.autograd.grad(output.square().sum(), (x, *attend.parameters()))]
+
+    expected = results(attend.double(), x.double())
+    got = results(attend.float().to("cuda"), x.cuda())
+    # The gradient of the keys' bias is 0 but for rounding, which is measured by the other gradients.
+    largest = max(float(judge.detach().abs().max()) for judge in expected[1:])
+    for ours, judge in zip(got, expected, strict=True):
+        assert float((ours.detach().cpu() - judge.detach()).abs().max()) <= 1e-5 * largest
+
+
+@pytest.mark.parametrize(("rotary", "most"), [(False, 11), (True, 27)])
+def test_a_decoding_step_takes_the_same_operators_at_every_position(
+    cuda: PretendedDevice, rotary: bool, most: int
+) -> None:
+    attend = module(position=clearhead.positions.Rotary(64) if rotary else None).to("cuda").bfloat16().eval()
+    token = torch.randn(2, 1, 256, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        cache = attend.make_cache(2, 128)
+        steps = [cuda.count(lambda: attend(token, mask=masks.causal(), cache=cache)) for _ in range(6)]
+    # PyTorch takes another of its fused kernels for the one key of the first step.
+    assert {step.count for step in steps} == {steps[0].count}
+    assert steps[0].count <= most
+    assert all(step.waits == [] and len(step.backends) == 1 for step in steps)
+
+
+def test_an_upgraded_bert_reads_no_more_than_transformers(cuda: PretendedDevice) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=100, **sizes)).eval().to("cuda").bfloat16()
+    ids = torch.randint(0, 100, (2, 64)).cuda()
+    real = (torch.arange(64) < torch.tensor([[64], [40]])).long().cuda()
+    outputs: list[Tensor] = []
+    seen: list[Seen] = []
+    with torch.no_grad():
+        for upgraded in (False, True):
+            if upgraded:
+                clearhead.upgrade(model)
+            outputs.append(model(input_ids=ids, attention_mask=real).last_hidden_state.cpu())
+            seen.append(cuda.count(lambda: model(input_ids=ids, attention_mask=real)))
+    stock, ours = seen
+    assert len(ours.backends) == len(stock.backends) == 2
+    assert len(ours.waits) <= len(stock.waits)
+    assert float((outputs[0] - outputs[1])[0].abs().max()) <= 0.05

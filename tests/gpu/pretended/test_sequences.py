@@ -1,0 +1,83 @@
+"""Packed sequences run in one kernel, whose count of operators does not depend on how many there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.masks import Mask
+from tests.support.pretended_cuda.mode import PretendedDevice, Seen
+
+TOKENS, H, D = 640, 4, 64
+MASKS = {"none": None, "causal": masks.causal(), "window": masks.sliding_window(3, 2)}
+
+
+def packed(count: int, device: str, dtype: torch.dtype = torch.bfloat16, kv_heads: int = H) -> list[Tensor]:
+    """Query, key, value and boundaries of `count` sequences."""
+    generator = torch.Generator().manual_seed(1)
+    rounded = [torch.randn(TOKENS, heads, D, generator=generator).bfloat16() for heads in (H, kv_heads, kv_heads)]
+    bounds = torch.linspace(0, TOKENS, count + 1).long()
+    bounds[1:-1] += 3  # no two alike
+    return [*(x.to(dtype).to(device).requires_grad_() for x in rounded), bounds.int().to(device)]
+
+
+def attend(inputs: list[Tensor], mask: Mask | None) -> list[Tensor]:
+    """The output and its gradients."""
+    query, key, value, bounds = inputs
+    output = clearhead.attention_varlen(
+        query, key, value, bounds, bounds, mask, max_seqlen_q=TOKENS, max_seqlen_k=TOKENS
+    )
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(output)
+    return [output.detach(), *torch.autograd.grad(output, (query, key, value), gradient)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_one_kernel_computes_all_sequences(cuda: PretendedDevice, name: str) -> None:
+    seen: list[Seen] = []
+    for count in (2, 64):
+        inputs = packed(count, "cuda")
+        attend(inputs, MASKS[name])
+        seen.append(cuda.count(lambda inputs=inputs: attend(inputs, MASKS[name])))
+    assert [each.backends for each in seen] == [["flash, variable lengths"]] * 2
+    assert seen[0].operators == seen[1].operators
+    # The gradient that the test draws is moved to the device.
+    assert [wait[:2] for wait in seen[1].waits] == [("cpu", "cuda:0")]
+
+
+@pytest.mark.parametrize("kv_heads", [H, 2])
+@pytest.mark.parametrize("name", MASKS)
+def test_values_and_gradients_are_those_of_the_cpu(cuda: PretendedDevice, name: str, kv_heads: int) -> None:
+    with clearhead.use_kernel("reference"):
+        exact = attend(packed(9, "cpu", torch.float64, kv_heads), MASKS[name])
+        same = attend(packed(9, "cpu", kv_heads=kv_heads), MASKS[name])
+    got = attend(packed(9, "cuda", kv_heads=kv_heads), MASKS[name])
+    for ours, reference, judge in zip(got, same, exact, strict=True):
+        assert _error(ours.cpu(), judge) <= 2 * _error(reference, judge)
+
+
+def test_what_the_kernel_does_not_take_runs_as_one_masked_call(cuda: PretendedDevice) -> None:
+    exact = attend(packed(9, "cpu", torch.float64), MASKS["causal"])
+    got: list[Tensor] = []
+    seen = cuda.count(lambda: got.extend(attend(packed(9, "cuda", torch.float32), MASKS["causal"])))
+    assert seen.backends == ["efficient"]
+    for ours, judge in zip(got, exact, strict=True):
+        assert _error(ours.cpu(), judge) <= 1e-5
+
+
+def test_lse_and_sequences_without_keys(cuda: PretendedDevice) -> None:
+    query, key, value, _ = (x.detach() for x in packed(2, "cuda"))
+    of_queries, of_keys = (torch.tensor(bounds, dtype=torch.int32) for bounds in ([0, 5, 640], [0, 0, 640]))
+    output, lse = clearhead.attention_varlen(query, key, value, of_queries.cuda(), of_keys.cuda(), return_lse=True)
+    q, k, v = (x.cpu() for x in (query, key, value))
+    expected, expected_lse = clearhead.attention_varlen(q, k, v, of_queries, of_keys, return_lse=True)
+    assert output[:5].cpu().abs().max() == 0
+    assert bool((lse[:5].cpu() == float("-inf")).all())
+    assert _error(output.cpu(), expected.double()) <= 1e-2
+    assert _error(lse[5:].cpu(), expected_lse[5:].double()) <= 1e-5
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact.double()).abs().max() / exact.abs().max())

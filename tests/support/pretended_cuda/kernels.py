@@ -1,0 +1,266 @@
+"""PyTorch's fused attention on the pretended device: their results and gradients, computed on the CPU in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.attention.varlen  # pyright: ignore[reportUnusedImport]  # it defines the operators
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+
+
+def _weights(
+    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The weights and log-sum-exp of every row, (B, H, L, S) and (B, H, L), in float32; grouped heads repeated."""
+    if bias is not None and bias.dtype != query.dtype:
+        raise RuntimeError(f"invalid dtype for bias: {bias.dtype}, and the query has {query.dtype}")
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = query.float() @ key.float().transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~visible, float("-inf"))
+    if bias is not None:
+        scores = scores + bias.float()
+    return scores.softmax(-1), scores.logsumexp(-1)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    weights, lse = _weights(query, key, bias, is_causal, scale)
+    mixed = weights @ value.float().repeat_interleave(query.shape[1] // value.shape[1], 1)
+    # The fused kernels lay heads out side by side.
+    output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
+    return output.copy_(mixed), lse
+
+
+def _gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    bias_wanted: bool = False,
+) -> list[Tensor | None]:
+    """Gradients of query, key, value and, where it is wanted, of the bias: dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O))."""
+    group = query.shape[1] // key.shape[1]
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    weights, _ = _weights(query, key, bias, is_causal, scale)
+    all_keys, all_values = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    gradient = gradient.float()
+    of_weights = gradient @ all_values.transpose(-2, -1)
+    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    of_query = factor * of_scores @ all_keys
+    of_key = factor * of_scores.transpose(-2, -1) @ query.float()
+    of_value = weights.transpose(-2, -1) @ gradient
+    # The sum over the query heads of a group.
+    of_key, of_value = (x.unflatten(1, (-1, group)).sum(2) for x in (of_key, of_value))
+    of_inputs: list[Tensor | None] = [of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)]
+    return (
+        [*of_inputs, of_scores.sum_to_size(bias.shape).to(bias.dtype)]
+        if bias is not None and bias_wanted
+        else of_inputs
+    )
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Flash attention for variable lengths: (T, H, D), lse (H, T). It refuses what the real one refuses."""
+    _require_flash(query, key, value, cu_seq_q, cu_seq_k)
+    output, lse = (
+        torch.zeros_like(query),
+        query.new_full((query.shape[1], query.shape[0]), torch.inf, dtype=torch.float),
+    )
+    for queries, keys in _slices(cu_seq_q, cu_seq_k, max_q, max_k):
+        if keys.start < keys.stop:
+            parts = (_heads(query, queries), _heads(key, keys), _heads(value, keys))
+            bias = _bias_of_window(queries.stop - queries.start, keys.stop - keys.start, window_size, query.dtype)
+            found, found_lse = _attend(*parts, bias, False, scale)
+            output[queries], lse[:, queries] = found[0].transpose(0, 1), found_lse[0]
+    return output, lse, torch.zeros(2, dtype=torch.uint64)
+
+
+def varlen_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, ...]:
+    _require_flash(query, key, value, cu_seq_q, cu_seq_k)
+    results = tuple(map(torch.zeros_like, (query, key, value)))
+    for queries, keys in _slices(cu_seq_q, cu_seq_k, max_q, max_k):
+        if keys.start < keys.stop:
+            parts = (_heads(gradient, queries), _heads(query, queries), _heads(key, keys), _heads(value, keys))
+            bias = _bias_of_window(queries.stop - queries.start, keys.stop - keys.start, window_size, query.dtype)
+            found = _gradients(*parts, bias, False, scale)
+            for result, each, rows in zip(results, found, (queries, keys, keys), strict=True):
+                result[rows] = cast(Tensor, each)[0].transpose(0, 1)
+    return results
+
+
+def _require_flash(query: Tensor, key: Tensor, value: Tensor, *bounds: Tensor) -> None:
+    if query.dtype not in (torch.float16, torch.bfloat16) or not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if any(each.dtype != torch.int32 or not each.is_contiguous() for each in bounds):
+        raise RuntimeError("cu_seqlens must have dtype int32 and be contiguous")
+    if any(x.stride(-1) != 1 for x in (query, key, value)):
+        raise RuntimeError("Input tensor must have contiguous last dimension")
+    if query.shape[-1] % 8 or query.shape[-1] > 256 or value.shape[-1] != query.shape[-1]:
+        raise RuntimeError("head_size should be a multiple of 8, at most 256")
+
+
+def _slices(cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int) -> Iterator[tuple[slice, slice]]:
+    for (start, stop), (first, last) in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
+        # Rows beyond the longest get no thread block.
+        yield slice(start, min(stop, start + max_q)), slice(first, min(last, first + max_k))
+
+
+def _heads(x: Tensor, rows: slice) -> Tensor:
+    """(T, H, D) → (1, H, l, D)."""
+    return x[rows].transpose(0, 1)[None]
+
+
+def _bias_of_window(length: int, keys: int, window: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Aligned at the last query and the last key, as FlashAttention aligns it."""
+    distance = torch.arange(keys) - torch.arange(length)[:, None] - (keys - length)
+    visible = torch.ones(length, keys, dtype=torch.bool)
+    if window[0] >= 0:
+        visible &= distance >= -window[0]
+    if window[1] >= 0:
+        visible &= distance <= window[1]
+    return torch.zeros(length, keys, dtype=dtype).masked_fill(~visible, float("-inf"))[None, None]
+
+
+def _counter() -> Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+def flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    output, lse = _attend(query, key, value, None, is_causal, scale)
+    none = torch.empty(0)
+    return output, lse, none, none, query.shape[2], key.shape[2], _counter(), _counter(), none
+
+
+def flash_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, scale: float | None = None
+) -> tuple[Any, ...]:
+    *_, is_causal, _, _ = others
+    return tuple(_gradients(gradient, query, key, value, None, is_causal, scale))
+
+
+def efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    output, lse = _attend(query, key, value, bias, is_causal, scale)
+    return output, lse if compute_log_sumexp else lse[:, :, :0], _counter(), _counter()
+
+
+def efficient_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout_p: float,
+    wanted: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    of_inputs = _gradients(gradient, query, key, value, bias, is_causal, scale, wanted[3])
+    return *of_inputs, *([None] if len(of_inputs) == 3 else [])
+
+
+def cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    output, lse = _attend(query, key, value, bias, is_causal, scale)
+    none = torch.empty(0)
+    return output, lse[..., None], none, none, query.shape[2], key.shape[2], _counter(), _counter(), none
+
+
+def cudnn_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, scale: float | None = None
+) -> tuple[Any, ...]:
+    bias, is_causal = others[4], others[-1]
+    return tuple(_gradients(gradient, query, key, value, bias, is_causal, scale))
+
+
+#: What runs in place of each operator. A fused kernel counts as one.
+FUSED: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention.default: flash,
+    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    aten._scaled_dot_product_cudnn_attention.default: cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+    torch.ops.torch_attn._varlen_attn.default: varlen,
+    torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward,
+}
+BACKENDS: dict[Callable[..., Any], str] = {
+    varlen: "flash, variable lengths",
+    flash: "flash",
+    efficient: "efficient",
+    cudnn: "cuDNN",
+}
