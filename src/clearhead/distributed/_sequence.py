@@ -115,7 +115,8 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
 
 #: By tensor and group: ``"whole"``, or the layout of a shard; and the version of the tensor. A write in place changes
 #: the version, and the mark is no longer valid. Marks end with the tensor, and no result of an operation has one.
-_marks = cast("MutableMapping[Tensor, MutableMapping[dist.ProcessGroup, tuple[str, int | None]]]", WeakIdKeyDictionary())
+_Kinds = MutableMapping[dist.ProcessGroup, tuple[str, "int | None"]]
+_marks = cast("MutableMapping[Tensor, _Kinds]", WeakIdKeyDictionary())
 
 
 def _mark(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> None:
