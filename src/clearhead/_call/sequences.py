@@ -89,6 +89,9 @@ def read_sequences(
     tokens = (query.shape[0], key.shape[0])
     # A graph must hold for other boundaries, and an accelerator would be waited for.
     if is_tracing() or bounds[0].device.type not in ("cpu", "meta"):
+        if not is_tracing():  # unread, they must at least lie within the tensors
+            limited = [each.clamp(0, count).cummax(0).values for each, count in zip(bounds, tokens, strict=True)]
+            bounds = limited[0], limited[0] if same else limited[1]
         most = [count if given is None else min(given, count) for given, count in zip(longest, tokens, strict=True)]
         return PackedSequences(*bounds, (), (), tokens, (most[0], most[1]))
     queries = _checked("cu_seqlens_q", bounds[0], tokens[0], longest[0])

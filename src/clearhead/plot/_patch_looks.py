@@ -74,6 +74,7 @@ def levels_of(weights: Tensor, layout: PatchLayout, end: float) -> Tensor:
     A head that attends to all keys alike is blank, and so is one that attends to other tokens than patches.
 
     Example:
+        >>> import torch
         >>> layout = PatchLayout(("class",), (1, 3), (8, 8), (8, 24))
         >>> levels_of(torch.tensor([[0.1, 0.25, 0.5]]), layout, end=4)
         tensor([[0.0000, 0.0000, 0.5000]])

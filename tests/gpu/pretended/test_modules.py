@@ -87,4 +87,5 @@ def test_an_upgraded_bert_reads_no_more_than_transformers(cuda: PretendedDevice)
     stock, ours = seen
     assert len(ours.backends) == len(stock.backends) == 2
     assert len(ours.waits) <= len(stock.waits)
+    assert ours.count <= stock.count + 2 + 3 * 2  # two for the mask, three in each layer
     assert float((outputs[0] - outputs[1])[0].abs().max()) <= 0.05

@@ -67,6 +67,14 @@ def test_what_the_kernel_does_not_take_runs_as_one_masked_call(cuda: PretendedDe
         assert _error(ours.cpu(), judge) <= 1e-5
 
 
+def test_wrong_boundaries_stay_within_the_tensors(cuda: PretendedDevice) -> None:
+    query, key, value, _ = (x.detach() for x in packed(2, "cuda"))
+    wrong = torch.tensor([0, 300, 200, 900], dtype=torch.int32).cuda()
+    right = torch.tensor([0, 300, 300, TOKENS], dtype=torch.int32).cuda()
+    got = clearhead.attention_varlen(query, key, value, wrong, wrong)
+    assert torch.equal(got.cpu(), clearhead.attention_varlen(query, key, value, right, right).cpu())
+
+
 def test_lse_and_sequences_without_keys(cuda: PretendedDevice) -> None:
     query, key, value, _ = (x.detach() for x in packed(2, "cuda"))
     of_queries, of_keys = (torch.tensor(bounds, dtype=torch.int32) for bounds in ([0, 5, 640], [0, 0, 640]))
