@@ -38,7 +38,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
 def test_an_output_that_takes_nothing_is_one_line_and_exits_with_1(arguments: list[str]) -> None:
     with FULL.open("wb") as full:
         result = run(*arguments, stdout=full)
-    line = f"clearhead: the output: expected one that can be written, got {os.strerror(errno.ENOSPC)}.\n"
+    line = f"clearhead: nothing more can be written to the output: {os.strerror(errno.ENOSPC)}.\n"
     assert (result.returncode, result.stderr.decode()) == (1, line)
 
 
@@ -138,6 +138,14 @@ def test_ascii_stands_in_for_what_the_encoding_lacks() -> None:
     assert "?" not in result.stdout.replace("??", ""), "only what has nothing like it, as wide as it is"
     walk = CliRunner(charset="ascii").invoke(main, WALKTHROUGH)
     assert (walk.exit_code, walk.stdout.isascii(), "?" in walk.stdout) == (0, True, False)
+
+
+@in_an_empty_folder
+def test_characters_that_no_font_has_are_named_once() -> None:
+    result = look("a \U0010ff00 b \U0010ff01 \U0010ff00", "--no-html")
+    assert (result.exit_code, Path("attention.png").exists()) == (0, True), result.output
+    [line] = result.stderr.splitlines()
+    assert line.startswith(r"clearhead: no installed font has \U0010ff00, \U0010ff01, so the picture shows boxes.")
 
 
 @pytest.mark.slow

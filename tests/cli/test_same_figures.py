@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,12 @@ class Outputs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         figures: list[Figure] = []
         draw = _output.figure_bytes
-        monkeypatch.setattr(_output, "figure_bytes", lambda figure, kind: figures.append(figure) or draw(figure, kind))
+
+        def kept(figure: Figure, kind: str, notify: Callable[[str], None]) -> bytes:
+            figures.append(figure)
+            return draw(figure, kind, notify)
+
+        monkeypatch.setattr(_output, "figure_bytes", kept)
         result = look(*arguments, "--json", "numbers.json")
         assert result.exit_code == 0, result.output
         self.lines = result.stdout.splitlines()

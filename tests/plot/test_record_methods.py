@@ -16,7 +16,7 @@ from PIL import Image
 
 from clearhead import plot
 from clearhead.errors import RecordError
-from clearhead.plot._ink import figure_bytes
+from clearhead.plot._fonts import figure_bytes
 
 from .pages import Contents
 from .recorded import record_pair, record_two

@@ -15,7 +15,7 @@ from torch import Tensor
 from clearhead.plot import given
 from clearhead.plot._collect import collect
 from clearhead.plot._crops import with_crops
-from clearhead.plot._ink import figure_bytes
+from clearhead.plot._fonts import characters_of, figure_bytes, fonts
 from clearhead.plot._scale import scale_end
 from clearhead.plot._sheet import draw_sheet
 from clearhead.plot._tokens import as_texts
@@ -104,6 +104,19 @@ def test_hostile_and_foreign_tokens_are_drawn() -> None:
     assert labels[1:4] == ["$x^2$", "\\x1b[31m", "<script>"]
     assert labels[4] == "a" * 15 + "…"
     assert labels[7] == "\\u202eabc"
+
+
+def test_a_font_is_found_for_what_matplotlibs_own_lacks() -> None:
+    assert fonts("animal, שלום, مرحبا") == ["DejaVu Sans"]
+    sign = chr(min(characters_of("DejaVu Math TeX Gyre") - characters_of("DejaVu Sans")))
+    first, *others = fonts(f"animal {sign}")
+    assert first == "DejaVu Sans"
+    assert ord(sign) in characters_of(others[-1])
+    lacking: list[str] = []
+    figure = Figure()
+    figure.text(0, 0, f"animal {sign}", fontfamily=fonts(sign))
+    figure_bytes(figure, "png", lacking.append)
+    assert not lacking
 
 
 def test_no_global_state_is_touched() -> None:

@@ -88,7 +88,7 @@ class _WritableOutput:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             _discard_output()
             got = error.strerror or type(error).__name__
-            raise ClearheadError("the output", expected="one that can be written", got=got) from error
+            raise ClearheadError(f"nothing more can be written to the output: {got}.") from error
 
 
 def warn(message: str) -> None:

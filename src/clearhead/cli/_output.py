@@ -18,11 +18,13 @@ from torch import Tensor
 from .._version import __version__
 from ..errors import ClearheadError
 from ..plot._files import whole_file
+from ..plot._fonts import figure_bytes
 from ..plot._heads import HeadSummary
 from ..plot._html import Page
-from ..plot._ink import NOTE, figure_bytes
+from ..plot._ink import NOTE
 from ..plot._terminal import overview
 from ._choice import Numbers
+from ._errors import warn
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def deliver(look: Look, paths: Mapping[str, Path | None], step: Callable[[str], 
     An error names the option of the file.
     """
     makers: dict[str, tuple[str, Callable[[Path], bytes]]] = {
-        "png": ("drawing the picture", lambda path: figure_bytes(look.figure(), path.suffix.lower()[1:])),
+        "png": ("drawing the picture", lambda path: figure_bytes(look.figure(), path.suffix.lower()[1:], warn)),
         "html": ("writing the page", lambda _: look.page().text.encode()),
         "json": ("writing the numbers", lambda _: (look.as_json() + "\n").encode()),
     }

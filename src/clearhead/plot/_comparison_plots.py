@@ -11,8 +11,9 @@ from .._checks import shown
 from ..errors import ArgumentError
 from ._collect import SectionPicture
 from ._compared_records import ComparedRecords
+from ._fonts import fonts
 from ._head_grid import draw_heads, head_cells, plot_head_table
-from ._ink import CHANGES, INK, NOTE, QUIET, colors, draw_weights, fonts, token_labels, weight_bar
+from ._ink import CHANGES, INK, NOTE, QUIET, colors, draw_weights, token_labels, weight_bar
 from ._labels import layer_labels, shortened
 from ._scale import scale_end
 
@@ -79,7 +80,7 @@ def draw_comparison(
         look: dict[str, Any] = {"cmap": colors(CHANGES), "vmin": -1} if changed else {}
         image = draw_weights(each, shown_weights, tokens, end=last, size=9, **look)
         name = "second − first" if changed else _wrapped(f"{('first', 'second')[number]}: {labels[number]}", side)
-        each.set_xlabel(name, color=INK, fontsize=10, fontfamily=fonts(), parse_math=False)
+        each.set_xlabel(name, color=INK, fontsize=10, fontfamily=fonts(name), parse_math=False)
         caption = "change of a weight" if changed else "weight of a key in its query's row"
         place_of_bar = {"ax": each, "orientation": "horizontal", "shrink": 0.9, "aspect": 40, "pad": 0.02}
         weight_bar(upper, image, end=last, caption=caption, **place_of_bar)

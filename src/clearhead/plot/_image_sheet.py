@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .._statistics.recorded import Recorded
+from ._fonts import fonts
 from ._head_grid import draw_head_numbers
 from ._image_items import layouts_of
 from ._image_plots import draw_over, draw_thumbnails, patch_bar, show_image
-from ._ink import INK, NOTE, QUIET, colors, fonts
+from ._ink import INK, NOTE, QUIET, colors
 from ._labels import layer_labels, shortened
 from ._patch_looks import end_of, levels_of, looks_of, query_name
 
@@ -75,7 +76,6 @@ def draw_image_sheet(
         axes.set_title(titles[name], loc="left", fontsize=10, color=INK if name == "large" else QUIET)
     place_of_bar = {"ax": every["large"], "orientation": "horizontal", "aspect": 40, "pad": 0.02}
     patch_bar(figure, layout, end, note=f"\n{NOTE}", **place_of_bar)
-    figure.suptitle(
-        shortened(title, 110), x=0.01, ha="left", color=INK, fontsize=12, fontfamily=fonts(), parse_math=False
-    )
+    title = shortened(title, 110)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontfamily=fonts(title), parse_math=False)
     return figure

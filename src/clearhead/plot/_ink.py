@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from io import BytesIO
 from math import copysign
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +10,12 @@ from torch import Tensor
 
 from .._checks import shown
 from ..errors import DTypeError
+from ._fonts import fonts
 from ._labels import printable, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
-    from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
 # From paper white to ink, lightness falling steadily: readable in grey and with every kind of colour blindness.
@@ -34,37 +32,12 @@ MOST_LABELS = 60
 SMOOTHED = 200  # rows or columns, more than a figure has room for
 LONGEST_LABEL = 16
 
-# For scripts that matplotlib's own font lacks; the ones that are installed are used.
-FALLBACK_FONTS = (
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
-    "Noto Sans SC",
-    "Source Han Sans SC",
-    "PingFang SC",
-    "Hiragino Sans GB",
-    "Microsoft YaHei",
-    "WenQuanYi Zen Hei",
-    "WenQuanYi Micro Hei",
-    "SimHei",
-    "Arial Unicode MS",
-    "Noto Sans",
-    "Segoe UI",
-)
-
 
 def colors(ramp: Sequence[str] = RAMP) -> Colormap:
     """The colour map of weights, or of differences (`CHANGES`)."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("clearhead", ramp)
-
-
-def fonts() -> list[str]:
-    """Font families to try in turn."""
-    from matplotlib import font_manager
-
-    installed = set(font_manager.get_font_names())
-    return ["DejaVu Sans", *(name for name in FALLBACK_FONTS if name in installed)]
 
 
 def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
@@ -120,7 +93,7 @@ def label_tokens(axis: Any, labels: Sequence[str], *, turn: float, size: float =
     step = -(-len(labels) // MOST_LABELS) or 1
     places = list(range(0, len(labels), step))
     axis.set_ticks(places, [labels[place] for place in places])
-    families = fonts()
+    families = fonts("".join(labels))
     for label in axis.get_ticklabels():
         label.set(rotation=turn, fontsize=size, fontfamily=families, color=INK, parse_math=False)
 
@@ -156,12 +129,3 @@ def style_bar(bar: Any, caption: str) -> None:
     else:
         bar.ax.set_ylabel(caption, color=QUIET, fontsize=9)
     bar.outline.set_edgecolor(FRAME)
-
-
-def figure_bytes(figure: Figure, kind: str) -> bytes:
-    """A figure as a ``"png"``, ``"svg"`` or ``"pdf"``, without warnings about glyphs that no installed font has."""
-    target = BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure.savefig(target, dpi=150, format=kind)
-    return target.getvalue()

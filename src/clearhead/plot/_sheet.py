@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ._collect import LayerPicture, SectionPicture
+from ._fonts import fonts
 from ._head_grid import draw_head_numbers, draw_heads
-from ._ink import INK, NOTE, QUIET, colors, draw_weights, fonts, shade, token_labels, weight_bar
+from ._ink import INK, NOTE, QUIET, colors, draw_weights, shade, token_labels, weight_bar
 from ._labels import layer_labels, shortened
 from ._scale import scale_end
 
@@ -70,7 +71,7 @@ def draw_sheet(
     weight_bar(figure, image, end=end, caption=caption, cax=figure.add_axes(sheet.color_bar), orientation="horizontal")
     heading = f"layer {labels[layer]}, head {found.heads[head]}"
     heading = heading if title is None else f"{shortened(title, 90)}   ·   {heading}"
-    figure.text(*sheet.heading, heading, color=INK, fontsize=12, fontfamily=fonts(), parse_math=False)
+    figure.text(*sheet.heading, heading, color=INK, fontsize=12, fontfamily=fonts(heading), parse_math=False)
     return figure
 
 
