@@ -47,7 +47,7 @@ def chosen_head(shown: Any) -> int:
 
 
 def test_the_difference_is_shown_first_with_both_weights(shown: Any, weights: list[torch.Tensor]) -> None:
-    assert view(shown, 2).get_attribute("aria-pressed") == "true"
+    wait_until(shown, "document.querySelectorAll('#views button')[2]?.getAttribute('aria-pressed') === 'true'")
     assert shown.locator(".text span").count() == 6
     head = chosen_head(shown)
     first, second = weights[0][head], weights[1][head][SHARED][:, SHARED]

@@ -132,7 +132,11 @@ FIELDS: dict[str, list[Changes]] = {
     "values": [*({"seed": seed} for seed in (2, 3)), *({"mask_seed": seed} for seed in (2, 3, 4)), {"poison": True}],
 }  # fmt: skip
 #: Fields whose pairs of calls are in other files.
-ELSEWHERE = {"device": "test_wrong_values_on_a_hit", "in_larger": "kernels/test_dropout"}
+ELSEWHERE = {
+    "device": "test_wrong_values_on_a_hit",
+    "in_larger": "kernels/test_dropout",
+    "same_sequences": "gpu/pretended/test_sequences",
+}
 
 #: Calls on different paths. One setting of them is changed.
 BASES: dict[str, Changes] = {

@@ -26,7 +26,8 @@ def check_mask(mask: Mask, grid: Grid) -> MaskReport:
     except ClearheadError as error:
         return MaskReport(mask.describe(), (f"shape or value: {error}",))
     findings: list[str] = []
-    queries, keys = _per_item(covered.queries, grid), _per_item(covered.keys, grid)
+    queries = _per_item(covered.queries, grid.batch_size, grid.query_length)
+    keys = _per_item(covered.keys, grid.batch_size, grid.key_length)
     # First, because it is the cause of keys that no query sees.
     inverted = None if keys is None else _inverted_padding(keys, mask.describe())
     if inverted:
@@ -130,9 +131,9 @@ def _device_of(mask: Mask) -> torch.device:
     return next(devices, torch.device("cpu")) if required is None else required
 
 
-def _per_item(covered: Tensor | None, grid: Grid) -> Tensor | None:
-    """(1 or B, 1 or H, n, 1) → (B, n): covered in any head."""
-    return None if covered is None else covered[..., 0].any(1).expand(grid.batch_size, -1)
+def _per_item(covered: Tensor | None, batch_size: int, length: int) -> Tensor | None:
+    """(1 or B, 1 or H, 1 or n, 1) → (B, n): covered in any head."""
+    return None if covered is None else covered[..., 0].any(1).expand(batch_size, length)
 
 
 def _hidden_text(problem: str, consequence: str, hidden: Tensor) -> str:

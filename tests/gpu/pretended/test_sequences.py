@@ -67,6 +67,16 @@ def test_what_the_kernel_does_not_take_runs_as_one_masked_call(cuda: PretendedDe
         assert _error(ours.cpu(), judge) <= 1e-5
 
 
+def test_other_boundaries_of_keys_are_another_plan(cuda: PretendedDevice) -> None:
+    query, key, value, bounds = (x.detach() for x in packed(9, "cuda"))
+    backends: list[list[str]] = []
+    for of_keys in (bounds, bounds.clone(), bounds):
+        seen = cuda.count(lambda k=of_keys: clearhead.attention_varlen(query, key, value, bounds, k, masks.causal()))
+        backends.append(seen.backends)
+    assert backends[0] == backends[2] == ["flash, variable lengths"]
+    assert backends[1] in (["cuDNN"], ["efficient"])
+
+
 def test_wrong_boundaries_stay_within_the_tensors(cuda: PretendedDevice) -> None:
     query, key, value, _ = (x.detach() for x in packed(2, "cuda"))
     wrong = torch.tensor([0, 300, 200, 900], dtype=torch.int32).cuda()

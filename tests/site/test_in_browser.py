@@ -1,0 +1,101 @@
+"""The built site in headless Chromium: search finds pages, nothing comes from elsewhere, axe finds nothing serious."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plot.browsing import needs_chromium
+from tests.support.chromium import opened_browser
+
+pytestmark = needs_chromium
+#: Pages in both languages, on narrow and wide screens, in both schemes.
+PAGES = [
+    ("", 390, "dark"),
+    ("start/", 1400, "light"),
+    ("lessons/self-attention/", 1400, "light"),
+    ("lessons/valid-lens/", 390, "dark"),
+    ("masks/", 390, "light"),
+    ("api/masks/", 390, "light"),
+    ("zh/", 1400, "dark"),
+    ("zh/lessons/self-attention/", 390, "light"),
+    ("zh/which-mask/", 390, "dark"),
+    ("zh/glossary/", 1400, "light"),
+]
+#: The links of the dialog of the search, which lies in a shadow root.
+RESULTS = """() => {
+    const found = [];
+    const walk = (root) => {
+        for (const each of root.querySelectorAll("*")) {
+            if (each.shadowRoot) walk(each.shadowRoot);
+            if (each.tagName === "A" && each.href.includes("?h=")) found.push(each.href);
+        }
+    };
+    walk(document);
+    return found;
+}"""
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", name="address")
+def _address(site: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module", name="browser")
+def _browser(address: str) -> Iterator[Any]:
+    with opened_browser() as browser:
+        yield browser
+
+
+@pytest.mark.parametrize(("root", "word", "expected"), [("", "mask", "masks/"), ("zh/", "掩码", "zh/which-mask/")])
+def test_search_finds_the_page(browser: Any, address: str, root: str, word: str, expected: str) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto(address + root)
+    page.keyboard.press("/")
+    page.wait_for_timeout(500)
+    page.keyboard.insert_text(word)
+    end = time.monotonic() + 60
+    while not (found := page.evaluate(RESULTS)):
+        assert time.monotonic() < end, "no results"
+        page.wait_for_timeout(100)
+    assert any(link.startswith(address + expected) for link in found), found
+    page.close()
+
+
+@pytest.mark.parametrize(("path", "width", "scheme"), PAGES)
+def test_a_page_stays_on_its_host_and_axe_finds_nothing_serious(
+    browser: Any, address: str, path: str, width: int, scheme: str
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(address + path)
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+    violations = Axe().run(page).response["violations"]
+    serious = [
+        (each["id"], [node["html"][:120] for node in each["nodes"][:3]])
+        for each in violations
+        if each["impact"] in ("serious", "critical")
+    ]
+    assert not serious, serious
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+    page.close()
