@@ -19,8 +19,9 @@ from benchmarks.figures import Figures, Kept, pages, read, texts_of
 from tests.support.chromium import IS_THERE
 
 #: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
-#: test_lines.py, `all` and `figures` here and in test_figures.py. The sanitizers compile for minutes.
-ELSEWHERE = {"architectures", "mutants", "native_sanitizers", "gpu", "all", "figures"}
+#: test_lines.py, `all` and `figures` here and in test_figures.py, aarch64 in tests/native. The sanitizers compile for
+#: minutes.
+ELSEWHERE = {"architectures", "mutants", "native_aarch64", "native_sanitizers", "gpu", "all", "figures"}
 
 
 @pytest.mark.parametrize("name", every.NAMES)
@@ -48,12 +49,12 @@ def test_the_smallest_work_with_the_peers(name: str, tmp_path: Path) -> None:
 
 
 #: A command of a benchmark on a page, with its options, as far as a shell reads it.
-COMMAND = re.compile(r"(?:^|`)python -m benchmarks\.([a-z_]+)((?: [^\n#`]+)?)", re.M)
+COMMAND = re.compile(r"(?:^|`)python -m benchmarks\.([a-z0-9_]+)((?: [^\n#`]+)?)", re.M)
 
 
 def test_every_benchmark_and_option_that_a_page_names_is_one() -> None:
     texts = [page.read_text(encoding="utf-8") for page in pages()]
-    named = {name for text in texts for name in re.findall(r"python -m benchmarks\.([a-z_]+)", text)}
+    named = {name for text in texts for name in re.findall(r"python -m benchmarks\.([a-z0-9_]+)", text)}
     assert named - ELSEWHERE == set(every.NAMES) & named
     assert len(named) > 10
     assert all((figures.ROOT / "benchmarks" / f"{name}.py").exists() for name in named)
