@@ -63,6 +63,8 @@ def exact_attention(
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """1e-12 in float64; in float32 1e-5 relative to the largest output."""
+    """1e-12 in float64; in float32 1e-5 relative to the largest output. Dtypes are equal, or `expected` is float64."""
     atol = 1e-12 if found.dtype == torch.float64 else 1e-5 * float(expected.detach().abs().max())
-    torch.testing.assert_close(found, expected.to(found.dtype), rtol=0, atol=atol)
+    if expected.dtype == torch.float64:
+        expected = expected.to(found.dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
