@@ -216,7 +216,7 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
         if visible is not None:
             added = visible.new_zeros((), dtype=call.query.dtype) if bias is None else bias
             lowered = torch.where(visible, added, float("-inf"))
-        if bias is not None and lowered is not None and masked is not None:
+        if bias is not None and lowered is not None and masked is not None:  # `visible` has shown these rows already
             lowered = lowered.masked_fill(masked, 0)
     if lowered is None:
         return None

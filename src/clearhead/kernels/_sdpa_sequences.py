@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
@@ -28,7 +29,7 @@ def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
     fits = dim <= _LARGEST_HEAD and dim % 8 == 0 and value_dim == dim
     reasons = {
         "PyTorch has packed sequences on CUDA devices only": spec.device.type != "cuda",
-        "this version of PyTorch has no torch.nn.attention.varlen": find_spec(_MODULE) is None,
+        "this version of PyTorch has no torch.nn.attention.varlen": not _has_module(),
         "of packed sequences PyTorch takes float16 and bfloat16 only": spec.dtype not in _HALF,
         "of packed sequences PyTorch takes D = Dv only, a multiple of 8 up to 256": not fits,
         "of packed sequences it takes no soft-cap": spec.softcap is not None,
@@ -43,6 +44,11 @@ def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
         "a graph cannot hold it": spec.tracing,
     }
     return tuple(applicable(reasons))
+
+
+@functools.cache
+def _has_module() -> bool:
+    return find_spec(_MODULE) is not None  # a search in folders, which calls must not repeat
 
 
 def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:

@@ -92,11 +92,12 @@ def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
 def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor]:
     """Bool (1 or B, 1, 1 or L), ``None`` for all, and (1 or B, 1, S), from the first and last column of each row."""
     rows, keys, band = structure.rows, structure.keys, structure.band
-    is_square_causal = band is not None and band.is_causal(grid) and grid.query_length == grid.key_length
     # One range per item equals marks of keys, which take few small operators.
-    if (rows is None or (rows.stop.shape[1] == 1 and rows.first is None)) and (
-        band is None or (is_square_causal and structure.queries is None)
-    ):
+    is_marks = rows is None or (rows.stop.shape[1] == 1 and rows.first is None)
+    if band is not None:
+        is_square_causal = band.is_causal(grid) and grid.query_length == grid.key_length
+        is_marks = is_marks and is_square_causal and structure.queries is None
+    if is_marks:
         only_rows = keys is None and structure.queries is None
         if rows is not None:
             keys = _and(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
