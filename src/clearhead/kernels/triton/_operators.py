@@ -206,11 +206,12 @@ def _rows_by_kernel(
     softcap: float,
     want: Sequence[int],
 ) -> Tensor:
-    from ._launch import launch_rows
+    from ._launch import rows_launch
 
     names = [ROWS[number] for number in want]
-    numbers_ = {"scale": scale, "softcap": softcap}
-    return launch_rows(query, key, _terms(tensors, numbers), sinks=sinks, first_keys=first_keys, want=names, **numbers_)
+    terms, cap = _terms(tensors, numbers), softcap
+    launch = rows_launch(query, key, terms, scale=scale, softcap=cap, sinks=sinks, first_keys=first_keys, want=names)
+    return launch.run()[0]
 
 
 def _columns_by_kernel(
@@ -223,9 +224,12 @@ def _columns_by_kernel(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    from ._launch import launch_columns
+    from ._launch import columns_launch
 
-    return launch_columns(query, key, lse, _terms(tensors, numbers), counted=counted, scale=scale, softcap=softcap)
+    terms = _terms(tensors, numbers)
+    launch = columns_launch(query, key, lse, terms, counted=counted, scale=scale, softcap=softcap)
+    received, viewers = launch.run()
+    return received, viewers
 
 
 def _fake_rows(query: Tensor, *others: Any) -> Tensor:

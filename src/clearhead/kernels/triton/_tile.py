@@ -12,7 +12,9 @@ INT64: tl.constexpr = tl.constexpr(tl.int64)
 
 
 @triton.jit
-def load_rows(pointer, start, count, stride, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, CUT: tl.constexpr):
+def load_rows(
+    pointer, start, count, stride, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, CUT: tl.constexpr
+):
     """Rows start … start + BLOCK of a matrix (count, D), (BLOCK, BLOCK_D); beyond its ends 0."""
     place, feature = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     pointers = pointer + tl.cast(start, tl.int64) * stride + place[:, None] * stride + feature[None, :]
@@ -27,7 +29,7 @@ def load_rows(pointer, start, count, stride, D: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def products(left, right, UPCAST: tl.constexpr):
-    """left · rightᵀ in float32: IEEE products of float32, and exact ones of 16-bit numbers."""
+    """The product left · rightᵀ in float32: IEEE products of float32, and exact ones of 16-bit numbers."""
     if UPCAST:  # the interpreter multiplies the bits of bfloat16
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, tl.trans(right), input_precision="ieee")
