@@ -72,7 +72,6 @@ def rows_launch(
     tiles: Tiles | None = None,
 ) -> Launch:
     """Of the statistics (n, B, H, L) in the order of `want`."""
-    query, key, scale = _operands(query, key, scale)
     (batch, heads, length, dim), count = query.shape, key.shape[2]
     out = query.new_empty((len(want), batch, heads, length), dtype=torch.float32)
     marks = None
@@ -83,11 +82,9 @@ def rows_launch(
     numbers = {name.upper(): want.index(name) if name in want else -1 for name in _NAMES}
     numbers["LARGEST"] = numbers.pop("MAX_LOGIT")
     arguments = {
-        "query": query, "key": key, "sinks": sinks, "first_keys": marks, "out": out,
-        **_strides("q", query), **_strides("k", key), "out_n": batch * heads * length,
+        **arguments_of(query, key, terms, scale, softcap, tiles), **numbers,
+        "sinks": sinks, "first_keys": marks, "out": out, "out_n": batch * heads * length,
         "marks_b": 0 if marks is None else marks.stride(0), "marks_h": 0 if marks is None else marks.stride(1),
-        "scale": scale, "softcap": softcap, **_mask(terms, batch, heads, length, count), **numbers,
-        **_sizes(query, key, tiles, softcap),
     }  # fmt: skip
     programs = triton.cdiv(length, tiles.queries) * batch * heads
     return Launch(rows_kernel, programs if out.numel() else 0, arguments, (out,))
@@ -105,7 +102,6 @@ def columns_launch(
     tiles: Tiles | None = None,
 ) -> Launch:
     """Of received mass and viewers, (B, H, S) each."""
-    query, key, scale = _operands(query, key, scale)
     (batch, heads, length, dim), count = query.shape, key.shape[2]
     received = query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
@@ -116,11 +112,10 @@ def columns_launch(
         ranges = {"first_query": first, "last_query": last, "query_range_b": 0 if first.shape[0] == 1 else count}
     tiles = tiles or tiles_of("columns", dim, query.dtype, _capability(query))
     arguments = {
-        "query": query, "key": key, "lse": lse.contiguous(), "counted": marks,
+        **arguments_of(query, key, terms, scale, softcap, tiles), **ranges,
+        "lse": lse.contiguous(), "counted": marks, "counted_b": length,
         "received_out": received, "viewers_out": viewers,
-        **_strides("q", query), **_strides("k", key), "counted_b": length,
-        "scale": scale, "softcap": softcap, **_mask(terms, batch, heads, length, count), **ranges,
-        "ROWS_ALIKE": terms.first is not None and terms.first.shape[1] == 1, **_sizes(query, key, tiles, softcap),
+        "ROWS_ALIKE": terms.first is not None and terms.first.shape[1] == 1,
     }  # fmt: skip
     programs = triton.cdiv(count, tiles.keys) * batch * heads
     return Launch(columns_kernel, programs if received.numel() else 0, arguments, (received, viewers))
@@ -138,18 +133,19 @@ def _operands(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor,
     return query, key if key.stride(3) == 1 else key.contiguous(), scale
 
 
-def _strides(name: str, tensor: Tensor) -> dict[str, int]:
-    b, h, row, _ = tensor.stride()
-    return {f"{name}_b": b, f"{name}_h": h, f"{name}_{'l' if name == 'q' else 's'}": row}
-
-
-def _sizes(query: Tensor, key: Tensor, tiles: Tiles, softcap: float) -> dict[str, Any]:
-    """The sizes of a call and of its tiles."""
-    (_, heads, length, dim), (_, kv_heads, count, _) = query.shape, key.shape
+def arguments_of(
+    query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float, tiles: Tiles
+) -> dict[str, Any]:
+    """The arguments that all kernels have, by name."""
+    query, key, scale = _operands(query, key, scale)
+    (batch, heads, length, dim), (_, kv_heads, count, _) = query.shape, key.shape
+    (q_b, q_h, q_l, _), (k_b, k_h, k_s, _) = query.stride(), key.stride()
     return {
+        "query": query, "key": key, "q_b": q_b, "q_h": q_h, "q_l": q_l, "k_b": k_b, "k_h": k_h, "k_s": k_s,
         "L": length, "S": count, "H": heads, "GROUP": heads // kv_heads, "D": dim, "BLOCK_D": block_of(dim),
         "M": tiles.queries, "N": tiles.keys, "num_warps": tiles.warps, "STAGES": tiles.stages,
-        "SOFTCAP": softcap != 0, "UPCAST": _upcasts(query),
+        "scale": scale, "softcap": softcap, "SOFTCAP": softcap != 0, "UPCAST": _upcasts(query),
+        **_mask(terms, batch, heads, length, count),
     }  # fmt: skip
 
 

@@ -187,6 +187,8 @@ def _top_k_on_cpu(
     softcap: float,
     k: int,
 ) -> tuple[Tensor, Tensor]:
+    if _interprets():
+        return _top_k_by_kernels(query, key, lse, tensors, numbers, scale, softcap, k)
     return top_by_formula(query, key, lse, _terms(tensors, numbers), k, scale, softcap)
 
 
@@ -232,6 +234,21 @@ def _columns_by_kernel(
     return received, viewers
 
 
+def _top_k_by_kernels(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    from ._top_launch import top_k_by_kernels
+
+    return top_k_by_kernels(query, key, lse, _terms(tensors, numbers), k, scale=scale, softcap=softcap)
+
+
 def _fake_rows(query: Tensor, *others: Any) -> Tensor:
     want = others[-1]
     return query.new_empty((len(want), *query.shape[:3]), dtype=torch.float32)
@@ -249,6 +266,7 @@ def _fake_top_k(query: Tensor, key: Tensor, lse: Tensor, *others: Any) -> tuple[
 
 _library.impl("triton_rows", _rows_by_kernel, "CUDA")
 _library.impl("triton_columns", _columns_by_kernel, "CUDA")
+_library.impl("triton_top_k", _top_k_by_kernels, "CUDA")
 _library.impl("triton_rows", _rows_on_cpu, "CPU")
 _library.impl("triton_columns", _columns_on_cpu, "CPU")
 _library.impl("triton_top_k", _top_k_on_cpu, "CPU")
