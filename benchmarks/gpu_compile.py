@@ -1,7 +1,7 @@
 """Compile the Triton kernels for devices that are not at hand, and check what the compiler made of them.
 
-`python -m benchmarks.gpu_compile` prints a table and exits with 1 if a kernel spills registers, leaves no room for a second
-block on a multiprocessor, or multiplies by other instructions than it should. It needs Triton and no GPU.
+`python -m benchmarks.gpu_compile` prints a table and exits with 1 if a kernel spills registers, leaves no room for a
+second block on a multiprocessor, or multiplies by other instructions than it should. It needs Triton and no GPU.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
     }
     of = (capability // 10, capability % 10)
     for mask, terms in cases.items():
-        tiles = {name: tiles_of(name, dim, dtype, of) for name in ("rows", "columns")}
+        plain = mask == "causal"
+        tiles = {name: tiles_of(name, dim, dtype, of, plain=plain) for name in ("rows", "columns")}
         options: dict[str, Any] = {"scale": 0.1, "softcap": 0.0}
         yield (
             "rows",

@@ -8,24 +8,21 @@ number is wrong.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clearhead import masks
-from clearhead.kernels.triton import Terms, columns, rows
-from clearhead.kernels.triton._formula import columns_by_formula, rows_by_formula
+from benchmarks.kernel_checks import MASKS, errors_of, wrong_numbers
+from clearhead.kernels.triton import Terms, rows, top_k
 from clearhead.kernels.triton._launch import Launch, Tiles, columns_launch, rows_launch, tiles_of
-from clearhead.kernels.triton._operators import ROWS
-from clearhead.kernels.triton._terms import lower
-from clearhead.masks._grid import Grid
-from clearhead.positions import ALiBi
 
 HEADS = 16
 WANT = ("lse", "entropy", "max_logit", "confidence")
@@ -53,74 +50,17 @@ def median_ms(run: Callable[[], object], repeats: int = 15) -> float:
     return sorted(begin.elapsed_time(end) for begin, end in pairs)[repeats // 2]
 
 
-def mask_cases(device: torch.device) -> Iterator[tuple[str, masks.Mask | None, dict[str, Any]]]:
-    """Masks of 2 items, 4 heads, 333 queries and keys, and other arguments of a call."""
-    count = 333
-    draw = torch.Generator(device=device).manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.rand(shape, device=device, generator=draw)
-
-    ids = (random(2, count) * 4).long()
-    yield "none", None, {}
-    yield "causal", masks.causal(), {"softcap": 20.0, "sinks": random(4)}
-    yield "window", masks.sliding_window(40, 9), {}
-    yield "lengths", masks.causal() & masks.lengths(torch.tensor([0, 200], device=device)), {}
-    yield "documents", masks.causal() & masks.documents(ids.sort(1).values), {}
-    yield "mixed documents", masks.documents(ids), {}
-    yield "ALiBi", masks.causal() & ALiBi(4), {}
-    yield "keep", masks.keep(random(2, 4, count, count) > 0.5), {}
-    yield "bias", masks.bias(random(1, 4, count, count).masked_fill(random(1, 4, count, count) > 0.5, -torch.inf)), {}
-    yield "drop keys", masks.drop(keys=random(2, count) > 0.5), {}
-
-
-def error(found: Tensor, expected: Tensor, least: float = 1.0) -> float:
-    """The largest error, relative to numbers above `least`; ∞ where infinities or NaN differ."""
-    found = found.double()
-    if not torch.equal(found.isinf(), expected.isinf()) or bool(found.isnan().any()):
-        return float("inf")
-    differences = (found - expected).masked_fill(expected.isinf(), 0).abs()
-    return float((differences / expected.abs().masked_fill(expected.isinf(), 1).clamp(min=least)).max())
-
-
 def check(device: torch.device) -> int:
     """Print the errors of every mask, dtype and some sizes of a head; return how many are too large."""
-    sizes = [(torch.float32, 64), (torch.bfloat16, 128), (torch.float16, 40)]
     faults = 0
-    for name, mask, options in mask_cases(device):
-        for dtype, dim in sizes:
-            faults += check_one(name, mask, options, dtype, dim, device)
-    for dtype, dim in [(torch.float32, 128), (torch.float32, 256), (torch.bfloat16, 16), (torch.bfloat16, 256)]:
-        faults += check_one("causal", masks.causal(), {}, dtype, dim, device)
+    of_each = [(torch.float32, 64), (torch.bfloat16, 128), (torch.float16, 40)]
+    of_causal = [*of_each, (torch.float32, 128), (torch.float32, 256), (torch.bfloat16, 16), (torch.bfloat16, 256)]
+    for name in MASKS:
+        for dtype, dim in of_causal if name == "causal" else of_each:
+            wrong = wrong_numbers(errors_of(name, dtype, dim, device, length=333, heads=4))
+            print(f"{name:16} {str(dtype)[6:]:9} D={dim:<4} {f'WRONG {wrong}' if wrong else 'ok'}", flush=True)
+            faults += len(wrong)
     return faults
-
-
-def check_one(
-    name: str, mask: masks.Mask | None, options: dict[str, Any], dtype: torch.dtype, dim: int, device: torch.device
-) -> int:
-    draw = torch.Generator(device=device).manual_seed(1)
-    query = torch.randn(2, 4, 333, dim, device=device, generator=draw).to(dtype)
-    key = torch.randn(2, 2, 333, dim, device=device, generator=draw).to(dtype)
-    terms = Terms(-333, 333, 333) if mask is None else lower(mask, Grid(2, 4, 333, 333, device))
-    first = (torch.arange(333, device=device) < 4).expand(2, 1, 333)
-    scale, softcap, sinks = dim**-0.5, options.get("softcap"), options.get("sinks")
-    exact: dict[str, Any] = {"scale": scale, "softcap": softcap or 0.0, "dtype": torch.float64}
-    found = rows(query, key, terms, scale=scale, softcap=softcap, sinks=sinks, first_keys=first, want=ROWS)
-    expected = rows_by_formula(query, key, terms, sinks=sinks, first_keys=first, **exact)
-    errors = {each: error(found[each], expected[each]) for each in found}
-    counted = torch.rand(2, 333, device=device, generator=draw) > 0.2
-    again = [columns(query, key, found["lse"], terms, scale=scale, softcap=softcap, counted=counted) for _ in range(2)]
-    received, viewers = again[0]
-    of_keys = columns_by_formula(
-        query, key, expected["lse"], terms, counted, scale, softcap or 0.0, dtype=torch.float64
-    )
-    errors["received"] = error(received, of_keys[0], 1e-3) / 10  # its bar is 1e-4
-    errors["viewers"] = error(viewers, of_keys[1])
-    if not torch.equal(received, again[1][0]):
-        errors["second bits"] = float("inf")
-    wrong = {each: number for each, number in errors.items() if not number <= 1e-5}
-    print(f"{name:16} {str(dtype)[6:]:9} D={dim:<4} {'ok' if not wrong else f'WRONG {wrong}'}", flush=True)
-    return len(wrong)
 
 
 def operands(dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,20 +120,22 @@ def attention_ms(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> 
 def compare(device: torch.device, tuned: dict[int, dict[str, Tiles]]) -> None:
     """Print times beside attention's, and their ratios."""
     capability = torch.cuda.get_device_capability(device)
-    print("| D | L | mask | attention ms | received ms | ratio | lse, entropy, max, confidence ms | ratio |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| D | L | mask | attention ms | received ms | ratio | lse, entropy, max, confidence ms | ratio | top-8 ms |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for dim, length, causal in itertools.product((64, 128), (8192, 16384), (True, False)):
         query, key, value = operands(dim, length, device)
         attention = attention_ms(query, key, value, causal=causal)
         lse = rows(query, key, Terms(-length, 0 if causal else length, length), scale=dim**-0.5)["lse"]
         times: list[float] = []
         for kernel in ("columns", "rows"):
-            tiles = tuned.get(dim, {}).get(kernel) or tiles_of(kernel, dim, query.dtype, capability)
+            tiles = tuned.get(dim, {}).get(kernel) or tiles_of(kernel, dim, query.dtype, capability, plain=True)
             times.append(median_ms(launch_of(kernel, query, key, lse, causal=causal, tiles=tiles).run))
         ratios = [each / attention for each in times]
+        terms, options = Terms(-length, 0 if causal else length, length), {"scale": dim**-0.5}
+        top = median_ms(functools.partial(top_k, query, key, lse, terms, 8, **options), 3)
         print(
             f"| {dim} | {length} | {'causal' if causal else 'none'} "
-            f"| {attention:.3f} | {times[0]:.3f} | {ratios[0]:.2f} | {times[1]:.3f} | {ratios[1]:.2f} |",
+            f"| {attention:.3f} | {times[0]:.3f} | {ratios[0]:.2f} | {times[1]:.3f} | {ratios[1]:.2f} | {top:.2f} |",
             flush=True,
         )
 
@@ -204,9 +146,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="of tuning for each kernel and D; default 60")
     options = parser.parse_args()
     device = torch.device("cuda", 0)
-    print(
-        f"{torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}, Triton {__import__('triton').__version__}"
-    )
+    print(f"{torch.cuda.get_device_name(device)}, PyTorch {torch.__version__}, Triton {triton.__version__}")
     tuned: dict[int, dict[str, Tiles]] = {}
     if options.tune:
         tuned = {dim: tune(dim, device, options.seconds) for dim in (64, 128)}

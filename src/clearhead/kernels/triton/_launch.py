@@ -24,18 +24,19 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
-    """The tiles of ``"rows"`` or ``"columns"`` on a device of this compute capability."""
+def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int], *, plain: bool) -> Tiles:
+    """The tiles of ``"rows"`` or ``"columns"`` on a device of this compute capability.
+
+    `plain` is a call whose mask is no more than a band, without a soft-cap: other calls need registers for the mask.
+    """
     width = block_of(dim)
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1) if width >= 128 else Tiles(64, 32, 4, 1)
+        return Tiles(32, 32, 4, 1)
     if width > 128:
         return Tiles(64, 32, 4, 2)
-    if capability >= (9, 0) and capability < (12, 0):
-        if kernel == "rows":
-            return Tiles(128, 128, 8, 2) if width <= 64 else Tiles(128, 64, 8, 2)
-        return Tiles(128, 128, 8, 2) if width <= 64 else Tiles(64, 128, 8, 2)
-    return Tiles(64, 64, 4, 2)
+    if plain and capability[0] in (9, 10):
+        return Tiles(128, 64, 8, 2) if kernel == "rows" else Tiles(64, 128, 8, 2)
+    return Tiles(64, 64, 4, 2) if width <= 64 else Tiles(64, 32, 4, 2)
 
 
 def block_of(dim: int) -> int:
@@ -72,13 +73,13 @@ def rows_launch(
     tiles: Tiles | None = None,
 ) -> Launch:
     """Of the statistics (n, B, H, L) in the order of `want`."""
-    (batch, heads, length, dim), count = query.shape, key.shape[2]
+    (batch, heads, length, _), count = query.shape, key.shape[2]
     out = query.new_empty((len(want), batch, heads, length), dtype=torch.float32)
     marks = None
     if "sink" in want and first_keys is not None:
         marks = first_keys.expand(batch, heads, count)
         marks = marks if marks.stride(2) == 1 else marks.contiguous()
-    tiles = tiles or tiles_of("rows", dim, query.dtype, _capability(query))
+    tiles = tiles or _tiles("rows", query, terms, softcap)
     numbers = {name.upper(): want.index(name) if name in want else -1 for name in _NAMES}
     numbers["LARGEST"] = numbers.pop("MAX_LOGIT")
     arguments = {
@@ -102,7 +103,7 @@ def columns_launch(
     tiles: Tiles | None = None,
 ) -> Launch:
     """Of received mass and viewers, (B, H, S) each."""
-    (batch, heads, length, dim), count = query.shape, key.shape[2]
+    (batch, heads, length, _), count = query.shape, key.shape[2]
     received = query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
     marks = None if counted is None else counted.expand(batch, length).contiguous()
@@ -110,7 +111,7 @@ def columns_launch(
     if terms.first_query is not None and terms.last_query is not None:
         first, last = terms.first_query.contiguous(), terms.last_query.contiguous()
         ranges = {"first_query": first, "last_query": last, "query_range_b": 0 if first.shape[0] == 1 else count}
-    tiles = tiles or tiles_of("columns", dim, query.dtype, _capability(query))
+    tiles = tiles or _tiles("columns", query, terms, softcap)
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles), **ranges,
         "lse": lse.contiguous(), "counted": marks, "counted_b": length,
@@ -176,8 +177,10 @@ def _mask(terms: Terms, batch: int, heads: int, length: int, count: int) -> dict
     return arguments
 
 
-def _capability(tensor: Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (8, 0)
+def _tiles(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
+    plain = softcap == 0 and all(tensor is None for tensor in terms.tensors)
+    return tiles_of(kernel, query.shape[3], query.dtype, capability, plain=plain)
 
 
 def interprets() -> bool:
