@@ -69,7 +69,7 @@ def chosen_kernel(
     """Write the scores of the chosen tiles of rows row … row + count, packed so that a larger one goes first.
 
     `chosen` holds numbers of tiles, (B, H, count, chosen_count); `out` is int64 (B, H, count, chosen_count, N). A
-    packed score has the order of its bits above, and below the key counted from the end, so that of equal ones the first wins.
+    packed score has the order of its bits above, and below the key counted from the end: of equal ones the first wins.
     """
     program = tl.program_id(0).to(tl.int64)
     at = program // chosen_count
