@@ -1,6 +1,7 @@
 """Clearhead on a GPU: its module beside `nn.MultiheadAttention`, and a record beside keeping every weight.
 
     python -m benchmarks.gpu [--only PATTERN] [--rounds 15]
+    python -m benchmarks.gpu --check
 
 Every kernel of Clearhead that supports the call is forced in turn. The record (entropy, received, max_logit, top-8)
 stands beside eager attention that builds the weights and computes the same from them. Without a GPU nothing is
@@ -9,8 +10,11 @@ measured.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
+from benchmarks import gpu_check
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.comparing import lines_of, markdown, read_results, wrong_results
 from benchmarks.figures import Figures
@@ -36,4 +40,7 @@ def wrong(measured: Figures) -> list[str]:
 BENCHMARK = Benchmark("gpu", __doc__, lines, texts, minutes=5, rounds=15, wrong=wrong)
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    if "--check" in sys.argv:
+        gpu_check.main([each for each in sys.argv[1:] if each != "--check"])
+    else:
+        BENCHMARK.main()
