@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_an_upgraded_model_takes_no_more_operators_than_transformers(
 
 def on_the_cpu(model: Any, ids: Tensor, real: Tensor) -> Tensor:
     """The output of a model before its upgrade, in float32 on the CPU, with the formula of transformers."""
-    same = type(model)._from_config(model.config, attn_implementation="eager").eval()
+    same = type(model)._from_config(deepcopy(model.config), attn_implementation="eager").eval()
     same.load_state_dict({name: tensor.cpu().float() for name, tensor in model.state_dict().items()})
     with torch.no_grad():
         return same(input_ids=ids.cpu(), attention_mask=real.cpu()).last_hidden_state
