@@ -169,7 +169,7 @@ def _contest(setting: Setting, peers: bool) -> Contest:
         mask = mask.prepare(setting.length, setting.length, **sizes, device=torch.device(setting.device))
     step = partial(_step, setting.backward, (query, key, value), gradient)
     found = clearhead.explain(query, key, value, mask)
-    contest = Contest(kernel=getattr(found, "backend", None) or found.kernel or "none")
+    contest = Contest(kernel=found.backend or found.kernel or "none")
     products = 2.0 * setting.heads * setting.length**2 * setting.head_dim * (7 if setting.backward else 2)
     flops = {"none": products, "causal": products / 2}.get(setting.mask)
     enter(contest, OURS, lambda: step(lambda: clearhead.attention(query, key, value, mask)), flops)

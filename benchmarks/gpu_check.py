@@ -32,7 +32,7 @@ __all__ = ["all_checks", "checked", "main"]
 #: What is printed is copied by hand from some machines.
 MOST_CHARACTERS, MOST_OF_A_LINE = 12_000, 260
 #: Seconds after which a call counts as dead. The first compiled one is slow.
-PATIENCE = 60
+PATIENCE = 90
 START = [sys.executable, "-m", "benchmarks.gpu_check"]
 
 
@@ -66,10 +66,13 @@ def _compare(check: Check, device: str, found: dict[str, Any]) -> None:
             faults.append(f"error {max(shares):.3g} of what is allowed, in {[f'{each:.3g}' for each in shares]}")
     elif not all(bool(each.isfinite().all()) for each in got):
         faults.append("results that are not finite")
-    if check.kernel is not None:
-        found["kernel"] = check.kernel(device)
     seen = probe(run, device)
     found |= vars(seen)
+    if check.explain is not None:
+        said = check.explain(device)
+        found["kernel"] = said.kernel
+        if seen.backends and said.backend not in ("", seen.backends[0]):
+            faults.append(f"explain names {said.backend}, and {seen.backends[0]} runs")
     if is_real(device):
         faults += _faults_of(check, seen)
 
