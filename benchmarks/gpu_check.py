@@ -9,6 +9,7 @@ cpu`` shows that the command works.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import queue
 import re
@@ -22,12 +23,14 @@ from typing import Any, TextIO
 
 import torch
 
+from benchmarks.figures import Figures, Kept
 from benchmarks.gpu_check_cases import Check, attention_checks
 from benchmarks.gpu_check_models import model_checks
 from benchmarks.gpu_probe import Seen, is_real, probe
+from benchmarks.machine import machine, versions
 from benchmarks.peers.work import Outputs
 
-__all__ = ["all_checks", "checked", "main"]
+__all__ = ["all_checks", "checked", "main", "texts"]
 
 #: What is printed is copied by hand from some machines.
 MOST_CHARACTERS, MOST_OF_A_LINE = 12_000, 260
@@ -216,23 +219,31 @@ def main(arguments: list[str] | None = None) -> None:
     _report(numbers, chosen)
 
 
+def texts(measured: Figures) -> dict[str, str]:
+    """What a page says of a result file."""
+    failed = [name for name, found in measured.items() if found["faults"]]
+    passed = f"{len(measured) - len(failed)} of {len(measured)}"
+    return {"passed": passed, "failed": "none" if not failed else ", ".join(f"`{name}`" for name in failed)}
+
+
 def _report(numbers: list[int], chosen: argparse.Namespace) -> None:
     start = time.monotonic()
-    about = f"torch {torch.__version__}, {torch.cuda.get_device_name() if chosen.device != 'cpu' else 'CPU'}"
-    print(about)
-    kept: list[dict[str, Any]] = []
+    device = torch.cuda.get_device_name() if chosen.device != "cpu" else machine()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    kept = Kept(device, today, versions(("triton", "transformers")), "python -m benchmarks.gpu --check", {})
+    print(f"{device}, {kept.versions}")
     printed = 0
     for found in _asked(numbers, chosen.device, start + chosen.seconds):
-        kept.append(found)
         line = _line(found)
         # Failures have the last third of the room to themselves.
         if printed + len(line) < (MOST_CHARACTERS - 300 if found["faults"] else MOST_CHARACTERS * 2 / 3):
             print(line, flush=True)
             printed += len(line) + 1
+        kept.figures[found["name"]] = {what: value for what, value in found.items() if what not in ("name", "number")}
         if chosen.out is not None:
-            chosen.out.write_text(json.dumps({"about": about, "checks": kept}, indent=0), encoding="utf-8")
-    failed = [found["name"] for found in kept if found["faults"]]
-    print(f"{len(kept)} checks, {len(failed)} failed, {time.monotonic() - start:.0f} s")
+            kept.write(chosen.out)
+    failed = sum(bool(found["faults"]) for found in kept.figures.values())
+    print(f"{len(kept.figures)} checks, {failed} failed, {time.monotonic() - start:.0f} s")
     if failed:
         raise SystemExit(1)
 
