@@ -84,7 +84,7 @@ def _limits(check: Check, device: str, exact: Outputs) -> list[float]:
     if check.same is None:
         return [check.most] * len(exact)
     same = [each.cpu() for each in check.same(device)]
-    least = [check.most if each.dtype == torch.float32 else 1e-7 for each in same]
+    least = [check.most if each.dtype == torch.float32 else 1e-6 for each in same]
     return [max(2 * _error(*pair), each) for each, *pair in zip(least, same, exact, strict=True)]
 
 
