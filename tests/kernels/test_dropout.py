@@ -129,17 +129,6 @@ def test_lse_and_reported_weights_are_undropped(kernel: str) -> None:
     assert torch.equal(dropped, kept)
 
 
-def test_any_block_gets_its_part_of_the_whole() -> None:
-    grid = Grid(3, 5, 11, 29, torch.device("cpu"))
-    seed = torch.tensor(123456789012345)
-    whole = dropout_factors(seed, 0.3, Block(grid), torch.float32)
-    assert whole.shape == (3, 5, 11, 29)
-    for columns in [(0, 29), (1, 29), (7, 9), (8, 16), (15, 24), (28, 29), (4, 4)]:
-        block = Block(grid, slice(1, 3), slice(2, 5), slice(4, 9), slice(*columns))
-        part = dropout_factors(seed, 0.3, block, torch.float32)
-        assert torch.equal(part, whole[1:3, 2:5, 4:9, slice(*columns)])
-
-
 def part_numbers(kernel: str | None, part: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Output and gradients of a causal call that is a part of `WHOLE`; without a kernel by hand, in float64."""
     items, heads, rows, columns = PARTS[part]
@@ -211,10 +200,3 @@ def test_a_part_drops_what_the_whole_drops_on_native(part: str, dtype: torch.dty
         require_close(found, exact)
     else:
         require_half_as_good(found, part_numbers("reference", part, dtype), exact, dtype)
-
-
-def test_chosen_rows_get_their_part_of_the_whole() -> None:
-    grid = Grid(2, 3, 11, 13, torch.device("cpu"))
-    seed, rows = torch.tensor(42), torch.tensor([10, 0, 3, 3])
-    part = dropout_factors(seed, 0.3, Block(grid, rows=rows), torch.float32)
-    assert torch.equal(part, dropout_factors(seed, 0.3, Block(grid), torch.float32)[:, :, rows])

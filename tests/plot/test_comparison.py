@@ -14,7 +14,6 @@ import clearhead
 from clearhead._statistics.distributions import jensen_shannon
 from clearhead.errors import ArgumentError, DTypeError, RecordError, ShapeError
 from clearhead.plot import Comparison, Tokens, given
-from clearhead.plot._alignment import align
 
 from .pages import Contents
 from .recorded import KEPT, Two, record_pair
@@ -89,6 +88,11 @@ def test_two_texts_are_compared_where_their_tokens_agree_and_other_keys_count_as
         ({"statistics": ("entropy", "confidence")}, {}, "Queries and keys were not kept in both records"),
         (KEPT, {}, "The texts have 7 and 5 tokens; tokens= would pair them."),
         (KEPT, {"tokens": list("abcdefg"), "other_tokens": list("uvabx")}, "The tokens agree in 2 places only"),
+        (
+            KEPT,
+            {"tokens": Tokens(["[CLS]", *"abcde", "[SEP]"]), "other_tokens": Tokens(["[CLS]", *"xyz", "[SEP]"])},
+            "The tokens agree in 0 places only",
+        ),
     ],
 )
 def test_what_cannot_be_compared_by_weights_is_compared_by_statistics_and_says_so(
@@ -146,12 +150,6 @@ def test_modules_of_other_names_are_paired_in_the_order_in_which_they_ran() -> N
     weights = [torch.randn(2, 4, 4).softmax(-1) for _ in range(2)]
     named, other = given(weights, ["one", "two"]), given(weights, ["first", "second"])
     assert named.compare(other).divergence == {"one": pytest.approx([0, 0]), "two": pytest.approx([0, 0])}
-
-
-def test_special_tokens_alone_are_no_agreement() -> None:
-    first, second = Tokens(["[CLS]", "a", "[SEP]"]), Tokens(["[CLS]", "b", "[SEP]"])
-    assert len(align(first, second)) == 0
-    assert align(first, first).whole
 
 
 def test_the_page_holds_both_and_the_difference() -> None:
