@@ -11,13 +11,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import clearhead
-from clearhead._native import extension
 from clearhead.cli import _output as output
 from clearhead.cli._app import main
 from clearhead.inspection import _doctor as inspection
 from clearhead.inspection._doctor import CASES
 from clearhead.kernels._chunked import ChunkedKernel
 from tests.inspection.test_doctor import break_kernel
+from tests.support.native import extension
 
 #: How many of the calls below the native kernel computes: both in float32, none in float64, none if it was not built.
 NATIVE = 0 if extension is None else 2
