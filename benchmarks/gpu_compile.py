@@ -1,3 +1,4 @@
+# pyright: basic, reportMissingImports=false
 """Compile the Triton kernels for devices that are not at hand, and check what the compiler made of them.
 
 `python -m benchmarks.gpu_compile` prints a table and exits with 1 if a kernel spills registers, leaves no room for a
@@ -140,7 +141,7 @@ def compiled(kernel: str, mask: str, launch: Launch, dim: int, dtype: torch.dtyp
 
 def resources(cubin: bytes) -> dict[str, int]:
     """REG, STACK, LOCAL and others of the only function in a cubin, by the cuobjdump of Triton's wheel."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -154,6 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, nargs="*", default=CAPABILITIES, help="such as 90; default: all")
     parser.add_argument("--dim", type=int, nargs="*", default=DIMS, help="sizes of a head; default: 64 128 256")
+    parser.add_argument("--dtype", nargs="*", choices=("bf16", "fp16", "fp32"), help="default: all")
     parser.add_argument("--mask", nargs="*", help="names of masks; default: all")
     options = parser.parse_args()
     faults = 0
@@ -161,6 +163,8 @@ def main() -> int:
     for capability in options.capability:
         for dim in options.dim:
             for dtype in DTYPES:
+                if options.dtype and _NAMES[dtype] not in options.dtype:
+                    continue
                 for kernel, mask, launch in launches(dim, dtype, capability):
                     if options.mask and mask not in options.mask:
                         continue

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Check the Triton kernels on a GPU against float64, and time them beside PyTorch's attention.
 
 `python -m benchmarks.gpu_kernels` checks every mask, then times B=1 H=16 in bfloat16: D 64 and 128, L 8,192 and 16,384,
