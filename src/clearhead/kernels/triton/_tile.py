@@ -12,7 +12,9 @@ INT64: tl.constexpr = tl.constexpr(tl.int64)
 
 
 @triton.jit
-def load_rows(pointer, start, count, stride, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, CUT: tl.constexpr):
+def load_rows(
+    pointer, start, count, stride, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, CUT: tl.constexpr
+):
     """Rows start … start + BLOCK of a matrix (count, D), (BLOCK, BLOCK_D); beyond its ends 0."""
     place, feature = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     pointers = pointer + tl.cast(start, tl.int64) * stride + place[:, None] * stride + feature[None, :]
