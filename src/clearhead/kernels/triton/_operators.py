@@ -187,6 +187,8 @@ def _top_k_on_cpu(
     softcap: float,
     k: int,
 ) -> tuple[Tensor, Tensor]:
+    if _interprets():
+        return _top_k_by_kernels(query, key, lse, tensors, numbers, scale, softcap, k)
     return top_by_formula(query, key, lse, _terms(tensors, numbers), k, scale, softcap)
 
 
@@ -206,11 +208,12 @@ def _rows_by_kernel(
     softcap: float,
     want: Sequence[int],
 ) -> Tensor:
-    from ._launch import launch_rows
+    from ._launch import rows_launch
 
     names = [ROWS[number] for number in want]
-    numbers_ = {"scale": scale, "softcap": softcap}
-    return launch_rows(query, key, _terms(tensors, numbers), sinks=sinks, first_keys=first_keys, want=names, **numbers_)
+    terms, cap = _terms(tensors, numbers), softcap
+    launch = rows_launch(query, key, terms, scale=scale, softcap=cap, sinks=sinks, first_keys=first_keys, want=names)
+    return launch.run()[0]
 
 
 def _columns_by_kernel(
@@ -223,9 +226,27 @@ def _columns_by_kernel(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    from ._launch import launch_columns
+    from ._launch import columns_launch
 
-    return launch_columns(query, key, lse, _terms(tensors, numbers), counted=counted, scale=scale, softcap=softcap)
+    terms = _terms(tensors, numbers)
+    launch = columns_launch(query, key, lse, terms, counted=counted, scale=scale, softcap=softcap)
+    received, viewers = launch.run()
+    return received, viewers
+
+
+def _top_k_by_kernels(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    from ._top_launch import top_k_by_kernels
+
+    return top_k_by_kernels(query, key, lse, _terms(tensors, numbers), k, scale=scale, softcap=softcap)
 
 
 def _fake_rows(query: Tensor, *others: Any) -> Tensor:
@@ -245,6 +266,7 @@ def _fake_top_k(query: Tensor, key: Tensor, lse: Tensor, *others: Any) -> tuple[
 
 _library.impl("triton_rows", _rows_by_kernel, "CUDA")
 _library.impl("triton_columns", _columns_by_kernel, "CUDA")
+_library.impl("triton_top_k", _top_k_by_kernels, "CUDA")
 _library.impl("triton_rows", _rows_on_cpu, "CPU")
 _library.impl("triton_columns", _columns_on_cpu, "CPU")
 _library.impl("triton_top_k", _top_k_on_cpu, "CPU")

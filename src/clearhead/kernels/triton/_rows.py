@@ -21,7 +21,7 @@ def _over_keys(
     ENTROPY: tl.constexpr, SINK: tl.constexpr, DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
     SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The running numbers of each row after keys start … end: largest score, Σ e, Σ e·x, Σ e·distance, sink, visible."""
+    """The running numbers of each row: largest score, Σ e, Σ e·x, Σ e·distance, mass on first keys, visible keys."""
     for begin in tl.range(start, end, N, num_stages=STAGES):
         k = load_rows(key, begin, S, k_s, D, N, BLOCK_D, HIDES)
         j = begin + tl.arange(0, N)

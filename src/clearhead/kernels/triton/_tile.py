@@ -29,7 +29,7 @@ def load_rows(
 
 @triton.jit
 def products(left, right, UPCAST: tl.constexpr):
-    """left · rightᵀ in float32: IEEE products of float32, and exact ones of 16-bit numbers."""
+    """The product left · rightᵀ in float32: IEEE products of float32, and exact ones of 16-bit numbers."""
     if UPCAST:  # the interpreter multiplies the bits of bfloat16
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, tl.trans(right), input_precision="ieee")
