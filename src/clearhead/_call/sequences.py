@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import final
 
@@ -52,6 +53,12 @@ class PackedSequences:
     def key_positions(self) -> Tensor:
         """(Tk,) likewise."""
         return _positions(self.cu_seqlens_k, self.tokens[1])
+
+    @cached_property
+    def int32(self) -> tuple[Tensor, Tensor]:
+        """The boundaries as PyTorch's kernels read them, converted once for all layers."""
+        of_queries = self.cu_seqlens_q.int()
+        return of_queries, of_queries if self.cu_seqlens_k is self.cu_seqlens_q else self.cu_seqlens_k.int()
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each sequence."""
