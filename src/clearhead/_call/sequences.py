@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import strided, with_values
-from .._environment import is_tracing
+from .._environment import is_tracing, reads_values
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
@@ -96,6 +96,9 @@ def read_sequences(
     tokens = (query.shape[0], key.shape[0])
     # A graph must hold for other boundaries, and an accelerator would be waited for.
     if is_tracing() or bounds[0].device.type not in ("cpu", "meta"):
+        if reads_values(bounds[0]):
+            for name, each, count, most in zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, tokens, longest, strict=True):
+                _checked(name, each, count, most)
         if not is_tracing():  # unread, they must at least lie within the tensors
             limited = [each.clamp(0, count).cummax(0).values for each, count in zip(bounds, tokens, strict=True)]
             bounds = limited[0], limited[0] if same else limited[1]
