@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_changelog_and_the_citation_name_the_version() -> None:
-    """The newest section of the changelog is that of this version with its date, or *Unreleased* while it is developed."""
+    """The newest section of the changelog is that of this version and its date, *Unreleased* while it is developed."""
     changelog, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
     heading = next(line.removeprefix("## ") for line in changelog.splitlines() if line.startswith("## "))
     if ".dev" in clearhead.__version__:
