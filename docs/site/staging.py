@@ -111,6 +111,8 @@ def stage(language: str, folder: Path) -> dict[str, Path]:
     for place, page in pages.items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         (folder / place).write_text(staged(page, place, language), encoding="utf-8")
+    for notebook in (DOCS / language).rglob("*.ipynb"):
+        shutil.copy(notebook, folder / notebook.relative_to(DOCS / language))
     shutil.copytree(DOCS / "images", folder / "images", dirs_exist_ok=True)
     shutil.copy(DOCS / "site" / "extra.css", folder / "extra.css")
     return pages
