@@ -12,7 +12,7 @@ from torch import Tensor
 
 import clearhead
 from benchmarks.peers.work import Outputs, Way
-from clearhead import masks
+from clearhead import Explanation, masks
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi
 
@@ -75,7 +75,7 @@ class Check:
         fused: whether one of PyTorch's fused kernels has to run.
         waits: how often Python may wait for the device; ``None`` for any number.
         memory: the most megabytes at the peak.
-        kernel: names Clearhead's kernel.
+        explain: says which kernel runs.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Check:
     fused: bool = True
     waits: int | None = 0
     memory: float | None = None
-    kernel: Callable[[str], str | None] | None = None
+    explain: Callable[[str], Explanation] | None = None
 
 
 def short(dtype: torch.dtype) -> str:
@@ -190,9 +190,9 @@ def _attend(mask: Callable[[str], Mask | None], poisoned: bool, options: dict[st
     return lambda: with_gradients(clearhead.attention(query, key, value, made, **options), (query, key, value))
 
 
-def _kernel(mask: Callable[[str], Mask | None], dtype: torch.dtype, device: str) -> str | None:
+def _explain(mask: Callable[[str], Mask | None], dtype: torch.dtype, device: str) -> Explanation:
     query, key, value = _operands(Place(device, dtype, dtype))
-    return clearhead.explain(query, key, value, mask(device)).kernel
+    return clearhead.explain(query, key, value, mask(device))
 
 
 def attention_checks() -> Iterator[Check]:
@@ -207,7 +207,7 @@ def attention_checks() -> Iterator[Check]:
                     dtype,
                     partial(_attend, mask, name in ("lengths", "drop"), {}),
                     fused=name not in UNFUSED,
-                    kernel=partial(_kernel, mask, dtype),
+                    explain=partial(_explain, mask, dtype),
                 )
     yield from _options()
     yield from _shapes()

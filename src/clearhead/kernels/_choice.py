@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._call.call import AttentionCall
 from .._checks import shown
@@ -146,8 +146,8 @@ def explain_call(call: AttentionCall, projections: str) -> Explanation:
     }
     kernel = choose(call, None) if forced is None else None if reasons[forced.name] else forced
     backend = None if kernel is None else kernel.backend(spec, mask, grid)
-    named = None if kernel is None else kernel.name
-    return Explanation(named, reasons, forced is not None, projections, *(backend or ("", ())))
+    found = Explanation(None if kernel is None else kernel.name, reasons, forced is not None, projections)
+    return found if backend is None else replace(found, backend=backend.name, faster=backend.faster)
 
 
 def _named(name: str) -> Kernel:

@@ -189,7 +189,9 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
         lowered = visible
     else:
         lowered = bias
-        if visible is not None:
+        if visible is not None and bias is None and not visible.is_cpu:
+            lowered = visible.to(call.query.dtype).log_()  # log 1 = 0 and log 0 = −∞, in two operators
+        elif visible is not None:
             added = visible.new_zeros((), dtype=call.query.dtype) if bias is None else bias
             lowered = torch.where(visible, added, float("-inf"))
         if bias is not None and lowered is not None and masked is not None:  # `visible` has shown these rows already
