@@ -31,9 +31,14 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
     """
     width = block_of(dim)
     if dtype == torch.float32:  # multiplied without matrix instructions, from registers
-        return Tiles(16 if width > 128 else 32, 32, 4 if width <= 64 else 8, 1)
-    if plain and width <= 128 and capability[0] in (9, 10):
-        return Tiles(128, 64, 8, 2) if kernel == "rows" else Tiles(64, 128, 8, 2)
+        few = width <= 64 or (width <= 128 and kernel == "rows")
+        return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
+    if width > 128:
+        return Tiles(64 if kernel == "rows" else 32, 32, 4, 2)
+    if plain and kernel == "rows" and capability[0] in (9, 10):
+        return Tiles(128, 64, 8, 2)
+    if plain and capability[0] == 9:
+        return Tiles(64, 128, 8, 2)
     return Tiles(64, 64 if kernel == "rows" and width <= 64 else 32, 4, 2)
 
 
