@@ -182,7 +182,7 @@ def test_wrong_kernels_are_not_used(cuda: PretendedDevice, monkeypatch: pytest.M
     monkeypatch.setattr(_triton_check, "_trusted", {})
     if forced:
         monkeypatch.setenv("CLEARHEAD_TRITON", "1")
-        with pytest.raises(KernelError, match="failed their check on cuda:0 in torch.float32: entropy is wrong by"):
+        with pytest.raises(KernelError, match=r"failed their check on cuda:0 in torch\.float32: entropy is wrong by"):
             clearhead.attention_statistics(query, key, statistics=FOUR)
         return
     with pytest.warns(RuntimeWarning, match=r"entropy is wrong by .* CLEARHEAD_TRITON=0 switches the kernels off"):
@@ -202,3 +202,25 @@ def test_unchecked_kernels_do_not_run_while_a_graph_is_captured(
     seen = cuda.count(lambda: clearhead.attention_statistics(query, key, statistics=FOUR))
     assert seen.waits == []
     assert not [name for name in seen.operators if "triton" in name]
+
+
+def test_a_monitor_copies_one_tensor_for_each_step_and_passes_it_on_at_the_next(cuda: PretendedDevice) -> None:
+    model, x = stack(), torch.randn(2, 64, 256)
+    on_cpu: dict[int, dict[str, float]] = {}
+    with clearhead.monitor(model, every=2, to=on_cpu.__setitem__):
+        for _ in range(3):
+            model(x)
+    model, x = model.to("cuda"), x.cuda()
+    with clearhead.record(model):  # checks the kernels
+        model(x)
+    found: dict[int, dict[str, float]] = {}
+    steps: list[tuple[int, ...]] = []
+    with clearhead.monitor(model, every=2, to=found.__setitem__):
+        for _ in range(3):
+            seen = cuda.count(lambda: model(x))
+            steps.append((*found, len(seen.copies)))
+            assert seen.values == seen.shapes == []
+    # The numbers of step 0 come at step 1, and those of step 2 at the end.
+    assert steps == [(1,), (0, 0), (0, 1)]
+    assert found.keys() == on_cpu.keys()
+    assert all(found[step] == pytest.approx(on_cpu[step], rel=1e-5, abs=1e-5) for step in found)
