@@ -9,6 +9,7 @@ cpu`` shows that the command works.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import queue
 import re
@@ -22,17 +23,19 @@ from typing import Any, TextIO
 
 import torch
 
+from benchmarks.figures import Figures, Kept
 from benchmarks.gpu_check_cases import Check, attention_checks
 from benchmarks.gpu_check_models import model_checks
 from benchmarks.gpu_probe import Seen, is_real, probe
+from benchmarks.machine import machine, versions
 from benchmarks.peers.work import Outputs
 
-__all__ = ["all_checks", "checked", "main"]
+__all__ = ["all_checks", "checked", "main", "texts"]
 
 #: What is printed is copied by hand from some machines.
 MOST_CHARACTERS, MOST_OF_A_LINE = 12_000, 260
 #: Seconds after which a call counts as dead. The first compiled one is slow.
-PATIENCE = 60
+PATIENCE = 90
 START = [sys.executable, "-m", "benchmarks.gpu_check"]
 
 
@@ -62,14 +65,23 @@ def _compare(check: Check, device: str, found: dict[str, Any]) -> None:
         limits = _limits(check, device, exact := check.exact())
         shares = [_error(each, judge) / limit for each, judge, limit in zip(got, exact, limits, strict=True)]
         found["share"] = round(max(shares), 3)
+        if max(shares) > 1 and check.stock is not None:
+            errors = [_error(each.cpu(), judge) for each, judge in zip(check.stock(device), exact, strict=True)]
+            found["stock"] = round(max(error / limit for error, limit in zip(errors, limits, strict=True)), 3)
+            shares = [
+                share * limit / max(limit, error) for share, limit, error in zip(shares, limits, errors, strict=True)
+            ]
         if not max(shares) <= 1:
             faults.append(f"error {max(shares):.3g} of what is allowed, in {[f'{each:.3g}' for each in shares]}")
     elif not all(bool(each.isfinite().all()) for each in got):
         faults.append("results that are not finite")
-    if check.kernel is not None:
-        found["kernel"] = check.kernel(device)
-    seen = probe(run, device)
+    seen = probe(run, device, asks=not check.compiled)
     found |= vars(seen)
+    if check.explain is not None:
+        said = check.explain(device)
+        found["kernel"] = said.kernel
+        if seen.backends and said.backend not in ("", seen.backends[0]):
+            faults.append(f"explain names {said.backend}, and {seen.backends[0]} runs")
     if is_real(device):
         faults += _faults_of(check, seen)
 
@@ -78,7 +90,7 @@ def _limits(check: Check, device: str, exact: Outputs) -> list[float]:
     if check.same is None:
         return [check.most] * len(exact)
     same = [each.cpu() for each in check.same(device)]
-    least = [check.most if each.dtype == torch.float32 else 1e-7 for each in same]
+    least = [check.most if each.dtype == torch.float32 else 1e-6 for each in same]
     return [max(2 * _error(*pair), each) for each, *pair in zip(least, same, exact, strict=True)]
 
 
@@ -112,7 +124,8 @@ def _line(found: dict[str, Any]) -> str:
     how = [*([found["kernel"]] if found.get("kernel") else []), *dict.fromkeys(found.get("backends", ()))]
     parts = ["+".join(how)]
     if "share" in found:
-        parts.append(f"err {found['share']:.2g}")
+        stock = f" (PyTorch's own {found['stock']:.2g})" if "stock" in found else ""
+        parts.append(f"err {found['share']:.3g}{stock}")
     if found.get("kernels") is not None:
         parts += [f"{found['kernels']}k", f"{found['memory']:.0f}MB"]
         parts += [f"{len(found['waits'])}w"] if found["waits"] else []
@@ -213,23 +226,31 @@ def main(arguments: list[str] | None = None) -> None:
     _report(numbers, chosen)
 
 
+def texts(measured: Figures) -> dict[str, str]:
+    """What a page says of a result file."""
+    failed = [name for name, found in measured.items() if found["faults"]]
+    passed = f"{len(measured) - len(failed)} of {len(measured)}"
+    return {"passed": passed, "failed": "none" if not failed else ", ".join(f"`{name}`" for name in failed)}
+
+
 def _report(numbers: list[int], chosen: argparse.Namespace) -> None:
     start = time.monotonic()
-    about = f"torch {torch.__version__}, {torch.cuda.get_device_name() if chosen.device != 'cpu' else 'CPU'}"
-    print(about)
-    kept: list[dict[str, Any]] = []
+    device = torch.cuda.get_device_name() if chosen.device != "cpu" else machine()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    kept = Kept(device, today, versions(("triton", "transformers")), "python -m benchmarks.gpu --check", {})
+    print(f"{device}, {kept.versions}")
     printed = 0
     for found in _asked(numbers, chosen.device, start + chosen.seconds):
-        kept.append(found)
         line = _line(found)
         # Failures have the last third of the room to themselves.
         if printed + len(line) < (MOST_CHARACTERS - 300 if found["faults"] else MOST_CHARACTERS * 2 / 3):
             print(line, flush=True)
             printed += len(line) + 1
+        kept.figures[found["name"]] = {what: value for what, value in found.items() if what not in ("name", "number")}
         if chosen.out is not None:
-            chosen.out.write_text(json.dumps({"about": about, "checks": kept}, indent=0), encoding="utf-8")
-    failed = [found["name"] for found in kept if found["faults"]]
-    print(f"{len(kept)} checks, {len(failed)} failed, {time.monotonic() - start:.0f} s")
+            kept.write(chosen.out)
+    failed = sum(bool(found["faults"]) for found in kept.figures.values())
+    print(f"{len(kept.figures)} checks, {failed} failed, {time.monotonic() - start:.0f} s")
     if failed:
         raise SystemExit(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
+from benchmarks.figures import read
 from benchmarks.gpu_check_cases import Check
 from benchmarks.gpu_probe import Seen
 from benchmarks.peers.work import Way
@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 OTHERS = """
 import os, sys
 from benchmarks import gpu_check
+from benchmarks.figures import read
 from benchmarks.gpu_check_cases import Check
 known = gpu_check.all_checks()
 def dies(device): os.abort()
@@ -51,8 +52,9 @@ def test_a_check_that_dies_is_one_line_and_the_others_run(tmp_path: Path) -> Non
     assert "the process died" in lines[2]
     assert "ValueError: the last line of an error" in lines[3]
     assert lines[5].startswith("4 checks, 2 failed")
-    kept = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["checks"]
-    assert [bool(each["faults"]) for each in kept] == [False, True, True, False]
+    kept = read(tmp_path / "out.json").figures
+    assert [name for name, each in kept.items() if each["faults"]] == ["dies", "raises"]
+    assert gpu_check.texts(kept) == {"passed": "2 of 4", "failed": "`dies`, `raises`"}
 
 
 def test_a_wrong_value_is_a_fault() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import clearhead
 from clearhead import masks
-from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
+from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 from clearhead.transformer import EncoderLayer, FeedForward
 from tests.support.native import needs_native
 
@@ -79,19 +79,6 @@ def test_layers_and_stacks(layout: Any) -> None:
     compare_in_parts(encoder().layers[0], line(), x, mask=mask("documents", 2, 9), layout=layout)
     both: Any = {"mask": mask("heads", 2, 9), "memory_mask": mask("lengths", 2, 9, 5)}
     compare_in_parts(decoder(), line(), x, memory, layout=layout, **both)
-
-
-@in_processes(2)
-@layouts
-def test_weights_are_those_of_this_process_s_queries(layout: Any) -> None:
-    whole, (x,) = attention(2, sinks=True), sequences(13)
-    split: Any = context_parallel(attention(2, sinks=True), line(), layout=layout)
-    part = shard_sequence(x, line(), layout=layout)
-    for average in (True, False):
-        options: Any = {"mask": masks.causal(), "need_weights": True, "average_attn_weights": average}
-        expected, (output, weights) = whole(x, **options), split(part, **options)
-        torch.testing.assert_close(gather_sequence(output, line(), layout=layout), expected[0])
-        torch.testing.assert_close(gather_sequence(weights, line(), dim=-2, layout=layout), expected[1])
 
 
 @in_processes(2)
@@ -213,10 +200,8 @@ def test_what_is_wrong_on_one_process_is_refused_on_all(wrong_rank: int) -> None
         (context_parallel, {"module": None}, "module: expected a MultiHeadAttention, or a layer"),
         (context_parallel, {"module": module}, "got one after context_parallel"),
         (tensor_parallel, {"module": module}, "got one after context_parallel"),
-        (gather_sequence, {"dim": 0.5}, "dim: expected"),
-        (gather_sequence, {"tensor": None}, "tensor: expected"),
     ):
-        good = {"mesh": line(), **({"tensor": x} if split is gather_sequence else {"module": attention(4)})}
+        good = {"mesh": line(), "module": attention(4)}
         with refuses(said):
             split(**(good | (wrong if dist.get_rank() == wrong_rank else {})))
 
