@@ -17,7 +17,7 @@ from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused
-from ._sdpa_sequences import plan_sequences, refusals_of_sequences
+from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
 
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
@@ -43,7 +43,7 @@ class SdpaKernel(Kernel):
         causal_nan = spec.scale <= 0 and _is_flagged_causal(spec, mask, grid)
         reasons = applicable(
             {
-                "PyTorch does not give out the log-sum-exp": spec.lse,
+                "PyTorch does not give out the log-sum-exp": spec.lse and not gives_lse(spec, mask, grid),
                 "it has no soft-cap": spec.softcap is not None,
                 "its causal path gives NaN for a scale of 0 or below": causal_nan,
                 "it has no sinks": spec.sinks,
@@ -57,7 +57,7 @@ class SdpaKernel(Kernel):
             dims = spec.query.shape[3], spec.value.shape[3]
             if spec.device.type == "cuda" and not fits_a_kernel(spec.dtype, *dims, masked=spec.masked):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
-        else:
+        elif not spec.lse:
             reasons += _reasons_of_values(spec, mask, grid)
             if not reasons and not is_fused(_fused_call(spec, mask, grid)):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
@@ -66,11 +66,14 @@ class SdpaKernel(Kernel):
     def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
         if spec.device.type == "cpu" or spec.tracing:
             return None
-        return Backend("varlen") if spec.sequences is not None else backend_of(_fused_call(spec, mask, grid))
+        packed = spec.sequences is not None or spec.lse
+        return Backend("varlen") if packed else backend_of(_fused_call(spec, mask, grid))
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         if spec.sequences is not None:
             return plan_sequences(spec, mask, grid)
+        if spec.lse:
+            return plan_batch(spec, mask, grid)
         folded, group = _folds(spec, mask, grid), spec.group
         grouped: dict[str, bool] = {"enable_gqa": True} if group > 1 and not folded else {}
         is_causal = False
