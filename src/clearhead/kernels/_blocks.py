@@ -129,7 +129,7 @@ class LongSum:
 
 def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
     """Split batch and heads so that blocks of enough rows fit the budget."""
-    rows = row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // call.spec.group, _FEWEST_ROWS)
+    rows = row_blocks(call.request.mask, call.grid, BLOCK_ELEMENTS // call.spec.group, _FEWEST_ROWS)
     cells = max((min(_ROWS, chunk.stop - chunk.start) * (stop - start) for chunk, (start, stop) in rows), default=0)
     return _spans(call, cells)
 
@@ -147,7 +147,9 @@ def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
 
 def span_blocks(call: AttentionCall, span: HeadSpan) -> Iterator[tuple[slice, Block]]:
     """Split the rows of a span into blocks of visible columns that fit the budget, and yield rows and block."""
-    for rows, (start, stop) in row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // max(1, span.matrices), _FEWEST_ROWS):
+    for rows, (start, stop) in row_blocks(
+        call.request.mask, call.grid, BLOCK_ELEMENTS // max(1, span.matrices), _FEWEST_ROWS
+    ):
         yield rows, Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
 
 
@@ -181,11 +183,11 @@ def block_scores(
     if call.spec.softcap is not None:
         tanh = scores.div_(call.spec.softcap).tanh_()
         scores = tanh * call.spec.softcap
-    if call.mask is not None:
-        bias = call.mask.bias(block, scores.dtype)
+    if call.request.mask is not None:
+        bias = call.request.mask.bias(block, scores.dtype)
         if bias is not None:
             scores += bias
-        limit = workspace.limit(call.mask, block, scores.dtype)
+        limit = workspace.limit(call.request.mask, block, scores.dtype)
         if limit is not None:
             torch.minimum(scores, limit, out=scores)
     return scores, tanh

@@ -110,7 +110,7 @@ def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     if mask is not None and not causal and not hides_nothing(mask, grid):
         dtype = spec.compute_dtype if mask.has_bias and spec.device.type == "cpu" else spec.dtype
     layouts = tuple((layout.shape, layout.has_whole_rows) for layout in (spec.query, spec.key, spec.value))
-    options = (spec.dropout_p > 0, spec.needs_gradients, causal, _folds(spec, mask, grid))
+    options = (spec.dropout_p > 0, bool(spec.gradients), causal, _folds(spec, mask, grid))
     return _has_fused_path(layouts, spec.dtype, spec.device, dtype, *options, sdpa_settings())
 
 
@@ -191,7 +191,7 @@ def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bo
 
 def _lower(call: AttentionCall, group: int) -> Tensor | None:
     """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
-    mask, grid = call.mask, call.grid
+    mask, grid = call.request.mask, call.grid
     if mask is None or hides_nothing(mask, grid):
         return None
     return mask.lowered(grid, ("sdpa", call.query.dtype, group), lambda: _lower_tensor(mask, call, group))
