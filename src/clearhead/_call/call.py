@@ -45,8 +45,8 @@ class AttentionCall:
         key: (B, Hkv, S, D); Hkv divides H, query head h reads key/value head h // (H / Hkv).
         value: (B, Hkv, S, Dv).
         request: how it attends.
-        part: how observers compute statistics of a call of which this process holds some queries and keys: then query,
-            key and value are these, and all else, with `grid`, is of the whole.
+        part: for observers of a call that is distributed over processes: how they compute its statistics. Query, key
+            and value are then those of this process. Everything else, `grid` included, describes the complete call.
     """
 
     spec: AttentionSpec

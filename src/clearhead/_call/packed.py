@@ -29,14 +29,14 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     for number, (queries, keys) in enumerate(cast(PackedSequences, request.sequences).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         layouts = dict(zip(("query", "key", "value"), map(Layout.of, operands), strict=True))
-        own_mask = mask
+        sequence_mask = mask
         if mask is not None and all_sequences is not None:
             place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
             parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
-            own_mask = all_of(parts)
-        own_request = request._replace(mask=own_mask, sequences=None, offset=start._replace(item=number))
+            sequence_mask = all_of(parts)
+        sequence_request = request._replace(mask=sequence_mask, sequences=None, offset=start._replace(item=number))
         yield AttentionCall(
-            spec._replace(**layouts, mask=None if is_cut else spec.mask, sequences=None), *operands, own_request
+            spec._replace(**layouts, mask=None if is_cut else spec.mask, sequences=None), *operands, sequence_request
         )
 
 

@@ -57,8 +57,8 @@ class Explanation:
         >>> import torch, clearhead
         >>> x = torch.randn(1, 2, 3, 4)
         >>> with clearhead.use_kernel("chunked"):
-        ...     found = clearhead.explain(x, x, x)
-        >>> found.kernel, found.forced
+        ...     explanation = clearhead.explain(x, x, x)
+        >>> explanation.kernel, explanation.forced
         ('chunked', True)
     """
 
