@@ -157,18 +157,6 @@ def test_against_float64_and_with_hooks(kind: str, mask: str, count: int) -> Non
         assert torch.equal(attend(module, [1.5 * x for x in inputs], given), alone)
 
 
-def test_a_backward_pass_under_autocast_is_that_of_the_forward_pass() -> None:
-    """What PyTorch's own products do there is PyTorch's; attention stays in float32."""
-    x = drawn()[0].view(B, 1, L, E)
-    expected = torch.autograd.grad(clearhead.attention(x, x, x).square().sum(), x)
-    output = clearhead.attention(x, x, x)
-    loss = output.square().sum()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert clearhead.attention(x, x, x).dtype == torch.bfloat16
-        result = torch.autograd.grad(loss, x)
-    assert same(result, expected)
-
-
 @both
 def test_changes_in_place(kind: str) -> None:
     """The output may be written to; what was saved, a bias too, may not."""
@@ -240,6 +228,12 @@ def change_both(change: Callable[[nn.Linear], object]) -> Callable[[Any], object
     return changed
 
 
+def bias_as_buffer(projection: Any) -> None:
+    bias = projection.bias.detach() + 1
+    del projection.bias
+    projection.register_buffer("bias", bias)
+
+
 def replace_forward(projection: Any) -> None:
     inner = projection.forward
     projection.forward = lambda x: inner(x) + 1
@@ -262,6 +256,7 @@ OWN_CHANGES: dict[str, Callable[[Any], object]] = {
     "data of the weight": change_both(lambda p: setattr(p.weight, "data", p.weight.data * 2)),
     "another parameter": change_both(lambda p: setattr(p, "weight", nn.Parameter(p.weight * 2))),
     "bias taken away": change_both(lambda p: setattr(p, "bias", None)),
+    "bias as a buffer": change_both(bias_as_buffer),
     "weight with other strides": change_both(lambda p: setattr(p.weight, "data", p.weight.data.t())),
     "a subclass": lambda m: setattr(m, "v_proj", Doubled(E, E)),
     "an adapter": lambda m: setattr(m, "q_proj", Adapted(m.q_proj)),

@@ -250,17 +250,6 @@ def test_biases_that_memory_does_not_show_as_they_are(make: Callable[[], Mask]) 
         torch.testing.assert_close(output, attend((x, x, x), mask), rtol=0, atol=2e-6)
 
 
-def test_a_projection_whose_bias_is_no_parameter_is_called() -> None:
-    module = clearhead.MultiHeadAttention(12, 3)
-    bias, x = module.q_proj.bias.detach().clone() + 1, torch.randn(2, 5, 12)
-    with torch.no_grad():
-        module.q_proj.bias += 1
-    expected = module(x)
-    del module.q_proj.bias
-    module.q_proj.register_buffer("bias", bias)
-    assert torch.equal(module(x), expected)
-
-
 # The structure of a mask is computed once in each call: by the layer, or by the kernels.
 
 

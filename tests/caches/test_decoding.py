@@ -47,29 +47,6 @@ def test_rejected_tokens_are_cropped_and_a_reset_cache_starts_again(kind: str) -
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_padding_on_both_sides_of_prompts(kind: str) -> None:
-    """Padding has position −1, and is neither seen nor counted."""
-    attend, cache = module(), CACHES[kind](B, torch.float64)
-    x = torch.full((B, 9, EMBED), float("nan"), dtype=torch.float64)
-    positions = torch.full((B, 9), -1)
-    prompts = [torch.randn(n, EMBED, dtype=torch.float64) for n in (8, 3, 1)]
-    for row, prompt in enumerate(prompts):
-        first = (9 - len(prompt)) // 2
-        x[row, first : first + len(prompt)] = prompt
-        positions[row, first : first + len(prompt)] = torch.arange(len(prompt))
-    with torch.no_grad():
-        prefill = attend(x, mask=masks.causal(), positions=positions, cache=cache)
-        close(prefill, attend(x, mask=rule(kind), positions=positions))
-    more = torch.randn(B, 5, EMBED, dtype=torch.float64)
-    steps = fed(attend, more, cache, [1, 1, 2, 1])
-    for row, prompt in enumerate(prompts):
-        alone = whole(attend, torch.cat((prompt, more[row]))[None], kind)
-        close(prefill[[row]][:, positions[row] >= 0], alone[:, : len(prompt)])
-        close(steps[[row]], alone[:, len(prompt) :])
-    assert prefill[positions < 0].isfinite().all()
-
-
-@pytest.mark.parametrize("kind", CACHES)
 def test_right_padding_at_no_position_can_be_cropped_away(kind: str) -> None:
     attend, cache = module(), CACHES[kind](B, torch.float64)
     x, lengths = torch.randn(B, 23, EMBED, dtype=torch.float64), torch.tensor([23, 2, 13])

@@ -77,7 +77,7 @@ class Rows:
 
     def do(self, step: str, n: tuple[int, ...]) -> None:
         if step in ("feed", "pad"):
-            self.feed(1 + n[0], [n[1 + row % 4] if step == "pad" else 8 for row in range(len(self.rows))], n[4] > 3)
+            self.feed(1 + n[0], [n[1 + row % 4] if step == "pad" else 8 for row in range(len(self.rows))], n[4] % 3)
         elif step == "reorder":
             rows = [number % len(self.rows) for number in n[: 1 + n[4] % 4]]
             self.cache.reorder(torch.tensor(rows))
@@ -89,13 +89,14 @@ class Rows:
             kept = [max(len(row) - n[b % 4] % (MOST_BACK + 1), 0) for b, row in enumerate(self.rows)]
             self.crop(torch.tensor(kept), kept)
 
-    def feed(self, count: int, real: list[int], right: bool) -> None:
-        """`count` tokens, in row b `real[b]` at most, padding on one side and NaN in it."""
+    def feed(self, count: int, real: list[int], side: int) -> None:
+        """`count` tokens, in row b `real[b]` at most, padding left, right or on both sides, and NaN in it."""
         x = torch.randn(len(self.rows), count, EMBED, generator=self.random, dtype=torch.float64)
         positions = torch.full(x.shape[:2], -1)
         for row, tokens in enumerate(self.rows):
             new = min(real[row], count)
-            place = slice(0, new) if right else slice(count - new, count)
+            start = (count - new, 0, (count - new) // 2)[side]
+            place = slice(start, start + new)
             first = sum(token is not None for token in tokens)
             positions[row, place] = torch.arange(first, first + new)
             tokens.extend(x[row, n] if positions[row, n] >= 0 else None for n in range(count))

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import clearhead
-from clearhead.checkpoints import NAMINGS, Finding, Naming, identify, load, save
+from clearhead.checkpoints import NAMINGS, Finding, identify, load
 from clearhead.errors import ArgumentError, CheckpointError, ClearheadError, DTypeError
 
 E, H = 35, 5
@@ -26,17 +25,6 @@ def error_of(state: Any, **options: Any) -> str:
         identify(state, **options)
     assert str(raised.value).startswith("source: expected")
     return str(raised.value)
-
-
-@pytest.mark.parametrize("naming", NAMINGS, ids=lambda naming: naming.name)
-def test_every_naming_is_recognised_by_itself(naming: Naming) -> None:
-    prefix = "model.layers.10.attn."
-    found = identify(save(clearhead.MultiHeadAttention(E, H), naming, prefix=prefix))
-    assert (found.naming, found.prefix) == (naming, prefix)
-    assert found.biases == ("query", "key", "value", "output")
-    assert (found.embed_dim, found.qdim, found.kdim, found.vdim, found.inner_dim) == (E,) * 5
-    assert (found.ignored, found.obstacles) == ((), {})
-    assert naming.description in str(found)
 
 
 def test_names_of_namings_are_unique_but_for_pytorchs_two_layouts() -> None:

@@ -41,11 +41,6 @@ def test_same_outputs_and_weights(bias: bool, kdim: int | None, vdim: int | None
     torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=0)
 
 
-def test_heads_and_dropout_come_from_the_module() -> None:
-    ours = load(nn.MultiheadAttention(E, H, dropout=0.2).eval())
-    assert (ours.num_heads, ours.head_dim, ours.dropout, ours.training) == (H, D, 0.2, False)
-
-
 def test_inside_a_layer_the_prefix_is_found() -> None:
     layer = perturbed(nn.TransformerEncoderLayer(E, H, batch_first=True, dtype=torch.float64))
     x = torch.randn(B, L, E, dtype=torch.float64)

@@ -11,13 +11,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import clearhead
-from clearhead._native import extension
 from clearhead.cli import _output as output
 from clearhead.cli._app import main
 from clearhead.inspection import _doctor as inspection
 from clearhead.inspection._doctor import CASES
 from clearhead.kernels._chunked import ChunkedKernel
 from tests.inspection.test_doctor import break_kernel
+from tests.support.native import extension
 
 #: How many of the calls below the native kernel computes: both in float32, none in float64, none if it was not built.
 NATIVE = 0 if extension is None else 2
@@ -87,10 +87,3 @@ def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch
     said = " ".join(result.stdout.split())
     for text in ("reference soft-cap + sinks", "refused", "FAIL", "sdpa refuses soft-cap + sinks"):
         assert text in said
-
-
-def test_an_untested_version_is_one_warning_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1")
-    result = run()
-    assert result.exit_code == 0
-    assert result.stdout.count("warning: not tested with torch 2.9.1") == 1

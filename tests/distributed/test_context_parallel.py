@@ -83,19 +83,6 @@ def test_layers_and_stacks(layout: Any) -> None:
 
 @in_processes(2)
 @layouts
-def test_weights_are_those_of_this_process_s_queries(layout: Any) -> None:
-    whole, (x,) = attention(2, sinks=True), sequences(13)
-    split: Any = context_parallel(attention(2, sinks=True), line(), layout=layout)
-    part = shard_sequence(x, line(), layout=layout)
-    for average in (True, False):
-        options: Any = {"mask": masks.causal(), "need_weights": True, "average_attn_weights": average}
-        expected, (output, weights) = whole(x, **options), split(part, **options)
-        torch.testing.assert_close(gather_sequence(output, line(), layout=layout), expected[0])
-        torch.testing.assert_close(gather_sequence(weights, line(), dim=-2, layout=layout), expected[1])
-
-
-@in_processes(2)
-@layouts
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_heads_give_the_same_bits(dtype: torch.dtype, layout: Any) -> None:
     """Outputs and gradients are those of one process, of the same projected queries, keys and values."""

@@ -23,26 +23,9 @@ from clearhead.distributed import (
 )
 from clearhead.errors import ArgumentError, ClearheadError, DistributedError, RecordError
 
-from .building import METHODS, attention, collectives, encoder, full, mask, methods, refuses, require_close, sequences
-from .comparing import EVERY_STATISTIC, compare_records, compare_statistics
+from .building import attention, collectives, encoder, full, layouts, mask, methods, refuses, require_close, sequences
+from .comparing import EVERY_STATISTIC, compare_statistics
 from .processes import in_processes, line, square
-
-
-@in_processes(2)
-@pytest.mark.parametrize("way", ["tensor", *METHODS])
-def test_every_statistic_of_one_call(way: str) -> None:
-    """Every statistic of one call, which leaves its output as it is."""
-    whole, x = attention(4, sinks=True, mask="alibi").eval(), sequences(13)[0]
-    if way == "tensor":
-        mesh, split, part = None, tensor_parallel(copy.deepcopy(whole), line()), x
-    else:
-        mesh, part = line(), shard_sequence(x, line(), layout="zigzag")
-        split = context_parallel(copy.deepcopy(whole), mesh, method=way, layout="zigzag")  # type: ignore[arg-type]
-    compare_records(whole, split, x, mesh, EVERY_STATISTIC, layout="zigzag", what=way, mask=masks.causal())
-    with torch.no_grad():
-        output = split(part, mask=masks.causal())
-        with clearhead.record(split, **EVERY_STATISTIC):
-            assert torch.equal(split(part, mask=masks.causal()), output)
 
 
 @in_processes(2)
@@ -73,14 +56,18 @@ def test_other_calls(method: Any) -> None:
             for name, heads in layers.items():
                 require_close(found.summary()[statistic][name].double(), heads.double(), 1e-12, statistic)
         assert second[""].max_logit.shape == (2, 8)
-    one = shard_sequence(x[:, :1], mesh)  # nothing at all in one of the processes
+    part, one = (shard_sequence(each, mesh) for each in (x, x[:, :1]))  # nothing in one of the processes
+    output = split.eval()(part)
+    with clearhead.record(split, names):
+        assert torch.equal(split(part), output)
     with clearhead.record(split, ("entropy",)) as rec:
         split(one)
     assert rec[""].entropy.shape == (2, 8, one.shape[1])
 
 
 @in_processes(4)
-def test_weights_of_all_heads() -> None:
+@layouts
+def test_weights_of_all_heads(layout: Any) -> None:
     """Of all heads, with gradients, where heads are split; of this process's queries, where the sequence is too."""
     whole, mesh, x = attention(2, sinks=True), square(), sequences(13)[0]
     split: Any = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
@@ -97,9 +84,9 @@ def test_weights_of_all_heads() -> None:
             require_close(other, one, 1e-12, name)
         whole.zero_grad()
         split.zero_grad()
-    both = context_parallel(split, mesh["cp"])
-    weights = both(shard_sequence(x, mesh["cp"]), **options)[1]
-    require_close(weights, shard_sequence(found[0], mesh["cp"], dim=2), 1e-12, "weights of parts")
+    both = context_parallel(split, mesh["cp"], layout=layout)
+    weights = both(shard_sequence(x, mesh["cp"], layout=layout), **options)[1]
+    require_close(weights, shard_sequence(found[0], mesh["cp"], dim=2, layout=layout), 1e-12, "weights of parts")
 
 
 #: A call of tensors: its mask, H and Hkv, lengths of queries and keys, and options.

@@ -128,15 +128,6 @@ def test_the_errors_are_the_distance_from_float64(report: Report) -> None:
     assert check_of(report, "chunked", "plain", "float32")["output"]["error"] == pytest.approx(error, rel=0.01)
 
 
-def test_padding_holds_nan_and_hides_an_item() -> None:
-    case = next(case for case in CASES if case.name == "padding")
-    inputs = case.inputs(torch.float32, torch.float32)
-    assert inputs["key"][case.hidden_item].isnan().all()
-    output = clearhead.attention(**case.arguments(inputs))
-    assert output.isfinite().all()
-    assert torch.count_nonzero(output[case.hidden_item]) == 0
-
-
 @pytest.mark.usefixtures("two_calls")
 @pytest.mark.parametrize(
     ("change", "words"),

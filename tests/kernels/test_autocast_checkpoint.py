@@ -72,16 +72,16 @@ def test_scores_stay_in_float32() -> None:
 
 
 @pytest.mark.parametrize("kernel", [None, "chunked"])
-def test_backward_inside_autocast_is_that_outside(kernel: str | None) -> None:
+@pytest.mark.parametrize("forward_inside", [True, False])
+def test_backward_inside_autocast_is_that_outside(forward_inside: bool, kernel: str | None) -> None:
     x = torch.randn(2, 3, 7, 5, requires_grad=True)
     bias = torch.randn(7, 7, requires_grad=True)
 
     def gradients(*, inside: bool) -> tuple[Tensor, ...]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_inside):
             loss = forced(kernel, x, x, x, masks.bias(bias)).float().square().sum()
-            if inside:
-                return torch.autograd.grad(loss, (x, bias))
-        return torch.autograd.grad(loss, (x, bias))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            return torch.autograd.grad(loss, (x, bias))
 
     for found, expected in zip(gradients(inside=True), gradients(inside=False), strict=True):
         assert found.dtype == torch.float32

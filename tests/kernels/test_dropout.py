@@ -11,12 +11,10 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._call.dropout import dropout_factors, philox4x32
-from clearhead._call.request import Request
-from clearhead._environment import read_environment
-from clearhead._layer.plan import attend as attend_request
-from clearhead.masks._grid import ALL, Block, Grid, Offset
+from clearhead.masks._grid import ALL, Block, Grid
 from tests.support.comparing import require_close, require_half_as_good
 from tests.support.native import needs_native
+from tests.support.requests import Offset, requested
 
 OURS = pytest.mark.parametrize("kernel", ["chunked", "reference"])
 WORD = 0xFFFFFFFF
@@ -129,17 +127,6 @@ def test_lse_and_reported_weights_are_undropped(kernel: str) -> None:
     assert torch.equal(dropped, kept)
 
 
-def test_any_block_gets_its_part_of_the_whole() -> None:
-    grid = Grid(3, 5, 11, 29, torch.device("cpu"))
-    seed = torch.tensor(123456789012345)
-    whole = dropout_factors(seed, 0.3, Block(grid), torch.float32)
-    assert whole.shape == (3, 5, 11, 29)
-    for columns in [(0, 29), (1, 29), (7, 9), (8, 16), (15, 24), (28, 29), (4, 4)]:
-        block = Block(grid, slice(1, 3), slice(2, 5), slice(4, 9), slice(*columns))
-        part = dropout_factors(seed, 0.3, block, torch.float32)
-        assert torch.equal(part, whole[1:3, 2:5, 4:9, slice(*columns)])
-
-
 def part_numbers(kernel: str | None, part: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Output and gradients of a causal call that is a part of `WHOLE`; without a kernel by hand, in float64."""
     items, heads, rows, columns = PARTS[part]
@@ -159,8 +146,8 @@ def part_numbers(kernel: str | None, part: str, dtype: torch.dtype) -> dict[str,
         item, head, row, column = (index.start or 0 for index in PARTS[part])
         with clearhead.use_kernel(kernel):
             offset = Offset(WHOLE.num_heads, head, row, column, item)
-            request = Request(masks.causal("bottom_right"), dropout_p=0.3, seed=torch.tensor(42), offset=offset)
-            output = attend_request(*inputs, request, read_environment()).output
+            given = {"mask": masks.causal("bottom_right"), "dropout_p": 0.3, "seed": torch.tensor(42)}
+            output = requested(*inputs, **given, offset=offset).output
     found = torch.autograd.grad(output, inputs, upstream)
     return {"output": output.detach(), **dict(zip(("query", "key", "value"), found, strict=True))}
 
@@ -172,9 +159,8 @@ def test_calls_in_turn_drop_by_their_place_and_their_seed(kernel: str) -> None:
     units = torch.eye(19).expand(2, 6, 19, 19)  # outputs are the weights that are left
 
     def dropped(seed: int, heads: slice, rows: slice) -> Tensor:
-        request = Request(dropout_p=0.4, seed=torch.tensor(seed), offset=Offset(6, heads.start, rows.start))
-        part = query[:, heads, rows], key[:, heads], units[:, heads]
-        return attend_request(*part, request, read_environment()).output
+        part, offset = (query[:, heads, rows], key[:, heads], units[:, heads]), Offset(6, heads.start, rows.start)
+        return requested(*part, dropout_p=0.4, seed=torch.tensor(seed), offset=offset).output
 
     with clearhead.use_kernel(kernel):
         whole = {seed: dropped(seed, slice(0, 6), slice(0, 5)) for seed in (3, 20170612 << 8)}
@@ -188,7 +174,7 @@ def test_calls_in_turn_drop_by_their_place_and_their_seed(kernel: str) -> None:
 def test_a_kernel_that_draws_its_own_dropout_refuses_a_seed() -> None:
     x = torch.randn(2, 6, 5, 11)
     with clearhead.use_kernel("sdpa"), pytest.raises(clearhead.errors.KernelError, match="different weights"):
-        attend_request(x, x, x, Request(dropout_p=0.5, seed=torch.tensor(3)), read_environment())
+        requested(x, x, x, dropout_p=0.5, seed=torch.tensor(3))
 
 
 @OURS
@@ -211,10 +197,3 @@ def test_a_part_drops_what_the_whole_drops_on_native(part: str, dtype: torch.dty
         require_close(found, exact)
     else:
         require_half_as_good(found, part_numbers("reference", part, dtype), exact, dtype)
-
-
-def test_chosen_rows_get_their_part_of_the_whole() -> None:
-    grid = Grid(2, 3, 11, 13, torch.device("cpu"))
-    seed, rows = torch.tensor(42), torch.tensor([10, 0, 3, 3])
-    part = dropout_factors(seed, 0.3, Block(grid, rows=rows), torch.float32)
-    assert torch.equal(part, dropout_factors(seed, 0.3, Block(grid), torch.float32)[:, :, rows])

@@ -18,7 +18,7 @@ import clearhead
 from clearhead import masks
 from clearhead.kernels import _flex as flex
 from clearhead.kernels import _flex_blocks as flex_blocks
-from clearhead.kernels._flex_blocks import Blocks, lower_blocks, table
+from clearhead.kernels._flex_blocks import Blocks, lower_blocks
 from clearhead.masks import Mask
 from clearhead.masks._grid import Grid
 from clearhead.masks._lowering import dense_mask
@@ -232,11 +232,3 @@ def cells_of_blocks(visible: Tensor, side: int) -> Tensor:
     rows, columns = -visible.shape[-2] % side, -visible.shape[-1] % side
     padded = torch.nn.functional.pad(visible, (0, columns, 0, rows))
     return padded.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).transpose(-3, -2).flatten(-2)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 1), (1, 1, 1, 1)], ids=str)
-def test_a_table_broadcasts(shape: tuple[int, ...]) -> None:
-    tensor = torch.randn(*shape[:-2], shape[-1], shape[-2]).mT
-    flat, s = table(tensor)
-    b, h, i, j = torch.meshgrid(*(torch.arange(size) for size in (2, 3, 5, 7)), indexing="ij")
-    assert torch.equal(flat[b * s[0] + h * s[1] + i * s[2] + j * s[3]], tensor.expand(2, 3, 5, 7))

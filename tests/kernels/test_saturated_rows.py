@@ -12,9 +12,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels._native_arguments import NativeArguments
-from clearhead.kernels._native_plan import plan_of
-from tests.support.native import SETS, use_instruction_set
+from tests.support.native import SETS, NativeArguments, plan_of, use_instruction_set
 
 DIM = 67
 #: Scores of the heaviest keys; all other scores are at most about half as large.

@@ -12,13 +12,9 @@ from torch.export import Dim, export
 
 import clearhead
 from clearhead import masks
-from clearhead._call.request import Request
-from clearhead._environment import read_environment
-from clearhead._layer.plan import attend
-from clearhead.kernels._native_arguments import NativeArguments
-from clearhead.masks._grid import Offset
 from tests.support.budgets import slow
-from tests.support.native import SETS
+from tests.support.native import SETS, NativeArguments
+from tests.support.requests import Offset, requested
 
 # Sizes that occur nowhere else, so that no length is taken for the same as another size.
 BATCH, HEADS, HEAD_DIM = 3, 2, 5
@@ -256,8 +252,7 @@ def test_exported_module_takes_any_batch_and_length(need_weights: bool) -> None:
 @pytest.mark.usefixtures("native")
 def test_a_graph_drops_the_weights_of_a_part_that_reference_drops() -> None:
     def seeded(x: Tensor) -> Tensor:
-        request = Request(dropout_p=0.5, seed=torch.tensor(42), offset=Offset(11, 2, 3, 5))
-        return attend(x, x, x, request, read_environment()).output
+        return requested(x, x, x, dropout_p=0.5, seed=torch.tensor(42), offset=Offset(11, 2, 3, 5)).output
 
     x = random(31, grad=True)
     found = torch.compile(seeded, backend="aot_eager", fullgraph=True)(x)

@@ -13,16 +13,7 @@ from tests.caches.test_policies import Seen
 from tests.support.compiling import compiled_steps
 from tests.support.exact import close
 
-from .by_hand import CAUSAL, FEW, LOW, RANK, ROPE, B, L, by_hand, fed, module, tokens
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("low", [None, LOW])
-@pytest.mark.parametrize("sizes", [[1] * L, [FEW, FEW, 1], [FEW + 1, 1, 4], [3, FEW + 3], [L]], ids=str)
-def test_steps_and_chunks_are_the_whole(sizes: list[int], low: int | None, dtype: torch.dtype) -> None:
-    attend, x = module(low, dtype=dtype), tokens(dtype=dtype)
-    cache = attend.make_cache(B, L)
-    close(fed(attend, x, cache, sizes), attend(x, mask=CAUSAL))
+from .by_hand import CAUSAL, FEW, RANK, ROPE, B, L, by_hand, fed, module, tokens
 
 
 def test_a_cache_holds_latents_alone_and_steps_copy_nothing() -> None:

@@ -19,6 +19,7 @@ from clearhead.caches import Cache
 from clearhead.errors import ClearheadError
 from clearhead.masks import Mask
 from tests.malformed.values import OwnError, any_value, changed_tensor
+from tests.support.snapshots import snapshot, surroundings
 
 
 @dataclass
@@ -28,18 +29,22 @@ class Call:
     Args:
         function: what is called.
         arguments: by name, all valid.
-        after: a valid use of the object the call belongs to, made after a refused call and compared with the same use
-            of a fresh object: a refused call leaves the object as it was.
     """
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
-    after: Callable[[], Any] | None = None
+
+    def reached(self) -> list[Any]:
+        """Modules, caches, masks and tensors that the call reads or belongs to."""
+        closed = [cell.cell_contents for cell in getattr(self.function, "__closure__", None) or ()]
+        result = [self.function, getattr(self.function, "__self__", None), *closed, *self.arguments.values()]
+        result += [item for one in result if isinstance(one, (list, tuple)) for item in one]
+        return [item for item in result if isinstance(item, (nn.Module, Cache, Mask, Tensor))]
 
 
-def valid(function: Callable[..., Any], /, after: Callable[[], Any] | None = None, **arguments: Any) -> Call:
+def valid(function: Callable[..., Any], /, **arguments: Any) -> Call:
     """A valid call with these arguments."""
-    return Call(function, arguments, after)
+    return Call(function, arguments)
 
 
 @dataclass(frozen=True)
@@ -125,25 +130,24 @@ def _malformed(rng: random.Random, names: list[str]) -> Malformed:
 
 
 def problem_of(attempt: Malformed) -> str:
-    """The problem of a call that neither computes nor names the argument, or that changes its object; else empty."""
-    problem, refusal = _outcome(attempt)
-    if problem or not refusal or attempt.call.after is None:
-        return problem
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_SEED)
-            fresh = attempt.case.make().after
-            torch.manual_seed(_SEED + 1)
-            expected = None if fresh is None else fresh()
-            torch.manual_seed(_SEED + 1)
-            again = attempt.call.after()
-    except Exception as error:
-        return f"unusable after a refused call: {_raised(error)}"
-    return "" if _same(again, expected) else f"changed by a refused call: {refusal}"
+    """The problem of a call that neither computes nor names the argument, or that changes what it reaches; else empty.
+
+    A call that is refused leaves what it was given, and what surrounds it, as it was.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reached, around = attempt.call.reached(), surroundings()
+        before = [snapshot(item) for item in reached]
+    problem, refused = _outcome(attempt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not problem and refused and [snapshot(item) for item in reached] != before:
+            problem = "a refused call changed what it reaches"
+    return problem or ("" if surroundings() == around else "it changed what surrounds it")
 
 
-def _outcome(attempt: Malformed) -> tuple[str, str]:
-    """A problem, and the message of a refusal."""
+def _outcome(attempt: Malformed) -> tuple[str, bool]:
+    """A problem, and whether the call raised."""
     given = attempt.call.arguments
     conflict = any(isinstance(given.get(name), _FITTING) for name in attempt.changed)
     about = {*attempt.changed, *given} if conflict else set(attempt.changed)
@@ -155,16 +159,16 @@ def _outcome(attempt: Malformed) -> tuple[str, str]:
         except ClearheadError as error:
             message = str(error)
             is_named = any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in named)
-            return "" if is_named else f"it does not name the argument: {_raised(error)}", message
+            return "" if is_named else f"it does not name the argument: {_raised(error)}", True
         except OwnError:
-            return "", ""
+            return "", True
         except Exception as error:
             is_binding = isinstance(error, TypeError) and re.search(_BINDING, str(error))
-            return "" if attempt.signature_changed and is_binding else _raised(error), ""
+            return "" if attempt.signature_changed and is_binding else _raised(error), True
     for warning in warned:
         if not any(re.search(known, str(warning.message)) for known in _WARNINGS):
-            return f"{warning.filename}:{warning.lineno} warns {warning.category.__name__}: {warning.message}", ""
-    return "", ""
+            return f"{warning.filename}:{warning.lineno} warns {warning.category.__name__}: {warning.message}", False
+    return "", False
 
 
 _BINDING = r"missing \d+ required|unexpected keyword argument|positional arguments? but|multiple values for argument"
@@ -188,14 +192,6 @@ def _parameters(known: Case, call: Call) -> list[str]:
     except ValueError:
         return list(call.arguments)
     return [p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(_same(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 def _shown(value: Any) -> str:

@@ -52,7 +52,7 @@ def _register(kind: str, method: str) -> None:
     @case(f"caches.{kind}.{method}", key="cache", value="cache", length="max_crop")
     def _() -> Call:
         cache = _filled(MAKERS[kind]())
-        return valid(getattr(cache, method), after=lambda: _step(cache, 1, 4), **ARGUMENTS[method]())
+        return valid(getattr(cache, method), **ARGUMENTS[method]())
 
 
 for _kind in MAKERS:
@@ -65,7 +65,7 @@ def _() -> Call:
     cache = _filled(KVCache(B, KV, 9, D))
     cache.crop(torch.tensor([3, 5]))
     positions = torch.tensor([[3, 4], [5, 6]])
-    return valid(cache.update, after=lambda: _step(cache, 1, 4), **_new(), positions=positions)
+    return valid(cache.update, **_new(), positions=positions)
 
 
 SIZES: dict[str, Any] = {"batch_size": B, "num_kv_heads": KV, "head_dim": D, "value_head_dim": 5}

@@ -50,18 +50,10 @@ def _record(**given: Any) -> Any:
     return rec
 
 
-def _after() -> Any:
-    """What is watched in this thread is over: the model gives what it gave, and records again."""
-    rec = _record(model=model())
-    return model()(x()), rec.summary()["entropy"]["self_attn"]
-
-
 OPTIONS: dict[str, Any] = {"statistics": ("entropy", "rows", "offset"), "layers": [0], "heads": [0, 2], "queries": [0]}
 OPTIONS |= {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "offsets": (-1,)}
 OTHERS = ("top_k", "map_size", "map_pooling", "sink_keys", "per")
-case("record", weight=10, arguments=("model", *OPTIONS, *OTHERS))(
-    lambda: valid(_record, after=_after, model=model(), **OPTIONS)
-)
+case("record", weight=10, arguments=("model", *OPTIONS, *OTHERS))(lambda: valid(_record, model=model(), **OPTIONS))
 case("record[...]", name="recorded")(lambda: valid(lambda name: recorded()[name], name="self_attn"))
 case("record[...][...]")(lambda: valid(lambda index: recorded()["self_attn"][index], index=0))
 case("record.name_of")(lambda: valid(recorded().name_of, layer=0))
@@ -82,7 +74,7 @@ def _() -> Call:
             return _model(x())
 
     _model = model()
-    return valid(run, after=_after, model=_model, changes={("self_attn", 1): 0.5})
+    return valid(run, model=_model, changes={("self_attn", 1): 0.5})
 
 
 @case("intervene, one change", weight=6, change="changes", head="changes", name="changes")
@@ -97,7 +89,7 @@ def _() -> Call:
         with clearhead.intervene(model(), {key: change}):
             return model()(x())
 
-    return valid(run, after=_after, name="self_attn", head=0, change=torch.zeros(2, 5, 4))
+    return valid(run, name="self_attn", head=0, change=torch.zeros(2, 5, 4))
 
 
 @case("head_importance")
@@ -112,13 +104,13 @@ def _() -> Call:
         loss = users_own(loss) if callable(loss) else loss
         return clearhead.head_importance(model, batches, loss, progress=progress)
 
-    return valid(run, after=_after, model=model(), batches=[x()], loss=loss, progress=False)
+    return valid(run, model=model(), batches=[x()], loss=loss, progress=False)
 
 
 @case("walkthrough", weight=6)
 def _() -> Call:
     given = {"module": model().self_attn, "query": x(), "key": x(), "value": x(), "mask": masks.causal()}
-    return valid(clearhead.walkthrough, after=_after, **given, language="en")
+    return valid(clearhead.walkthrough, **given, language="en")
 
 
 @functools.cache
@@ -141,9 +133,7 @@ def _monitored(**given: Any) -> Any:
         return model()(x())
 
 
-case("monitor", weight=6, arguments=("model", *MONITOR))(
-    lambda: valid(_monitored, after=_after, model=model(), **MONITOR)
-)
+case("monitor", weight=6, arguments=("model", *MONITOR))(lambda: valid(_monitored, model=model(), **MONITOR))
 case("integrations.transformers.AttentionMonitorCallback", weight=3)(lambda: valid(AttentionMonitorCallback, **MONITOR))
 
 
@@ -153,4 +143,4 @@ def _() -> Call:
         torch.manual_seed(8)
         attend = clearhead.MultiHeadAttention(E, H)
     given = {"module": attend, "max_logits": torch.tensor([[1.0, 7.0, 2.0]]), "threshold": 3.0}
-    return valid(clearhead.qk_clip_, after=lambda: attend(x()), **given)
+    return valid(clearhead.qk_clip_, **given)

@@ -44,10 +44,6 @@ def _latent() -> dict[str, Any]:
     return {**sizes, "position": positions.Rotary(2), "q_norm": nn.LayerNorm(5), "kv_norm": nn.LayerNorm(6)}
 
 
-def _forward(module: Any, **arguments: Any) -> Call:
-    return valid(module, after=lambda: module(**arguments), **arguments)  # `valid` copies the arguments
-
-
 def _qkv() -> dict[str, Tensor]:
     return {"query": _x(), "key": _x(S), "value": _x(S)}
 
@@ -59,21 +55,21 @@ def _() -> Call:
     return valid(clearhead.MultiHeadAttention, **sizes, **parts, scale=0.5, dropout=0.1, dtype=torch.float32)
 
 
-case("MultiHeadAttention.forward", weight=16)(lambda: _forward(_attention(), **_qkv(), mask=masks.causal()))
-case("MultiHeadAttention.forward, itself", weight=8)(lambda: _forward(_attention(), query=_x()))
+case("MultiHeadAttention.forward", weight=16)(lambda: valid(_attention(), **_qkv(), mask=masks.causal()))
+case("MultiHeadAttention.forward, itself", weight=8)(lambda: valid(_attention(), query=_x()))
 
 
 @case("MultiHeadAttention.forward, with weights", weight=8)
 def _() -> Call:
     given = {"need_weights": True, "average_attn_weights": False, "mask": torch.rand(L, S) < 0.5}
-    return _forward(_attention(), **_qkv(), **given)
+    return valid(_attention(), **_qkv(), **given)
 
 
 @case("MultiHeadAttention.forward, with parts", weight=8)
 def _() -> Call:
     module = _attention(position=positions.Rotary(4), q_norm=nn.LayerNorm(4), mask=masks.sliding_window(2, 2))
     mask = masks.lengths(torch.tensor([3, 5]))
-    return _forward(module, query=_x(), positions=torch.arange(L), mask=mask)
+    return valid(module, query=_x(), positions=torch.arange(L), mask=mask)
 
 
 NAMED_CACHE: dict[str, Any] = dict.fromkeys(("query", "key", "value", "positions"), "cache")
@@ -84,11 +80,7 @@ def _() -> Call:
     module = _attention().requires_grad_(False)
     cache = module.make_cache(B, 8)
     module(_x(4), cache=cache)
-
-    def after() -> Any:
-        return module(_x(2), mask=masks.causal(), positions=4, cache=cache), cache.key, cache.length
-
-    return valid(module, after=after, query=_x(2), mask=masks.causal(), positions=4, cache=cache)
+    return valid(module, query=_x(2), mask=masks.causal(), positions=4, cache=cache)
 
 
 case("MultiHeadAttention.make_cache")(lambda: valid(_attention().make_cache, batch_size=2, max_length=5))
@@ -96,17 +88,17 @@ case("MultiHeadLatentAttention", weight=6)(
     lambda: valid(clearhead.MultiHeadLatentAttention, embed_dim=E, num_heads=H, **_latent(), dropout=0.1)
 )
 case("MultiHeadLatentAttention.forward", weight=8)(
-    lambda: _forward(_latent_attention(), query=_x(), key=_x(), value=None, mask=masks.causal(), positions=3)
+    lambda: valid(_latent_attention(), query=_x(), key=_x(), value=None, mask=masks.causal(), positions=3)
 )
 case("MultiHeadLatentAttention.make_cache")(lambda: valid(_latent_attention().make_cache, batch_size=2, max_length=5))
 case("Linear")(lambda: valid(clearhead.nn.Linear, in_features=3, out_features=5, bias=True, dtype=torch.float32))
-case("Linear.forward")(lambda: _forward(_seeded(lambda: clearhead.nn.Linear(E, 5)), input=_x()))
+case("Linear.forward")(lambda: valid(_seeded(lambda: clearhead.nn.Linear(E, 5)), input=_x()))
 
 FEED_FORWARD: dict[str, Any] = {"embed_dim": E, "hidden_dim": 8, "bias": True, "device": "cpu"}
 case("FeedForward")(lambda: valid(FeedForward, **FEED_FORWARD, activation=torch.relu, dropout=0.1, dtype=torch.float32))
-case("FeedForward.forward")(lambda: _forward(_seeded(lambda: FeedForward(E, 8)), x=_x()))
+case("FeedForward.forward")(lambda: valid(_seeded(lambda: FeedForward(E, 8)), x=_x()))
 case("SwiGLU")(lambda: valid(SwiGLU, **FEED_FORWARD))
-case("SwiGLU.forward")(lambda: _forward(_seeded(lambda: SwiGLU(E, 8)), x=_x()))
+case("SwiGLU.forward")(lambda: valid(_seeded(lambda: SwiGLU(E, 8)), x=_x()))
 
 
 def _encoder_layer() -> Any:
@@ -141,26 +133,26 @@ MEMORY: dict[str, Any] = {"x": "query", "memory": ("key", "value"), "memory_mask
 @case("EncoderLayer.forward", weight=8, x="query")
 def _() -> Call:
     given = {"mask": masks.causal(), "positions": 2, "need_weights": True, "average_attn_weights": False}
-    return _forward(_seeded(_encoder_layer), x=_x(), **given)
+    return valid(_seeded(_encoder_layer), x=_x(), **given)
 
 
 @case("DecoderLayer.forward", weight=8, **MEMORY)
 def _() -> Call:
     given = {"mask": masks.causal(), "memory_mask": masks.prefix(3), "positions": None, "need_weights": True}
-    return _forward(_seeded(_decoder_layer), x=_x(), memory=_x(S), **given)
+    return valid(_seeded(_decoder_layer), x=_x(), memory=_x(S), **given)
 
 
 case("Encoder")(lambda: valid(Encoder, layers=[_encoder_layer(), _encoder_layer()], norm=nn.LayerNorm(E)))
 case("Decoder")(lambda: valid(Decoder, layers=[_decoder_layer()], norm=nn.LayerNorm(E)))
 case("Encoder.forward", weight=6, x="query")(
-    lambda: _forward(_encoder(), x=_x(), mask=masks.causal(), positions=0, need_weights=True)
+    lambda: valid(_encoder(), x=_x(), mask=masks.causal(), positions=0, need_weights=True)
 )
 
 
 @case("Decoder.forward", weight=6, **MEMORY)
 def _() -> Call:
     module = _seeded(lambda: Decoder([_decoder_layer()]))
-    return _forward(module, x=_x(), memory=_x(S), mask=masks.causal(), memory_mask=None)
+    return valid(module, x=_x(), memory=_x(S), mask=masks.causal(), memory_mask=None)
 
 
 @case("Encoder.forward, with caches", x=("query", "cache"), positions="cache")
@@ -168,11 +160,7 @@ def _() -> Call:
     module = _encoder().requires_grad_(False)
     written = module.make_cache(B, 8)
     module(_x(4), cache=written)
-
-    def after() -> Any:
-        return module(_x(2), mask=masks.causal(), cache=written), [cache.length for cache in written]
-
-    return valid(module, after=after, x=_x(2), mask=masks.causal(), cache=written, positions=4)
+    return valid(module, x=_x(2), mask=masks.causal(), cache=written, positions=4)
 
 
 def _both() -> Any:
@@ -195,17 +183,17 @@ def _() -> Call:
 def _() -> Call:
     module = _torch_attention(batch_first=True)
     given = {"key_padding_mask": torch.rand(B, S) < 0.2, "attn_mask": torch.rand(L, S) < 0.2, "is_causal": True}
-    return _forward(module, **_qkv(), **given, need_weights=True, average_attn_weights=False)
+    return valid(module, **_qkv(), **given, need_weights=True, average_attn_weights=False)
 
 
 @case("nn.MultiheadAttention.forward, itself", weight=8)
 def _() -> Call:
     x = _x()
-    return _forward(_torch_attention(batch_first=True), query=x, key=x, value=x, need_weights=False, is_causal=True)
+    return valid(_torch_attention(batch_first=True), query=x, key=x, value=x, need_weights=False, is_causal=True)
 
 
 @case("nn.MultiheadAttention.forward, padded", weight=8)
 def _() -> Call:
     x = _x().transpose(0, 1)
     given = {"key_padding_mask": torch.tensor([[False] * 5, [False, False, True, True, True]]), "need_weights": False}
-    return _forward(_torch_attention(add_bias_kv=True), query=x, key=x, value=x, **given)
+    return valid(_torch_attention(add_bias_kv=True), query=x, key=x, value=x, **given)

@@ -21,7 +21,6 @@ B, H, L, S = 2, 3, 5, 7
 Rule = Callable[[int, int, int, int], bool]
 
 LENGTHS = torch.tensor([4, 0])
-LENGTHS_PER_QUERY = torch.tensor([[1, 0, 7, 3, 2], [5, 5, 0, 1, 6]])
 QUERY_POSITIONS = torch.tensor([3, 0, 9, 4, 4])
 KEY_POSITIONS = torch.tensor([4, 2, 0, 9, 5, 1, 3])
 QUERY_POSITIONS_PER_ITEM = torch.tensor([[3, 0, 9, 4, 4], [0, 1, 2, 8, 6]])
@@ -65,11 +64,6 @@ POSITIONAL = [
 
 
 @pytest.mark.parametrize(("mask", "rule"), POSITIONAL)
-def test_positional_masks_count_rows_and_columns_from_zero(mask: Mask, rule: Rule) -> None:
-    assert_means(mask, table(rule))
-
-
-@pytest.mark.parametrize(("mask", "rule"), POSITIONAL)
 @pytest.mark.parametrize(
     ("query_positions", "key_positions"),
     [(QUERY_POSITIONS, KEY_POSITIONS), (QUERY_POSITIONS_PER_ITEM, KEY_POSITIONS_PER_ITEM)],
@@ -101,27 +95,6 @@ def test_positions_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
     assert_means(masks.documents(DOCUMENTS[0]), table(lambda b, h, i, j: ids[q[i]] == ids[k[j]]), **positions)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(5, 7), (7, 5), (5, 5), (1, 7), (7, 1)])
-def test_causal_aligns_to_either_corner(queries: int, keys: int) -> None:
-    assert_means(masks.causal("top_left"), table(lambda b, h, i, j: j <= i, queries=queries, keys=keys))
-    expected = table(lambda b, h, i, j: j <= i + keys - queries, queries=queries, keys=keys)
-    assert_means(masks.causal("bottom_right"), expected)
-
-
-def test_lengths_per_query() -> None:
-    assert_means(masks.lengths(LENGTHS_PER_QUERY), table(lambda b, h, i, j: j < LENGTHS_PER_QUERY[b, i]))
-
-
-@pytest.mark.parametrize("ids", [DOCUMENTS[0], DOCUMENTS], ids=["(T,)", "(B, T)"])
-def test_documents_see_their_ids_at_absolute_positions(ids: Tensor) -> None:
-    of = ids.expand(B, -1).tolist()
-    assert_means(masks.documents(ids[..., :L]), table(lambda b, h, i, j: of[b][i] == of[b][j], keys=L))
-    q, k = QUERY_POSITIONS_PER_ITEM.tolist(), KEY_POSITIONS_PER_ITEM.tolist()
-    expected = table(lambda b, h, i, j: of[b][q[b][i]] == of[b][k[b][j]])
-    positions = {"query_positions": QUERY_POSITIONS_PER_ITEM, "key_positions": KEY_POSITIONS_PER_ITEM}
-    assert_means(masks.documents(ids), expected, **positions)
-
-
 SHAPES = [
     *((L, S), (1, S), (L, 1), (B, L, S), (1, L, S), (B, 1, S), (B * H, L, S), (B * H, 1, S)),
     *((B, H, L, S), (1, H, L, S), (B, 1, L, S), (B, 1, 1, S), (1, H, 1, 1)),
@@ -146,14 +119,6 @@ def test_keep_and_drop_take_every_shape_with_opposite_meaning(shape: tuple[int, 
     visible = table(lambda b, h, i, j: bool(entry(marks, b, h, i, j)))
     for mask, expected in ((masks.keep(marks), visible), (marks, visible), (masks.drop(marks), ~visible)):
         assert_means(mask, expected)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bias_takes_every_shape_and_hides_at_minus_infinity(shape: tuple[int, ...]) -> None:
-    numbers = torch.arange(torch.Size(shape).numel()).reshape(shape).sub(3.0).masked_fill(pattern(shape), -torch.inf)
-    dense = masks.bias(numbers).dense(L, S, batch_size=B, num_heads=H)
-    cells = [entry(numbers, b, h, i, j) for b in range(B) for h in range(H) for i in range(L) for j in range(S)]
-    assert torch.equal(dense, torch.tensor(cells).reshape(B, H, L, S))
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -215,20 +180,6 @@ def test_a_bool_tensor_combines_like_keep() -> None:
     marks = pattern((L, S))
     assert_means(masks.causal() & marks, table(lambda b, h, i, j: j <= i and bool(marks[i, j])))
     assert_means(masks.causal() | marks, table(lambda b, h, i, j: j <= i or bool(marks[i, j])))
-
-
-def test_biases_add_and_hidden_keys_are_minus_infinity() -> None:
-    first, second = torch.randn(L, S), torch.randn(1, H, 1, S)
-    dense = (masks.causal() & masks.bias(first) & masks.sliding_window(1, 1) & masks.bias(second)).dense(L, S)
-    hidden = ~table(lambda b, h, i, j: i - 1 <= j <= i, batch=1)
-    assert torch.equal(dense, (first + second).masked_fill(hidden, -torch.inf))
-
-
-def test_a_bias_is_added_after_scaling_and_soft_capping() -> None:
-    query, key, added = torch.randn(1, 1, L, 3), torch.randn(1, 1, S, 3), torch.randn(L, S)
-    weights = clearhead.attention_weights(query, key, masks.bias(added), scale=0.7, softcap=2.0)
-    scores = 2.0 * (0.7 * query @ key.mT / 2.0).tanh() + added
-    torch.testing.assert_close(weights, scores.softmax(-1))
 
 
 @pytest.mark.parametrize("other", [masks.causal(), masks.bias(torch.zeros(L, S))], ids=["predicate", "bias"])

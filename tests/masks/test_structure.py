@@ -104,14 +104,3 @@ def test_what_may_change_unseen_has_no_signature() -> None:
     step = torch.tensor(2)
     assert masks.mask_mod(lambda b, h, q, k: q % step == k).signature() is None
     assert (masks.causal() & masks.documents(torch.zeros(3, dtype=torch.int64))).signature() is None
-
-
-@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 1], [3, 1, 1, 7, 7], [0, 1, 0, 2, 2], [4, 4, 4, 4, 4]])
-def test_documents_in_one_piece_are_ranges_of_columns(ids: list[int]) -> None:
-    mask, grid = masks.documents(torch.tensor([ids, ids[::-1]])), Grid(2, 1, 5, 5, torch.device("cpu"))
-    structure, dense = mask.structure(grid), mask.dense()
-    assert structure.exact == (ids != [0, 1, 0, 2, 2])
-    if structure.rows is not None and structure.rows.first is not None:
-        columns = torch.arange(5)
-        first, stop = structure.rows.first[:, :, None], structure.rows.stop[:, :, None]
-        assert torch.equal((columns >= first) & (columns < stop), dense[:, 0])

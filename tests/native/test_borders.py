@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead
-from clearhead._native import use_instruction_set
-from clearhead.kernels._native_arguments import NativeArguments
-from clearhead.kernels._native_plan import plan_of
-from tests.support.native import needs_native, threads
+from tests.support.native import NativeArguments, needs_native, plan_of, threads, use_instruction_set
 from tests.support.native_cases import CASES, numbers
 from tests.support.threads import in_threads
 

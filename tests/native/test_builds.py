@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from clearhead._native import extension
+from tests.support.native import extension
 
 ROOT = Path(__file__).parents[2]
 PRINT_BUILD = """

@@ -1,17 +1,16 @@
-"""NaN and infinity in what masks hide altogether reach no result of a plan, though nothing is set to zero before."""
+"""NaN and infinity in what masks hide altogether reach no result of the native kernel, which sets nothing to zero."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from clearhead._call.spec import Layout
-from clearhead.kernels._native_arguments import NativeArguments
-from clearhead.kernels._native_plan import NativePlan
+import clearhead
+from clearhead import masks
 from tests.support.native import needs_native, on_every_set
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 13, 7
@@ -20,14 +19,14 @@ SIZES = [(5, 11), (61, 307), (1, 67), (3, 4999)]
 pytestmark = needs_native
 
 
-def _padding(length: int, count: int) -> Tensor:
+def padding(length: int, count: int) -> Tensor:
     """(B, 1, 1, S), of which most keys of the second item are padding."""
     seen = torch.ones(BATCH, 1, 1, count, dtype=torch.bool)
     seen[0, ..., count // 2] = seen[1, ..., 2 * count // 3 :] = False
     return seen
 
 
-def _rows_and_keys(length: int, count: int) -> Tensor:
+def cells(length: int, count: int) -> Tensor:
     """(B, H, L, S) with rows, and keys of groups of heads, that are hidden altogether."""
     seen = torch.rand(BATCH, HEADS, length, count, generator=torch.Generator().manual_seed(7)) < 0.5
     seen[:, :, length // 2] = False
@@ -41,33 +40,23 @@ def bias_of(seen: Tensor) -> Tensor:
     return torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
 
 
-def _spans(length: int, count: int) -> dict[str, Tensor]:
-    first = torch.arange(length).remainder(3).expand(BATCH, -1).int().contiguous()
-    last = (first + torch.tensor([[count // 2], [2]])).clamp(max=count).int()
-    last[:, length // 2] = 0
-    return {"first": first, "last": last}
+def ranges(length: int, count: int) -> masks.Mask:
+    """Other columns for each row, and none for one of them."""
+    ends = (torch.arange(length).remainder(3) + torch.tensor([[count // 2], [2]])).clamp(max=count)
+    ends[:, length // 2] = 0
+    return masks.lengths(ends) & masks.documents(torch.arange(length + count) // 97)
 
 
-Case = tuple[dict[str, Any], dict[str, Tensor], Tensor]
-
-
-def case_of(name: str, length: int, count: int) -> Case:
-    """Options of the plan, tensors of the call, and what is visible (B, H, L, S)."""
-    rows, columns = torch.arange(length)[:, None], torch.arange(count)
-    whole = (BATCH, HEADS, length, count)
-    if name == "band":
-        seen = (columns >= rows + 2) & (columns <= rows + 40) & (columns < count - 1)
-        return {"low": 2, "high": 40, "stop": count - 1}, {}, seen.expand(whole)
-    if name == "spans":
-        spans = _spans(length, count)
-        seen = (columns >= spans["first"][..., None]) & (columns < spans["last"][..., None])
-        return {}, spans, seen[:, None].expand(whole)
-    seen = _padding(length, count) if name.startswith("padding") else _rows_and_keys(length, count)
-    if name.endswith("bias"):
-        return {}, {"bias": bias_of(seen)}, seen.expand(whole)
-    if name.endswith("causal"):
-        return {"high": 0}, {"visible": seen}, (seen & (columns <= rows)).expand(whole)
-    return {}, {"visible": seen}, seen.expand(whole)
+MASKS: dict[str, Callable[[int, int], masks.Mask]] = {
+    "band": lambda length, count: masks.sliding_window(0, 38) & masks.prefix(count - 1),
+    "ranges": ranges,
+    "padding": lambda *sizes: masks.keep(padding(*sizes)),
+    "padding, bias": lambda *sizes: masks.bias(bias_of(padding(*sizes))),
+    "padding, causal": lambda *sizes: masks.keep(padding(*sizes)) & masks.causal(),
+    "cells": lambda *sizes: masks.keep(cells(*sizes)),
+    "cells, bias": lambda *sizes: masks.bias(bias_of(cells(*sizes))),
+    "cells, causal": lambda *sizes: masks.keep(cells(*sizes)) & masks.causal(),
+}
 
 
 def operands(
@@ -78,91 +67,61 @@ def operands(
     return tuple(torch.randn(BATCH, *shape).to(dtype) for shape in shapes)
 
 
-NAMES = ["band", "spans", "padding", "padding, bias", "padding, causal", "cells", "cells, bias", "cells, causal"]
-
-
-def run(
-    options: dict[str, Any], given: dict[str, Tensor], tensors: tuple[Tensor, ...], gradient: Tensor, **more: Any
-) -> dict[str, Tensor]:
-    layouts = {name: Layout.of(tensor) for name, tensor in given.items() if name != "last"}
-    options = {**layouts, **options, **more}
-    plan = NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, differentiable=True, **options)
-    arguments, lse = NativeArguments(*tensors, **given), plan.empty_lse(tensors[0])
-    output = plan.forward(arguments, lse)
-    dq, dk, dv, correction = plan.backward(arguments, output, lse, gradient)
-    return {"output": output, "lse": lse, "query": dq, "key": dk, "value": dv, "correction": correction}
+def results(mask: masks.Mask, tensors: tuple[Tensor, ...], gradient: Tensor, **options: Any) -> dict[str, Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    with clearhead.use_kernel("native"):
+        output, lse = clearhead.attention(*leaves, mask, return_lse=True, **options)
+    gradients = torch.autograd.grad(output, leaves, gradient)
+    return {"output": output, "lse": lse, **dict(zip(("query", "key", "value"), gradients, strict=True))}
 
 
 @on_every_set(
-    {"name": NAMES, "dtype": [torch.float32, torch.bfloat16]}, {"sizes": SIZES, "poison": [torch.nan, torch.inf, 3e38]}
+    {"name": MASKS, "dtype": [torch.float32, torch.bfloat16]}, {"sizes": SIZES, "poison": [torch.nan, torch.inf, 3e38]}
 )
 def test_nothing_of_it_is_seen(
     name: str, dtype: torch.dtype, sizes: tuple[int, int], poison: float, instructions: str
 ) -> None:
-    length, count = sizes
-    options = {"softcap": 1.5} if math.isfinite(poison) else {}
-    band, given, seen = case_of(name, length, count)
-    torch.manual_seed(3)
-    query, key, value, gradient = operands(length, count, dtype=dtype)
+    mask, places = MASKS[name](*sizes), {"query_positions": 2 if name == "band" else 0, "key_positions": 0}
+    dense = mask.dense(*sizes, batch_size=BATCH, num_heads=HEADS, **places)
+    seen = dense if dense.dtype == torch.bool else dense != -torch.inf  # (B, H, L, S)
+    query, key, value, gradient = operands(*sizes, dtype=dtype)
     rows = ~seen.any(-1)[..., None]  # (B, H, L, 1)
     keys = ~seen.any(-2).unflatten(1, (KV_HEADS, -1)).any(2)[..., None]  # (B, Hkv, S, 1)
     assert rows.any() or keys.any()
-    clean = run(band, given, (query, key, value), gradient, **options)
+    options = {"scale": 0.4, **places, **({"softcap": 1.5} if math.isfinite(poison) else {})}
+    clean = results(mask, (query, key, value), gradient, **options)
     poisoned = (query.masked_fill(rows, poison), key.masked_fill(keys, poison), value.masked_fill(keys, poison))
-    found = run(band, given, poisoned, gradient.masked_fill(rows, poison), **options)
-    for kind in ("output", "query", "key", "value", "lse"):
-        largest = float(clean[kind].masked_fill(clean[kind].isinf(), 0).abs().max())
-        torch.testing.assert_close(found[kind], clean[kind], rtol=0, atol=1e-5 * max(1.0, largest))
+    found = results(mask, poisoned, gradient.masked_fill(rows, poison), **options)
+    for kind, expected in clean.items():
+        largest = float(expected.detach().masked_fill(expected.isinf(), 0).abs().max())
+        torch.testing.assert_close(found[kind], expected, rtol=0, atol=1e-5 * max(1.0, largest))
     for kind, hidden in {"output": rows, "query": rows, "key": keys, "value": keys}.items():
         assert not found[kind].masked_select(hidden).any()
 
 
 def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
-    length, count = 61, 307
-    seen = _rows_and_keys(length, count)
-    bias = bias_of(seen)[:1].contiguous()
-    query, key, value, gradient = operands(length, count, kv_heads=HEADS)
-    keys = ~seen[:1].any(-2)[..., None].expand(BATCH, -1, -1, -1)
-    layouts = [Layout.of(tensor) for tensor in (query, key, value)]
-    plan = NativePlan(
-        torch.float32, *layouts, scale=0.4, differentiable=True, bias=Layout.of(bias), bias_gradient=tuple(bias.shape)
-    )
+    seen = cells(61, 307)[:1]
+    query, key, value, gradient = operands(61, 307, kv_heads=HEADS)
     found = []
     for poison in (0.0, torch.nan):
-        tensors = (query, key.masked_fill(keys, poison), value.masked_fill(keys, poison))
-        arguments, lse, sums = (
-            NativeArguments(*tensors, bias=bias),
-            plan.empty_lse(query),
-            plan.empty_bias_gradient(query),
-        )
-        plan.backward(arguments, plan.forward(arguments, lse), lse, gradient, None, sums)
-        found.append(sums)
+        key, value = (x.masked_fill(~seen.any(-2)[..., None], poison) for x in (key, value))
+        bias = bias_of(seen).requires_grad_()
+        with clearhead.use_kernel("native"):
+            output = clearhead.attention(query, key, value, masks.bias(bias))
+        found += torch.autograd.grad(output, bias, gradient)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("average", [False, True])
-def test_statistics_are_not_counted_twice(average: bool, instructions: str) -> None:
-    length, count = 61, 307
-    seen = _padding(length, count)
-    query, key, value, _ = operands(length, count)
-    plan = NativePlan(torch.float32, *map(Layout.of, (query, key, value)), scale=0.4, visible=Layout.of(seen))
+def test_statistics_are_not_counted_twice(instructions: str) -> None:
+    seen = padding(61, 307)
+    query, key, value, _ = operands(61, 307)
+    names = ("output", "rows", "head_average", "received", "output_norm")
     found: list[list[Tensor]] = []
     for poison in (0.0, torch.nan):
-        hidden = ~seen.transpose(2, 3)
-        tensors = (query, key.masked_fill(hidden, poison), value.masked_fill(hidden, poison))
-        weights = torch.zeros(BATCH, 1 if average else HEADS, length, count)
-        received, viewers, norm = (torch.zeros(BATCH, HEADS, n) for n in (count, count, length))
-        output, step = plan.empty_output(query), length * count
-        plan.statistics(
-            NativeArguments(*tensors, visible=seen),
-            output,
-            weights=weights,
-            weights_strides=(step, 0, count) if average else (HEADS * step, step, count),
-            received=received,
-            viewers=viewers,
-            norm=norm,
-        )
-        found.append([output, weights, received, viewers, norm])
+        key, value = (x.masked_fill(~seen.transpose(2, 3), poison) for x in (key, value))
+        statistics = clearhead.attention_statistics(query, key, masks.keep(seen), value=value, statistics=names)
+        found.append([getattr(statistics, name) for name in names])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-    torch.testing.assert_close(found[0][1].sum(-1), torch.ones(BATCH, 1 if average else HEADS, length))
+    for weights in found[0][1:3]:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))

@@ -10,11 +10,8 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._call.spec import Layout
-from clearhead.kernels._native_arguments import NativeArguments
-from clearhead.kernels._native_plan import NativePlan
 from tests.support.comparing import require_close, require_half_as_good
-from tests.support.native import needs_native
+from tests.support.native import Layout, NativeArguments, NativePlan, needs_native
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
 ROWS = [61, 0, 1, 211, 5, 7, 3, 0]

@@ -13,11 +13,8 @@ import pytest
 import torch
 
 import clearhead._native
-from clearhead._call.spec import Layout
-from clearhead._native import extension, instruction_sets, require_arguments
-from clearhead.kernels._native_arguments import OPERANDS, NativeArguments
-from clearhead.kernels._native_plan import NativePlan
-from tests.support.native import needs_native
+from clearhead._native import instruction_sets, require_arguments
+from tests.support.native import OPERANDS, Layout, NativeArguments, NativePlan, extension, needs_native
 
 pytestmark = needs_native
 

@@ -13,12 +13,11 @@ import clearhead
 import clearhead._layer.plan
 import clearhead.kernels._weights
 from clearhead import masks
-from clearhead._call.request import Request
-from clearhead._environment import read_environment
 from clearhead.kernels._native_statistics import native_weights
 from clearhead.kernels._weights import compute_weights
 from tests.support.native import needs_native, on_every_set, threads
 from tests.support.native_cases import CASES, Case
+from tests.support.requests import requested
 
 EVERY = [name for name in CASES if not name.startswith("dropout")]
 #: Masks that would have to be written down, which is not done for a few rows.
@@ -45,8 +44,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def attention_with_weights(*inputs: Tensor, average: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-    request = Request(weights="average" if average else "heads", **options)
-    results = clearhead._layer.plan.attend(*inputs, request, read_environment())
+    results = requested(*inputs, weights="average" if average else "heads", **options)
     assert results.weights is not None
     return results.output, results.weights
 

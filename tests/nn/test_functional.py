@@ -56,39 +56,30 @@ def test_the_signature_is_pytorchs() -> None:
     assert defaults == {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
-LEADING = {
-    "no heads": ((), (), ()),
-    "four sizes before": ((1, 3, B, H), (1, 3, B, H), (1, 3, B, H)),
-    "one key head, all value heads": ((B, H), (B, 1), (B, H)),
-    "value heads alone": ((B, 1), (B, 1), (B, H)),
-    "keys without a batch": ((B, H), (H,), (H,)),
-    "query without heads": ((), (B, H), (B, H)),
-    "sizes crossing over": ((3, 1, H), (1, B, H), (B, H)),
-}
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", LEADING)
-def test_leading_sizes(name: str, is_causal: bool) -> None:
-    query, key, value = LEADING[name]
-    assert_same(normal(*query, L, D), normal(*key, S, D), normal(*value, S, DV), is_causal=is_causal)
-
-
-GROUPS = {
-    "no batch": ((H,), (2,), (2,)),
-    "more sizes": ((3, B, H), (3, B, 2), (3, B, 2)),
-    "one key batch for all": ((B, H), (1, 2), (1, 2)),
-    "other groups for values": ((B, H), (B, 2), (B, 3)),
+#: Leading sizes of query, key and value, and whether heads are grouped.
+LEADING: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = {
+    "no heads": ((), (), (), False),
+    "four sizes before": ((1, 3, B, H), (1, 3, B, H), (1, 3, B, H), False),
+    "one key head, all value heads": ((B, H), (B, 1), (B, H), False),
+    "value heads alone": ((B, 1), (B, 1), (B, H), False),
+    "keys without a batch": ((B, H), (H,), (H,), False),
+    "query without heads": ((), (B, H), (B, H), False),
+    "sizes crossing over": ((3, 1, H), (1, B, H), (B, H), False),
+    "groups, no batch": ((H,), (2,), (2,), True),
+    "groups, more sizes": ((3, B, H), (3, B, 2), (3, B, 2), True),
+    "groups, one key batch for all": ((B, H), (1, 2), (1, 2), True),
+    "other groups for values": ((B, H), (B, 2), (B, 3), True),
 }
 
 
 @pytest.mark.parametrize("masked", ["no", "causal", "bool", "float"])
-@pytest.mark.parametrize("name", GROUPS)
-def test_grouped_heads(name: str, masked: str) -> None:
-    query, key, value = GROUPS[name]
-    mask = {"bool": visible(H, L, S), "float": normal(H, L, S)}.get(masked)
-    tensors = (normal(*query, L, D), normal(*key, S, D), normal(*value, S, DV), mask)
-    assert_same(*tensors, is_causal=masked == "causal", enable_gqa=True)
+@pytest.mark.parametrize("name", LEADING)
+def test_leading_sizes(name: str, masked: str) -> None:
+    *leading, grouped = LEADING[name]
+    query, key, value = (normal(*sizes, *last) for sizes, last in zip(leading, ((L, D), (S, D), (S, DV)), strict=True))
+    shape = leading[0][-1:] if grouped else ()
+    mask = {"bool": visible(*shape, L, S), "float": normal(*shape, L, S)}.get(masked)
+    assert_same(query, key, value, mask, is_causal=masked == "causal", enable_gqa=grouped)
 
 
 ZEROS = {

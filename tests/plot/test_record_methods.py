@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from clearhead import plot
-from clearhead.errors import RecordError
 from clearhead.plot._fonts import figure_bytes
 
 from .pages import Contents
@@ -100,14 +99,6 @@ def test_weights_that_were_given_draw_themselves() -> None:
     rec = plot.given([torch.eye(3).expand(2, 3, 3)])
     assert rec.plot_map(0, 1).get_title("left") == "layer 0, head 1"
     assert Contents(rec.page(["a", "b", "c"]).text).data["sections"][0]["title"] == "self-attention"
-
-
-def test_what_was_not_recorded_is_named() -> None:
-    _, poor = record_two(LENGTH, statistics=("entropy",))
-    with pytest.raises(RecordError, match=r"without received, top_k, map\. Record with statistics="):
-        poor.plot_map(0, 0)
-    with pytest.raises(RecordError, match="keep='queries_keys'"):
-        poor.plot_rollout(0)
 
 
 def test_pictures_are_imported_when_they_are_asked_for() -> None:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
-from clearhead._statistics.distributions import row_entropy
 from clearhead.cli._demo import default_model_path
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.plot._labels import layer_labels, printable, shortened
 from clearhead.plot._tokens import Tokens, as_texts, read_tokens
-from clearhead.plot._words import merge_words
 
 
 @pytest.mark.parametrize(
@@ -71,17 +67,6 @@ def test_one_word_for_everything_is_no_word() -> None:
     assert (tokens.names, tokens.word_names()) == (("<s>", "The", "an", "imal"), ["<s>", "The", "animal"])
 
 
-def test_merging_sums_keys_and_averages_queries() -> None:
-    weights = torch.randn(2, 5, 4).softmax(-1)
-    queries, keys = Tokens(list("abcde"), words=[0, 0, 1, 2, 2]), Tokens(list("wxyz"), words=[0, 1, 1, 2])
-    merged = merge_words(weights, queries, keys)
-    assert merged.shape == (2, 3, 3)
-    expected = weights[:, 3:, 1:3].sum(-1).mean(-1)
-    torch.testing.assert_close(merged[:, 2, 1], expected)
-    torch.testing.assert_close(merged.sum(-1), torch.ones(2, 3))
-    assert bool((row_entropy(merged) < row_entropy(torch.full((3,), 1 / 3)) + 1e-6).all())
-
-
 def test_texts_however_they_are_given() -> None:
     assert as_texts(None) is None
     with pytest.raises(DTypeError, match="got one string"):
@@ -104,10 +89,3 @@ def test_texts_however_they_are_given() -> None:
 def test_wrong_tokens(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Tokens(*arguments)
-
-
-def test_labels() -> None:
-    assert printable(["a b", "\n", "\u200b", "", "é"]) == ["a b", "\\n", "\\u200b", "∅", "é"]
-    assert (shortened("abc", 3), shortened("abcd", 3)) == ("abc", "ab…")
-    assert layer_labels(["h.4.attn", "h.10.attn"]) == ["4", "10"]
-    assert layer_labels(["h.4.attn", "h.4.cross"]) == ["0", "1"]

@@ -205,6 +205,11 @@ def _bias(draw: Draw, frame: Frame, dtype: torch.dtype, *, learnt: bool, several
     added = (numbers * 4 - 2).to(kind)
     if draw(st.booleans()):
         added = added.masked_fill(numbers < draw(st.sampled_from([0.1, 0.6])), -torch.inf)
+    layout = draw(st.sampled_from(["contiguous", "transposed", "expanded"]))
+    if layout == "transposed":
+        added = added.mT.contiguous().mT
+    elif layout == "expanded":
+        added = added[..., :1, :].expand(added.shape)
     if learnt and draw(st.booleans()):
         added.requires_grad_()
     return Part(masks.bias(added), _marks_rule(added.detach() > -torch.inf, frame), (added,))

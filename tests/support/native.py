@@ -10,10 +10,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-from clearhead._native import best_first, instruction_sets, use_instruction_set
+from clearhead._call.spec import Layout
+from clearhead._native import best_first, extension, instruction_sets, use_instruction_set
+from clearhead.kernels._native_arguments import OPERANDS, NativeArguments
+from clearhead.kernels._native_plan import NativePlan, plan_of
 from tests.support.budgets import in_turn
 
-__all__ = ["SETS", "best_first", "fewer_unless_best", "needs_native", "on_every_set", "threads", "use_instruction_set"]
+__all__ = ["OPERANDS", "SETS", "Layout", "NativeArguments", "NativePlan", "best_first", "extension"]
+__all__ += ["fewer_unless_best", "needs_native", "on_every_set", "plan_of", "threads", "use_instruction_set"]
 
 SETS = instruction_sets()
 

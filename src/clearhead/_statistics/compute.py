@@ -48,8 +48,9 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Compute statistics of the weights of one call, block by block. Gradients are not recorded.
 
-    The weights p are those of `attention` before dropout. Scores are float32. Up to 1024 keys, and for float64 inputs,
-    they have double precision, and the weights are exact to 1e-6. Peak memory is one block and the results.
+    The weights p are those of `attention` before dropout. Scores are float32. Up to 1024 keys on the CPU, and for
+    float64 inputs, they have double precision, and the weights are exact to 1e-6. Peak memory is one block and the
+    results.
 
     Args:
         query: (B, H, L, D), or (H, L, D) without a batch.

@@ -153,13 +153,14 @@ class AttentionStatistics:
             raise ArgumentError("heads", expected=f"numbers in 0 … {present - 1}", got=str(list(heads)))
         chosen = copy(self)
         chosen.heads = tuple(head % present for head in heads)
-        index = torch.tensor(chosen.heads, device=self.counted.device)
         chosen.results = {
-            name: _select_heads(tensor, index) if "H" in shape_of(name) else tensor
+            name: _select_heads(tensor, chosen.heads) if "H" in shape_of(name) else tensor
             for name, tensor in self.results.items()
         }
         if self.totals is not None:
-            chosen.totals = {name: total.index_select(0, index) for name, total in self.totals.items()}
+            chosen.totals = {
+                name: torch.stack([total[head] for head in chosen.heads]) for name, total in self.totals.items()
+            }
         return chosen
 
     def like(self, results: dict[str, Any], counted: Tensor, key_length: int) -> AttentionStatistics:
@@ -174,7 +175,8 @@ class AttentionStatistics:
         return f"AttentionStatistics({', '.join(self.results)}; {sizes})"
 
 
-def _select_heads(tensor: Any, index: Tensor) -> Any:
+def _select_heads(tensor: Any, heads: Sequence[int]) -> Any:
     if isinstance(tensor, TopK):
-        return TopK(*(each.index_select(1, index) for each in tensor))
-    return tensor.index_select(1, index)
+        return TopK(*(_select_heads(each, heads) for each in tensor))
+    # Views, because a tensor of indices would be copied to the device.
+    return torch.stack([tensor[:, head] for head in heads], 1)

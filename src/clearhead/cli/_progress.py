@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 
 from rich.console import Console
@@ -64,8 +64,9 @@ def at_work() -> Generator[Work]:
     bar = Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=3600
     )
-    with _collecting_later() as loaded, bar as progress:
-        work = Work(progress, loaded)
+    # Up to rich 14 a bar that is disabled still prints an empty line at its end.
+    with _collecting_later() as loaded, bar if console.is_terminal else nullcontext():
+        work = Work(bar, loaded)
         work.step("loading the model")
         yield work
 

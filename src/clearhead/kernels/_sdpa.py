@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import ClassVar, final
 
 import torch
@@ -13,18 +12,18 @@ from .._call.call import AttentionCall, Results
 from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionSpec
 from .._environment import is_tracing
-from .._torch_private import fused_sdpa_choice, sdpa_settings
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
-from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
+from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
+from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused
 from ._sdpa_sequences import plan_sequences, refusals_of_sequences
 
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
 _CPU_SHARE, _OTHER_SHARE = 1 / 3, 1 / 16
 _ALIGNED = 8
-_MATH = 0  # SDPBackend.MATH as PyTorch numbers it
+_NO_FUSED_KERNEL = "PyTorch has no fused kernel for this call and would build (B, H, L, S)"
 
 
 @final
@@ -54,11 +53,20 @@ class SdpaKernel(Kernel):
                 "torch.func cannot transform it twice, or derive it forwards": spec.transformed,
             }
         )
-        if not spec.tracing:
+        if spec.tracing:
+            dims = spec.query.shape[3], spec.value.shape[3]
+            if spec.device.type == "cuda" and not fits_a_kernel(spec.dtype, *dims, masked=spec.masked):
+                reasons.append(Refusal(_NO_FUSED_KERNEL))
+        else:
             reasons += _reasons_of_values(spec, mask, grid)
-            if not reasons and not _is_fused(spec, mask, grid):
-                reasons.append(Refusal("PyTorch has no fused kernel for this call and would build (B, H, L, S)"))
+            if not reasons and not is_fused(_fused_call(spec, mask, grid)):
+                reasons.append(Refusal(_NO_FUSED_KERNEL))
         return tuple(reasons)
+
+    def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
+        if spec.device.type == "cpu" or spec.tracing:
+            return None
+        return Backend("varlen") if spec.sequences is not None else backend_of(_fused_call(spec, mask, grid))
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         if spec.sequences is not None:
@@ -104,47 +112,15 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
     return reasons
 
 
-def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
-    """Whether PyTorch would take one of its fused paths, from the mask's dtype and none of its work."""
+def _fused_call(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> FusedCall:
+    """What PyTorch chooses its kernel by, from the mask's dtype and none of its work."""
     causal, dtype = _is_flagged_causal(spec, mask, grid), None
     if mask is not None and not causal and not hides_nothing(mask, grid):
         dtype = spec.compute_dtype if mask.has_bias and spec.device.type == "cpu" else spec.dtype
-    layouts = tuple((layout.shape, layout.has_whole_rows) for layout in (spec.query, spec.key, spec.value))
+    layouts = (spec.query, spec.key, spec.value)
+    shapes, whole_rows = tuple(each.shape for each in layouts), tuple(each.has_whole_rows for each in layouts)
     options = (spec.dropout_p > 0, bool(spec.gradients), causal, _folds(spec, mask, grid))
-    return _has_fused_path(layouts, spec.dtype, spec.device, dtype, *options, sdpa_settings())
-
-
-@lru_cache(256)
-def _has_fused_path(
-    layouts: tuple[tuple[tuple[int, ...], bool], ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    mask_dtype: torch.dtype | None,
-    drops: bool,
-    gradients: bool,
-    causal: bool,
-    folded: bool,
-    settings: tuple[object, ...],  # not read here, but PyTorch's answer depends on them
-) -> bool:
-    if fused_sdpa_choice is None:
-        return False
-
-    # PyTorch decides by shapes, strides and dtypes: tensors without memory of their own are enough.
-    def like(shape: tuple[int, ...], whole_rows: bool) -> Tensor:
-        """A tensor of one row of memory."""
-        size = shape[-1] if whole_rows else 1
-        return torch.empty(size, dtype=dtype, device=device, requires_grad=gradients).expand(shape)
-
-    query, key, value = (like(*layout) for layout in layouts)
-    grouped = query.shape[1] != key.shape[1] and not folded
-    if folded:
-        query = fold_group(query, key.shape[1])
-    mask = None
-    if mask_dtype is not None:
-        # `_with_whole_rows` gives the lowered mask such rows too.
-        keys = key.shape[2]
-        mask = torch.empty(keys, dtype=mask_dtype, device=device).expand((*query.shape[:3], keys))
-    return fused_sdpa_choice(query, key, value, mask, 0.5 if drops else 0.0, causal, enable_gqa=grouped) != _MATH
+    return FusedCall(shapes, whole_rows, spec.dtype, spec.device, dtype, *options)
 
 
 def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
@@ -213,7 +189,9 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
         lowered = visible
     else:
         lowered = bias
-        if visible is not None:
+        if visible is not None and bias is None and not visible.is_cpu:
+            lowered = visible.to(call.query.dtype).log_()  # log 1 = 0 and log 0 = −∞, in two operators
+        elif visible is not None:
             added = visible.new_zeros((), dtype=call.query.dtype) if bias is None else bias
             lowered = torch.where(visible, added, float("-inf"))
         if bias is not None and lowered is not None and masked is not None:  # `visible` has shown these rows already

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -56,6 +58,7 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     varlen: Any = import_module(_MODULE)
     window = cast("tuple[int, int]", _window(spec, mask, grid))
     results_wanted = varlen.AuxRequest(lse=True) if spec.lse else None
+    grouped: dict[str, bool] = {"enable_gqa": True} if spec.group > 1 and _asks_for_groups(varlen.varlen_attn) else {}
 
     def compute(call: AttentionCall) -> Results:
         sequences = cast(PackedSequences, call.request.sequences)
@@ -70,12 +73,17 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
             return_aux=results_wanted,
             scale=spec.scale,
             window_size=window,
-            enable_gqa=spec.group > 1,
+            **grouped,
         )
         output, lse = found if spec.lse else (found, None)
         return Results(output.transpose(0, 1)[None], None if lse is None else _lse(lse, query))
 
     return compute
+
+
+def _asks_for_groups(attend: Callable[..., Any]) -> bool:
+    """PyTorch 2.11 has no such argument. It takes grouped heads as they are."""
+    return "enable_gqa" in signature(attend).parameters
 
 
 def _lse(lse: Tensor, query: Tensor) -> Tensor:

@@ -35,11 +35,11 @@ def documents(ids: Tensor) -> Mask:
     require_integers("ids", ids)
     if ids.dim() not in (1, 2):
         raise ShapeError("ids", expected="shape (T,) or (B, T)", got=shape_text(ids.shape))
-    return _Documents(ids)
+    return Documents(ids)
 
 
 @final
-class _Documents(OfTensor):
+class Documents(OfTensor):
     """See `documents`."""
 
     def __init__(self, ids: Tensor) -> None:

@@ -161,13 +161,20 @@ class Keep(_OfScores):
 
 @final
 class KeepKeys(OfTensor):
-    """One mark per key, (1 or B, S), true where the key is visible."""
+    """One mark per key, (1 or B, S), true where the key is visible.
+
+    `keyed` says that every batch item is known to have a visible key.
+    """
+
+    def __init__(self, name: str, marks: Tensor, keyed: bool = False) -> None:
+        super().__init__(name, marks)
+        self._keyed = keyed
 
     def visible(self, block: Block) -> Tensor:
         return block.cut(self._tensor[:, None, None, :])  # (1 or b, 1, 1, s)
 
     def structure(self, grid: Grid) -> Structure:
-        return Structure(keys=self._tensor)
+        return Structure(keys=self._tensor, keyed=self._keyed)
 
     def validate(self, grid: Grid) -> None:
         _require_device(self._name, self._tensor, grid)

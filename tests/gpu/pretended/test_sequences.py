@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 import clearhead
 from clearhead import masks
@@ -99,3 +102,31 @@ def test_lse_and_sequences_without_keys(cuda: PretendedDevice) -> None:
 
 def _error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact.double()).abs().max() / exact.abs().max())
+
+
+def test_grouped_heads_need_no_argument_of_pytorch(cuda: PretendedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer: Any = varlen.varlen_attn
+
+    def older(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: varlen.AuxRequest | None = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> object:
+        sizes = (max_q, max_k)
+        options = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
+        return newer(query, key, value, cu_seq_q, cu_seq_k, *sizes, **options, enable_gqa=True)
+
+    expected = attend(packed(7, "cuda", kv_heads=1), MASKS["window"])
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    # Another mask with the same keys, of which no plan is kept.
+    got = attend(packed(7, "cuda", kv_heads=1), masks.sliding_window(3, 2) & masks.sliding_window(4, 4))
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
