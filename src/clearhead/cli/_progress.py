@@ -18,6 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from ..plot._language import say
+
 
 class Work:
     """Shows the current step if stderr is a terminal, with a bar and the time left if its parts are counted.
@@ -34,7 +36,7 @@ class Work:
         """Begin a step with a number of equal parts, or ``None``; return the function to call after each part."""
         for done in self._progress.task_ids:
             self._progress.remove_task(done)
-        task = self._progress.add_task(description, total=parts, left="" if parts is None else "left")
+        task = self._progress.add_task(description, total=parts, left="" if parts is None else say("left"))
         return lambda: self._progress.advance(task)
 
     def loaded(self) -> None:
@@ -67,7 +69,7 @@ def at_work() -> Generator[Work]:
     # Up to rich 14 a bar that is disabled still prints an empty line at its end.
     with _collecting_later() as loaded, bar if console.is_terminal else nullcontext():
         work = Work(bar, loaded)
-        work.step("loading the model")
+        work.step(say("loading the model"))
         yield work
 
 

@@ -7,7 +7,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from .._environment import is_tracing
+from .._environment import is_tracing, reads_values
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
@@ -57,19 +57,27 @@ class _Counts(OfTensor):
 
     def __init__(self, name: str, argument: str, counts: Tensor) -> None:
         super().__init__(name, counts)
-        # The values are read once, and on the CPU only: to read them from an accelerator would wait for it.
+        self._argument = argument
         self._largest = 0
-        if is_tracing() or counts.numel() == 0 or not counts.is_cpu:
+        self._read()
+
+    def _read(self) -> None:
+        """Check the values and keep the largest one."""
+        counts = self._tensor
+        if counts.numel() == 0 or not reads_values(counts):
             return
         self._largest, smallest = int(counts.max()), int(counts.min())
         if smallest < 0:
-            raise ArgumentError(argument, expected="numbers ≥ 0", got=f"a smallest one of {smallest}")
+            raise ArgumentError(self._argument, expected="numbers ≥ 0", got=f"a smallest one of {smallest}")
 
-    def _too_long(self, argument: str, limit: str, tokens: str) -> ArgumentError:
-        """The error for a length that is larger than the call's L or S. With positions, lengths are positions."""
-        expected, got = f"{argument} of at most {limit} {tokens}", f"a length of {self._largest}"
-        fix = f"Lengths count {tokens} of this call; cut them, or check that they belong to this batch."
-        return ArgumentError("mask lengths(...)", expected=expected, got=got, fix=fix)
+    def _require_at_most(self, length: int, size: str, argument: str, tokens: str) -> None:
+        """Raise if a length is larger than the call's L or S, which without positions is a mistake."""
+        if not self._tensor.is_cpu:
+            self._read()  # the mask may have been made where values are not checked
+        if self._largest > length and not is_tracing():
+            expected, got = f"{argument} of at most {size} = {length} {tokens}", f"a length of {self._largest}"
+            fix = f"Lengths count {tokens} of this call; cut them, or check that they belong to this batch."
+            raise ArgumentError("mask lengths(...)", expected=expected, got=got, fix=fix)
 
     def _unfit(self, mask: str, expected: str) -> ShapeError:
         got, fix = shape_text(self._tensor.shape), "Give one number per batch item."
@@ -106,10 +114,9 @@ class Lengths(_Counts):
         if not fits:  # only then, because the text reads sizes, which a graph must not fix
             either = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
             raise self._unfit(self._name, f"shape ({grid.batch_size},){either}")
-        if self._name == "prefix" or is_tracing():  # a prefix may be longer than the keys
-            return
-        if self._largest > grid.key_length and not grid.has_positions:
-            raise self._too_long("lengths", f"S = {grid.key_length}", "keys")
+        # A prefix may be longer than the keys. With positions, lengths are positions and may exceed the call's sizes.
+        if self._name == "lengths" and not grid.has_positions:
+            self._require_at_most(grid.key_length, "S", "lengths", "keys")
 
     def sizes(self) -> Sizes:
         rows = self._tensor.shape[1] if self._tensor.dim() == 2 else 1
@@ -137,8 +144,8 @@ class _QueryLengths(_Counts):
     def validate(self, grid: Grid) -> None:
         if not broadcasts(self._tensor.shape[0], grid.batch_size):
             raise self._unfit("lengths", f"query_lengths of shape ({grid.batch_size},)")
-        if not is_tracing() and self._largest > grid.query_length and not grid.has_positions:
-            raise self._too_long("query_lengths", f"L = {grid.query_length}", "queries")
+        if not grid.has_positions:
+            self._require_at_most(grid.query_length, "L", "query_lengths", "queries")
 
     def sizes(self) -> Sizes:
         return Sizes.of(self._tensor.shape[0])
