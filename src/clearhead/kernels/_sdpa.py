@@ -143,7 +143,7 @@ def _fused_call(spec: AttentionSpec, mask: Mask | None, grid: Grid, grouping: Gr
     grouping = grouping or _grouping(spec, mask, grid)
     if grouping == "calls":
         shapes = ((shapes[0][0], spec.key.shape[1], *shapes[0][2:]), *shapes[1:])
-    options = (spec.dropout_p > 0, spec.needs_gradients, causal, grouping == "rows")
+    options = (spec.dropout_p > 0, bool(spec.gradients), causal, grouping == "rows")
     return FusedCall(shapes, whole_rows, spec.dtype, spec.device, dtype, *options)
 
 
@@ -198,7 +198,7 @@ def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bo
 
 def _lower(call: AttentionCall, group: int) -> Tensor | None:
     """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
-    mask, grid = call.mask, call.grid
+    mask, grid = call.request.mask, call.grid
     if mask is None or hides_nothing(mask, grid):
         return None
     return mask.lowered(grid, ("sdpa", call.query.dtype, group), lambda: _lower_tensor(mask, call, group))

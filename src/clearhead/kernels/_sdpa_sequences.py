@@ -37,7 +37,7 @@ def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
         "of packed sequences it takes no soft-cap": spec.softcap is not None,
         "of packed sequences it takes no sinks": spec.sinks,
         "of packed sequences it takes no dropout": spec.dropout_p > 0,
-        "of packed sequences PyTorch gives no gradient of the log-sum-exp": spec.lse and spec.needs_gradients,
+        "of packed sequences PyTorch gives no gradient of the log-sum-exp": spec.lse and bool(spec.gradients),
         "of packed sequences PyTorch takes the masks causal() and sliding_window(…) only, in self-attention": (
             _window(spec, mask, grid, spec.same_sequences) is None
         ),
