@@ -4,9 +4,10 @@
 nox --list
 nox -s "versions-3.13(torch='2.15.0')"       # one pair
 nox -s versions -- smoke                     # the short set with every pair
+nox -r -s "versions-3.13(torch='2.15.0')"    # keeps the environment, and takes one that was kept
 
 Three pairs run the whole suite, the others the files of SMOKE. An environment takes up to 7 GB and is removed after its
-session. Each session writes its row into docs/en/versions.md.
+session without -r. Each session writes its row into docs/en/versions.md.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def versions(session: nox.Session, torch: str) -> None:
     constraints, junit = temporary / "constraints.txt", temporary / "junit.xml"
     constraints.write_text("\n".join([f"torch=={torch}", *_constraints(packages)]), encoding="utf-8")
     try:
+        # pip takes a wheel of the same version for the same wheel.
+        session.run("python", "-m", "pip", "uninstall", "-q", "-y", "clearhead", silent=True)
         session.install("-c", str(constraints), f"clearhead[test] @ {wheels[-1].resolve().as_uri()}")
         session.run("python", ".ci/check_wheel.py")
         environment = {"CLEARHEAD_TEST_INSTALLED": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": None}
@@ -76,7 +79,8 @@ def versions(session: nox.Session, torch: str) -> None:
         session.run(*command, env=environment, success_codes=[0, 1])
         session.run("python", ".ci/versions.py", str(junit), packages, "all" if whole else "smoke")
     finally:
-        shutil.rmtree(session.virtualenv.location)
+        if not getattr(session.virtualenv, "reuse_existing", False):
+            shutil.rmtree(session.virtualenv.location)
 
 
 def _constraints(packages: str) -> list[str]:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.look [--docs]
 
-Every row is a process of its own that starts from nothing, as in a terminal. *Beyond* is the time less that of one
-sentence with the same model, because starting, loading the model and drawing take the same for every text. The default
-model, all-MiniLM-L6-v2 (6 layers × 12 heads), reads windows of 512 tokens. Two random encoders, 4 layers × 8 heads, one
-for 4,096 and one for 16,384 tokens, read a text in one piece. The texts are the project's own documentation.
+Every row is a process of its own that starts from nothing, as in a terminal. *Processor* is the processor time of all
+its threads. *Beyond* is the time less that of one sentence with the same model, because starting, loading the model and
+drawing take the same for every text. The default model, all-MiniLM-L6-v2 (6 layers × 12 heads), reads windows of 512
+tokens. Three random encoders read a text in one piece: two of 4 layers × 8 heads, for 4,096 and for 16,384 tokens, and
+one of 24 layers × 32 heads for 4,096. The texts are the project's own documentation.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,9 +29,22 @@ from benchmarks.writing import seconds, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SENTENCE = "The animal didn't cross the street because it was too tired."
-IN_ONE_PIECE = (4096, 16384)
-TOKENS = (2_500, 10_000, 100_000)
+TOKENS = (2_500, 10_000, 130_000)
 DEFAULT, SHORT = "all-MiniLM-L6-v2", "a sentence"
+
+
+class Encoder(NamedTuple):
+    """A random BERT that reads a text in one piece."""
+
+    layers: int
+    heads: int
+    positions: int
+
+    def __str__(self) -> str:
+        return f"random, {self.layers} × {self.heads}, {self.positions:,} positions"
+
+
+ENCODERS = (Encoder(4, 8, 4096), Encoder(4, 8, 16384), Encoder(24, 32, 4096))
 
 
 def write_texts(folder: Path, counts: list[int]) -> None:
@@ -49,8 +64,8 @@ def write_texts(folder: Path, counts: list[int]) -> None:
         (folder / f"{count}.txt").write_text(part, encoding="utf-8")
 
 
-def write_encoder(folder: Path, positions: int) -> None:
-    """A random BERT that takes so many tokens, with the default model's tokenizer."""
+def write_encoder(folder: Path, encoder: Encoder) -> None:
+    """A random encoder, with the default model's tokenizer."""
     from clearhead.integrations._hub import without_noise
 
     with without_noise():
@@ -60,11 +75,11 @@ def write_encoder(folder: Path, positions: int) -> None:
 
         torch.manual_seed(0)
         config = BertConfig(
-            hidden_size=256,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            intermediate_size=512,
-            max_position_embeddings=positions,
+            hidden_size=32 * encoder.heads,
+            num_hidden_layers=encoder.layers,
+            num_attention_heads=encoder.heads,
+            intermediate_size=64 * encoder.heads,
+            max_position_embeddings=encoder.positions,
         )
         model = BertModel(config)
         for name, parameter in model.named_parameters():
@@ -72,12 +87,12 @@ def write_encoder(folder: Path, positions: int) -> None:
                 torch.nn.init.normal_(parameter, std=0.08)
         model.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(default_model_path())
-        tokenizer.model_max_length = positions
+        tokenizer.model_max_length = encoder.positions
         tokenizer.save_pretrained(folder)
 
 
 def look(text: list[str], options: list[str]) -> list[float]:
-    """Seconds, megabytes of memory at the peak, and megabytes of the page of one run."""
+    """Seconds, processor seconds, megabytes of memory at the peak, and megabytes of the page of one run."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         started = time.perf_counter()
@@ -88,7 +103,8 @@ def look(text: list[str], options: list[str]) -> list[float]:
         took = time.perf_counter() - started
         if status:
             raise RuntimeError(f"clearhead look failed on {text}")
-        return [took, used.ru_maxrss * 1024 / 1e6, (Path(folder) / "attention.html").stat().st_size / 1e6]
+        processor = used.ru_utime + used.ru_stime
+        return [took, processor, used.ru_maxrss * 1024 / 1e6, (Path(folder) / "attention.html").stat().st_size / 1e6]
 
 
 @functools.cache
@@ -99,20 +115,20 @@ def _folder() -> Path:
     return Path(folder.name)
 
 
-def measure(model: int | None, tokens: int | None, effort: Effort) -> list[float]:
-    """One run of the default model, or of the encoder for so many tokens, on a sentence or on so many tokens."""
-    text, options = [SENTENCE], []
+def measure(encoder: Encoder | None, tokens: int | None, effort: Effort) -> list[float]:
+    """One run of the default model, or of an encoder, on a sentence or on so many tokens: `look` and kB of text."""
+    text, options, size = [SENTENCE], [], len(SENTENCE)
     if tokens is not None:
         file = _folder() / f"{tokens}.txt"
         if not file.exists():
             effort.in_a_process(write_texts, _folder(), [tokens])
-        text = ["--file", str(file)]
-    if model is not None:
-        folder = _folder() / f"encoder-{model}"
+        text, size = ["--file", str(file)], file.stat().st_size
+    if encoder is not None:
+        folder = _folder() / "-".join(map(str, encoder))
         if not folder.exists():
-            effort.in_a_process(write_encoder, folder, model)
+            effort.in_a_process(write_encoder, folder, encoder)
         options = ["--model", str(folder)]
-    return look_here(text, options) if effort.smallest else look(text, options)
+    return [*(look_here(text, options) if effort.smallest else look(text, options)), size / 1e3]
 
 
 def look_here(text: list[str], options: list[str]) -> list[float]:
@@ -122,37 +138,40 @@ def look_here(text: list[str], options: list[str]) -> list[float]:
     from clearhead.cli import main
 
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         result = CliRunner().invoke(main, ["look", *text, *options, "--out", folder], catch_exceptions=False)
         if result.exit_code:
             raise RuntimeError(f"clearhead look failed on {text}: {result.output}")
-        return [time.perf_counter() - started, 0.0, (Path(folder) / "attention.html").stat().st_size / 1e6]
+        took, processor = time.perf_counter() - started, time.process_time() - used
+        return [took, processor, 0.0, (Path(folder) / "attention.html").stat().st_size / 1e6]
 
 
 def lines(effort: Effort) -> list[Line]:
-    jobs: list[tuple[int | None, int | None]] = [(None, None), *((None, count) for count in TOKENS)]
-    for model in IN_ONE_PIECE:
-        jobs += [(model, None), *((model, count) for count in TOKENS if model // 8 <= count < model - 1)]
+    jobs: list[tuple[Encoder | None, int | None]] = [(None, None), *((None, count) for count in TOKENS)]
+    for encoder in ENCODERS:
+        jobs += [(encoder, None)]
+        jobs += [(encoder, count) for count in TOKENS if encoder.positions // 8 <= count < encoder.positions - 1]
     if effort.smallest:  # a run starts from nothing, which takes longer than everything else here
-        jobs = [(IN_ONE_PIECE[0], TOKENS[0])]
+        jobs = [(ENCODERS[0], TOKENS[0])]
     return [
         Line(
-            f"{DEFAULT if model is None else f'random, {model:,} positions'}: "
-            f"{SHORT if count is None else f'{count:,}'}",
-            lambda model=model, count=count: measure(model, count and effort.size(count), effort),
+            f"{encoder or DEFAULT}: {SHORT if count is None else f'{count:,}'}",
+            lambda encoder=encoder, count=count: measure(encoder, count and effort.size(count), effort),
         )
-        for model, count in jobs
+        for encoder, count in jobs
     ]
 
 
 def texts(measured: Figures) -> dict[str, str]:
     rows: list[list[str]] = []
-    for name, (took, memory, page) in measured.items():
+    for name, (took, processor, memory, page, size) in measured.items():
         model, tokens = name.split(": ")
         sentence = measured.get(f"{model}: {SHORT}")
         beyond = "" if sentence is None or tokens == SHORT else f"{took - sentence[0]:.1f}"
-        rows.append([model, tokens, f"{took:.1f}", beyond, f"{memory:.0f}", f"{page:.2f}"])
-    found = {"table": table(("model", "tokens", "seconds", "beyond", "memory, MB", "page, MB"), rows)}
+        cells = [f"{took:.1f}", f"{processor:.1f}", beyond, f"{memory:.0f}", f"{page:.2f}"]
+        rows.append([model, tokens, f"{size:.0f}" if size >= 1 else "", *cells])
+    heads = ("model", "tokens", "text, kB", "seconds", "processor, s", "beyond, s", "memory, MB", "page, MB")
+    found = {"table": table(heads, rows)}
     for what, tokens in (("sentence", SHORT), ("longest", f"{TOKENS[-1]:,}")):
         if f"{DEFAULT}: {tokens}" in measured:
             found[what] = seconds(measured[f"{DEFAULT}: {tokens}"][0])

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from docs.draw import IMAGES, pictures
+from docs.draw import IMAGES, pages, pictures, vision
 from docs.draw.mask_gallery import GALLERY
-from docs.draw.pages import draw
 from docs.draw.statistics import listed
 from docs.markdown import IMAGE, LINK, anchors, text_of
 from tests.support import chromium
@@ -85,8 +84,14 @@ def test_the_page_of_masks_has_each_picture_beside_its_code() -> None:
 
 @pytest.mark.skipif(not chromium.IS_THERE, reason="needs the package playwright and an installed chromium")
 def test_pictures_of_the_interactive_page_can_be_taken_again(tmp_path: Path) -> None:
-    draw(tmp_path)
+    pages.draw(tmp_path)
     for name in ("page.png", "comparing-page.png"):
         with Image.open(tmp_path / name) as taken, Image.open(IMAGES / name) as kept:
             assert taken.width == kept.width
             assert taken.height > 1000
+
+
+def test_the_picture_of_a_vision_model_can_be_taken_again(tmp_path: Path) -> None:
+    vision.draw(tmp_path, steps=1)
+    with Image.open(tmp_path / "vision.png") as taken, Image.open(IMAGES / "vision.png") as kept:
+        assert taken.size == kept.size

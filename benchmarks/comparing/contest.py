@@ -85,6 +85,8 @@ class TimedCase(Case):
         difference: how the difference of two results is measured.
         repeats: calls per figure, for calls too short for the clock.
         rate_scale: how much work per second is one of `rate_unit`.
+        budget: seconds after which no further round starts.
+        sample: times the ways, as `benchmarks.timing.samples` does. The load of the processors matters to that alone.
     """
 
     section: str
@@ -95,13 +97,15 @@ class TimedCase(Case):
     difference: Callable[[Outputs, Outputs], float] = largest_difference
     repeats: int = 1
     rate_scale: float = 1e9
+    budget: float = 40.0
+    sample: Callable[..., dict[str, list[float]]] = samples
 
     def measure(self, effort: Effort) -> Result:
         contest = self.prepare()
         rest = 0.0 if effort.smallest else REST
         differences = self._compare(contest)
         times, load = with_load(
-            lambda: samples(contest.ways, rounds=effort.rounds, budget=40.0, repeats=self.repeats, rest=rest)
+            lambda: self.sample(contest.ways, rounds=effort.rounds, budget=self.budget, repeats=self.repeats, rest=rest)
         )
         medians = {name: statistics.median(values) for name, values in times.items()}
         quartiles = {name: statistics.quantiles(values, n=4, method="inclusive") for name, values in times.items()}
@@ -121,7 +125,7 @@ class TimedCase(Case):
             differences,
             self.tolerance,
             contest.skipped,
-            load,
+            load if self.sample is samples else None,
         )
 
     def _compare(self, contest: Contest) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""``python -m docs.site FOLDER``: build both languages with `--strict`, and put them together in FOLDER.
+"""``python -m docs.site FOLDER [LIVE]``: build both languages with `--strict`, and put them together in FOLDER.
 
 English lies at the root and Chinese in ``zh/``. The build fails on every warning of Zensical or griffe, and on a page
-that is empty.
+that is empty. LIVE has the pages that `docs.draw.live` wrote, for the landing page and the lessons.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WARNING = re.compile(r"warning|error|griffe", re.IGNORECASE)
 SWITCH = re.compile(r'<a href="[^"]*" hreflang="(en|zh)"')
 
 
-def build(language: str, folder: Path) -> Path:
+def build(language: str, folder: Path, live: Path | None) -> Path:
     """Build one language in `folder`; returns the folder of its pages."""
     reference = write_reference(folder / "docs") if language == "en" else []
-    stage(language, folder / "docs")
+    stage(language, folder / "docs", live)
     (folder / "zensical.toml").write_text(tomli_w.dumps(configuration(language, reference)), encoding="utf-8")
     command = [str(Path(sys.executable).parent / "zensical"), "build", "--strict", "--clean"]
     ended = subprocess.run(
@@ -53,14 +53,14 @@ def switched(html: str, folder: str, language: str, both: bool) -> str:
     return SWITCH.sub(replace, html)
 
 
-def main(out: Path) -> None:
+def main(out: Path, live: Path | None = None) -> None:
     """Build both languages and put them together."""
     start = time.monotonic()
     shared = set.intersection(*({address(place) for place in sources(language)} for language in LANGUAGES))
     shutil.rmtree(out, ignore_errors=True)
     with tempfile.TemporaryDirectory() as scratch:
         for language in LANGUAGES:
-            built = build(language, Path(scratch) / language)
+            built = build(language, Path(scratch) / language, live)
             for page in built.rglob("index.html"):
                 place = page.parent.relative_to(built).as_posix()
                 html = switched(page.read_text(encoding="utf-8"), place, language, f"{place}/" in shared)
@@ -70,4 +70,4 @@ def main(out: Path) -> None:
     print(f"{count} pages in {os.path.relpath(out)}, {time.monotonic() - start:.0f} s")
 
 
-main(Path(sys.argv[1]).resolve())
+main(*(Path(argument).resolve() for argument in sys.argv[1:]))

@@ -12,6 +12,8 @@ from docs.markdown import FENCE, HEADING, headings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+#: Fits a frame to its page, and gives the page the theme of the site.
+NOTEBOOK_SCRIPT = ROOT / "src" / "clearhead" / "plot" / "notebook.js"
 #: Files outside docs/en that are pages of the site, and their place there.
 ELSEWHERE = {
     ROOT / "README.md": "index.md",
@@ -21,6 +23,15 @@ ELSEWHERE = {
     ROOT / "SECURITY.md": "security.md",
     ROOT / "CHANGELOG.md": "changelog.md",
 }
+#: The picture after which the landing page or a lesson has its heads live.
+PICTURE = re.compile(r"^!\[[^\]]*\]\([^)]*images/(?:attention\.png|lessons/[\w-]+\.svg)\)$", re.MULTILINE)
+INVITATION = {"en": "The heads, live. Click a word:", "zh": "下面的页面可以操作。点一个词："}
+FRAME = """{picture}
+
+{words}
+
+<iframe class="clearhead-page" src="{source}" title="{words}" loading="lazy"
+style="width: 100%; height: 860px; border: 0"></iframe>"""
 TARGET = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -97,6 +108,16 @@ def staged(page: Path, place: str, language: str) -> str:
     return "".join(parts)
 
 
+def with_frame(text: str, place: str, language: str, live: Path | None) -> str:
+    """The page with its heads in a frame after their picture, if `live` has a page of them."""
+    name = "look.html" if place == "index.md" else f"{Path(place).stem}.html"
+    if live is None or not (live / language / name).is_file():
+        return text
+    source = "../" * place.count("/") + f"live/{name}"  # Zensical reads it as relative to the page's file
+    parts = {"words": INVITATION[language], "source": source}
+    return PICTURE.sub(lambda found: FRAME.format(picture=found[0], **parts), text, count=1)
+
+
 def sources(language: str) -> dict[str, Path]:
     """Every page of a language, by its place."""
     found = {str(page.relative_to(DOCS / language)): page for page in sorted((DOCS / language).rglob("*.md"))}
@@ -105,12 +126,21 @@ def sources(language: str) -> dict[str, Path]:
     return found
 
 
-def stage(language: str, folder: Path) -> dict[str, Path]:
-    """Write the pages and pictures of a language into `folder`; returns the sources by place."""
+def stage(language: str, folder: Path, live: Path | None) -> dict[str, Path]:
+    """Write the pages and pictures of a language into `folder`; returns the sources by place.
+
+    `live` is the folder that `docs.draw.live` wrote. Without it the site has the pictures alone.
+    """
     pages = sources(language)
     for place, page in pages.items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        (folder / place).write_text(staged(page, place, language), encoding="utf-8")
+        text = with_frame(staged(page, place, language), place, language, live)
+        (folder / place).write_text(text, encoding="utf-8")
+    for notebook in (DOCS / language).rglob("*.ipynb"):
+        shutil.copy(notebook, folder / notebook.relative_to(DOCS / language))
     shutil.copytree(DOCS / "images", folder / "images", dirs_exist_ok=True)
     shutil.copy(DOCS / "site" / "extra.css", folder / "extra.css")
+    shutil.copy(NOTEBOOK_SCRIPT, folder / NOTEBOOK_SCRIPT.name)
+    if live is not None:
+        shutil.copytree(live / language, folder / "live")
     return pages

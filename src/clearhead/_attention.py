@@ -137,7 +137,8 @@ def explain(
             as for `attention`.
 
     Returns:
-        An `Explanation`. It has ``.kernel``, ``.reasons`` by kernel, ``.projections``, and a readable ``str``.
+        An `Explanation`. It has ``.kernel``, ``.reasons`` by kernel, ``.projections``, and a readable ``str``. On a GPU
+            it has ``.backend``, PyTorch's kernel, and ``.faster``.
 
     Raises:
         ClearheadError: for bad arguments, as `attention` does.

@@ -8,12 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from benchmarks import cpu_cases, encoders, gpu, gpu_cases, varlen
+from benchmarks import cpu_cases, encoders, varlen
 from benchmarks.command import Effort
 from benchmarks.comparing import OURS, Case
 from benchmarks.encoder_peers import PEERS, Batch, Encode
-
-ON_CPU = gpu_cases.all_cases("cpu", lengths=(13,), heads=2)
 
 
 @pytest.mark.parametrize(
@@ -67,16 +65,3 @@ def test_mixed_lengths_add_up_and_the_headings_name_them() -> None:
     assert f"{varlen.TOKENS // 256} documents of 256 tokens" == varlen.EQUAL
     count = len(varlen.mixed_lengths(varlen.TOKENS, 16, 1024))
     assert f"{count} documents of 16 to 1024 tokens" == varlen.MIXED
-
-
-@pytest.mark.parametrize("case", ON_CPU, ids=lambda case: case.name.replace(" ", "_"))
-def test_the_work_of_the_gpu_has_equal_results_on_the_cpu(case: Case) -> None:
-    result = case.measure(Effort(3))
-    assert not result.wrong
-    assert result.ratios
-
-
-def test_without_a_gpu_the_command_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"^no GPU: torch.cuda.is_available\(\) is False"):
-        gpu.BENCHMARK.main([])

@@ -26,11 +26,14 @@ _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "clearhead
 
 _LATE = "no answer in time"
 
+#: For one test in all processes. The first one in a new environment compiles every module that each process imports.
+SECONDS = 180.0
+
 #: The processes of a group by their number. They are started once for a file of tests.
 Groups = Callable[[int], "Processes"]
 
 
-def in_processes(*counts: int, seconds: float = 60) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def in_processes(*counts: int, seconds: float = SECONDS) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Decorator of a test that runs in every process of a group, for each of these sizes in turn."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -56,7 +59,7 @@ class Processes:
         seconds: after which a collective that waits for another process raises.
     """
 
-    def __init__(self, count: int, seconds: float = 60) -> None:
+    def __init__(self, count: int, seconds: float = SECONDS) -> None:
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self.ends: list[Connection] = []
@@ -69,7 +72,9 @@ class Processes:
             self.ends.append(here)
             self.started.append(process)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, seconds: float = 60, first: bool = False) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS, first: bool = False
+    ) -> list[Any]:
         """What a function of a module returns in every process, or in the first one alone.
 
         Raises:
@@ -116,7 +121,7 @@ def square() -> DeviceMesh:
 
 
 @contextmanager
-def processes(count: int, seconds: float = 60) -> Iterator[Processes]:
+def processes(count: int, seconds: float = SECONDS) -> Iterator[Processes]:
     """Processes that end with the block."""
     started = Processes(count, seconds)
     try:

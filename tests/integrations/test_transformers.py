@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers.masking_utils import create_chunked_causal_mask
 
 from clearhead.integrations import transformers as integration
 from tests.integrations.architectures import DECODERS, GROUPED, SMALL, make_pair, padding, relative_error, token_ids
@@ -39,6 +41,9 @@ def test_minilm_equals_eager_on_a_padded_batch() -> None:
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
 def test_generation_equals_eager(name: str, side: str, cache: str | None) -> None:
+    taken = inspect.signature(create_chunked_causal_mask).parameters
+    if (name, cache) == ("llama4, chunks", "static") and "block_sequence_ids" not in taken:
+        pytest.skip("this version of transformers calls its own chunked mask with an argument that it does not take")
     inputs = {"input_ids": token_ids(), "attention_mask": padding(side)}
     options = {
         "max_new_tokens": 6,

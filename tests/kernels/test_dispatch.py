@@ -20,7 +20,7 @@ from clearhead import masks
 from clearhead._call.call import AttentionCall, valid_call
 from clearhead._call.request import Request
 from clearhead.errors import ArgumentError, KernelError
-from clearhead.kernels import Refusal, _sdpa
+from clearhead.kernels import Refusal, _sdpa_backend
 from clearhead.kernels import _flex as flex
 from clearhead.kernels._sdpa import SdpaKernel
 from clearhead.masks import Mask
@@ -231,14 +231,14 @@ def _cuda_choice(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
 def test_every_mask_runs_fused_on_cuda(
     mask: Callable[[], Mask] | None, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_sdpa, "fused_sdpa_choice", _cuda_choice)
+    monkeypatch.setattr(_sdpa_backend, "fused_sdpa_choice", _cuda_choice)
     monkeypatch.setattr("clearhead.kernels._native_support.extension", None)
-    _sdpa._has_fused_path.cache_clear()
+    _sdpa_backend._choice.cache_clear()
     with FakeTensorMode():
         query = torch.empty(B, H, L, D, device="cuda")
         key = torch.empty(B, kv_heads, S, D, device="cuda")
         found = clearhead.explain(query, key, key, None if mask is None else mask())
-    _sdpa._has_fused_path.cache_clear()
+    _sdpa_backend._choice.cache_clear()
     assert found.reasons["sdpa"] == ()
     assert found.kernel == "sdpa"
 

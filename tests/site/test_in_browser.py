@@ -78,6 +78,34 @@ def test_search_finds_the_page(browser: Any, address: str, root: str, word: str,
     page.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "width", "scheme", "language"),
+    [
+        ("", 1400, "light", "en"),
+        ("zh/", 390, "dark", "zh"),
+        ("lessons/valid-lens/", 390, "light", "en"),
+        ("zh/lessons/self-attention/", 1400, "dark", "zh"),
+    ],
+)
+def test_the_heads_are_live_in_the_language_and_the_scheme_of_the_page(
+    browser: Any, address: str, path: str, width: int, scheme: str, language: str
+) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.goto(address + path)
+    page.locator("iframe.clearhead-page").scroll_into_view_if_needed()
+    inside = page.frame_locator("iframe.clearhead-page")
+    inside.locator("html[data-ready]").wait_for(state="attached")
+    inside.locator(f'html[lang="{language}"][data-theme="{scheme}"]').wait_for(state="attached")
+    inside.locator(".text span").nth(2).click()
+    assert inside.locator(".text span.query").count() == 1
+    page.wait_for_timeout(300)
+    heights = page.locator("iframe.clearhead-page").evaluate(
+        "frame => [frame.clientHeight, frame.contentDocument.body.getBoundingClientRect().height]"
+    )
+    assert heights[0] == pytest.approx(heights[1], abs=2)
+    page.close()
+
+
 @pytest.mark.parametrize(("path", "width", "scheme"), PAGES)
 def test_a_page_stays_on_its_host_and_axe_finds_nothing_serious(
     browser: Any, address: str, path: str, width: int, scheme: str

@@ -48,8 +48,9 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Compute statistics of the weights of one call, block by block. Gradients are not recorded.
 
-    The weights p are those of `attention` before dropout. Scores are float32. Up to 1024 keys, and for float64 inputs,
-    they have double precision, and the weights are exact to 1e-6. Peak memory is one block and the results.
+    The weights p are those of `attention` before dropout. Scores are float32. Up to 1024 keys on the CPU, and for
+    float64 inputs, they have double precision, and the weights are exact to 1e-6. Peak memory is one block and the
+    results.
 
     Args:
         query: (B, H, L, D), or (H, L, D) without a batch.
@@ -131,10 +132,8 @@ def compute_statistics(
             for name, tensor in results.items():
                 if "H" in shape_of(name):
                     results[name] = tensor.unflatten(1, group).mean(2)  # (B, Hkv, …)
-        results |= {"hidden_queries": (~sees).sum(-1), "sees": sees}
-        if counted is None:
-            counted = call.query.new_ones(call.query.shape[0], call.query.shape[2], dtype=torch.bool)
-        elif part is not None:
+        results["sees"] = sees
+        if counted is not None and part is not None:
             counted = counted[:, part.totals.rows(counted.shape[1], counted.device)]
         statistics = AttentionStatistics.computed(
             (num_heads, kv_heads, call.grid.key_length), counted, results, options
@@ -148,8 +147,8 @@ def results_of(
     """Tensors of the statistics by name, for each query head, and ``sees`` (B, H, L)."""
     column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
     statistics = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
-    # The native kernel computes as many as it can in one pass. Blocks compute the others.
-    results = _results_natively(call, statistics, counted)
+    # The native or Triton kernels compute as many as they can in one pass. Blocks compute the others.
+    results = (_results_by_triton if call.query.is_cuda else _results_natively)(call, statistics, counted)
     missing = [statistic for statistic in statistics if statistic.name not in results]
     # `sees` is always needed, to count the fully masked queries.
     if missing or "sees" not in results:
@@ -180,8 +179,28 @@ def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], coun
         with_output=need_values([statistic.name for statistic in forms]),
         exact=exact_dtype(call) == torch.float64,
     )
+    return _results_read(forms, buffers)
+
+
+def _results_by_triton(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
+    """Results of the statistics that the Triton kernels compute, and ``sees``. Empty if they compute none."""
+    from ..kernels._triton_statistics import (
+        gather as gather_by_triton,
+    )  # registers operators, only where there is a GPU
+    from ..kernels._triton_statistics import runs
+
+    if not runs(call):
+        return {}
+    forms = {statistic: form for statistic in statistics if (form := statistic.triton()) is not None}
+    if not forms:
+        return {}
+    wanted = {name: argument for form in forms.values() for name, argument in form.items()}
+    return _results_read(forms, gather_by_triton(call, wanted, counted))
+
+
+def _results_read(statistics: Iterable[Statistic], buffers: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {"sees": buffers["largest"] > float("-inf")}
-    for statistic in forms:
+    for statistic in statistics:
         results |= statistic.read(buffers)
     return results
 

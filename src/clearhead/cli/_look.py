@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from ..errors import ArgumentError, explain_problem
+from ..plot._language import say, speaking
 from . import _demo as demo
 from ._choice import SHOWN, Choice
 from ._errors import UsageProblem
@@ -19,6 +20,7 @@ from ._look_image import look_at_image, require_image
 from ._look_text import look_at_text
 from ._output import Look, deliver, print_with, require_writable
 from ._progress import Work, at_work
+from ._walkthrough import LANGUAGE, require_language
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -63,6 +65,7 @@ def look(
     json: Annotated[
         Path | None, _option("--json", "Also write all numbers as JSON. With -, print them and nothing else.")
     ] = None,
+    lang: Annotated[str, typer.Option(help=LANGUAGE)] = "en",
 ) -> None:
     """Show where every head of a pretrained Transformer looks on a text.
 
@@ -77,6 +80,7 @@ def look(
 
     --image runs a vision model. It shows, over the image, what the class token and every patch look at.
     """
+    require_language(lang)
     paths = {
         "png": _target("--png", png, no_png, out / "attention.png"),
         "html": _target("--html", html, no_html, out / "attention.html"),
@@ -102,7 +106,8 @@ def look(
         if sizes is not None:
             choice.places([sizes[1]] * sizes[0])  # raises before the model is loaded
     require_writable(paths)
-    _show(partial(source, choice), paths, to_stdout=json is not None and paths["json"] is None)
+    with speaking(lang):
+        _show(partial(source, choice), paths, to_stdout=json is not None and paths["json"] is None)
 
 
 def _read_text(text: str | None, file: Path | None) -> str:
@@ -143,7 +148,8 @@ def _show(make: Callable[[Work], Look], paths: dict[str, Path | None], *, to_std
     def show(console: Console) -> None:
         look.show(console)
         for path in written:
-            console.print(f"wrote {path}", markup=False, soft_wrap=True)
-        console.print(f"took {work.seconds():.1f} s, {work.loading:.1f} s of them to load the model")
+            console.print(say("wrote {0}", path), markup=False, soft_wrap=True)
+        seconds = (f"{work.seconds():.1f}", f"{work.loading:.1f}")
+        console.print(say("took {0} s, {1} s of them to load the model", *seconds))
 
     print_with(show)

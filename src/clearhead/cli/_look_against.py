@@ -20,6 +20,7 @@ from ..plot._comparison_plots import draw_comparison, name_of
 from ..plot._heads import summarize
 from ..plot._html import Page
 from ..plot._labels import layer_labels, printable, shortened
+from ..plot._language import say
 from ..plot._terminal import top_changes
 from . import _demo as demo
 from ._choice import RECORDED, Choice
@@ -59,12 +60,14 @@ def look_at_both(texts: tuple[str, str], models: tuple[str | None, str | None], 
     if titles[0] == titles[1]:
         titles = [first.name, second.name if second.name != first.name else models[1] or second.name]
     pairs, left_out = _pairs(windows)
-    advance = work.step("running both" if len(pairs) == 1 else f"running both on {len(pairs)} windows", len(pairs))
+    advance = work.step(
+        say("running both") if len(pairs) == 1 else say("running both on {0} windows", len(pairs)), len(pairs)
+    )
     both = Both((first, second), pairs, choice, advance)
     labels = (shortened(titles[0], LONGEST_NAME), shortened(titles[1], LONGEST_NAME))
     note = f"{both.comparison.note} {left_out}".rstrip()
     by, scores = both.comparison.by, as_table(list(both.scores.values()))
-    measure = f"{name_of(by)} in nats" if by == "divergence" else name_of(by)
+    measure = say("{0} in nats", name_of(by)) if by == "divergence" else name_of(by)
     return Look(
         model=first.name,
         modules=both.modules,
@@ -114,7 +117,7 @@ class Both:
             with about_the_model(models[0]):
                 [item] = compared_items(found, self._large)
             self.pictures = self.pictures or [view.sections[0] for view in item.views]
-            self._views.add(item.labelled(f"tokens {pair[0].first}–{pair[0].last}"))
+            self._views.add(item.labelled(say("tokens {0}–{1}", pair[0].first, pair[0].last)))
             for total, scores in zip(totals.values(), found.scores().values(), strict=True):
                 total += scores.double() * len(pair[0].tokens)
             next_pair()
@@ -148,7 +151,7 @@ def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[Pai
     most = max(len(side) for side in windows)
     if not agreeing or len(agreeing) == most:
         return both, ""
-    return agreeing, f"Of {most} windows, {most - len(agreeing)} have no counterpart and are left out."
+    return agreeing, say("Of {0} windows, {1} have no counterpart and are left out.", most, most - len(agreeing))
 
 
 def _compare(models: tuple[PretrainedModel, PretrainedModel], pair: Pair) -> Comparison:
@@ -166,10 +169,11 @@ def _compare(models: tuple[PretrainedModel, PretrainedModel], pair: Pair) -> Com
 
 def _facts(name: str, both: Both, labels: tuple[str, str], note: str) -> RenderableType:
     heads = max(len(row) for row in both.scores.values())
-    windows = "" if both.count == 1 else f" · {both.count} windows"
+    windows = "" if both.count == 1 else " · " + say("{0} windows", both.count)
+    size = say("{0} layers × {1} heads", len(both.modules), heads)
     return Group(
-        Text(f"{printable([name])[0]} · {len(both.modules)} layers × {heads} heads{windows}", style="bold"),
-        *map(Text, map("{}  {}".format, ("first ", "second"), printable(labels))),
+        Text(f"{printable([name])[0]} · {size}{windows}", style="bold"),
+        *map(Text, map("{:<6}  {}".format, (say("first"), say("second")), printable(labels))),
         Text(note, style="dim"),
     )
 
@@ -178,11 +182,12 @@ def _details(both: Both, measure: str, _: Console) -> list[RenderableType]:
     """The heads that differ most, and where the large one changes."""
     labels = dict(zip(both.modules, layer_labels(both.modules), strict=True))
     ranking = ", ".join(
-        f"layer {labels[name]} head {head} ({value:.3f})" for name, head, value in both.ranked()[:MOST_RANKED]
+        say("layer {0} head {1} ({2})", labels[name], head, f"{value:.3f}")
+        for name, head, value in both.ranked()[:MOST_RANKED]
     )
-    parts: list[RenderableType] = [Text(f"heads that differ most, by {measure}: {ranking}")]
+    parts: list[RenderableType] = [Text(say("heads that differ most, by {0}: {1}", measure, ranking))]
     if len(both.pictures) == 3:
         layer, head = both.place
-        title = f"layer {labels[both.modules[layer]]}, head {head}: where each token's look changes most"
+        title = say("layer {0}, head {1}: where each token's look changes most", labels[both.modules[layer]], head)
         parts.append(Group(Text(title, style="bold"), top_changes(both.pictures[2], layer, head)))
     return parts

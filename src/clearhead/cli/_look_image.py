@@ -18,6 +18,7 @@ from ..plot._html import Page, PageMaker
 from ..plot._image_items import image_items, layouts_of
 from ..plot._image_sheet import draw_image_sheet
 from ..plot._labels import printable
+from ..plot._language import say
 from ..plot._patch_looks import end_of, even_weight, levels_of, looks_of, query_name
 from ..plot._picture import open_picture, seen_picture
 from ..plot._terminal import patch_blocks
@@ -48,7 +49,7 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
     opened = open_picture(image)
     loaded = demo.load_vision_model(model, notify=warn)
     work.loaded()
-    work.step("running it")
+    work.step(say("running it"))
     with about_the_model(loaded):
         pixels = loaded.reader(images=opened, return_tensors="pt")["pixel_values"]
     rec = run_recorded(loaded, {"pixel_values": pixels}, choice.recorded, set())
@@ -63,7 +64,7 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
     weights = looks_of(rec, large.name, layout, None, (0, 0))[place[1]]  # (rows, columns)
     name = printable([image.name])[0]
     title = f"{printable([loaded.name])[0]} · {name}"
-    what = f"layer {place[0]}, head {place[1]}: what {query_name(layout, None)} looks at"
+    what = say("layer {0}, head {1}: what {2} looks at", *place, query_name(layout, None))
     patches = {"before": layout.prefix, "grid": layout.grid, "pixels": layout.patch, "input": layout.size}
 
     def page() -> Page:
@@ -90,22 +91,22 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
 
 
 def _facts(title: str, summaries: Summaries, layout: PatchLayout) -> Text:
-    heads = f"{len(summaries)} layers × {max(len(row) for row in summaries)} heads"
-    others = f" and {', '.join(layout.prefix)}" if layout.prefix else ""
+    heads = say("{0} layers × {1} heads", len(summaries), max(len(row) for row in summaries))
+    others = say(" and ") + ", ".join(layout.prefix) if layout.prefix else ""
     rows, columns = layout.grid
-    return Text(f"{title} · {heads} · {rows} × {columns} patches{others}", style="bold")
+    return Text(f"{title} · {heads} · {say('{0} patches', f'{rows} × {columns}')}{others}", style="bold")
 
 
 def _details(what: str, weights: Tensor, layout: PatchLayout, choice: Choice, console: Console) -> list[RenderableType]:
     """The weights of the large head as blocks, and the largest of them."""
     largest = weights.flatten().topk(min(MOST_LISTED, weights.numel()))
     listed = [
-        f"patch {place // weights.shape[1]}, {place % weights.shape[1]} {weight:.3f}"
+        f"{say('patch {0}, {1}', *divmod(place, weights.shape[1]))} {weight:.3f}"
         for weight, place in zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
     ]
     lines = [Text(what, style="bold")]
     if choice.layer is None or choice.head is None:
-        lines.append(Text("Chosen because it reads few patches most; choose with --layer and --head.", "dim"))
+        lines.append(Text(say("Chosen because it reads few patches most; choose with --layer and --head."), "dim"))
     blocks = patch_blocks(levels_of(weights, layout, end_of([weights], [layout])), console.width)
-    even = f"Blank patches get no more than the even weight, {even_weight(layout):.3f}."
+    even = say("Blank patches get no more than the even weight, {0}.", f"{even_weight(layout):.3f}")
     return [Group(*lines, blocks, Text("   ".join(listed), "dim"), Text(even, "dim"))]

@@ -20,6 +20,7 @@ from ..plot._crops import with_crops_of
 from ..plot._heads import HeadSummary, average, summarize
 from ..plot._html import PageMaker
 from ..plot._labels import printable
+from ..plot._language import say
 from ..plot._sheet import draw_sheet
 from ..plot._terminal import marginals, top_keys
 from . import _demo as demo
@@ -40,12 +41,12 @@ def look_at_text(text: str, model: str | None, choice: Choice, work: Work) -> Lo
     """Load a model, run it on a text and read off where its heads look."""
     loaded = demo.load_text_model(model, notify=warn)
     work.loaded()
-    work.step("reading the text")
+    work.step(say("reading the text"))
     windows = cut_into_windows(loaded, text)
     note = unknown_note(loaded, windows)
     if note is not None:
         warn(note)
-    running = "running it" if len(windows) == 1 else f"running it on {len(windows)} windows"
+    running = say("running it") if len(windows) == 1 else say("running it on {0} windows", len(windows))
     seen = see(loaded, windows, choice, work.step(running, parts_of(loaded, windows)))
     title, numbers = " ".join(text[:TITLE].split()), choice.numbers(seen.numbers)
     notes = [] if note is None else [note]
@@ -89,7 +90,7 @@ class Seen:
     def add(self, rec: Recorded, items: Sequence[ItemPicture], batch: Sequence[Window]) -> None:
         """Fold a batch of windows."""
         for number, (item, window) in enumerate(zip(items, batch, strict=True)):
-            item = replace(item, label=f"tokens {window.first}–{window.last}")
+            item = replace(item, label=say("tokens {0}–{1}", window.first, window.last))
             if self.page.takes_next:
                 item = with_crops_of(rec, item, number, [self._large])
             section, found = item.sections[0], [summarize(picture) for picture in item.sections]
@@ -173,19 +174,21 @@ def _batches(loaded: PretrainedModel, windows: Sequence[Window]) -> Generator[li
 def _facts(loaded: PretrainedModel, seen: Seen) -> str:
     heads = max(len(row) for row in seen.summaries)
     tokens = len(seen.windows[0].tokens)
-    facts = f"{printable([loaded.name])[0]} · {len(seen.summaries)} layers × {heads} heads"
+    facts = f"{printable([loaded.name])[0]} · {say('{0} layers × {1} heads', len(seen.summaries), heads)}"
     if len(seen.windows) == 1:
-        return f"{facts} · {tokens} tokens"
-    return f"{facts} · {seen.windows[-1].last + 1} tokens in {len(seen.windows)} windows of up to {tokens}"
+        return f"{facts} · {say('{0} tokens', tokens)}"
+    every = seen.windows[-1].last + 1
+    return f"{facts} · {say('{0} tokens in {1} windows of up to {2}', every, len(seen.windows), tokens)}"
 
 
 def _details(seen: Seen, choice: Choice, console: Console) -> list[RenderableType]:
     """The large head token by token, and the text shaded by what its tokens receive."""
     layer, head = seen.place
-    lines = [Text(f"layer {layer}, head {head}: what each token looks at most", style="bold")]
+    lines = [Text(say("layer {0}, head {1}: what each token looks at most", layer, head), style="bold")]
     if choice.layer is None or choice.head is None:
-        lines.append(Text("Chosen for its clear looks at words further away; choose with --layer and --head.", "dim"))
+        chosen = say("Chosen for its clear looks at words further away; choose with --layer and --head.")
+        lines.append(Text(chosen, "dim"))
     if len(seen.windows) > 1:
         first, last = seen.windows[0].first, seen.windows[0].last
-        lines.append(Text(f"The first window of {len(seen.windows)}, tokens {first}–{last}.", "dim"))
+        lines.append(Text(say("The first window of {0}, tokens {1}–{2}.", len(seen.windows), first, last), "dim"))
     return [Group(*lines, top_keys(seen.first, *seen.place)), marginals(seen.first, *seen.place, console)]

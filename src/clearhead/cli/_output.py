@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch import Tensor
 from .._version import __version__
 from ..errors import ClearheadError
 from ..plot._files import whole_file
-from ..plot._fonts import figure_bytes
+from ..plot._fonts import drawable_language, figure_bytes
 from ..plot._heads import HeadSummary
 from ..plot._html import Page
 from ..plot._ink import NOTE
+from ..plot._language import say
 from ..plot._terminal import overview
 from ._choice import Numbers
 from ._errors import warn
@@ -74,7 +76,7 @@ class Look:
     def show(self, console: Console) -> None:
         """Print the overview of all heads and the large one."""
         every = overview(self.summaries, numbers=self.numbers, chosen=self.place, width=console.width, unit=self.unit)
-        for part in (self.facts, every, *self.details(console), Text(NOTE, style="dim")):
+        for part in (self.facts, every, *self.details(console), Text(say(NOTE), style="dim")):
             console.print(part)
             console.print()
 
@@ -100,9 +102,9 @@ def deliver(look: Look, paths: Mapping[str, Path | None], step: Callable[[str], 
     An error names the option of the file.
     """
     makers: dict[str, tuple[str, Callable[[Path], bytes]]] = {
-        "png": ("drawing the picture", lambda path: figure_bytes(look.figure(), path.suffix.lower()[1:], warn)),
-        "html": ("writing the page", lambda _: look.page().text.encode()),
-        "json": ("writing the numbers", lambda _: (look.as_json() + "\n").encode()),
+        "png": (say("drawing the picture"), partial(_picture, look)),
+        "html": (say("writing the page"), lambda _: look.page().text.encode()),
+        "json": (say("writing the numbers"), lambda _: (look.as_json() + "\n").encode()),
     }
     files: list[tuple[str, Path, bytes]] = []
     for name, (title, make) in makers.items():
@@ -119,6 +121,11 @@ def deliver(look: Look, paths: Mapping[str, Path | None], step: Callable[[str], 
     except (OSError, ValueError) as error:  # a null character in the name is a ValueError
         raise _unwritable(begun, path, getattr(error, "strerror", None) or type(error).__name__) from error
     return [path for _, path, _ in files]
+
+
+def _picture(look: Look, path: Path) -> bytes:
+    with drawable_language():
+        return figure_bytes(look.figure(), path.suffix.lower()[1:], warn)
 
 
 def _unwritable(name: str, path: Path, reason: str) -> ClearheadError:

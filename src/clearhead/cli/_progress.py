@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 
 from rich.console import Console
@@ -17,6 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+from ..plot._language import say
 
 
 class Work:
@@ -34,7 +36,7 @@ class Work:
         """Begin a step with a number of equal parts, or ``None``; return the function to call after each part."""
         for done in self._progress.task_ids:
             self._progress.remove_task(done)
-        task = self._progress.add_task(description, total=parts, left="" if parts is None else "left")
+        task = self._progress.add_task(description, total=parts, left="" if parts is None else say("left"))
         return lambda: self._progress.advance(task)
 
     def loaded(self) -> None:
@@ -64,9 +66,10 @@ def at_work() -> Generator[Work]:
     bar = Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=3600
     )
-    with _collecting_later() as loaded, bar as progress:
-        work = Work(progress, loaded)
-        work.step("loading the model")
+    # Up to rich 14 a bar that is disabled still prints an empty line at its end.
+    with _collecting_later() as loaded, bar if console.is_terminal else nullcontext():
+        work = Work(bar, loaded)
+        work.step(say("loading the model"))
         yield work
 
 

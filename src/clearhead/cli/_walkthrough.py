@@ -18,9 +18,17 @@ from ._errors import UsageProblem
 
 _LARGEST_TENSOR = 50_000_000  # numbers; enough for any example, and no machine runs out of memory
 
+LANGUAGE = "Language of the text: en or zh."
+
+
+def require_language(lang: str) -> None:
+    """Raise `UsageProblem` for a language that the commands do not speak."""
+    if lang not in LANGUAGES:
+        raise UsageProblem(explain_problem("--lang", expected=" or ".join(LANGUAGES), got=repr(lang)))
+
 
 def walkthrough(
-    lang: Annotated[str, typer.Option(help="Language of the text: en or zh.")] = "en",
+    lang: Annotated[str, typer.Option(help=LANGUAGE)] = "en",
     embed_dim: Annotated[int, typer.Option(help="E, features of every token.")] = 12,
     num_heads: Annotated[int, typer.Option(help="H, heads; divides E.")] = 3,
     num_kv_heads: Annotated[
@@ -50,8 +58,7 @@ def _check_options(
     lang: str, embed_dim: int, num_heads: int, num_kv_heads: int | None, length: int, batch_size: int
 ) -> None:
     """Name the command line's option in an error."""
-    if lang not in LANGUAGES:
-        raise UsageProblem(explain_problem("--lang", expected=" or ".join(LANGUAGES), got=repr(lang)))
+    require_language(lang)
     sizes = {"--embed-dim": embed_dim, "--num-heads": num_heads, "--length": length, "--batch-size": batch_size}
     for option, size in sizes.items():
         if size < 1:

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 from .. import masks
 from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, strided
+from .._environment import is_tracing, is_transformed
 from ..errors import DTypeError, MaskTypeError, shape_text
 from ..masks._prepared import shared
+from ..masks._tensors import KeepKeys
 from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
 
 
@@ -67,15 +69,43 @@ def make_mask(
     # With a static cache there are keys behind the last query, so a causal mask needs the position of the query.
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     may_be_causal = allow_is_causal_skip and aligned and not allow_is_bidirectional_skip
-    visible = sdpa_mask(**arguments, allow_is_causal_skip=may_be_causal)
-    if visible is not None:
-        build = partial(additive_mask, visible, dtype)
-    elif may_be_causal:
-        build = partial(eager_mask, **arguments, dtype=dtype)
+    build = partial(eager_mask, **arguments | {"allow_is_bidirectional_skip": False}, dtype=dtype)
+    padding = _padding_of(arguments) if aligned else None
+    if padding is not None and arguments["mask_function"] is bidirectional_mask_function:
+        # One read for both: whether anything is hidden, and whether an item is nothing but padding.
+        fewest = min(padding.sum(1).tolist())
+        if fewest == kv_length and allow_is_bidirectional_skip:
+            return None
+        mask = shared(KeepKeys("keep", padding, keyed=fewest > 0))
+    elif padding is not None:
+        hides = not (may_be_causal and bool(padding.all()))
+        rule, keys = causal_mask_of(q_length, kv_length), masks.keep(keys=padding)
+        mask = shared(keys if rule is None else rule & keys) if hides else None
     else:
-        return None
-    mask = None if visible is None else shared(masks.keep(visible))
+        visible = sdpa_mask(**arguments, allow_is_causal_skip=may_be_causal)
+        if visible is None and not may_be_causal:
+            return None
+        mask = None if visible is None else shared(masks.keep(visible))
+        build = build if visible is None else partial(additive_mask, visible, dtype)
     return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype=dtype, device=device)
+
+
+def _padding_of(arguments: dict[str, Any]) -> Tensor | None:
+    """Bool (B, S), false at padding, if a mask hides nothing else, or only keys behind the query as well."""
+    padding = arguments.get("attention_mask")
+    simple = arguments.get("mask_function") in (bidirectional_mask_function, causal_mask_function)
+    if not simple or arguments.get("local_size") is not None or arguments.get("use_vmap"):
+        return None
+    if (
+        type(padding) is not Tensor
+        or padding.dtype != torch.bool
+        or padding.is_meta
+        or is_tracing()
+        or is_transformed()
+    ):
+        return None
+    fits = tuple(padding.shape) == (arguments["batch_size"], arguments["kv_length"]) and padding.numel() > 0
+    return padding if fits and padding.device == torch.device(arguments["device"]) else None
 
 
 def _require_offset(q_offset: object) -> None:
@@ -110,7 +140,11 @@ def read_mask(attention_mask: Tensor, query: Tensor, key: Tensor) -> masks.Mask 
 
 def causal_mask(query: Tensor, key: Tensor) -> masks.Mask | None:
     """Causal with the last query at the last key, or ``None`` if that masks nothing."""
-    length, keys = query.shape[2], key.shape[2]
+    return causal_mask_of(query.shape[2], key.shape[2])
+
+
+def causal_mask_of(length: int, keys: int) -> masks.Mask | None:
+    """`causal_mask` of these lengths."""
     if length == 1:
         return None
     return masks.causal("bottom_right" if length < keys else "top_left")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,18 @@ class Refusal:
 
     def __str__(self) -> str:
         return self._template.format(**self._values)
+
+
+class Backend(NamedTuple):
+    """The kernel of a library that computes a call.
+
+    Args:
+        name: of the kernel.
+        faster: what would have to change for a faster one.
+    """
+
+    name: str
+    faster: tuple[str, ...] = ()
 
 
 class Kernel(ABC):
@@ -93,6 +105,10 @@ class Kernel(ABC):
         Without `use_kernel`, a separate pass computes weights that do not come with the output.
         """
         return (Refusal("it gives no weights"),)
+
+    def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
+        """Which kernel of PyTorch computes a supported call on a GPU. ``None`` for Clearhead's own."""
+        return None
 
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         """Whether output and weights come from one pass."""

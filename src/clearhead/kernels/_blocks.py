@@ -17,15 +17,18 @@ from torch import Tensor
 from .._call.call import AttentionCall
 from ..masks._base import Mask
 from ..masks._grid import Block
-from ..masks._lowering import row_blocks
+from ..masks._lowering import ENOUGH_ROWS, row_blocks
 from ..masks._structure import Band, structure_of
 
 #: Elements of the score matrix in memory. Four to six temporaries of this size exist together.
 BLOCK_ELEMENTS = 1 << 20
-#: Weights of at most this number of keys are scored in float64, which then takes milliseconds.
+#: The same on a GPU. There every operator costs a launch, and small blocks leave the GPU idle.
+GPU_BLOCK_ELEMENTS = 1 << 26
+#: On the CPU, weights of at most this number of keys are scored in float64, which then takes milliseconds.
 EXACT_KEYS = 1024
 _ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
 _FEWEST_ROWS = 16
+_GPU_ROWS = 1024  # fewer rows save less arithmetic under a mask than their launches cost
 _RUN = 64  # blocks whose sums are added before they go to a total
 _TERMS = 512  # of a product that are summed by PyTorch's GEMM
 
@@ -127,9 +130,24 @@ class LongSum:
         return self.run if self._total is None else self._total + (self._lost + self.run)
 
 
+def _on_cpu(call: AttentionCall) -> bool:
+    return call.query.device.type == "cpu"
+
+
+def _budget(call: AttentionCall) -> int:
+    """The most elements of a block."""
+    return BLOCK_ELEMENTS if _on_cpu(call) else GPU_BLOCK_ELEMENTS
+
+
+def _row_blocks(call: AttentionCall, matrices: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Cut the rows into blocks that fit the budget with this number of matrices."""
+    enough = ENOUGH_ROWS if _on_cpu(call) else _GPU_ROWS
+    return row_blocks(call.mask, call.grid, _budget(call) // max(1, matrices), _FEWEST_ROWS, enough)
+
+
 def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
     """Split batch and heads so that blocks of enough rows fit the budget."""
-    rows = row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // call.spec.group, _FEWEST_ROWS)
+    rows = _row_blocks(call, call.spec.group)
     cells = max((min(_ROWS, chunk.stop - chunk.start) * (stop - start) for chunk, (start, stop) in rows), default=0)
     return _spans(call, cells)
 
@@ -137,7 +155,7 @@ def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
 def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
     """Split batch and heads so that blocks of `cells` cells in each head fit the budget."""
     batch, kv_heads, group = call.query.shape[0], call.key.shape[1], call.spec.group
-    groups = max(1, BLOCK_ELEMENTS // max(1, group * cells))
+    groups = max(1, _budget(call) // max(1, group * cells))
     items = max(1, groups // kv_heads)
     groups = min(groups, kv_heads)
     for item in range(0, batch, items):
@@ -147,14 +165,14 @@ def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
 
 def span_blocks(call: AttentionCall, span: HeadSpan) -> Iterator[tuple[slice, Block]]:
     """Split the rows of a span into blocks of visible columns that fit the budget, and yield rows and block."""
-    for rows, (start, stop) in row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // max(1, span.matrices), _FEWEST_ROWS):
+    for rows, (start, stop) in _row_blocks(call, span.matrices):
         yield rows, Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
 
 
 def _chosen_blocks(call: AttentionCall, span: HeadSpan, chosen: Tensor) -> Iterator[tuple[slice, Block]]:
     """Split chosen rows into blocks of all columns that fit the budget, and yield their slice and the block."""
     columns = slice(0, call.grid.key_length)
-    step = max(_FEWEST_ROWS, BLOCK_ELEMENTS // max(1, span.matrices * call.grid.key_length))
+    step = max(_FEWEST_ROWS, _budget(call) // max(1, span.matrices * call.grid.key_length))
     for start in range(0, len(chosen), step):
         rows = slice(start, min(start + step, len(chosen)))
         yield rows, Block(call.grid, span.batch, span.heads, chosen[rows], columns)
@@ -198,12 +216,12 @@ def block_sinks(call: AttentionCall, block: Block, dtype: torch.dtype) -> Tensor
 
 
 def exact_dtype(call: AttentionCall) -> torch.dtype:
-    """float64 up to `EXACT_KEYS`, the compute dtype beyond.
+    """float64 up to `EXACT_KEYS` on the CPU, the compute dtype beyond and on a GPU, where float64 is slow.
 
     The error of a score is a relative error of its weight, and float32 products of long vectors are not exact enough
     for weights to 1e-6.
     """
-    return torch.float64 if call.grid.key_length <= EXACT_KEYS else call.spec.compute_dtype
+    return torch.float64 if _on_cpu(call) and call.grid.key_length <= EXACT_KEYS else call.spec.compute_dtype
 
 
 def score_blocks(

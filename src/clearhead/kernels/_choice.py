@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .._call.call import AttentionCall
 from .._checks import shown
@@ -52,6 +52,9 @@ class Explanation:
         reasons: for each kernel in order of preference its reasons against the call; empty if it can run it.
         forced: whether `use_kernel` decided.
         projections: which GEMM backend a module's projections use on the CPU, and why.
+        backend: which kernel of PyTorch runs on a GPU: ``"cuDNN"``, ``"flash"``, ``"efficient"`` (memory-efficient
+            attention) or ``"varlen"`` (flash attention for packed sequences). Empty on the CPU, and for other kernels.
+        faster: what would have to change for a faster backend, such as ``"flash without dropout"``.
 
     Example:
         >>> import torch, clearhead
@@ -66,12 +69,17 @@ class Explanation:
     reasons: dict[str, tuple[str, ...]]
     forced: bool
     projections: str = ""
+    backend: str = ""
+    faster: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         how = " (forced by use_kernel)" if self.forced else ""
         lines = [f"runs on: {self.kernel or 'no kernel'}{how}"]
         for name, reasons in self.reasons.items():
             lines.append(f"  {name:<10} {'; '.join(reasons) if reasons else 'can run it'}")
+        if self.backend:
+            faster = f"; faster: {', or '.join(self.faster)}" if self.faster else ""
+            lines.append(f"backend: {self.backend}{faster}")
         if self.projections:
             lines.append(f"projections: {self.projections}")
         return "\n".join(lines)
@@ -136,9 +144,10 @@ def explain_call(call: AttentionCall, projections: str) -> Explanation:
         )
         for kernel in KERNELS
     }
-    if forced is not None:
-        return Explanation(None if reasons[forced.name] else forced.name, reasons, True, projections)
-    return Explanation(choose(call, None).name, reasons, False, projections)
+    kernel = choose(call, None) if forced is None else None if reasons[forced.name] else forced
+    backend = None if kernel is None else kernel.backend(spec, mask, grid)
+    found = Explanation(None if kernel is None else kernel.name, reasons, forced is not None, projections)
+    return found if backend is None else replace(found, backend=backend.name, faster=backend.faster)
 
 
 def _named(name: str) -> Kernel:

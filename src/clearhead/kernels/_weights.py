@@ -47,7 +47,7 @@ def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = N
 
 
 def _placed(rows: Tensor | None, call: AttentionCall) -> Tensor | None:
-    return None if rows is None else rows.to(call.query.device)
+    return None if rows is None else rows.to(call.query.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor | None
             keys = _and(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
             if only_rows and rows.shortest > 0:  # the first key is visible to every query
                 return None, keys[:, None]
+        if structure.keyed and keys is not None and rows is None and band is None and structure.queries is None:
+            return None, keys[:, None]
         if band is None or keys is None:
             covered_queries, covered_keys = _of_marks(structure.queries, keys, grid)
         else:  # a marked key is visible to its own query, and to all later ones

@@ -13,7 +13,7 @@ from ._base import Mask
 from ._grid import Block, Grid
 from ._structure import Structure, joined, structure_of
 
-_ENOUGH_ROWS = 64  # fewer rows do not fill a GEMM, and the overhead of Python dominates
+ENOUGH_ROWS = 64  # fewer rows do not fill a GEMM, and the overhead of Python dominates
 
 
 def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
@@ -95,7 +95,7 @@ def dense_mask(mask: Mask, grid: Grid) -> Tensor:
 
 
 def row_blocks(
-    mask: Mask | None, grid: Grid, cells: int, fewest_rows: int = 1
+    mask: Mask | None, grid: Grid, cells: int, fewest_rows: int = 1, enough_rows: int = ENOUGH_ROWS
 ) -> Iterator[tuple[slice, tuple[int, int]]]:
     """Cut the rows into blocks that fit a budget, each with the columns that can be visible to its rows.
 
@@ -107,6 +107,7 @@ def row_blocks(
         grid: the sizes.
         cells: the most cells (rows × columns) of a block.
         fewest_rows: the fewest rows of a block, even beyond the budget.
+        enough_rows: a block that fits the budget with these rows has no fewer, whatever the mask hides.
 
     Yields:
         The rows, and the first and one past the last column.
@@ -115,7 +116,7 @@ def row_blocks(
     structure = Structure() if mask is None else structure_of(mask, grid)
     start = 0
     while start < grid.query_length:
-        rows, columns = _block_from(start, structure, grid, cells, fewest_rows)
+        rows, columns = _block_from(start, structure, grid, cells, fewest_rows, enough_rows)
         count, width = rows.stop - start, columns[1] - columns[0]
         while columns[1] - columns[0] <= width:  # the next rows often have as many columns
             yield rows, columns
@@ -126,7 +127,7 @@ def row_blocks(
 
 
 def _block_from(
-    start: int, structure: Structure, grid: Grid, cells: int, fewest_rows: int
+    start: int, structure: Structure, grid: Grid, cells: int, fewest_rows: int, enough_rows: int
 ) -> tuple[slice, tuple[int, int]]:
     """The block that begins at a row: all rows that fit, or only the rows with about the columns of the first row."""
     remaining = grid.query_length - start
@@ -136,7 +137,7 @@ def _block_from(
     # All rows that fit the budget, if they have few more columns than the first one. Under a sliding window as many
     # rows as its width, or half as many, so that most cells of the block are visible.
     for count in (most, first_width, first_width // 2):
-        count = min(most, max(count, _ENOUGH_ROWS))
+        count = min(most, max(count, enough_rows))
         rows, columns = _range(structure, grid, start, count)
         if columns[1] - columns[0] <= first_width + first_width // 4:
             break

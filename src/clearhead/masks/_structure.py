@@ -135,6 +135,7 @@ class Structure:
         biases: floats of such shapes that are added to the scores; −∞ hides.
         either: one of the two structures must allow the key.
         diagonal: whether key i is known to be visible to query i, for every i that both L and S exceed.
+        keyed: whether `keys` is known to have a visible key in every batch item.
 
     Example:
         >>> import torch
@@ -153,6 +154,7 @@ class Structure:
     biases: tuple[Tensor, ...] = ()
     either: tuple[Structure, ...] = ()
     diagonal: bool = False
+    keyed: bool = False
 
     def meet(self, other: Structure) -> Structure:
         """The structure of the two masks combined with ``&``."""
@@ -167,6 +169,7 @@ class Structure:
             # Only one pair of alternatives is stored, which is still a bound.
             self.either or other.either,
             self.diagonal and other.diagonal,
+            (self.keyed and other.keys is None) or (other.keyed and self.keys is None),
         )
 
     def only_band(self, grid: Grid) -> Band | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import FLOATS, INTEGERS, strided, with_values
-from .._environment import is_tracing
+from .._environment import reads_values
 from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import ALL, Block, Grid, Sizes
@@ -161,13 +161,20 @@ class Keep(_OfScores):
 
 @final
 class KeepKeys(OfTensor):
-    """One mark per key, (1 or B, S), true where the key is visible."""
+    """One mark per key, (1 or B, S), true where the key is visible.
+
+    `keyed` says that every batch item is known to have a visible key.
+    """
+
+    def __init__(self, name: str, marks: Tensor, keyed: bool = False) -> None:
+        super().__init__(name, marks)
+        self._keyed = keyed
 
     def visible(self, block: Block) -> Tensor:
         return block.cut(self._tensor[:, None, None, :])  # (1 or b, 1, 1, s)
 
     def structure(self, grid: Grid) -> Structure:
-        return Structure(keys=self._tensor)
+        return Structure(keys=self._tensor, keyed=self._keyed)
 
     def validate(self, grid: Grid) -> None:
         _require_device(self._name, self._tensor, grid)
@@ -250,9 +257,8 @@ def _marks(name: str, tensor: Tensor | None) -> Tensor:
     if tensor.dtype == torch.bool:
         return tensor
     with_values(name, tensor)
-    # The values are read once, here. A read in every call would synchronise an accelerator.
     marks = tensor == 1
-    if not is_tracing() and not bool((marks | (tensor == 0)).all()):
+    if reads_values(tensor) and not bool((marks | (tensor == 0)).all()):
         got = f"{tensor.dtype} with {tensor[~marks & (tensor != 0)][0].item()}"
         fix = "Lengths go into masks.lengths(t), ids of documents into masks.documents(t)."
         if tensor.is_floating_point():

@@ -14,6 +14,7 @@ from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, RecordError, ShapeError
 from ._alignment import Alignment, align, same_places
 from ._divergence import HeadPair
+from ._language import say
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
 from ._tokens import Tokens
 
@@ -52,14 +53,15 @@ class ComparedRecords:
     def note(self) -> str:
         """A sentence about the compared tokens."""
         if self._reason is not None:
-            return f"{self._reason} Heads are compared by their {self._stand_in()}."
+            return say("{0} Heads are compared by their {1}.", self._reason, self._stand_in())
         keys = [alignment.keys for pair in self._pairs.values() for alignment in pair.alignments]
         if all(pairs.whole for pairs in keys):
-            return "Every row is compared with the same row of the other."
+            return say("Every row is compared with the same row of the other.")
         compared, least = sum(len(pairs) for pairs in keys), sum(max(pairs.lengths) for pairs in keys)
-        return (
-            f"Tokens agree in {100 * compared / least:.0f} % of the places. Only their rows are compared. Keys "
-            "without a counterpart are added up into one key."
+        return say(
+            "Tokens agree in {0} % of the places. Only their rows are compared. Keys without a counterpart are added "
+            "up into one key.",
+            f"{100 * compared / least:.0f}",
         )
 
     @cached_property

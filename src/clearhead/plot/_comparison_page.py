@@ -18,6 +18,7 @@ from ._crops import with_crops
 from ._difference_picture import difference_picture
 from ._html import Page, PageMaker
 from ._labels import printable
+from ._language import say
 from ._sections import find_sections
 
 MOST_RANKED = 12
@@ -135,7 +136,7 @@ class Views:
             for name, head, value in ranked[:MOST_RANKED]
         ]
         compared = {
-            "views": [*printable(labels), "difference"][: self._together],
+            "views": [*printable(labels), say("difference")][: self._together],
             "places": self._places,
             "by": self._by,
             "note": note,

@@ -15,6 +15,7 @@ from ._fonts import fonts
 from ._head_grid import draw_heads, head_cells, plot_head_table
 from ._ink import CHANGES, INK, NOTE, QUIET, colors, draw_weights, token_labels, weight_bar
 from ._labels import layer_labels, shortened
+from ._language import say
 from ._scale import scale_end
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def name_of(by: str) -> str:
     """The score that `ComparedRecords.by` names, in words."""
-    return "Jensen–Shannon divergence" if by == "divergence" else f"change of {by}"
+    return say("Jensen–Shannon divergence") if by == "divergence" else say("change of {0}", by)
 
 
 def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes | None) -> Axes:
@@ -79,17 +80,18 @@ def draw_comparison(
         last = scale_end([shown_weights.abs()]) if changed else end
         look: dict[str, Any] = {"cmap": colors(CHANGES), "vmin": -1} if changed else {}
         image = draw_weights(each, shown_weights, tokens, end=last, size=9, **look)
-        name = "second − first" if changed else _wrapped(f"{('first', 'second')[number]}: {labels[number]}", side)
+        which = say("second") if number else say("first")
+        name = say("second − first") if changed else _wrapped(f"{which}: {labels[number]}", side)
         each.set_xlabel(name, color=INK, fontsize=10, fontfamily=fonts(name), parse_math=False)
-        caption = "change of a weight" if changed else "weight of a key in its query's row"
+        caption = say("change of a weight") if changed else say("weight of a key in its query's row")
         place_of_bar = {"ax": each, "orientation": "horizontal", "shrink": 0.9, "aspect": 40, "pad": 0.02}
         weight_bar(upper, image, end=last, caption=caption, **place_of_bar)
     layer_names = layer_labels([each.name for each in pictures[0].layers])
     upper.suptitle(
-        f"layer {layer_names[layer]}, head {found[0].heads[head]}", x=0.01, ha="left", color=INK, fontsize=12
+        say("layer {0}, head {1}", layer_names[layer], found[0].heads[head]), x=0.01, ha="left", color=INK, fontsize=12
     )
     _draw_scores(lower, scores, layer_names, place, name_of(by))
-    figure.supxlabel(f"{note}\n{NOTE}", x=0.01, ha="left", color=QUIET, fontsize=9)
+    figure.supxlabel(f"{note}\n{say(NOTE)}", x=0.01, ha="left", color=QUIET, fontsize=9)
     return figure
 
 
@@ -111,4 +113,4 @@ def _draw_scores(
     written = [[f"{value:.3f}" for value in row] for row in scores]
     look: dict[str, Any] = {"cmap": colors(), "vmin": 0, "vmax": end * 1.25, "aspect": "auto"}
     draw_heads(axes, cells, labels, gap=0, empty=float("nan"), chosen=place, written=written, **look)
-    axes.set_title(f"{name} of every head", loc="left", fontsize=9, color=QUIET)
+    axes.set_title(say("{0} of every head", name), loc="left", fontsize=9, color=QUIET)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING
 
 from ._labels import printable
+from ._language import language_now, speaking, words_now
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,6 +68,18 @@ def characters_of(family: str) -> frozenset[int]:
             except (OSError, RuntimeError):  # colour bitmaps, which matplotlib cannot draw, or a damaged file
                 return frozenset()
     return frozenset()
+
+
+@contextmanager
+def drawable_language() -> Generator[None]:
+    """Draw in the chosen language, or in English if no installed font has the characters of that language."""
+    from matplotlib import rc_context
+
+    text = "".join(words_now().values())
+    families = fonts(text)
+    readable = set(map(ord, text)) <= set[int]().union(*map(characters_of, families))
+    with speaking(language_now() if readable else "en"), rc_context({"font.family": families} if text else {}):
+        yield
 
 
 def figure_bytes(figure: Figure, kind: str, notify: Callable[[str], None] = lambda message: None) -> bytes:

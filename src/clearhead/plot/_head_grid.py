@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._ink import FRAME, INK, MARK, QUIET, colors, label_tokens, new_axes, plain_frame, style_bar
 from ._labels import layer_labels
+from ._language import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,7 +62,7 @@ def draw_heads(
     if chosen is not None:
         _frame(axes, [chosen], gap if mosaic.dim() == 2 else 0, edgecolor=MARK, linewidth=2)
     _label(axes, most, labels, table=gap == 0)
-    axes.set_ylabel("layer", color=QUIET, fontsize=9)
+    axes.set_ylabel(say("layer"), color=QUIET, fontsize=9)
     return image
 
 
@@ -105,7 +106,7 @@ def plot_head_table(
         axes, cells, layer_labels(list(values)), gap=0, empty=nothing, cmap=cmap, vmin=low, vmax=high, aspect="auto"
     )
     label_tokens(axes.xaxis, [str(head) for head in heads or range(most)], turn=0, size=9)
-    axes.set_xlabel("head", color=QUIET)
+    axes.set_xlabel(say("head"), color=QUIET)
     axes.set_title(title, loc="left")
     style_bar(axes.figure.colorbar(image, ax=axes), unit)
     return axes

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._collect import LayerPicture, SectionPicture
+from ._language import say
 from ._patches import Tiles
 
 KINDS = {
@@ -26,12 +27,11 @@ BROAD = 0.85
 
 
 def kinds_of(unit: str) -> dict[str, str]:
-    """`KINDS` of a picture whose tokens are called `unit`, such as ``"patch"``."""
+    """`KINDS` in the chosen language, for a picture whose tokens are called `unit`, such as ``"patch"``."""
     plural = f"{unit}es" if unit.endswith("h") else f"{unit}s"
-    return KINDS | {
-        kind: meaning.replace("tokens", plural).replace("token", unit)
+    return {
+        kind: say(meaning if kind == "special" else meaning.replace("tokens", plural).replace("token", unit))
         for kind, meaning in KINDS.items()
-        if kind != "special"
     }
 
 

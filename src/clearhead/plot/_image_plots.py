@@ -17,6 +17,7 @@ from ._head_grid import draw_heads
 from ._image_items import layouts_of
 from ._ink import MARK, RAMP, colors, new_axes, plain_frame, style_bar
 from ._labels import layer_labels
+from ._language import say
 from ._patch_looks import ENDS, Query, end_of, even_weight, levels_of, looks_of, query_name, query_number
 from ._picture import seen_picture
 
@@ -204,5 +205,5 @@ def patch_bar(figure: Any, layout: PatchLayout, end: float, *, note: str = "", *
     bar.set_ticks(
         levels_of(ticks * even_weight(layout), layout, end).tolist(), labels=[*labels[:-1], f"≥ {labels[-1]}"]
     )
-    caption = f"weight of a patch in the query's row; 1× is the even weight, 1/{layout.length}"
+    caption = say("weight of a patch in the query's row; 1× is the even weight, 1/{0}", layout.length)
     style_bar(bar, caption + note)

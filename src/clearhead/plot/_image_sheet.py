@@ -14,6 +14,7 @@ from ._image_items import layouts_of
 from ._image_plots import draw_over, draw_thumbnails, patch_bar, show_image
 from ._ink import INK, NOTE, QUIET, colors
 from ._labels import layer_labels, shortened
+from ._language import say
 from ._patch_looks import end_of, levels_of, looks_of, query_name
 
 if TYPE_CHECKING:
@@ -66,16 +67,16 @@ def draw_image_sheet(
         draw_head_numbers(every["heads"], numbers[1], labels, place)
         every["heads"].set_aspect("equal")
     titles = {
-        "large": f"layer {labels[place[0]]}, head {chosen[1]}: what {query_name(layout, None)} looks at",
-        "map": f"its weights on {layout.grid[0]} × {layout.grid[1]} patches",
-        "image": "what the model was shown",
-        "heads": "every head" if numbers is None else f"{numbers[0]} of all heads",
+        "large": say("layer {0}, head {1}: what {2} looks at", labels[place[0]], chosen[1], query_name(layout, None)),
+        "map": say("its weights on {0} × {1} patches", *layout.grid),
+        "image": say("what the model was shown"),
+        "heads": say("every head") if numbers is None else say("{0} of all heads", numbers[0]),
     }
     for name, axes in every.items():
         axes.set_anchor("NW")
         axes.set_title(titles[name], loc="left", fontsize=10, color=INK if name == "large" else QUIET)
     place_of_bar = {"ax": every["large"], "orientation": "horizontal", "aspect": 40, "pad": 0.02}
-    patch_bar(figure, layout, end, note=f"\n{NOTE}", **place_of_bar)
+    patch_bar(figure, layout, end, note=f"\n{say(NOTE)}", **place_of_bar)
     title = shortened(title, 110)
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=12, fontfamily=fonts(title), parse_math=False)
     return figure

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._detail import Detail, pooled_map, pooled_rows
-from ._heads import KINDS, Summaries, clearest_head, kinds_of
+from ._heads import Summaries, clearest_head, kinds_of
 from ._labels import layer_labels, printable, shortened
 from ._packing import BYTES, INDEX, Encoding, Packer
 from ._patches import Tiles
@@ -109,7 +109,7 @@ def describe_item(
     packer, texts = Packer(), _Texts()
     sections: list[dict[str, Any]] = []
     for picture, of_section in zip(item.sections, summaries, strict=True):
-        kinds = KINDS if picture.tiles is None else kinds_of("patch" if picture.tiles.side == 1 else "tile")
+        kinds = kinds_of("token" if picture.tiles is None else "patch" if picture.tiles.side == 1 else "tile")
         layers = [
             _layer(layer, [kinds[head.kind] for head in heads], packer, detail, _places(layer, chosen))
             for layer, heads in zip(picture.layers, of_section, strict=True)

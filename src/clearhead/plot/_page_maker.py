@@ -21,6 +21,7 @@ from ._detail import Detail, bytes_of_crops, details_for, least_bytes
 from ._files import whole_file
 from ._heads import Summaries, summarize
 from ._labels import printable
+from ._language import language_now, say, words_now
 from ._page_contents import ScaleEnds, describe_item, describe_section
 from ._still import still_parts
 
@@ -218,7 +219,7 @@ class PageMaker:
         """
         shown_title = printable([title])[0]
         if len(self._items) < self._seen:
-            left_out = f"Of {self._seen} parts of the text this page holds {len(self._items)}, evenly spread."
+            left_out = say("Of {0} parts of the text this page holds {1}, evenly spread.", self._seen, len(self._items))
             notes = [*notes, left_out]
         data = {
             "title": shown_title,
@@ -230,6 +231,7 @@ class PageMaker:
             "head": place[2],
             "statistic": statistic,
             "compared": compared,
+            "words": words_now(),
         }
         style, script = _part("page.css"), "".join(_part(f"page_{name}.js") for name in SCRIPTS)
         script = f'"use strict";\n(async () => {{\n{script}}})();\n'
@@ -237,6 +239,7 @@ class PageMaker:
             "policy": f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
             "base-uri 'none'; form-action 'none'",
             "title": html.escape(shown_title),
+            "lang": language_now(),
             "style": style,
             "script": script,
             "data": _json(data),
@@ -248,7 +251,7 @@ class PageMaker:
         }
         # One pass: what is put in is never searched for places again.
         places = "@(" + "|".join(parts) + ")@"
-        return Page(re.sub(places, lambda found: parts[found[1]], _part("page.html")))
+        return Page(re.sub(places, lambda found: parts[found[1]], _skeleton()))
 
 
 def _json(data: dict[str, Any]) -> str:
@@ -260,6 +263,11 @@ def _json(data: dict[str, Any]) -> str:
 def _source(text: str) -> str:
     """The content security policy's name for one inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+def _skeleton() -> str:
+    """The page's HTML, with its [[texts]] in the chosen language."""
+    return re.sub(r"\[\[(.+?)\]\]", lambda found: say(found[1]), _part("page.html"), flags=re.DOTALL)
 
 
 def _part(name: str) -> str:

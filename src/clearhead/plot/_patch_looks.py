@@ -11,6 +11,7 @@ from .._checks import index, integer, shown
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
 from ..errors import ArgumentError
+from ._language import say
 from ._scale import scale_end
 
 Query = int | str | tuple[int, int]
@@ -53,9 +54,9 @@ def query_name(layout: PatchLayout, query: Query | None) -> str:
     """The query in words."""
     number = query_number(layout, query)
     if number is None:
-        return "a patch, on average,"
+        return say("a patch, on average,")
     name = (layout.queries or layout.names())[number]
-    return f"the {name} token" if name in layout.prefix and " " not in name else name
+    return say("the {0} token", name) if name in layout.prefix and " " not in name else name
 
 
 def even_weight(layout: PatchLayout) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, ShapeError
+from ._language import say
 from ._tokens import Tokens, numbered_tokens
 
 Kind = Literal["self", "encoder", "cross", "other"]
@@ -67,7 +68,7 @@ def find_sections(rec: Recorded, *, two_texts: bool) -> list[Section]:
         groups.setdefault((shown, sizes[name]), []).append(name)
     result: list[Section] = []
     for (kind, size), layers in groups.items():
-        title = "decoder self-attention" if kind == "self" and has_cross else TITLES[kind]
+        title = say("decoder self-attention") if kind == "self" and has_cross else say(TITLES[kind])
         if sum(other == kind for other, _ in groups) > 1:
             title += f", {size[0]} × {size[1]}"
         result.append(Section(kind, title, tuple(layers)))

@@ -13,6 +13,7 @@ from ._fonts import fonts
 from ._head_grid import draw_head_numbers, draw_heads
 from ._ink import INK, NOTE, QUIET, colors, draw_weights, shade, token_labels, weight_bar
 from ._labels import layer_labels, shortened
+from ._language import say
 from ._scale import scale_end
 
 if TYPE_CHECKING:
@@ -52,24 +53,26 @@ def draw_sheet(
     end = scale_end([weights])
     image = draw_weights(figure.add_axes(sheet.large), weights, (queries, keys), end=end)
     image.axes.xaxis.set_label_position("top")
-    image.axes.set_ylabel("query (looks)", color=QUIET, fontsize=9, loc="top")
-    image.axes.set_xlabel("key (is looked at)", color=QUIET, fontsize=9, loc="left")
+    image.axes.set_ylabel(say("query (looks)"), color=QUIET, fontsize=9, loc="top")
+    image.axes.set_xlabel(say("key (is looked at)"), color=QUIET, fontsize=9, loc="left")
     labels = layer_labels([each.name for each in picture.layers])
     thumbnails = figure.add_axes(sheet.thumbnails)
     if numbers is None:
         thumbnails_end = scale_end([each.map for each in picture.layers])
         cells = [torch.from_numpy(shade(_thumbnails(each.map), thumbnails_end)) for each in picture.layers]
         draw_heads(thumbnails, cells, labels, chosen=(layer, head), cmap=colors(), vmin=0, vmax=1, aspect="auto")
-        what = "all heads" if thumbnails_end == end else f"all heads; their scale ends at {thumbnails_end:g}"
+        own = say("all heads; their scale ends at {0}", f"{thumbnails_end:g}")
+        what = say("all heads") if thumbnails_end == end else own
     else:
         draw_head_numbers(thumbnails, numbers[1], labels, (layer, head))
-        what = f"{numbers[0]} of all heads"
+        what = say("{0} of all heads", numbers[0])
     thumbnails.set_title(what, loc="left", fontsize=9, color=QUIET, pad=22)
-    where = "" if numbers is None else "left: "
+    where = "" if numbers is None else say("left: ")
     tiles = tuple(weights.shape) != (len(queries), len(keys))
-    caption = f"{where}weight of a {'tile' if tiles else 'key'} in its query's row\n{NOTE}"
+    what = say("weight of a tile in its query's row") if tiles else say("weight of a key in its query's row")
+    caption = f"{where}{what}\n{say(NOTE)}"
     weight_bar(figure, image, end=end, caption=caption, cax=figure.add_axes(sheet.color_bar), orientation="horizontal")
-    heading = f"layer {labels[layer]}, head {found.heads[head]}"
+    heading = say("layer {0}, head {1}", labels[layer], found.heads[head])
     heading = heading if title is None else f"{shortened(title, 90)}   ·   {heading}"
     figure.text(*sheet.heading, heading, color=INK, fontsize=12, fontfamily=fonts(heading), parse_math=False)
     return figure

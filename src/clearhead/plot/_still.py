@@ -9,6 +9,7 @@ from torch import Tensor
 from ._collect import ItemPicture, LayerPicture, SectionPicture
 from ._detail import pooled_map
 from ._labels import layer_labels, printable
+from ._language import say
 from ._page_contents import first_query, sentence
 
 SIDE = 48  # cells of the picture along each axis, at most
@@ -26,7 +27,7 @@ def still_parts(item: ItemPicture, place: tuple[int, int, int], title: str) -> d
     picture = item.sections[place[0]]
     layer = picture.layers[place[1]]
     text = title if item.picture is not None else sentence(picture.queries)
-    where = f"layer {layer_labels(picture.section.layers)[place[1]]}, head {layer.heads[place[2]]}"
+    where = say("layer {0}, head {1}", layer_labels(picture.section.layers)[place[1]], layer.heads[place[2]])
     if len(item.sections) > 1:
         where = f"{picture.section.title}, {where}"
     return {
@@ -39,10 +40,11 @@ def still_parts(item: ItemPicture, place: tuple[int, int, int], title: str) -> d
 def _finding(picture: SectionPicture, layer: LayerPicture, head: int, where: str) -> str:
     query = first_query(picture)
     if not len(picture.queries) or not layer.indices.shape[2] or layer.indices[head, query, 0] < 0:
-        return f"In {html.escape(where)}, no query sees a key."
+        return html.escape(say("In {0}, no query sees a key.", where))
     names = [picture.queries.names[query], picture.keys.names[int(layer.indices[head, query, 0])]]
     looks, at = (f'<strong dir="auto">{html.escape(name)}</strong>' for name in printable(names))
-    return f"In {html.escape(where)}, {looks} looks most at {at} ({layer.weights[head, query, 0]:.2f})"
+    weight = f"{layer.weights[head, query, 0]:.2f}"
+    return say("In {0}, {1} looks most at {2} ({3})", html.escape(where), looks, at, weight)
 
 
 def _drawing(cells: Tensor, where: str) -> str:
@@ -54,7 +56,7 @@ def _drawing(cells: Tensor, where: str) -> str:
         for column, level in enumerate(line):
             if level:
                 squares.setdefault(level, []).append(f"M{column} {row}h1v1h-1z")
-    label = html.escape(f"The weights of {where}: one row per query, one column per key")
+    label = html.escape(say("The weights of {0}: one row per query, one column per key", where))
     paths = (f'<path fill-opacity="{level / LEVELS:.2f}" d="{"".join(cut)}"/>' for level, cut in squares.items())
     drawing = "".join(paths)
     return f'<svg viewBox="0 0 {columns} {rows}" role="img" aria-label="{label}" fill="currentColor">{drawing}</svg>'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.style import Style
 from rich.table import Table
@@ -14,6 +15,7 @@ from torch import Tensor
 from ._collect import SectionPicture
 from ._heads import HeadSummary, kinds_of
 from ._labels import printable
+from ._language import say
 
 LAYER_WIDTH = 5
 CELL_WIDTH = 6
@@ -70,7 +72,7 @@ def overview(
     for first in range(0, most, per_table):
         heads = range(first, min(first + per_table, most))
         table = Table(box=None, pad_edge=False, padding=0, header_style="dim")
-        table.add_column("layer", justify="right", style="dim", width=LAYER_WIDTH)
+        table.add_column(say("layer"), justify="right", style="dim", width=LAYER_WIDTH)
         for head in heads:
             table.add_column(str(head), justify="right", width=CELL_WIDTH, no_wrap=True)
         for layer in range(len(summaries)):
@@ -86,7 +88,7 @@ def top_keys(picture: SectionPicture, layer: int, head: int) -> RenderableType:
     def looks(places: list[int], weights: list[float]) -> list[RenderableType]:
         seen = [(keys[place], weight) for place, weight in zip(places, weights, strict=True) if place >= 0][:MOST_KEYS]
         if not seen:
-            return [Text("nothing", style="dim")]
+            return [Text(say("nothing"), style="dim")]
         others = [Text(f"{key} {weight:.2f}", style="dim") for key, weight in seen[1:]]
         return [Text(seen[0][0]), Text(f"{seen[0][1]:.2f}"), Text("  ").join(others)]
 
@@ -100,7 +102,7 @@ def top_changes(picture: SectionPicture, layer: int, head: int) -> RenderableTyp
     def changes(places: list[int], weights: list[float]) -> list[RenderableType]:
         changed = [pair for pair in zip(places, weights, strict=True) if abs(pair[1]) >= LEAST_CHANGE][:MOST_KEYS]
         parts = Text("   ".join(keys[key] + f" {change:+.2f}".replace("-", "−") for key, change in changed))
-        return [parts or Text("as before", style="dim")]
+        return [parts or Text(say("as before"), style="dim")]
 
     return _token_table(picture, layer, head, changes)
 
@@ -124,7 +126,8 @@ def _token_table(
         table.add_row(Text(query, style="bold"), "→", *cells(places, weights))
     if len(queries) <= MOST_ROWS:
         return table
-    return Group(table, Text(f"… and {len(queries) - MOST_ROWS} more tokens; the page shows them all.", style="dim"))
+    left = say("… and {0} more tokens; the page shows them all.", len(queries) - MOST_ROWS)
+    return Group(table, Text(left, style="dim"))
 
 
 def marginals(picture: SectionPicture, layer: int, head: int, console: Console) -> RenderableType:
@@ -137,18 +140,23 @@ def marginals(picture: SectionPicture, layer: int, head: int, console: Console) 
     parts: list[RenderableType] = []
     if console.color_system is not None:
         parts = [
-            Text("shaded by what each token receives", style="dim"),
+            Text(say("shaded by what each token receives"), style="dim"),
             colored_tokens(picture.keys.names, received),
         ]
+    most = f"{max(received):.1f}"
     lines = (
-        ("received", [value**0.5 for value in received], f"{max(received):.1f} of {len(entropy)}, as square roots"),
-        ("entropy", entropy, f"{max(entropy):.2f} nats"),
+        (
+            say("received"),
+            [value**0.5 for value in received],
+            say("up to {0} of {1}, as square roots", most, len(entropy)),
+        ),
+        (say("entropy"), entropy, say("up to {0} nats", f"{max(entropy):.2f}")),
     )
-    room = console.width - len("received   up to ") - max(len(most) for _, _, most in lines)
-    for name, values, most in lines:
-        line = Text(f"{name:>8} ", "dim")
+    room = console.width - len("received   ") - max(cell_len(end) for _, _, end in lines)
+    for name, values, end in lines:
+        line = Text(f"{' ' * (len('received') - cell_len(name))}{name} ", "dim")
         line.append(sparkline(values, min(SPARKS, max(10, room))), "")
-        line.append(f"  up to {most}", "dim")
+        line.append(f"  {end}", "dim")
         parts.append(line)
     return Group(*parts)
 
@@ -181,7 +189,7 @@ def colored_tokens(tokens: Sequence[str], values: Sequence[float]) -> Text:
             text.append(" ")
         text.append(token, _shade((max(value, 0.0) / most) ** 0.5))
     if len(tokens) > MOST_TOKENS:
-        text.append(f" … and {len(tokens) - MOST_TOKENS} more tokens", "dim")
+        text.append(" " + say("… and {0} more tokens", len(tokens) - MOST_TOKENS), "dim")
     return text
 
 
@@ -236,5 +244,5 @@ def _shade(strength: float) -> Style:
 def _legend(summaries: Sequence[Sequence[HeadSummary]], name: str, unit: str) -> Text:
     seen = {head.kind for row in summaries for head in row}
     kinds = ", ".join(f"{kind[0]} {meaning}" for kind, meaning in kinds_of(unit).items() if kind in seen)
-    what = "mean entropy in nats" if name == "entropy" else name
-    return Text(f"columns: heads. Letter: where most of the weight goes ({kinds}). Number: {what}.", "dim")
+    what = say("mean entropy in nats") if name == "entropy" else name
+    return Text(say("columns: heads. Letter: where most of the weight goes ({0}). Number: {1}.", kinds, what), "dim")

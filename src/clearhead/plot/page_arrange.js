@@ -2,7 +2,7 @@
   // A row of the overview has a name and heads, each as places of its layer and of the head in it.
 
   const LEAST_COLUMNS = 6;
-  const ORDERS = { layers: "by layer", kinds: "by what they look at", asked: "by the weight asked for" };
+  const ORDERS = { layers: say`by layer`, kinds: say`by what they look at`, asked: say`by the weight asked for` };
 
   function eachHead(visit) {
     data.sections[state.section].layers.forEach((layer, index) => layer.heads.forEach((_, head) => visit(index, head)));
@@ -41,7 +41,7 @@
     return [...kinds]
       .sort((a, b) => b[1].length - a[1].length)
       .flatMap(([kind, heads]) => {
-        const count = heads.length === 1 ? "1 head" : heads.length + " heads";
+        const count = heads.length === 1 ? say`1 head` : say`${heads.length} heads`;
         return [{ heading: `${kind} · ${count}`, heads: [] }, ...rowsOf(heads)];
       });
   }
@@ -51,7 +51,7 @@
     const columns = Math.max(LEAST_COLUMNS, columnCount());
     const rows = [];
     for (let first = 0; first < heads.length; first += columns) {
-      rows.push({ name: String(first + 1), title: "rank", heads: heads.slice(first, first + columns) });
+      rows.push({ name: String(first + 1), title: say`rank`, heads: heads.slice(first, first + columns) });
     }
     return rows;
   }
@@ -60,7 +60,7 @@
   function buildOrders() {
     const orders = Object.entries(ORDERS).filter(([name]) => name !== "kinds" || !isSigned());
     const { statistics } = data.sections[state.section];
-    const names = [...orders, ...statistics.map((name) => [name, "by " + name])];
+    const names = [...orders, ...statistics.map((name) => [name, say`by ${name}`])];
     if (!names.some(([name]) => name === state.order)) state.order = "layers";
     byId("order").replaceChildren(...names.map(([name, text]) => option(name, text, name === state.order)));
   }

@@ -35,8 +35,8 @@
     const { views, note, by, ranked } = data.compared;
     byId("compared-note").textContent = note;
     byId("views").replaceChildren(...views.map(buildView));
-    const scores = by === "divergence" ? "their Jensen–Shannon divergence in nats" : `the change of their ${by}`;
-    byId("ranked-title").textContent = `heads that differ most, by ${scores}`;
+    const scores = by === "divergence" ? say`their Jensen–Shannon divergence in nats` : say`the change of their ${by}`;
+    byId("ranked-title").textContent = say`heads that differ most, by ${scores}`;
     byId("ranked-list").replaceChildren(...ranked.map(([section, layer, head, score]) => rankedHead([section, layer, head], score.toFixed(3))));
     for (const id of ["compared-note", "views", "ranked"]) byId(id).hidden = false;
   }
@@ -108,11 +108,9 @@
     const { label, heads } = data.sections[state.section].layers[layer];
     const { numbers } = state.item.sections[state.section].layers[layer];
     const told = toldStatistic();
-    const shown = told ? `; ${told} changes by ${withSign(valueText(layer, head, told))}` : "";
-    return (
-      `Layer ${label}, head ${heads[head]}: divergence ${numbers.divergence[head].toFixed(3)} nats; ` +
-      `mean entropy changes by ${withSign(brief(numbers.entropy[head]))} nats${shown}`
-    );
+    const shown = told ? say`; ${told} changes by ${withSign(valueText(layer, head, told))}` : "";
+    const change = say`mean entropy changes by ${withSign(brief(numbers.entropy[head]))} nats`;
+    return say`Layer ${label}, head ${heads[head]}: divergence ${numbers.divergence[head].toFixed(3)} nats; ${change}${shown}`;
   }
 
   /** The weight in the first and in the second, beside their difference. */
@@ -124,13 +122,14 @@
       const places = ["queries", "keys"].map((side, at) => placesOf(side)[view][at ? key : query]);
       if (!other || state.current.rows.words) return "";
       const found = look(headOf(other.bytes, other.item, state.section, state.layer, state.head), ...places);
-      const weight = found.tile === undefined ? plain(found.weight) : `in a tile of ${plain(found.tile)}`;
+      const weight = found.tile === undefined ? plain(found.weight) : say`in a tile of ${plain(found.tile)}`;
       return `${data.compared.views[view]} ${weight}   ·   `;
     });
     byId("details").textContent =
       texts.join("") +
-      `query ${query} · entropy ${withSign(entropy[query].toFixed(2))} nats   ·   ` +
-      `key ${key} · receives ${withSign(brief(received[key]))}`;
+      say`query ${query} · entropy ${withSign(entropy[query].toFixed(2))} nats` +
+      "   ·   " +
+      say`key ${key} · receives ${withSign(brief(received[key]))}`;
   }
 
   function plain(weight) {

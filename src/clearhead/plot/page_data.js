@@ -3,6 +3,12 @@
   const byId = (id) => document.getElementById(id);
   const data = JSON.parse(byId("data").textContent);
 
+  /** A text in the page's language. `words` has it by the English text, with {0}, {1}, … for the values. */
+  function say(parts, ...values) {
+    const english = parts.reduce((text, part, at) => `${text}{${at - 1}}${part}`);
+    return (data.words[english] ?? english).replace(/\{(\d)\}/g, (_, at) => values[at]);
+  }
+
   /** One item's numbers, and the description of them that lies among them. */
   async function unpacked(number) {
     const [first, length] = data.items[number].description;

@@ -1,34 +1,34 @@
   // ---- in words: the finding, what is under the pointer, and hints -------------------------------------------------
 
-  const hints = { query: "Click a word to see what it looks at.", head: "", sum: "Drag over the map or the text to add up weights." };
+  const hints = { query: say`Click a word to see what it looks at.`, head: "", sum: say`Drag over the map or the text to add up weights.` };
 
   /** What a query's row says: a verb, an object and a weight; of one key, or of the largest weight. */
   function sayingOf(query, key, digits) {
     const { columns, listed, largest } = state.current;
     const tile = key === null && !listed ? largestTiles(state.current, query)[0] : null;
     if (tile) {
-      const weight = `${precise(tile.weight, digits)} (keys ${tile.keys[0]}–${tile.keys[1]})`;
-      return { verb: " and its neighbours look most at ", object: quoted(columns.names, tile.keys), weight, key: tile.keys[0] };
+      const weight = say`${precise(tile.weight, digits)} (keys ${tile.keys[0]}–${tile.keys[1]})`;
+      return { verb: say` and its neighbours look most at `, object: quoted(columns.names, tile.keys), weight, key: tile.keys[0] };
     }
     const at = key ?? largest(query)[0]?.key;
     if (at === undefined) return null;
     const found = look(state.current, query, at);
-    const weight = found.tile === undefined ? (found.rounded ? "about " : "") + precise(found.weight, digits) : tileText(found, digits);
-    const most = isSigned() ? " changes most at " : " looks most at ";
+    const weight = found.tile === undefined ? (found.rounded ? say`about ${precise(found.weight, digits)}` : precise(found.weight, digits)) : tileText(found, digits);
+    const most = isSigned() ? say` changes most at ` : say` looks most at `;
     return { verb: key === null ? most : null, object: columns.names[at], weight, key: at };
   }
 
   function tileText({ tile, pooling, keys }, digits) {
     const across = keys[1] - keys[0] + 1;
-    if (pooling === "max") return `at most ${precise(tile, digits)} (the largest weight of its tile)`;
-    return `about ${precise(tile / across, digits)} (its tile, keys ${keys[0]}–${keys[1]}, has ${precise(tile, digits)})`;
+    if (pooling === "max") return say`at most ${precise(tile, digits)} (the largest weight of its tile)`;
+    return say`about ${precise(tile / across, digits)} (its tile, keys ${keys[0]}–${keys[1]}, has ${precise(tile, digits)})`;
   }
 
   function showReadout(query, key) {
     const name = element("b", state.current.rows.names[query]);
     const said = sayingOf(query, key, 4);
     if (!said) {
-      byId("readout").replaceChildren(name, " sees nothing");
+      byId("readout").replaceChildren(name, say` sees nothing`);
       byId("details").textContent = "";
       return;
     }
@@ -44,9 +44,9 @@
     const name = element("strong", state.current.rows.names[state.query]);
     const said = sayingOf(state.query, state.key, 2);
     const rest = said
-      ? [said.verb ?? (isSigned() ? " changes at " : " looks at "), element("strong", said.object), ` (${said.weight})`]
-      : [" sees nothing"];
-    byId("finding").replaceChildren(`In ${kind}layer ${label}, head ${heads[state.head]}, `, name, ...rest);
+      ? [said.verb ?? (isSigned() ? say` changes at ` : say` looks at `), element("strong", said.object), ` (${said.weight})`]
+      : [say` sees nothing`];
+    byId("finding").replaceChildren(say`In ${kind}layer ${label}, head ${heads[state.head]}, `, name, ...rest);
     byId("reason").textContent = reason();
   }
 
@@ -54,25 +54,26 @@
   function reason() {
     if (isSigned()) return "";
     const { clearest, layers } = state.item.sections[state.section];
-    if (!clearest) return "No head stands out: all of them look everywhere about alike.";
-    const does = `This head ${looksAt(layers[state.layer].kinds[state.head])}. `;
+    if (!clearest) return say`No head stands out: all of them look everywhere about alike.`;
+    const does = say`This head ${looksAt(layers[state.layer].kinds[state.head])}. `;
     return clearest[0] === state.layer && clearest[1] === state.head ? does + standsOut() : does;
   }
 
   /** A head's kind as a verb and its object. */
   function looksAt(kind) {
-    return (kind === "several places" || kind.startsWith("everything") ? "looks at " : "looks mostly at ") + kind;
+    const isSpread = [say`several places`, say`everything about alike`].includes(kind);
+    return isSpread ? say`looks at ${kind}` : say`looks mostly at ${kind}`;
   }
 
   function standsOut() {
-    if (patchesOf()) return `Of all heads, this is where ${looking()} looks most at few patches.`;
-    return "Of all heads, this is where different words most clearly look at different words further away.";
+    if (patchesOf()) return say`Of all heads, this is where ${looking()} looks most at few patches.`;
+    return say`Of all heads, this is where different words most clearly look at different words further away.`;
   }
 
   /** The row of an image that heads are compared by. */
   function looking() {
     const { prefix } = patchesOf();
-    return prefix && isSame() ? `the ${state.current.rows.names[0]} token` : isSame() ? "a patch, on average," : state.current.rows.names[0];
+    return prefix && isSame() ? say`the ${state.current.rows.names[0]} token` : isSame() ? say`a patch, on average,` : state.current.rows.names[0];
   }
 
   /** The text is the title; where there is none, the page's title is. */
@@ -85,8 +86,8 @@
 
   function showHints() {
     if (patchesOf()) {
-      hints.query &&= "Click a patch to see what it looks at.";
-      hints.sum &&= "Drag over the map of patches to add up weights.";
+      hints.query &&= say`Click a patch to see what it looks at.`;
+      hints.sum &&= say`Drag over the map of patches to add up weights.`;
     }
     for (const hint of document.querySelectorAll(".hint")) hint.textContent ||= hints[hint.dataset.hint];
   }
@@ -101,11 +102,12 @@
     if (isSigned()) return showChange(query, key);
     const { rows, columns, entropy, received, pooled } = state.current;
     const share = received[key] / rows.names.length;
-    const about = pooled ? "about " : "";
+    const about = (value) => (pooled ? say`about ${value}` : value);
     byId("details").textContent =
-      `query ${query} · entropy ${about}${entropy[query].toFixed(2)} nats   ·   ` +
-      `key ${key} · receives ${about}${brief(received[key])} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
-      ` (${(100 / columns.names.length).toFixed(1)} % if all were alike)`;
+      say`query ${query} · entropy ${about(entropy[query].toFixed(2))} nats` +
+      "   ·   " +
+      say`key ${key} · receives ${about(brief(received[key]))} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
+      say` (${(100 / columns.names.length).toFixed(1)} % if all were alike)`;
   }
 
   function quoted(names, [first, last]) {

@@ -23,7 +23,7 @@
   function showNotes() {
     const missing = missingCharacters(state.item.texts.flatMap(({ names }) => names)).slice(0, 4);
     const fonts = missing.length
-      ? [`No font of this computer has ${missing.join(" ")}. Noto Sans CJK has Chinese, Japanese and Korean, Noto Color Emoji has emoji.`]
+      ? [say`No font of this computer has ${missing.join(" ")}. Noto Sans CJK has Chinese, Japanese and Korean, Noto Color Emoji has emoji.`]
       : [];
     byId("notes").textContent = [...data.notes, ...fonts].join(" ");
     byId("notes").hidden = !byId("notes").textContent;

@@ -167,7 +167,7 @@
   function exactHeads() {
     return state.item.sections[state.section].layers.flatMap(({ crops }, index) => {
       const { label, heads } = data.sections[state.section].layers[index];
-      return Object.keys(crops).map((head) => `layer ${label}, head ${heads[head]}`);
+      return Object.keys(crops).map((head) => say`layer ${label}, head ${heads[head]}`);
     });
   }
 
@@ -175,29 +175,32 @@
     const { grids, whole } = state.current;
     const notes = [];
     if (!whole) {
-      const listed = state.current.listed ? "; weights that are among their query’s largest are known exactly" : "";
-      notes.push(`Tiles of several tokens${listed}.`);
+      const listed = state.current.listed ? say`; weights that are among their query’s largest are known exactly` : "";
+      notes.push(say`Tiles of several tokens${listed}.`);
       if (grids[0].exact) {
         const [first, last] = [grids[0].rowStart(0), grids[0].columnStart(0)];
         notes.push(
-          `Every weight is known for queries ${first}–${first + grids[0].rows - 1} and keys ${last}–${last + grids[0].columns - 1}.`,
+          say`Every weight is known for queries ${first}–${first + grids[0].rows - 1} and keys ${last}–${last + grids[0].columns - 1}.`,
         );
       } else if (exactHeads().length) {
-        notes.push(`Exact weights are here for ${exactHeads().join("; ")}.`);
+        notes.push(say`Exact weights are here for ${exactHeads().join("; ")}.`);
       }
-      if (state.words) notes.push("Word pieces stay apart here: merging needs every weight of the head.");
-      if (state.special) notes.push("Special tokens stay here: leaving them out needs every weight of the head.");
+      if (state.words) notes.push(say`Word pieces stay apart here: merging needs every weight of the head.`);
+      if (state.special) notes.push(say`Special tokens stay here: leaving them out needs every weight of the head.`);
     }
     if (state.current.renormalised) {
-      notes.push("Special tokens are left out: the weights of the other keys are renormalised to sum to 1 in every row.");
-      const kept = leavesOutSpecial() ? "Statistics of heads count" : "Thumbnails, statistics of heads and the ranking count";
-      notes.push(`${kept} all tokens.`);
+      notes.push(say`Special tokens are left out: the weights of the other keys are renormalised to sum to 1 in every row.`);
+      notes.push(
+        leavesOutSpecial()
+          ? say`Statistics of heads count all tokens.`
+          : say`Thumbnails, statistics of heads and the ranking count all tokens.`,
+      );
     } else if (state.special && isSigned()) {
-      notes.push("Special tokens stay in a difference.");
+      notes.push(say`Special tokens stay in a difference.`);
     }
     const { columns } = state.current;
     if (isRightToLeft(columns.names)) {
-      notes.push("The text is read from right to left. The map has the first key on the left and the first query at the top.");
+      notes.push(say`The text is read from right to left. The map has the first key on the left and the first query at the top.`);
     }
     byId("note").textContent = notes.join(" ");
   }

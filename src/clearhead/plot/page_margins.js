@@ -9,8 +9,8 @@
     drawBars(byId("entropy"), [BAR, height], ratio, shares.subarray(view.row, view.row + view.rows), true);
     drawBars(byId("received"), [width, BAR], ratio, roots.subarray(view.column, view.column + view.columns), false);
     const from = isSigned() ? "±" : "0 –";
-    byId("entropy-title").replaceChildren("entropy", element("br"), `${from} ${brief(most[0])} nats`);
-    byId("received-title").replaceChildren("received", element("br"), `${from} ${brief(most[1])}`);
+    byId("entropy-title").replaceChildren(say`entropy`, element("br"), say`${from} ${brief(most[0])} nats`);
+    byId("received-title").replaceChildren(say`received`, element("br"), `${from} ${brief(most[1])}`);
   }
 
   function largestPerPixel(shares, pixels) {

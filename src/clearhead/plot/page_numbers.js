@@ -2,15 +2,15 @@
 
   function scaleCaption(layer, renormalised) {
     const [rows, columns] = layer.size.map((size, side) => size / layer.grid[side]);
-    const end = (renormalised ? ", special tokens left out" : "") + "; colour follows its square root";
+    const end = (renormalised ? say`, special tokens left out` : "") + say`; colour follows its square root`;
     if (isSigned()) {
-      const tile = rows === 1 && columns === 1 ? "a weight" : `a tile of ${Math.ceil(rows)} × ${Math.ceil(columns)} tokens`;
-      return `change of ${tile}, second − first` + end;
+      const tile = rows === 1 && columns === 1 ? say`a weight` : say`a tile of ${Math.ceil(rows)} × ${Math.ceil(columns)} tokens`;
+      return say`change of ${tile}, second − first` + end;
     }
-    if (rows === 1 && columns === 1) return "weight of a key in its query’s row" + end;
+    if (rows === 1 && columns === 1) return say`weight of a key in its query’s row` + end;
     const [down, across] = [Math.ceil(rows), Math.ceil(columns)];
-    if (data.sections[state.section].pooling === "max") return `largest weight in a tile of ${down} × ${across} tokens` + end;
-    return `weight of a tile: of ${across} keys together, averaged over ${down} queries` + end;
+    if (data.sections[state.section].pooling === "max") return say`largest weight in a tile of ${down} × ${across} tokens` + end;
+    return say`weight of a tile: of ${across} keys together, averaged over ${down} queries` + end;
   }
 
   /** Draw a head of an item whose numbers are `bytes`, pooled by its largest weights to at most `most` pixels. */
@@ -55,7 +55,7 @@
 
   function valueText(layer, head, statistic = state.statistic) {
     const value = valueOf(layer, head, statistic);
-    return value === null ? "none" : brief(value);
+    return value === null ? say`none` : brief(value);
   }
 
   /** The least and the largest number of all heads; of changes the same to both sides. */
@@ -66,8 +66,10 @@
   }
 
   function drawNumberScale() {
-    const unit = ["entropy", "divergence"].includes(state.statistic) ? " in nats" : "";
-    const caption = `${isSigned() ? "change of " : ""}${state.statistic}${unit}, one number per head`;
+    const unit = ["entropy", "divergence"].includes(state.statistic) ? say` in nats` : "";
+    const caption = isSigned()
+      ? say`change of ${state.statistic}${unit}, one number per head`
+      : say`${state.statistic}${unit}, one number per head`;
     drawScale("overview-scale", evenTicks(...numberRange()), caption);
   }
 

@@ -106,10 +106,10 @@
     const { label, heads } = data.sections[state.section].layers[layer];
     if (isSigned()) return describeChange(layer, head);
     const { numbers, kinds } = state.item.sections[state.section].layers[layer];
-    const entropy = numbers.entropy ? `mean entropy ${brief(numbers.entropy[head])} nats; ` : "";
+    const entropy = numbers.entropy ? say`mean entropy ${brief(numbers.entropy[head])} nats; ` : "";
     const told = toldStatistic();
     const shown = told ? `; ${told} ${valueText(layer, head, told)}` : "";
-    return `Layer ${label}, head ${heads[head]}: ${entropy}${looksAt(kinds[head])}${shown}`;
+    return say`Layer ${label}, head ${heads[head]}: ${entropy}${looksAt(kinds[head])}${shown}`;
   }
 
   /** The statistic that is shown or sorted by, unless a description has it anyway. */

@@ -48,11 +48,11 @@
     const step = Math.ceil(every.length / 6);
     const ticks = every.filter((_, at) => (every.length - 1 - at) % step === 0 || at === 0);
     const { side } = patchesOf();
-    const what = side > 1 ? `${side} × ${side} patches` : "a patch";
+    const what = side > 1 ? say`${side} × ${side} patches` : say`a patch`;
     drawScale(
       id,
       ticks.map((each) => ({ text: `${each === end ? "≥ " : ""}${each}×`, place: Math.log(each) / Math.log(end) })),
-      `weight of ${what} in the query’s row; 1× is the even weight, ${side > 1 ? side * side : 1}/${total}; colour follows the logarithm`,
+      say`weight of ${what} in the query’s row; 1× is the even weight, ${side > 1 ? side * side : 1}/${total}; colour follows the logarithm`,
     );
   }
 
@@ -60,23 +60,23 @@
     const { rows, columns } = state.current;
     const { prefix, side } = patchesOf();
     const box = element("div", "", "picture");
-    const what = side > 1 ? `, ${side} × ${side} patches at a time` : "";
+    const what = side > 1 ? say`, ${side} × ${side} patches at a time` : "";
     box.append(
-      buildCanvas("over", "What the chosen token looks at, over the picture"),
-      buildCanvas("plain", "The picture the model was shown" + what),
+      buildCanvas("over", say`What the chosen token looks at, over the picture`),
+      buildCanvas("plain", say`The picture the model was shown${what}`),
     );
     byId("frame").before(byId("texts"), byId("map-scale")); // the map comes after the picture
     const lines = [box];
     if (isSame() && prefix) {
       lines.push(
-        element("p", "tokens that are no patches", "quiet side"),
-        buildText("both", { names: columns.names.slice(0, prefix) }, "Tokens that are no patches"),
+        element("p", say`tokens that are no patches`, "quiet side"),
+        buildText("both", { names: columns.names.slice(0, prefix) }, say`Tokens that are no patches`),
       );
     } else if (!isSame()) {
-      lines.push(element("p", "looks", "quiet side"), buildText("queries", rows, "What looks"));
+      lines.push(element("p", say`looks`, "quiet side"), buildText("queries", rows, say`What looks`));
       if (prefix) {
-        lines.push(element("p", "is looked at", "quiet side"));
-        lines.push(buildText("keys", { names: columns.names.slice(0, prefix) }, "Tokens that are no patches"));
+        lines.push(element("p", say`is looked at`, "quiet side"));
+        lines.push(buildText("keys", { names: columns.names.slice(0, prefix) }, say`Tokens that are no patches`));
       }
     }
     byId("texts").replaceChildren(...lines);
@@ -93,7 +93,7 @@
     canvas.style.aspectRatio = `${width} / ${height}`;
     canvas.tabIndex = 0;
     canvas.setAttribute("role", "application");
-    canvas.setAttribute("aria-label", title + ". The arrow keys move from patch to patch.");
+    canvas.setAttribute("aria-label", say`${title}. The arrow keys move from patch to patch.`);
     canvas.addEventListener("pointermove", (event) => {
       const at = patchUnder(event, canvas);
       isSame() ? show(at, null) : show(state.query, at);

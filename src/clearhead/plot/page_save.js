@@ -24,7 +24,7 @@
     const down = spans(rows, grid.rows, grid.row, grid.rowStart);
     const across = spans(columns, grid.columns, grid.column, grid.columnStart);
     const lines = down.map(({ at, name }) => [name, ...across.map((column) => grid.values[at * grid.columns + column.at].toFixed(4))]);
-    const corner = "query \\ key" + (state.current.renormalised ? " (special tokens left out, the others renormalised)" : "");
+    const corner = say`query` + " \\ " + say`key` + (state.current.renormalised ? say` (special tokens left out, the others renormalised)` : "");
     return [[corner, ...across.map(({ name }) => name)], ...lines].map((line) => line.map(quotedField).join(",")).join("\r\n") + "\r\n";
   }
 
@@ -51,7 +51,7 @@
     const text = { "font-family": "sans-serif", "font-size": 12, fill: style.color };
     svg.setAttribute("viewBox", `0 0 ${left + width + 8} ${top + height + 8}`);
     svg.append(
-      make("title", {}, `${byId("head-title").textContent}: queries down, keys across`),
+      make("title", {}, say`${byId("head-title").textContent}: queries down, keys across`),
       make("rect", { width: "100%", height: "100%", fill: style.backgroundColor }),
       make("image", { x: left, y: top, width, height, href: cells.toDataURL(), "image-rendering": "pixelated", preserveAspectRatio: "none" }),
     );

@@ -40,20 +40,20 @@
       .sort((a, b) => size(b.weight) - size(a.weight));
     const shown = found.slice(0, MOST_FOUND);
     byId("search-list").replaceChildren(
-      ...shown.map(({ place, weight, about }) => rankedHead(place, (about ? "about " : "") + precise(weight, 3))),
+      ...shown.map(({ place, weight, about }) => rankedHead(place, about ? say`about ${precise(weight, 3)}` : precise(weight, 3))),
     );
-    const change = isSigned() ? "Changes of weights, second − first. " : "";
-    const special = leavesOutSpecial() ? " Special tokens are left out, the other weights renormalised." : state.special ? " Special tokens count here." : "";
-    byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : "Ranked by exact weights.") + special;
+    const change = isSigned() ? say`Changes of weights, second − first. ` : "";
+    const special = leavesOutSpecial() ? say` Special tokens are left out, the other weights renormalised.` : state.special ? say` Special tokens count here.` : "";
+    byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : say`Ranked by exact weights.`) + special;
     markRanked();
     if (state.order === "asked") showOverview();
   }
 
   function tileNote() {
-    if (patchesOf()) return "“About” is a weight that the page holds in one byte.";
+    if (patchesOf()) return say`“About” is a weight that the page holds in one byte.`;
     return data.sections[state.section].pooling === "max"
-      ? "“About” is the largest weight of a tile; the other weights are exact."
-      : "“About” is the mean weight of a tile; the other weights are exact.";
+      ? say`“About” is the largest weight of a tile; the other weights are exact.`
+      : say`“About” is the mean weight of a tile; the other weights are exact.`;
   }
 
   function listenToSearch() {
@@ -71,7 +71,7 @@
   function rankedHead([section, layer, head], value) {
     const part = data.sections[section];
     const kind = data.sections.length > 1 ? part.title + ", " : "";
-    const button = element("button", `${kind}layer ${part.layers[layer].label}, head ${part.layers[layer].heads[head]}: ${value}`);
+    const button = element("button", say`${kind}layer ${part.layers[layer].label}, head ${part.layers[layer].heads[head]}: ${value}`);
     button.type = "button";
     button.dataset.place = [section, layer, head].join("-");
     button.addEventListener("click", () => {

@@ -29,11 +29,12 @@
     const { texts } = state.item;
     const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
     const [least, most] = [Math.min(...heads), Math.max(...heads)];
-    const what = data.sections.length > 1 ? "attention layers" : "layers";
+    const count = data.sections.length > 1 ? say`${heads.length} attention layers` : say`${heads.length} layers`;
+    const perLayer = least === most ? most : say`${least} to ${most}`;
     byId("facts").textContent =
-      `${data.title} · ${heads.length} ${what} × ${least === most ? most : least + " to " + most} heads · ` +
+      `${data.title} · ${count} × ${say`${perLayer} heads`} · ` +
       sizeOfItem() +
-      (data.items.length > viewCount() ? ` · text ${Math.floor(number / viewCount()) + 1} of ${data.items.length / viewCount()}` : "");
+      (data.items.length > viewCount() ? say` · text ${Math.floor(number / viewCount()) + 1} of ${data.items.length / viewCount()}` : "");
     byId("item").value = number - viewNumber();
     byId("words-control").hidden = !texts.some((text) => text.words);
     byId("special-control").hidden = !texts.some((text) => text.special.length);
@@ -42,9 +43,10 @@
   }
 
   function sizeOfItem() {
-    if (!patchesOf()) return [...new Set(state.item.texts.map(({ names }) => names.length))].join(" and ") + " tokens";
+    if (!patchesOf()) return say`${[...new Set(state.item.texts.map(({ names }) => names.length))].join(say` and `)} tokens`;
     const { grid, side } = patchesOf();
-    return grid.join(" × ") + (side > 1 ? ` tiles of ${side} × ${side} patches` : " patches");
+    const size = grid.join(" × ");
+    return side > 1 ? say`${size} tiles of ${side} × ${side} patches` : say`${size} patches`;
   }
 
   function showSection(section) {
@@ -59,7 +61,7 @@
       button.setAttribute("aria-pressed", String(index === section));
     }
     byId("arcs-control").hidden = Boolean(patchesOf());
-    const maps = patchesOf() ? "over the picture" : "maps";
+    const maps = patchesOf() ? say`over the picture` : say`maps`;
     byId("statistic").replaceChildren(
       ...[["maps", maps], ...statistics.map((name) => [name, name])].map(([name, text]) => option(name, text, name === state.statistic)),
     );
@@ -94,10 +96,10 @@
     Object.assign(state, { layer, head });
     const { label, name, heads } = data.sections[state.section].layers[layer];
     const kind = data.sections.length > 1 ? data.sections[state.section].title + ", " : "";
-    const title = `${kind}layer ${label}, head ${heads[head]}`;
+    const title = say`${kind}layer ${label}, head ${heads[head]}`;
     byId("head-title").textContent = title[0].toUpperCase() + title.slice(1);
     byId("head-title").title = name;
-    byId("map").setAttribute("aria-label", `Weights of layer ${label}, head ${heads[head]}. The arrow keys move from cell to cell.`);
+    byId("map").setAttribute("aria-label", say`Weights of layer ${label}, head ${heads[head]}. The arrow keys move from cell to cell.`);
     markChosen();
     tell(layer, head);
     drawViews();

@@ -17,13 +17,13 @@
     if (patchesOf()) {
       buildPicture();
     } else if (isSame()) {
-      byId("texts").replaceChildren(buildText("both", columns, "The text"));
+      byId("texts").replaceChildren(buildText("both", columns, say`The text`));
     } else {
       byId("texts").replaceChildren(
-        element("p", "looks", "quiet side"),
-        buildText("queries", rows, "The text that looks"),
-        element("p", "is looked at", "quiet side"),
-        buildText("keys", columns, "The text that is looked at"),
+        element("p", say`looks`, "quiet side"),
+        buildText("queries", rows, say`The text that looks`),
+        element("p", say`is looked at`, "quiet side"),
+        buildText("keys", columns, say`The text that is looked at`),
       );
     }
   }
@@ -40,7 +40,7 @@
     const box = element("p", "", "text " + side);
     box.tabIndex = 0;
     box.setAttribute("role", "application");
-    box.setAttribute("aria-label", title + ", token by token");
+    box.setAttribute("aria-label", say`${title}, token by token`);
     const marks = differing(side === "queries" ? "queries" : "keys");
     const tokens = axis.names.map((name, place) => {
       const span = element("span", name, marks.has(place) ? "differs" : "");
@@ -145,7 +145,7 @@
     const { rows, columns } = state.current;
     const marks = differing("keys");
     const name = element("b", rows.names[query]);
-    byId("list-title").replaceChildren(...(isSigned() ? ["where ", name, " changes most"] : ["what ", name, " looks at most"]));
+    byId("list-title").replaceChildren(...(isSigned() ? [say`where `, name, say` changes most`] : [say`what `, name, say` looks at most`]));
     byId("list").replaceChildren(
       ...mostOf(query).map(({ keys, weight }) => listed(quoted(columns.names, keys), weight, keys[0] === keys[1] && marks.has(keys[0]))),
     );
@@ -174,11 +174,11 @@
     const { columns } = state.span;
     const counts = [rows, columns].map(([first, last]) => last - first + 1);
     const found = spanSum(state.current, rows, columns);
-    const value = found ? (found.exact ? "" : "about ") + found.sum.toFixed(4) : "unknown (tiles hold largest weights):";
-    const over = counts[0] > 1 ? `, mean over ${counts[0]} queries` : "";
+    const value = found ? (found.exact ? found.sum.toFixed(4) : say`about ${found.sum.toFixed(4)}`) : say`unknown (tiles hold largest weights):`;
+    const over = counts[0] > 1 ? say`, mean over ${counts[0]} queries` : "";
     byId("sum-text").replaceChildren(
       element("b", value, "weight"),
-      ` sum of ${counts[1]} key${counts[1] > 1 ? "s" : ""}${over}: `,
+      counts[1] > 1 ? say` sum of ${counts[1]} keys${over}: ` : say` sum of 1 key${over}: `,
       element("b", quoted(state.current.rows.names, rows)),
       " → ",
       element("b", quoted(state.current.columns.names, columns)),

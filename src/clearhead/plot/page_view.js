@@ -63,7 +63,7 @@
   function showPart() {
     const { view } = state;
     byId("part").textContent = isZoomed()
-      ? `queries ${view.row}–${view.row + view.rows - 1}, keys ${view.column}–${view.column + view.columns - 1}`
+      ? say`queries ${view.row}–${view.row + view.rows - 1}, keys ${view.column}–${view.column + view.columns - 1}`
       : "";
     byId("zoom-fit").disabled = byId("zoom-out").disabled = !isZoomed();
     byId("zoom-in").disabled = Math.max(view.rows, view.columns) <= SMALLEST_VIEW;

@@ -48,7 +48,7 @@ class ALiBi(Mask):
     @property
     def slopes(self) -> Tensor:
         """m, (H,), float32."""
-        return self._slopes(torch.arange(self.num_heads), torch.float32)
+        return slopes_of(torch.arange(self.num_heads), self.num_heads, torch.float32)
 
     def visible(self, block: Block) -> None:
         """None: it hides no key."""
@@ -57,7 +57,7 @@ class ALiBi(Mask):
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
         """−slope · |i − j| for a block, with absolute positions: (1 or b, h, l, s)."""
         distances = (block.q - block.k).to(dtype).abs()  # (1 or b, 1 or h, l, s)
-        return distances * -self._slopes(block.h, dtype)
+        return distances * -slopes_of(block.h, self.num_heads, dtype)
 
     def validate(self, grid: Grid) -> None:
         """Raise unless the call has this number of heads."""
@@ -71,9 +71,11 @@ class ALiBi(Mask):
         """The mask as its user writes it."""
         return f"ALiBi({self.num_heads})"
 
-    def _slopes(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
-        # Computed on the call's device, because a stored tensor would be copied there for every block.
-        power = 1 << (self.num_heads.bit_length() - 1)
-        first = (heads + 1).to(dtype) * (8 / power)
-        further = (2 * (heads - power) + 1).to(dtype) * (4 / power)
-        return torch.exp2(-torch.where(heads < power, first, further))
+
+def slopes_of(heads: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """The slopes m of these heads out of `num_heads`, in the shape of `heads`."""
+    # Computed on the call's device, because a stored tensor would be copied there for every block.
+    power = 1 << (num_heads.bit_length() - 1)
+    first = (heads + 1).to(dtype) * (8 / power)
+    further = (2 * (heads - power) + 1).to(dtype) * (4 / power)
+    return torch.exp2(-torch.where(heads < power, first, further))

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import FLOATS, INTEGERS, flag, integer, strided
+from .._environment import is_tracing
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
 from ._checks import positive, require_in_range
 from ._scaling import Scaling, unscaled
+
+_FEW_TOKENS = 1 << 8
 
 
 class RotaryForward(Protocol):
@@ -115,14 +118,21 @@ class Rotary(nn.Module):
             fix = "Both are turned by the same positions, before a cache joins new keys to old ones."
             raise ShapeError("k", expected=expected, got=shape_text(k.shape), fix=fix)
         _require_device("k", k, q, "Move it")
-        checked = _checked_positions(positions, q)  # (1 or B, L)
-        cos, sin = self._rotation(checked, torch.float64 if q.dtype == torch.float64 else torch.float32, length)
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        checked = _checked_positions(positions, q, dtype)  # (1 or B, L)
+        cos, sin = self._rotation(checked, dtype, length)
+        if not q.is_cpu and not is_tracing() and q.shape[0] * q.shape[2] <= _FEW_TOKENS:
+            # Starting an operator takes longer than it runs, so both are rotated by one.
+            rotated = self._rotated(torch.cat((q, k), 1), cos, sin)
+            return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
         return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype, length: int | Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every angle, (1 or B, 1, L, size / 2)."""
         frequencies = self._frequencies(positions, dtype, length)
-        angles = positions.clamp(min=0).to(dtype)[:, None, :, None] * frequencies
+        # Positions of floats were counted up from an int ≥ 0.
+        real = positions if positions.is_floating_point() else positions.clamp(min=0).to(dtype)
+        angles = real[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.scaling is not None and self.scaling.magnitude != 1:
             cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
@@ -199,14 +209,16 @@ def _require_device(name: str, tensor: Tensor, q: Tensor, move: str) -> None:
         raise DeviceError(name, expected=f"q's device {q.device}", got=str(tensor.device), fix=fix)
 
 
-def _checked_positions(positions: object, q: Tensor) -> Tensor:
-    """Absolute positions (1 or B, L) of q (B, H, L, D)."""
+def _checked_positions(positions: object, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Absolute positions (1 or B, L) of q (B, H, L, D): integers, or of `dtype` if they count up from an int."""
     batch, length = q.shape[0], q.shape[2]
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
         expected = "an int ≥ 0, where the first token stands"
         fix = "Padding is marked per token, by −1 in a tensor (B, L)."
         first = integer("positions", positions, least=0, expected=expected, fix=fix)
-        return torch.arange(first, first + length, device=q.device)[None]  # (1, L)
+        if q.is_cpu or is_tracing():
+            return torch.arange(first, first + length, device=q.device)[None]  # (1, L)
+        return torch.arange(first, first + length, device=q.device, dtype=dtype)[None]
     expected = "an int or an integer tensor (L,) or (B, L)"
     positions = strided("positions", positions, expected, dtypes=INTEGERS)
     per_item = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)

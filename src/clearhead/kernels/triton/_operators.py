@@ -1,0 +1,275 @@
+"""`rows`, `columns` and `top_k`, each one operator of PyTorch: Triton kernels on a GPU, the formulas on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._formula import columns_by_formula, rows_by_formula, top_by_formula
+from ._terms import Terms
+
+ROWS = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
+LARGEST_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def available(query: Tensor) -> bool:
+    """Whether the kernels compute calls with such a query (B, H, L, D).
+
+    They need Triton, a CUDA device, D ≤ 256 and float32, bfloat16 or float16. ``CLEARHEAD_TRITON=0`` switches them off.
+    """
+    if os.environ.get("CLEARHEAD_TRITON") == "0" or not query.is_cuda:
+        return False
+    return query.dtype in DTYPES and query.shape[3] <= LARGEST_DIM and _is_installed()
+
+
+def rows(
+    query: Tensor,
+    key: Tensor,
+    terms: Terms,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    first_keys: Tensor | None = None,
+    want: Sequence[str] = ("lse",),
+) -> dict[str, Tensor]:
+    """Statistics with one number for each query, in one pass over the keys.
+
+    Args:
+        query: (B, H, L, D), any strides.
+        key: (B, Hkv, S, D), any strides; Hkv divides H.
+        terms: the mask, from `terms_of`.
+        scale: factor of the scores.
+        softcap: c of s ← c·tanh(s/c), or ``None``.
+        sinks: (H,), or ``None``.
+        first_keys: bool (1 or B, 1 or H, S), the keys whose mass is ``sink``.
+        want: names out of lse, entropy (nats), max_logit (the largest score), confidence (the largest weight), sink,
+            distance (positions) and visible (how many keys the query sees).
+
+    Returns:
+        Each, float32 (B, H, L). A query that sees no key has lse −∞ or its sink, max_logit −∞, and 0 in all others.
+    """
+    # Sorted, so that each set of names compiles once.
+    names = [name for name in ROWS if name in want]
+    numbers = torch.ops.clearhead.triton_rows(
+        query.detach(),
+        key.detach(),
+        None if sinks is None else sinks.detach(),
+        first_keys,
+        terms.tensors,
+        terms.numbers,
+        scale,
+        softcap or 0.0,
+        [ROWS.index(name) for name in names],
+    )
+    return dict(zip(names, numbers.unbind(0), strict=True))
+
+
+def columns(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    counted: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mass that each key receives, and the number of queries that see it, in one pass over the queries.
+
+    Args:
+        query, key, terms, scale, softcap: as for `rows`.
+        lse: float32 (B, H, L), with the sinks.
+        counted: bool (1 or B, L), the queries that are counted; ``None`` for all.
+
+    Returns:
+        Received mass and viewers, float32 (B, H, S) each. The same inputs give the same bits.
+    """
+    operands = query.detach(), key.detach(), lse.detach(), counted
+    received, viewers = torch.ops.clearhead.triton_columns(
+        *operands, terms.tensors, terms.numbers, scale, softcap or 0.0
+    )
+    return received, viewers
+
+
+def top_k(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    k: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k largest weights of each query, largest first; of equal ones the first key first.
+
+    Args:
+        query, key, terms, scale, softcap: as for `rows`.
+        lse: float32 (B, H, L), with the sinks.
+        k: how many, 1 ≤ k ≤ S.
+
+    Returns:
+        Weights float32 and numbers of keys int64, (B, H, L, k) each. Where fewer keys are visible, 0 and −1.
+    """
+    operands = query.detach(), key.detach(), lse.detach()
+    weights, keys = torch.ops.clearhead.triton_top_k(*operands, terms.tensors, terms.numbers, scale, softcap or 0.0, k)
+    return weights, keys
+
+
+_MASK = "Tensor?[] terms, SymInt[] numbers, float scale, float softcap"
+_library = torch.library.Library("clearhead", "FRAGMENT")
+_library.define(
+    f"triton_rows(Tensor query, Tensor key, Tensor? sinks, Tensor? first_keys, {_MASK}, int[] want) -> Tensor"
+)
+_library.define(f"triton_columns(Tensor query, Tensor key, Tensor lse, Tensor? counted, {_MASK}) -> (Tensor, Tensor)")
+_library.define(f"triton_top_k(Tensor query, Tensor key, Tensor lse, {_MASK}, SymInt k) -> (Tensor, Tensor)")
+
+
+def _terms(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Terms:
+    low, high, stop, shift = numbers
+    return Terms(low, high, stop, shift, *tensors)
+
+
+def _rows_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    sinks: Tensor | None,
+    first_keys: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    want: Sequence[int],
+) -> Tensor:
+    if _interprets():
+        return _rows_by_kernel(query, key, sinks, first_keys, tensors, numbers, scale, softcap, want)
+    found = rows_by_formula(
+        query, key, _terms(tensors, numbers), scale=scale, softcap=softcap, sinks=sinks, first_keys=first_keys
+    )
+    return torch.stack([found[ROWS[number]] for number in want])
+
+
+def _columns_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    counted: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    if _interprets():
+        return _columns_by_kernel(query, key, lse, counted, tensors, numbers, scale, softcap)
+    return columns_by_formula(query, key, lse, _terms(tensors, numbers), counted, scale, softcap)
+
+
+def _top_k_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    if _interprets():
+        return _top_k_by_kernels(query, key, lse, tensors, numbers, scale, softcap, k)
+    return top_by_formula(query, key, lse, _terms(tensors, numbers), k, scale, softcap)
+
+
+def _interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels on the CPU, as in tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and _is_installed()
+
+
+def _rows_by_kernel(
+    query: Tensor,
+    key: Tensor,
+    sinks: Tensor | None,
+    first_keys: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    want: Sequence[int],
+) -> Tensor:
+    from ._launch import rows_launch
+
+    names = [ROWS[number] for number in want]
+    terms, cap = _terms(tensors, numbers), softcap
+    launch = rows_launch(query, key, terms, scale=scale, softcap=cap, sinks=sinks, first_keys=first_keys, want=names)
+    return launch.run()[0]
+
+
+def _columns_by_kernel(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    counted: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    from ._launch import columns_launch
+
+    terms = _terms(tensors, numbers)
+    launch = columns_launch(query, key, lse, terms, counted=counted, scale=scale, softcap=softcap)
+    received, viewers = launch.run()
+    return received, viewers
+
+
+def _top_k_by_kernels(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    from ._top_launch import top_k_by_kernels
+
+    return top_k_by_kernels(query, key, lse, _terms(tensors, numbers), k, scale=scale, softcap=softcap)
+
+
+def _fake_rows(query: Tensor, *others: Any) -> Tensor:
+    want = others[-1]
+    return query.new_empty((len(want), *query.shape[:3]), dtype=torch.float32)
+
+
+def _fake_columns(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    shape = (*query.shape[:2], key.shape[2])
+    return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
+
+
+def _fake_top_k(query: Tensor, key: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    shape = (*query.shape[:3], others[-1])
+    return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
+
+
+_library.impl("triton_rows", _rows_by_kernel, "CUDA")
+_library.impl("triton_columns", _columns_by_kernel, "CUDA")
+_library.impl("triton_top_k", _top_k_by_kernels, "CUDA")
+_library.impl("triton_rows", _rows_on_cpu, "CPU")
+_library.impl("triton_columns", _columns_on_cpu, "CPU")
+_library.impl("triton_top_k", _top_k_on_cpu, "CPU")
+torch.library.register_fake("clearhead::triton_rows", _fake_rows, lib=_library)
+torch.library.register_fake("clearhead::triton_columns", _fake_columns, lib=_library)
+torch.library.register_fake("clearhead::triton_top_k", _fake_top_k, lib=_library)

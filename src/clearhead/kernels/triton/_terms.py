@@ -1,0 +1,145 @@
+"""A mask as the Triton kernels read it: plain numbers and tensors."""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import add, and_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._call.call import AttentionCall
+from ...masks._base import Mask
+from ...masks._documents import Documents
+from ...masks._grid import Block, Grid
+from ...masks._structure import Band, RowRanges, Structure, structure_of
+from ...positions._alibi import ALiBi, slopes_of
+
+
+class Terms(NamedTuple):
+    """A key is visible to a query if every term allows it. An absent term allows all keys.
+
+    Args:
+        low, high, stop: key j is visible to query i if i + low ≤ j ≤ i + high and j < stop.
+        shift: position of the first query minus position of the first key, for distances.
+        first: first visible key of each query, int32 (1 or B, 1 or L).
+        last: one past the last one, of the same shape. Both are passed, or neither.
+        keys: visible keys, bool (1 or B, S).
+        visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
+        bias: added to the scores, floats of such a shape; −∞ hides.
+        query_documents: document of each query, int64 (1 or B, L). Both documents are passed, or neither.
+        key_documents: of each key, int64 (1 or B, S). A key is visible to the queries of its document.
+        slopes: m of ALiBi, float32 (H,): m · |i + shift − j| is subtracted from the scores.
+        first_query: no query before it sees the key, int32 (1 or B, S). It spares work and hides nothing.
+        last_query: one past the last query that can see the key, likewise.
+    """
+
+    low: int
+    high: int
+    stop: int
+    shift: int = 0
+    first: Tensor | None = None
+    last: Tensor | None = None
+    keys: Tensor | None = None
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    slopes: Tensor | None = None
+    first_query: Tensor | None = None
+    last_query: Tensor | None = None
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        return self.low, self.high, self.stop, self.shift
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[4:]
+
+
+def terms_of(call: AttentionCall) -> Terms:
+    """The mask of a call, lowered without reading a value. A prepared mask is lowered once."""
+    mask, grid = call.mask, call.grid
+    if mask is None:
+        return Terms(-grid.query_length, grid.key_length, grid.key_length, grid.shift or 0)
+    return mask.lowered(grid, "triton", lambda: lower(mask, grid))
+
+
+def lower(mask: Mask, grid: Grid) -> Terms:
+    """The terms of a mask. A part without a structure is evaluated for the whole grid."""
+    structure, slopes, documents = Structure(), None, None
+    for part in mask.parts():
+        exact = structure_of(part, grid)
+        if exact.exact:
+            structure = structure.meet(exact)
+        elif isinstance(part, ALiBi) and grid.shift is not None and slopes is None:
+            slopes = slopes_of(torch.arange(grid.num_heads, device=grid.device), grid.num_heads, torch.float32)
+        elif isinstance(part, Documents) and grid.shift is not None and documents is None:
+            documents = part.on(grid.device)
+        else:
+            visible, bias = part.visible(Block(grid)), part.bias(Block(grid), torch.float32)
+            evaluated = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
+            structure = structure.meet(evaluated)
+    terms = _of_structure(structure, grid)._replace(slopes=slopes)
+    return terms if documents is None else _with_documents(terms, documents, grid)
+
+
+def _of_structure(structure: Structure, grid: Grid) -> Terms:
+    band = structure.band or Band.whole(grid)
+    rows = structure.rows
+    if structure.queries is not None:
+        unmasked = RowRanges(None, structure.queries * grid.key_length)  # a fully masked row is an empty range
+        rows = unmasked if rows is None else rows.meet(unmasked)
+    first, last = None, None
+    if rows is not None:
+        last = rows.stop.clamp(0, grid.key_length).int()
+        first = torch.zeros_like(last) if rows.first is None else rows.first.clamp(0, grid.key_length).int()
+        first, last = torch.broadcast_tensors(first, last)
+    return Terms(
+        band.low,
+        band.high,
+        band.stop,
+        grid.shift or 0,
+        first,
+        last,
+        structure.keys,
+        reduce(and_, structure.tensors) if structure.tensors else None,
+        reduce(add, [bias.detach() for bias in structure.biases]) if structure.biases else None,
+    )
+
+
+def _with_documents(terms: Terms, ids: Tensor, grid: Grid) -> Terms:
+    """Terms with documents, and with the ranges in which each document lies."""
+    query, key = (
+        position if isinstance(position, int) else 0 for position in (grid.query_positions, grid.key_positions)
+    )
+    of_queries = ids[:, query : query + grid.query_length].long().contiguous()
+    of_keys = ids[:, key : key + grid.key_length].long().contiguous()
+    first, last = _range_of(of_queries, of_keys)
+    if terms.first is not None and terms.last is not None:
+        first, last = torch.maximum(first, terms.first), torch.minimum(last, terms.last)
+    first_query, last_query = _range_of(of_keys, of_queries)
+    return terms._replace(
+        first=first,
+        last=last,
+        query_documents=of_queries,
+        key_documents=of_keys,
+        first_query=first_query,
+        last_query=last_query,
+    )
+
+
+def _range_of(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """For each id (1 or B, n) the first, and one past the last, place of that id in `others` (1 or B, m)."""
+    count = others.shape[1]
+    if count == 0:
+        empty = torch.zeros_like(ids, dtype=torch.int32)
+        return empty, empty
+    ordered, places = others.sort(dim=1, stable=True)
+    left = torch.searchsorted(ordered, ids)
+    right = torch.searchsorted(ordered, ids, right=True)
+    first = places.gather(1, left.clamp(max=count - 1))
+    last = places.gather(1, (right - 1).clamp(min=0)) + 1
+    return first.int(), torch.where(right > left, last, first).int()

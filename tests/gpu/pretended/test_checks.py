@@ -1,0 +1,25 @@
+"""`benchmarks.gpu --check` compares what it compares on a GPU: here on the pretended device."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu_check import all_checks, checked
+from benchmarks.gpu_check_cases import Check
+from tests.support.pretended_cuda.mode import PretendedDevice
+
+#: A pretended device captures and compiles nothing, and has no dropout.
+ABSENT = ("captured", "compiled", "MHA, ", "L=4096", "ALiBi", "dropout")
+#: `test_masks.py` has the other masks, in other shapes.
+CHECKS = [
+    check
+    for check in all_checks()
+    if not any(part in check.name for part in ABSENT)
+    and (check.explain is None or check.name.startswith("left-padded"))
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name.replace(" ", "_"))
+def test_a_check_passes(cuda: PretendedDevice, check: Check) -> None:
+    found = checked(check, "cuda")
+    assert found["faults"] == []
