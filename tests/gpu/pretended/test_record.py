@@ -182,7 +182,7 @@ def test_wrong_kernels_are_not_used(cuda: PretendedDevice, monkeypatch: pytest.M
     monkeypatch.setattr(_triton_check, "_trusted", {})
     if forced:
         monkeypatch.setenv("CLEARHEAD_TRITON", "1")
-        with pytest.raises(KernelError, match="failed their check on cuda:0 in torch.float32: entropy is wrong by"):
+        with pytest.raises(KernelError, match=r"failed their check on cuda:0 in torch.float32: entropy is wrong by"):
             clearhead.attention_statistics(query, key, statistics=FOUR)
         return
     with pytest.warns(RuntimeWarning, match=r"entropy is wrong by .* CLEARHEAD_TRITON=0 switches the kernels off"):
