@@ -87,7 +87,7 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
 
 def gives_lse(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether a batch without padding runs as packed sequences, whose kernel returns the log-sum-exp."""
-    if spec.device.type != "cuda" or spec.needs_gradients or spec.tracing or spec.transformed or spec.empty:
+    if spec.device.type != "cuda" or spec.gradients or spec.tracing or spec.transformed or spec.empty:
         return False
     dim, value_dim = spec.query.shape[3], spec.value.shape[3]
     if not is_one_kernel(spec.dtype, dim) or value_dim != dim or spec.softcap is not None or spec.sinks:
