@@ -285,7 +285,7 @@ def _packed_contest(device: str, tokens: int, heads: int, backward: bool) -> Con
     def padded() -> Tensor:
         """The tokens of a batch with padding behind them, as PyTorch's causal attention takes it."""
         shape = (DOCUMENTS, longest, heads, HEAD_DIM)
-        rows = [x.new_zeros(shape).index_put((row, column), x).transpose(1, 2) for x in (query, key, value)]
+        rows: Any = [x.new_zeros(shape).index_put((row, column), x).transpose(1, 2) for x in (query, key, value)]
         output = F.scaled_dot_product_attention(*rows, is_causal=True)
         return output.transpose(1, 2)[row, column]
 

@@ -65,11 +65,17 @@ def _compare(check: Check, device: str, found: dict[str, Any]) -> None:
         limits = _limits(check, device, exact := check.exact())
         shares = [_error(each, judge) / limit for each, judge, limit in zip(got, exact, limits, strict=True)]
         found["share"] = round(max(shares), 3)
+        if max(shares) > 1 and check.stock is not None:
+            errors = [_error(each.cpu(), judge) for each, judge in zip(check.stock(device), exact, strict=True)]
+            found["stock"] = round(max(error / limit for error, limit in zip(errors, limits, strict=True)), 3)
+            shares = [
+                share * limit / max(limit, error) for share, limit, error in zip(shares, limits, errors, strict=True)
+            ]
         if not max(shares) <= 1:
             faults.append(f"error {max(shares):.3g} of what is allowed, in {[f'{each:.3g}' for each in shares]}")
     elif not all(bool(each.isfinite().all()) for each in got):
         faults.append("results that are not finite")
-    seen = probe(run, device)
+    seen = probe(run, device, asks=not check.compiled)
     found |= vars(seen)
     if check.explain is not None:
         said = check.explain(device)
@@ -118,7 +124,8 @@ def _line(found: dict[str, Any]) -> str:
     how = [*([found["kernel"]] if found.get("kernel") else []), *dict.fromkeys(found.get("backends", ()))]
     parts = ["+".join(how)]
     if "share" in found:
-        parts.append(f"err {found['share']:.2g}")
+        stock = f" (PyTorch's own {found['stock']:.2g})" if "stock" in found else ""
+        parts.append(f"err {found['share']:.3g}{stock}")
     if found.get("kernels") is not None:
         parts += [f"{found['kernels']}k", f"{found['memory']:.0f}MB"]
         parts += [f"{len(found['waits'])}w"] if found["waits"] else []

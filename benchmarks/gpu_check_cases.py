@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import clearhead
@@ -46,11 +47,13 @@ class Place:
         device: of the operands.
         dtype: in which they are computed.
         values: whose numbers they have: they are rounded to it before.
+        stock: whether PyTorch's own attention computes it.
     """
 
     device: str
     dtype: torch.dtype
     values: torch.dtype
+    stock: bool = False
 
     def put(self, tensor: Tensor) -> Tensor:
         """Numbers on the device, a leaf of the graph."""
@@ -75,6 +78,9 @@ class Check:
         fused: whether one of PyTorch's fused kernels has to run.
         waits: how often Python may wait for the device; ``None`` for any number.
         memory: the most megabytes at the peak.
+        stock: PyTorch's own call of the same operands, on a device. Where it is less exact than `same` allows, ours may
+            be as inexact.
+        compiled: whether it is a graph, which does not ask PyTorch for its choice.
         explain: says which kernel runs.
     """
 
@@ -86,6 +92,8 @@ class Check:
     fused: bool = True
     waits: int | None = 0
     memory: float | None = None
+    stock: Callable[[str], Outputs] | None = None
+    compiled: bool = False
     explain: Callable[[str], Explanation] | None = None
 
 
@@ -99,13 +107,18 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def with_gradients(output: Tensor, leaves: Sequence[Tensor]) -> Outputs:
-    """The output, and the gradients for a fixed gradient of it."""
-    gradient = drawn(*output.shape, seed=2).bfloat16().to(output)
-    return output.detach(), *torch.autograd.grad(output, leaves, gradient)
+    """The output, and the gradients for a fixed gradient of it, which is computed where the output is."""
+    count = torch.arange(output.numel(), dtype=torch.float64, device=output.device).reshape(output.shape)
+    # Numbers that bfloat16 has.
+    gradient = ((count * 0.6180339887).frac() * 64 - 32).round() / 16
+    return output.detach(), *torch.autograd.grad(output, leaves, gradient.to(output.dtype))
 
 
-def rounded(name: str, dtype: torch.dtype, prepare: Prepare, **options: Any) -> Check:
+def rounded(name: str, dtype: torch.dtype, prepare: Prepare, stock: bool = False, **options: Any) -> Check:
     """A check of one prepared call: beside float64 on the CPU, in half precision also beside the same dtype there."""
+
+    def of_stock(device: str) -> Outputs:
+        return prepare(Place(device, dtype, dtype, stock=True))()
 
     def on_reference(dtype_of_call: torch.dtype) -> Outputs:
         with clearhead.use_kernel("reference"):
@@ -118,6 +131,7 @@ def rounded(name: str, dtype: torch.dtype, prepare: Prepare, **options: Any) -> 
         lambda device: prepare(Place(device, dtype, dtype)),
         lambda: on_reference(torch.float64),
         same,
+        stock=of_stock if stock and same is not None else None,
         **options,
     )
 
@@ -187,7 +201,15 @@ def _attend(mask: Callable[[str], Mask | None], poisoned: bool, options: dict[st
             for x in (key, value):
                 x[1, :, int(_lengths(LENGTH)[1]) :] = torch.nan
     made = mask(place.device)
+    if place.stock:
+        return lambda: with_gradients(_stock(query, key, value, made), (query, key, value))
     return lambda: with_gradients(clearhead.attention(query, key, value, made, **options), (query, key, value))
+
+
+def _stock(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+    """PyTorch's attention with a tensor of the mask."""
+    visible = None if mask is None else mask.dense(query.shape[2], key.shape[2]).to(query.device)
+    return F.scaled_dot_product_attention(query, key, value, visible, enable_gqa=key.shape[1] != query.shape[1])
 
 
 def _explain(mask: Callable[[str], Mask | None], dtype: torch.dtype, device: str) -> Explanation:
@@ -206,6 +228,7 @@ def attention_checks() -> Iterator[Check]:
                     label,
                     dtype,
                     partial(_attend, mask, name in ("lengths", "drop"), {}),
+                    name in ("none", "window", "documents", "prefix", "keep"),
                     fused=name not in UNFUSED,
                     explain=partial(_explain, mask, dtype),
                 )
@@ -293,6 +316,8 @@ def _long(mask: Callable[[str], Mask | None], device: str) -> Way:
 
 def _shaped(shape: tuple[int, int, int, int], kv: tuple[int, int], mask: Mask | None, place: Place) -> Way:
     leaves = query, key, value = _operands(place, shape, kv)
+    if place.stock:
+        return lambda: with_gradients(_stock(query, key, value, mask), leaves)
     return lambda: with_gradients(clearhead.attention(query, key, value, mask), leaves)
 
 
@@ -308,9 +333,12 @@ def _shapes() -> Iterator[Check]:
         ("D=24", (1, 2, 130, 24), (2, 130), None),
         ("one key", (1, 2, 7, 64), (2, 1), None),
     ):
-        yield rounded(label, torch.bfloat16, partial(_shaped, shape, kv, mask))
+        for dtype in (torch.float32, torch.bfloat16) if "grouped" in label else (torch.bfloat16,):
+            yield rounded(label, dtype, partial(_shaped, shape, kv, mask), True)
     # PyTorch's fused kernels take multiples of 8 in half precision.
-    yield rounded("D=13", torch.bfloat16, partial(_shaped, (1, 2, 130, 13), (2, 130), masks.causal()), fused=False)
+    yield rounded(
+        "D=13", torch.bfloat16, partial(_shaped, (1, 2, 130, 13), (2, 130), masks.causal()), True, fused=False
+    )
 
 
 def _packed() -> Iterator[Check]:

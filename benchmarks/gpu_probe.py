@@ -61,12 +61,13 @@ def is_real(device: str) -> bool:
     return device.startswith("cuda") and torch.version.cuda is not None
 
 
-def probe(run: Callable[[], object], device: str) -> Seen:
-    """Watch three calls: for waits and memory, for kernels, and for the choice of a backend.
+def probe(run: Callable[[], object], device: str, *, asks: bool = True) -> Seen:
+    """Watch calls: for waits and memory, for the choice of a backend, and for kernels.
 
     Args:
-        run: called three times; it should have been called before, because first calls compile and allocate.
+        run: called two or three times; it should have been called before, because first calls compile and allocate.
         device: on which it runs.
+        asks: whether PyTorch is asked for its choice, which a graph cannot hold.
     """
     real, seen = is_real(device), Seen()
     if real:
@@ -76,8 +77,9 @@ def probe(run: Callable[[], object], device: str) -> Seen:
         seen.waits = _waits(run)
         torch.cuda.synchronize()
         seen.memory = (torch.cuda.max_memory_allocated() - before) / 1e6
-        with _asking(seen.choices):
-            run()
+        if asks:
+            with _asking(seen.choices):
+                run()
     activities = [torch.profiler.ProfilerActivity.CPU]
     if real:
         activities.append(torch.profiler.ProfilerActivity.CUDA)

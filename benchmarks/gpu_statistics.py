@@ -18,11 +18,21 @@ from benchmarks.gpu_cases import Setting, operands, window_of
 from benchmarks.gpu_timing import device_samples, host_seconds
 from benchmarks.peers.work import Unsupported
 from clearhead import masks
-from clearhead.masks import Mask
 
-__all__ = ["ALL", "PER_QUERY", "RECEIVED", "long_record", "small_calls", "statistics_times"]
+__all__ = [
+    "ALL",
+    "ATTENTION",
+    "FOUR",
+    "PER_QUERY",
+    "PUBLIC_ALL",
+    "RECEIVED",
+    "WINDOW",
+    "long_record",
+    "small_calls",
+    "statistics_times",
+]
 
-#: Ways of a line, by what they compute.
+#: Ways of a line, by what they compute. What is not of `attention_statistics` calls the kernels alone.
 ATTENTION, PER_QUERY = "attention", "lse, entropy, max_logit, confidence"
 RECEIVED, ALL = "received, lse given", "all with top-8"
 FOUR, WINDOW, EAGER, COLREDUCE = (
@@ -31,6 +41,7 @@ FOUR, WINDOW, EAGER, COLREDUCE = (
     "eager, every weight",
     "flash-colreduce",
 )
+PUBLIC, PUBLIC_ALL = "attention_statistics without top-8", "attention_statistics with top-8"
 WANTED = ("entropy", "max_logit", "confidence", "received")
 #: Seconds that the statistics of the longest sequence may take.
 PATIENCE = 40.0
@@ -49,11 +60,13 @@ def statistics_times(setting: Setting, rounds: int, eager: bool) -> dict[str, An
     query, key, value = operands(setting)
     builders: dict[str, Callable[[], Callable[[], object]]] = {
         ATTENTION: lambda: lambda: clearhead.attention(query, key, value),
-        PER_QUERY: lambda: _rows(query, key),
-        RECEIVED: lambda: _columns(query, key),
-        FOUR: lambda: partial(_all, query, key, None, WANTED),
-        ALL: lambda: partial(_all, query, key, None, (*WANTED, "top_k")),
-        WINDOW: lambda: partial(_all, query, key, _window(setting), WANTED),
+        PER_QUERY: lambda: _kernels(query, key, "rows"),
+        RECEIVED: lambda: _kernels(query, key, "columns"),
+        FOUR: lambda: _kernels(query, key, "both"),
+        WINDOW: lambda: _kernels(query, key, "both", window_of(setting.length)),
+        ALL: lambda: _kernels(query, key, "all"),
+        PUBLIC: lambda: partial(_public, query, key, WANTED),
+        PUBLIC_ALL: lambda: partial(_public, query, key, (*WANTED, "top_k")),
         COLREDUCE: lambda: _colreduce(query, key),
     }
     if eager:
@@ -72,35 +85,28 @@ def statistics_times(setting: Setting, rounds: int, eager: bool) -> dict[str, An
     return {"ms": {name: statistics.median(each) * 1e3 for name, each in times.items()}, "skipped": skipped}
 
 
-def _window(setting: Setting) -> Mask:
-    return masks.causal() & masks.sliding_window(window_of(setting.length) - 1, 0)
+def _public(query: Tensor, key: Tensor, names: tuple[str, ...]) -> object:
+    return clearhead.attention_statistics(query, key, statistics=names, top_k=min(8, key.shape[2]))
 
 
-def _all(query: Tensor, key: Tensor, mask: Mask | None, names: tuple[str, ...]) -> object:
-    top_k = min(8, key.shape[2])
-    return clearhead.attention_statistics(query, key, mask, statistics=names, top_k=top_k)
-
-
-def _kernels() -> Any:
-    """Clearhead's kernels for statistics, without what stands around them."""
+def _kernels(query: Tensor, key: Tensor, what: str, window: int | None = None) -> Callable[[], object]:
+    """Clearhead's kernels for statistics, without what stands around them. A window is causal."""
     try:
-        return importlib.import_module("clearhead.kernels.triton")
+        kernels: Any = importlib.import_module("clearhead.kernels.triton")
     except ImportError as error:
         raise Unsupported("this Clearhead has no Triton kernels") from error
-
-
-def _rows(query: Tensor, key: Tensor) -> Callable[[], object]:
-    kernels = _kernels()
-    options: dict[str, Any] = {"scale": query.shape[-1] ** -0.5, "softcap": None, "sinks": None}
+    length, scale = key.shape[2], query.shape[-1] ** -0.5
+    terms = kernels.Terms(-length, length, length) if window is None else kernels.Terms(1 - window, 0, length)
     want = ("lse", "entropy", "max_logit", "confidence")
-    return lambda: kernels.rows(query, key, kernels.Terms(), **options, want=want)
+    given = kernels.rows(query, key, terms, scale=scale, want=("lse",))["lse"]
 
+    def run() -> object:
+        rows = {"lse": given} if what == "columns" else kernels.rows(query, key, terms, scale=scale, want=want)
+        received = kernels.columns(query, key, rows["lse"], terms, scale=scale) if what != "rows" else None
+        top = kernels.top_k(query, key, rows["lse"], terms, min(8, length), scale=scale) if what == "all" else None
+        return rows, received, top
 
-def _columns(query: Tensor, key: Tensor) -> Callable[[], object]:
-    kernels = _kernels()
-    options: dict[str, Any] = {"scale": query.shape[-1] ** -0.5, "softcap": None, "sinks": None}
-    lse = kernels.rows(query, key, kernels.Terms(), **options, want=("lse",))["lse"]
-    return lambda: kernels.columns(query, key, lse, kernels.Terms(), scale=options["scale"], softcap=None)
+    return run
 
 
 def _colreduce(query: Tensor, key: Tensor) -> Callable[[], object]:
@@ -118,19 +124,42 @@ def _eager(query: Tensor, key: Tensor, value: Tensor) -> object:
 
 
 def long_record(device: str, length: int, heads: int, head_dim: int = 128) -> dict[str, Any]:
-    """Megabytes (10⁶ bytes) at the peak beyond query and key, and seconds, of all statistics of a long sequence."""
-    names = (*WANTED, "top_k")
-    short_setting = Setting(device, max(16, length // 8), head_dim, heads=heads)
-    estimate = 64 * _seconds(lambda: _all(*operands(short_setting)[:2], None, names))
-    if estimate > PATIENCE:
-        return {"skipped": f"it would take {estimate:.0f} s"}
-    query, key, _ = operands(Setting(device, length, head_dim, heads=heads))
-    if device == "cpu":
-        return {"seconds": _seconds(lambda: _all(query, key, None, names))}
+    """Megabytes (10⁶ bytes) at the peak beyond query and key, and seconds, of all statistics of a long sequence.
+
+    The first of these is measured: `attention_statistics`, the kernels alone, the kernels alone without top-8. Reasons
+    why one was not are kept.
+    """
+    ways: dict[str, Callable[[Tensor, Tensor], Callable[[], object]]] = {
+        PUBLIC_ALL: lambda query, key: partial(_public, query, key, (*WANTED, "top_k")),
+        ALL: lambda query, key: _kernels(query, key, "all"),
+        FOUR: lambda query, key: _kernels(query, key, "both"),
+    }
+    skipped: dict[str, str] = {}
+    for name, build in ways.items():
+        try:
+            estimate = 64 * _seconds(build(*operands(Setting(device, max(16, length // 8), head_dim, heads=heads))[:2]))
+            if estimate <= PATIENCE:
+                return {
+                    "what": name,
+                    **_peak(build, Setting(device, length, head_dim, heads=heads)),
+                    "skipped": skipped,
+                }
+            skipped[name] = f"it would take {estimate:.0f} s"
+        except Exception as error:
+            skipped[name] = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+    return {"skipped": skipped}
+
+
+def _peak(build: Callable[[Tensor, Tensor], Callable[[], object]], setting: Setting) -> dict[str, float]:
+    query, key, value = operands(setting)
+    del value
+    run = build(query, key)
+    if setting.device == "cpu":
+        return {"seconds": _seconds(run)}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    seconds = _seconds(lambda: _all(query, key, None, names))
+    seconds = _seconds(run)
     return {"seconds": seconds, "MB": (torch.cuda.max_memory_allocated() - before) / 1e6}
 
 

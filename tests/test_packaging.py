@@ -12,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+import clearhead
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "clearhead"
@@ -21,6 +24,18 @@ pytestmark = pytest.mark.skipif(
     int(importlib.metadata.version("setuptools").split(".")[0]) < 77,
     reason="pyproject.toml takes setuptools 77, which pip installs for a build and an environment need not have",
 )
+
+
+def test_the_changelog_and_the_citation_name_the_version() -> None:
+    """The newest section of the changelog is that of this version and its date, *Unreleased* while it is developed."""
+    changelog, citation = ((ROOT / name).read_text(encoding="utf-8") for name in ("CHANGELOG.md", "CITATION.cff"))
+    heading = next(line.removeprefix("## ") for line in changelog.splitlines() if line.startswith("## "))
+    if ".dev" in clearhead.__version__:
+        assert heading == "Unreleased"
+        return
+    cited = yaml.safe_load(citation)
+    assert cited["version"] == clearhead.__version__
+    assert heading == f"{clearhead.__version__} ({cited['date-released']})"
 
 
 def names_in(suffixes: tuple[str, ...]) -> set[str]:

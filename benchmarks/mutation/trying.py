@@ -45,7 +45,7 @@ HOMES = {
     "_statistics": ("tests/inspection",),
     "caches": ("tests/caches",),
 }
-SKIPPED = ("test_builds.py", "test_headers.py", "test_docs.py", "test_examples.py", "test_public_surface.py")
+SKIPPED = ("test_builds.py", "test_docs.py", "test_examples.py", "test_public_surface.py")
 FIRST_SECONDS, MOST_SECONDS = 6, 60  # of tests that a mutant is tried with, first and altogether
 PYTEST = ("-n", "0", "-q", "-p", "no:cacheprovider", "-o", "addopts=-m 'not slow'")
 PYTEST = (*PYTEST, "-W", "ignore::pytest.PytestAssertRewriteWarning")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import caches, checkpoints, errors, kernels, masks, nn, positions, transformer
 from ._attention import attention, explain
 from ._call.heads import merge_heads, split_heads
+from ._environment import check_values
 from ._latent import MultiHeadLatentAttention
 from ._layer.linear import use_linear
 from ._multihead import MultiHeadAttention
@@ -45,6 +46,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "caches",
+    "check_values",
     "checkpoints",
     "downgrade",
     "errors",

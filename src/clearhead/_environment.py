@@ -51,6 +51,34 @@ class _State(threading.local):
 state = _State()
 forced_kernels: Forced[Any] = Forced()  # by `use_kernel`
 forced_linears: Forced[str] = Forced()  # by `use_linear`
+_checked: Forced[bool] = Forced()  # by `check_values`
+
+
+class check_values(forcing[bool]):
+    """Check values that lie on a GPU too, inside a ``with`` block, in this thread.
+
+    Clearhead checks lengths, positions, marks, boundaries and indices. On the CPU it always does. On a GPU each check
+    waits for the device, so it is left out. Wrong values then never read or write outside a tensor, and the page on
+    GPUs says what each of them does. Use the block to look for a mistake. Graphs are never checked.
+
+    Raises:
+        ArgumentError, DTypeError, CacheError: inside the block, for the first wrong value.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> with clearhead.check_values():
+        ...     clearhead.attention(x, x, x, clearhead.masks.lengths(torch.tensor([2]))).shape
+        torch.Size([1, 2, 3, 4])
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_checked, True)
+
+
+def reads_values(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are checked now."""
+    return not is_tracing() and not tensor.is_meta and (tensor.is_cpu or bool(_checked.value))
 
 
 class Environment(NamedTuple):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import clearhead
 from clearhead.cli import _output as output
-from clearhead.cli._app import main
+from clearhead.cli import main
 from clearhead.inspection import _doctor as inspection
 from clearhead.inspection._doctor import CASES
 from clearhead.kernels._chunked import ChunkedKernel

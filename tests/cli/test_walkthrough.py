@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from clearhead.cli._app import main
+from clearhead.cli import main
 
 
 def run(*arguments: str, charset: str = "utf-8") -> Result:

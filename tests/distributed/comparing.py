@@ -236,7 +236,6 @@ def _numbers(found: Any, weights: Tensor | None) -> dict[str, Tensor]:
     the exact weights at these keys, of `weights` (B, H, l, S); without them, the weights as they were found.
     """
     numbers: dict[str, Tensor] = {"counted": found.counted} | found.results
-    assert torch.equal(numbers.pop("hidden_queries"), (~found.sees).sum(-1))
     if "top_k" in numbers:
         indices, found_weights = numbers.pop("top_k")
         at_keys = found_weights

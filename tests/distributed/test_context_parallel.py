@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import clearhead
 from clearhead import masks
-from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
+from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 from clearhead.transformer import EncoderLayer, FeedForward
 from tests.support.native import needs_native
 
@@ -200,10 +200,8 @@ def test_what_is_wrong_on_one_process_is_refused_on_all(wrong_rank: int) -> None
         (context_parallel, {"module": None}, "module: expected a MultiHeadAttention, or a layer"),
         (context_parallel, {"module": module}, "got one after context_parallel"),
         (tensor_parallel, {"module": module}, "got one after context_parallel"),
-        (gather_sequence, {"dim": 0.5}, "dim: expected"),
-        (gather_sequence, {"tensor": None}, "tensor: expected"),
     ):
-        good = {"mesh": line(), **({"tensor": x} if split is gather_sequence else {"module": attention(4)})}
+        good = {"mesh": line(), "module": attention(4)}
         with refuses(said):
             split(**(good | (wrong if dist.get_rank() == wrong_rank else {})))
 

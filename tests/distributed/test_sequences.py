@@ -88,6 +88,7 @@ _X = torch.zeros(2, 4, 3)
 #: A wrong argument of one process, and what all of them say.
 WRONG: list[tuple[str, Any, str]] = [
     ("mesh", None, "mesh: expected a DeviceMesh, got NoneType"),
+    ("dim", 0.5, "dim: expected"),
     ("dim", 3, "dim: expected an int from -3 to 2"),
     ("layout", "spiral", "layout: expected 'contiguous' or 'zigzag', got 'spiral'"),
     ("layout", "zigzag", "gather_sequence: layout: expected the same in every process"),

@@ -1,12 +1,14 @@
-"""The package as `setup.py` builds it elsewhere: by a compiler without OpenMP, and where there is none."""
+"""The package as `setup.py` builds it elsewhere: without OpenMP, without a compiler; and every header by itself."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +33,11 @@ for threads in (1, 2):
         with clearhead.use_kernel("native"):
             assert clearhead.attention(x, x, x).isfinite().all()
 """
+FOLDER = ROOT / "src/clearhead/_native"
+HEADERS = sorted(path.name for path in FOLDER.glob("*.h"))
+#: Those that name AVX-512's functions.
+OF_PAIRS = ("pairs.h", "pair_layouts.h", "forward_pairs.h", "backward_pairs.h")
+FEATURES = ["avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512bf16", "avx2", "fma", "f16c"]
 #: Everything that runs in several threads where there is OpenMP, and both passes of every kind of call.
 TESTS = ("test_native_blocks.py",)
 
@@ -101,3 +108,17 @@ def test_loading_runs_no_code_of_an_instruction_set() -> None:
     if b"_GLOBAL__sub_I_module" not in symbols:
         pytest.skip("the symbols were stripped")
     assert b"_GLOBAL__sub_I_isa" not in symbols
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_by_itself(header: str) -> None:
+    flags: list[str] = []
+    if header in OF_PAIRS:
+        if platform.machine() != "x86_64":
+            pytest.skip("it is for x86-64 only")
+        flags = [f"-m{feature}" for feature in FEATURES]
+    command = ["g++", "-std=gnu++17", "-fsyntax-only", "-w", "-x", "c++", f"-I{sysconfig.get_paths()['include']}"]
+    done = subprocess.run([*command, *flags, str(FOLDER / header)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import clearhead
+from clearhead.plot import given
+from clearhead.plot._collect import SectionPicture, collect
+from clearhead.plot._tokens import Texts, as_texts
+
+__all__ = ["KEPT", "SectionPicture", "Two", "collect", "record_pair", "record_two", "section"]
 
 KEPT: dict[str, Any] = {"keep": "queries_keys"}
 
@@ -43,3 +49,8 @@ def record_pair(source: int = 7, target: int = 5) -> Any:
     with clearhead.record(model, **KEPT) as rec, torch.no_grad():
         model(torch.randn(1, source, 12), torch.randn(1, target, 12))
     return rec
+
+
+def section(weights: Sequence[Tensor], tokens: Texts | None = None, keys: Texts | None = None) -> SectionPicture:
+    """What pictures show of these weights."""
+    return collect(given(weights), as_texts(tokens), as_texts(keys))[0].sections[0]

@@ -10,12 +10,11 @@ import torch
 import clearhead
 from clearhead.plot import _page_maker as pages
 from clearhead.plot import page
-from clearhead.plot._collect import collect
 from clearhead.plot._detail import Detail, pooled_map, pooled_rows
 from clearhead.plot._page_maker import PageMaker
 
 from .pages import Contents
-from .recorded import Two, record_two
+from .recorded import Two, collect, record_two
 
 LENGTH = 300
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.plot import Tokens, given
-from clearhead.plot._collect import SectionPicture, collect
+from clearhead.plot import Tokens
 from clearhead.plot._heads import HeadSummary, average, clearest_head, summarize
+
+from .recorded import section
 
 LENGTH = 7
 
@@ -31,10 +32,6 @@ def softened(weights: Tensor) -> Tensor:
     return 0.9999 * weights + 0.0001 / weights.shape[-1]
 
 
-def picture(*layers: Tensor, tokens: Tokens | None = None) -> SectionPicture:
-    return collect(given(layers), None if tokens is None else [tokens])[0].sections[0]
-
-
 @pytest.mark.parametrize(
     ("weights", "kind"),
     [
@@ -48,22 +45,20 @@ def picture(*layers: Tensor, tokens: Tokens | None = None) -> SectionPicture:
     ],
 )
 def test_kinds(weights: Tensor, kind: str) -> None:
-    [[head]] = summarize(picture(softened(weights)[None], tokens=TOKENS))
+    [[head]] = summarize(section([softened(weights)[None]], TOKENS))
     assert head.kind == kind
 
 
 def test_between_two_texts_neighbours_mean_nothing() -> None:
-    weights = torch.eye(LENGTH)[None]
-    [item] = collect(given([weights]), [TOKENS], [Tokens(list("tuvwxyz"))])
-    [[head]] = summarize(item.sections[0])
+    [[head]] = summarize(section([torch.eye(LENGTH)[None]], TOKENS, Tokens(list("tuvwxyz"))))
     assert head.kind == "one"
     assert head.contrast == pytest.approx(1 - 1 / LENGTH)
 
 
 def test_between_two_texts_several_keys_are_several_places() -> None:
     halves = (torch.eye(LENGTH) + torch.eye(LENGTH).roll(1, 1)) / 2
-    [item] = collect(given([softened(halves)[None]]), [TOKENS], [Tokens(["<s>", *"uvwxyz"])])
-    assert summarize(item.sections[0])[0][0].kind == "mixed"
+    [[head]] = summarize(section([softened(halves)[None]], TOKENS, Tokens(["<s>", *"uvwxyz"])))
+    assert head.kind == "mixed"
 
 
 def test_entropy_is_the_mean_over_queries_in_nats() -> None:
@@ -71,7 +66,7 @@ def test_entropy_is_the_mean_over_queries_in_nats() -> None:
     halves[:, :2] = 0.5
     sure = torch.eye(4)
     sure[2:] = halves[2:]
-    [heads] = summarize(picture(softened(torch.stack([halves, torch.full((4, 4), 0.25), sure]))))
+    [heads] = summarize(section([softened(torch.stack([halves, torch.full((4, 4), 0.25), sure]))]))
     assert [head.entropy for head in heads] == pytest.approx([math.log(2), math.log(4), math.log(2) / 2], abs=2e-3)
     assert [head.spread for head in heads] == pytest.approx([0.5, 1.0, 0.25], abs=2e-3)
 
@@ -80,7 +75,7 @@ def test_the_clearest_head_is_no_stripe_and_no_diagonal() -> None:
     stripe = torch.nn.functional.one_hot(torch.full((LENGTH,), 3), LENGTH).float()
     telling = torch.nn.functional.one_hot(torch.tensor([0, 4, 5, 1, 1, 2, 0]), LENGTH).float()
     first, second = torch.stack([looking(0), stripe]), torch.stack([looking(-1), telling, AT_FIRST])
-    assert clearest_head(summarize(picture(first, second, tokens=TOKENS))) == (1, 1)
+    assert clearest_head(summarize(section([first, second], TOKENS))) == (1, 1)
 
 
 def test_contrast_is_what_the_whole_matrix_says() -> None:
@@ -88,14 +83,14 @@ def test_contrast_is_what_the_whole_matrix_says() -> None:
     far = (torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]).abs() > 1
     special = torch.tensor(SPECIAL)
     beyond = ((weights - weights.mean(1, keepdim=True)) * (far & ~special)).amax(-1)[:, ~special].mean(-1)
-    [heads] = summarize(picture(weights, tokens=TOKENS))
+    [heads] = summarize(section([weights], TOKENS))
     assert [head.contrast for head in heads] == pytest.approx(beyond.tolist(), abs=1e-6)
 
 
 def test_one_token_and_no_weight_at_all() -> None:
-    [[one]] = summarize(picture(torch.ones(1, 1, 1)))
+    [[one]] = summarize(section([torch.ones(1, 1, 1)]))
     assert (one.entropy, one.spread, one.kind) == (0, 0, "itself")
-    [[none]] = summarize(picture(torch.zeros(1, 3, 3)))
+    [[none]] = summarize(section([torch.zeros(1, 3, 3)]))
     assert (none.entropy, none.kind, none.contrast) == (0, "mixed", 0)
 
 

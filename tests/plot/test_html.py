@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import clearhead
-from clearhead.cli._demo import default_model_path
 from clearhead.errors import ArgumentError, RecordError, ShapeError
 from clearhead.plot import Tokens, given, page
+from tests.support.models import minilm
 
 from .pages import Contents, Elements
 from .recorded import KEPT, Two, record_pair, record_two
@@ -233,8 +233,7 @@ def test_modules_that_ran_unequally_often() -> None:
 
 def test_all_of_minilm_at_512_tokens_is_below_three_megabytes(record_property: Any) -> None:
     """72 heads; every weight of all of them at four decimals in JSON would be about 150 MB."""
-    path = default_model_path()
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
+    tokenizer, model = AutoTokenizer.from_pretrained(minilm()), AutoModel.from_pretrained(minilm()).eval()
     text = (Path(__file__).parent.parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     encoded = tokenizer(text, truncation=True, max_length=512, return_tensors="pt")
     with torch.no_grad(), clearhead.record(model, statistics=FOUR, **KEPT) as rec:

@@ -22,7 +22,6 @@ from clearhead.plot._image_plots import over_picture
 from clearhead.plot._image_sheet import draw_image_sheet
 from clearhead.plot._patch_looks import end_of, levels_of
 from clearhead.plot._patches import PatchLayout, Tiles
-from clearhead.plot._picture import as_picture, open_picture
 
 from .pages import Contents
 from .recorded import KEPT, record_two
@@ -70,6 +69,11 @@ def recorded(model: nn.Module, pixels: Tensor, **options: Any) -> Any:
 def _vit() -> Any:
     torch.manual_seed(2)
     return recorded(build("vit"), PICTURE[None])
+
+
+def pixels_of(contents: Contents) -> Tensor:
+    """The picture that a page carries."""
+    return contents.array(0, contents.data["items"][0]["picture"]["pixels"], 3, SIZE[0], SIZE[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,8 +130,7 @@ def test_the_page_carries_every_weight_and_the_picture(vit: Any) -> None:
     torch.testing.assert_close(shown.float(), vit.weights(1)[0], rtol=0, atol=6e-5)
     item = contents.data["items"][0]
     assert item["sections"][0]["patches"] == {"prefix": 1, "grid": [3, 3], "cell": [4, 4], "side": 1}
-    pixels = contents.array(0, item["picture"]["pixels"], 3, *SIZE[:1], SIZE[0])
-    assert torch.equal(pixels.to(torch.uint8), picture)
+    assert torch.equal(pixels_of(contents).to(torch.uint8), picture)
     assert contents.text(0, 0, "keys")["names"][:3] == ["class", "patch 0, 0", "patch 0, 1"]
 
 
@@ -207,9 +210,8 @@ def test_a_processor_gives_the_part_of_the_picture_that_the_model_saw(tmp_path: 
     image.save(tmp_path / "photo.png")
     rec = recorded(build("clip"), processor(images=image, return_tensors="pt")["pixel_values"])
     contents = Contents(rec.page(image=tmp_path / "photo.png", processor=processor).text)
-    place = contents.data["items"][0]["picture"]["pixels"]
-    pixels = contents.array(0, place, 3, SIZE[0], SIZE[0])
-    assert torch.equal(pixels, torch.tensor([10.0, 200.0, 30.0])[:, None, None].expand(3, SIZE[0], SIZE[0]).long())
+    green = torch.tensor([10, 200, 30])[:, None, None]
+    assert torch.equal(pixels_of(contents), green.expand(3, SIZE[0], SIZE[0]))
     refusals: list[tuple[type[Exception], str, Any]] = [
         (ShapeError, r"image: expected a picture of 12 × 12 pixels.* got one of 60 × 24", None),
         (ShapeError, r"processor: expected a picture of 12 × 12 pixels", lambda picture: torch.zeros(3, 5, 5)),
@@ -304,16 +306,17 @@ def huge(folder: Path) -> Path:
         (huge, "20000 × 20000|which is larger"),
     ],
 )
-def test_files_that_are_no_pictures_or_too_large(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+def test_files_that_are_no_pictures_or_too_large(
+    vit: Any, tmp_path: Path, make: Callable[[Path], Path], message: str
+) -> None:
     with pytest.raises(ArgumentError, match=message):
-        open_picture(make(tmp_path))
+        vit.page(image=make(tmp_path))
 
 
-def test_pictures_are_taken_however_they_are_given() -> None:
-    grey = numpy.arange(6, dtype="uint8").reshape(2, 3) * 40
-    expected = torch.as_tensor(grey)[None].expand(3, -1, -1)
+def test_pictures_are_taken_however_they_are_given(vit: Any) -> None:
+    grey = numpy.arange(SIZE[0] ** 2, dtype="uint8").reshape(SIZE[0], SIZE[0])
     for given_as in (grey, torch.as_tensor(grey), Image.fromarray(grey), grey[..., None], grey / 255):
-        assert torch.equal(as_picture(given_as), expected)
+        assert pixels_of(Contents(vit.page(image=given_as).text)).eq(torch.as_tensor(grey)).all()
 
 
 def test_more_weight_is_darker_whatever_the_picture() -> None:

@@ -12,15 +12,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from clearhead.plot import given
-from clearhead.plot._collect import collect
 from clearhead.plot._crops import with_crops
 from clearhead.plot._fonts import characters_of, figure_bytes, fonts
 from clearhead.plot._scale import scale_end
 from clearhead.plot._sheet import draw_sheet
-from clearhead.plot._tokens import as_texts
 
-from .recorded import record_two
+from .recorded import collect, record_two, section
 
 
 def random_weights(layers: int, heads: int, length: int, keys: int) -> list[Tensor]:
@@ -30,8 +27,7 @@ def random_weights(layers: int, heads: int, length: int, keys: int) -> list[Tens
 def sheet(
     weights: list[Tensor], tokens: list[str], layer: int, head: int, keys: list[str] | None = None, **options: object
 ) -> Figure:
-    [item] = collect(given(weights), as_texts(tokens), as_texts(keys))
-    return draw_sheet(item.sections[0], layer, head, **options)  # type: ignore[arg-type]
+    return draw_sheet(section(weights, tokens, keys), layer, head, **options)  # type: ignore[arg-type]
 
 
 def test_the_large_map_is_the_chosen_head() -> None:

@@ -7,13 +7,11 @@ import io
 import pytest
 import torch
 from rich.console import Console, RenderableType
-from torch import Tensor
 
-from clearhead.plot import given
-from clearhead.plot._collect import SectionPicture, collect
 from clearhead.plot._heads import summarize
 from clearhead.plot._terminal import colored_tokens, overview, sparkline, top_keys
-from clearhead.plot._tokens import as_texts
+
+from .recorded import section
 
 
 def shown(what: RenderableType, width: int = 80, *, terminal: bool = False) -> str:
@@ -22,13 +20,9 @@ def shown(what: RenderableType, width: int = 80, *, terminal: bool = False) -> s
     return file.getvalue()
 
 
-def picture(weights: list[Tensor], tokens: list[str] | None = None, keys: list[str] | None = None) -> SectionPicture:
-    return collect(given(weights), as_texts(tokens), as_texts(keys))[0].sections[0]
-
-
 def test_overview_has_a_cell_per_head() -> None:
     weights = [torch.eye(4).repeat(3, 1, 1), torch.full((3, 4, 4), 0.25)]
-    lines = shown(overview(summarize(picture(weights)), chosen=(1, 2))).splitlines()
+    lines = shown(overview(summarize(section(weights)), chosen=(1, 2))).splitlines()
     assert lines[0].split() == ["layer", "0", "1", "2"]
     assert lines[1].split() == ["0", "i", "0.0", "i", "0.0", "i", "0.0"]
     assert lines[2].split() == ["1", "b", "1.4", "b", "1.4>b", "1.4"]
@@ -48,7 +42,7 @@ def test_overview_has_a_cell_per_head() -> None:
     ],
 )
 def test_overview_of_any_statistic(numbers: list[list[float]], cells: list[str]) -> None:
-    summaries = summarize(picture([torch.eye(4).repeat(3, 1, 1)]))
+    summaries = summarize(section([torch.eye(4).repeat(3, 1, 1)]))
     line = shown(overview(summaries, numbers=("sink", numbers))).splitlines()[1]
     assert [line[start : start + 6].strip() for start in (5, 11, 17)] == cells
     assert line.startswith("    0")
@@ -56,7 +50,7 @@ def test_overview_of_any_statistic(numbers: list[list[float]], cells: list[str])
 
 
 def test_overview_continues_where_the_terminal_ends() -> None:
-    text = shown(overview(summarize(picture([torch.eye(2).repeat(32, 1, 1)])), width=60), width=60)
+    text = shown(overview(summarize(section([torch.eye(2).repeat(32, 1, 1)])), width=60), width=60)
     assert max(len(line) for line in text.splitlines()) <= 60
     headers = [line.split()[1:] for line in text.splitlines() if line.startswith("layer")]
     assert [int(number) for header in headers for number in header] == list(range(32))
@@ -64,14 +58,14 @@ def test_overview_continues_where_the_terminal_ends() -> None:
 
 
 def test_colour_only_in_a_terminal() -> None:
-    for what in (overview(summarize(picture([torch.eye(2)[None]]))), colored_tokens(["a", "b"], [0.1, 1.0])):
+    for what in (overview(summarize(section([torch.eye(2)[None]]))), colored_tokens(["a", "b"], [0.1, 1.0])):
         assert "\x1b[" in shown(what, terminal=True)
         assert "\x1b[" not in shown(what)
 
 
 def test_top_keys_in_order() -> None:
-    section = picture([torch.tensor([[[0.1, 0.6, 0.3], [0.0, 0.25, 0.75]]])], ["a", "b"], ["x", "y", "z"])
-    lines = shown(top_keys(section, 0, 0)).splitlines()
+    drawn = section([torch.tensor([[[0.1, 0.6, 0.3], [0.0, 0.25, 0.75]]])], ["a", "b"], ["x", "y", "z"])
+    lines = shown(top_keys(drawn, 0, 0)).splitlines()
     assert [line.split() for line in lines] == [
         ["a", "→", "y", "0.60", "z", "0.30", "x", "0.10"],
         ["b", "→", "z", "0.75", "y", "0.25"],
@@ -81,21 +75,21 @@ def test_top_keys_in_order() -> None:
 def test_a_query_that_sees_nothing() -> None:
     weights = torch.eye(2)
     weights[1] = 0
-    section = picture([weights[None]], ["a", "b"])
-    assert shown(top_keys(section, 0, 0)).splitlines()[1].split() == ["b", "→", "nothing"]
+    drawn = section([weights[None]], ["a", "b"])
+    assert shown(top_keys(drawn, 0, 0)).splitlines()[1].split() == ["b", "→", "nothing"]
 
 
 def test_top_keys_of_long_texts_stop() -> None:
-    section = picture([torch.eye(100)[None]], [f"t{i}" for i in range(100)])
-    text = shown(top_keys(section, 0, 0))
+    drawn = section([torch.eye(100)[None]], [f"t{i}" for i in range(100)])
+    text = shown(top_keys(drawn, 0, 0))
     assert "and 40 more tokens" in text
     assert "t60" not in text
 
 
 def test_tokens_are_neither_markup_nor_escape_codes() -> None:
     tokens = ["[bold]", "\x1b[2J", "街"]
-    section = picture([torch.eye(3)[None]], tokens)
-    for what in (top_keys(section, 0, 0), colored_tokens(tokens, [1.0, 2.0, 3.0])):
+    drawn = section([torch.eye(3)[None]], tokens)
+    for what in (top_keys(drawn, 0, 0), colored_tokens(tokens, [1.0, 2.0, 3.0])):
         text = shown(what, terminal=True)
         assert "[bold]" in text
         assert "\\x1b[2J" in text

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from clearhead.cli._demo import default_model_path
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.plot._tokens import Tokens, as_texts, read_tokens
+from clearhead.plot import Tokens, read_tokens
+from clearhead.plot._tokens import as_texts
+from tests.support.models import minilm
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_words_may_be_given_by_any_numbers() -> None:
 
 
 def test_a_tokenizers_own_words_and_special_tokens() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(default_model_path())
+    tokenizer = AutoTokenizer.from_pretrained(minilm())
     encoding = tokenizer("Tokenizers aren't [MASK]ed.")
     tokens = read_tokens(tokenizer, encoding["input_ids"], words=encoding.word_ids(0))
     assert tokens.names[:4] == ("[CLS]", "token", "##izer", "##s")

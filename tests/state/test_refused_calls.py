@@ -44,6 +44,7 @@ BLOCKS: dict[str, Block] = {
     "intervene in a head that is not there": lambda model: clearhead.intervene(model, {("one", 7): 0.0}),
     "intervene with a patch that does not fit": lambda model: clearhead.intervene(model, {("two", 0): torch.ones(7)}),
     "use_kernel": lambda model: clearhead.use_kernel("reference"),
+    "check_values": lambda model: clearhead.check_values(),
     "use_linear": lambda model: clearhead.use_linear("pytorch"),
     "monitor": lambda model: clearhead.monitor(model, 1, to=lambda step, values: None),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import final
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import strided, with_values
-from .._environment import is_tracing
+from .._environment import is_tracing, reads_values
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
@@ -53,6 +54,12 @@ class PackedSequences:
         """(Tk,) likewise."""
         return _positions(self.cu_seqlens_k, self.tokens[1])
 
+    @cached_property
+    def int32(self) -> tuple[Tensor, Tensor]:
+        """The boundaries as PyTorch's kernels read them, converted once for all layers."""
+        of_queries = self.cu_seqlens_q.int()
+        return of_queries, of_queries if self.cu_seqlens_k is self.cu_seqlens_q else self.cu_seqlens_k.int()
+
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each sequence."""
         for (start, stop), (first, last) in zip(pairwise(self.queries), pairwise(self.keys), strict=True):
@@ -89,6 +96,9 @@ def read_sequences(
     tokens = (query.shape[0], key.shape[0])
     # A graph must hold for other boundaries, and an accelerator would be waited for.
     if is_tracing() or bounds[0].device.type not in ("cpu", "meta"):
+        if reads_values(bounds[0]):
+            for name, each, count, most in zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, tokens, longest, strict=True):
+                _checked(name, each, count, most)
         if not is_tracing():  # unread, they must at least lie within the tensors
             limited = [each.clamp(0, count).cummax(0).values for each, count in zip(bounds, tokens, strict=True)]
             bounds = limited[0], limited[0] if same else limited[1]

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._call.sequences import PackedSequences
 
@@ -18,7 +19,7 @@ class Tokens:
 
     Args:
         shape: B and the length of an item with its padding.
-        real: bool (B, length), the tokens that are not padding; ``None`` for all.
+        real: bool (B, length), the tokens that are not padding, on the CPU; ``None`` for all.
         indices: (T,) which of the B · length tokens; ``None`` for all.
         counts: how many of each item.
     """
@@ -77,7 +78,7 @@ class Tokens:
 
 
 def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
-    """Find the tokens that are not padding.
+    """Find the tokens that are not padding. On an accelerator this reads the marks, once.
 
     Args:
         real: bool (1 or B, length), true for them; ``None`` for all.
@@ -86,10 +87,17 @@ def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
     if real is None:
         return Tokens((batch, length), None, None, [length] * batch)
     real = real.expand(batch, length)
-    counts: list[int] = real.sum(1).tolist()
+    marks = real.cpu()  # what follows from values is found there
+    counts: list[int] = marks.sum(1).tolist()
+    total = sum(counts)
     # Where nothing is padding the tokens are a view, which costs no gathering.
-    indices = None if sum(counts) == batch * length else real.flatten().nonzero()[:, 0]
-    return Tokens((batch, length), real, indices, counts)
+    if total == batch * length:
+        indices = None
+    elif real.is_cpu:
+        indices = real.flatten().nonzero()[:, 0]
+    else:  # with a known number of results nobody waits
+        indices = torch.nonzero_static(real.flatten(), size=total)[:, 0]
+    return Tokens((batch, length), marks, indices, counts)
 
 
 def sequences_between(queries: Tokens, keys: Tokens) -> PackedSequences:
@@ -98,3 +106,12 @@ def sequences_between(queries: Tokens, keys: Tokens) -> PackedSequences:
     cu_seqlens_q = torch.tensor(q_bounds, device="cpu")
     cu_seqlens_k = cu_seqlens_q if keys is queries else torch.tensor(k_bounds, device="cpu")
     return PackedSequences(cu_seqlens_q, cu_seqlens_k, q_bounds, k_bounds, (q_bounds[-1], k_bounds[-1]))
+
+
+def sequences_of(tokens: Tokens, real: Tensor) -> PackedSequences:
+    """The sequences in which each item's tokens attend to each other, with boundaries on the device of `real`."""
+    if real.is_cpu:
+        return sequences_between(tokens, tokens)
+    total, longest = sum(tokens.counts), max(tokens.counts)
+    bounds = pad(real.sum(1).cumsum(0), (1, 0))  # (n + 1,), computed there and not copied to it
+    return PackedSequences(bounds, bounds, (), (), (total, total), (longest, longest))

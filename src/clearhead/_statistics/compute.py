@@ -16,6 +16,8 @@ from .._weights import Queries, row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..kernels._native_statistics import gather, refuses
+from ..kernels._triton_statistics import gather as gather_by_triton
+from ..kernels._triton_statistics import runs as triton_runs
 from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
@@ -132,10 +134,8 @@ def compute_statistics(
             for name, tensor in results.items():
                 if "H" in shape_of(name):
                     results[name] = tensor.unflatten(1, group).mean(2)  # (B, Hkv, …)
-        results |= {"hidden_queries": (~sees).sum(-1), "sees": sees}
-        if counted is None:
-            counted = call.query.new_ones(call.query.shape[0], call.query.shape[2], dtype=torch.bool)
-        elif part is not None:
+        results["sees"] = sees
+        if counted is not None and part is not None:
             counted = counted[:, part.totals.rows(counted.shape[1], counted.device)]
         statistics = AttentionStatistics.computed(
             (num_heads, kv_heads, call.grid.key_length), counted, results, options
@@ -149,8 +149,8 @@ def results_of(
     """Tensors of the statistics by name, for each query head, and ``sees`` (B, H, L)."""
     column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
     statistics = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
-    # The native kernel computes as many as it can in one pass. Blocks compute the others.
-    results = _results_natively(call, statistics, counted)
+    # The native or Triton kernels compute as many as they can in one pass. Blocks compute the others.
+    results = (_results_by_triton if call.query.is_cuda else _results_natively)(call, statistics, counted)
     missing = [statistic for statistic in statistics if statistic.name not in results]
     # `sees` is always needed, to count the fully masked queries.
     if missing or "sees" not in results:
@@ -181,8 +181,23 @@ def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], coun
         with_output=need_values([statistic.name for statistic in forms]),
         exact=exact_dtype(call) == torch.float64,
     )
+    return _results_read(forms, buffers)
+
+
+def _results_by_triton(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
+    """Results of the statistics that the Triton kernels compute, and ``sees``. Empty if they compute none."""
+    if not triton_runs(call):
+        return {}
+    forms = {statistic: form for statistic in statistics if (form := statistic.triton()) is not None}
+    if not forms:
+        return {}
+    wanted = {name: argument for form in forms.values() for name, argument in form.items()}
+    return _results_read(forms, gather_by_triton(call, wanted, counted))
+
+
+def _results_read(statistics: Iterable[Statistic], buffers: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {"sees": buffers["largest"] > float("-inf")}
-    for statistic in forms:
+    for statistic in statistics:
         results |= statistic.read(buffers)
     return results
 

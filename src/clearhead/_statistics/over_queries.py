@@ -37,11 +37,18 @@ class Received(Statistic):
 
     def result(self) -> dict[str, Any]:
         received, viewers = self.totals.of_keys(torch.stack((self._received.result(), self._viewers)))
-        return {"received": received, "received_mean": received / viewers.clamp(min=1)}
+        return self.read({"received": received, "viewers": viewers})
 
     def native(self) -> dict[str, Any]:
         self.begin()
         return {"received": self._received.run, "viewers": self._viewers}
+
+    def triton(self) -> dict[str, Any]:
+        return {"received": None}
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        received = buffers["received"]
+        return {"received": received, "received_mean": received / buffers["viewers"].clamp(min=1)}
 
 
 class _Largest(Statistic):
@@ -76,8 +83,9 @@ class _Largest(Statistic):
         largest = buffers[self.number]  # (B, H, L)
         if self.counted is not None:
             largest = largest.masked_fill(~self.counted[..., 0], float("-inf"))
-        # `amax` refuses an empty dimension.
-        return {self.name: F.pad(largest, (0, 1), value=float("-inf")).amax(-1)}
+        if largest.shape[-1] == 0:  # `amax` refuses an empty dimension
+            largest = F.pad(largest, (0, 1), value=float("-inf"))
+        return {self.name: largest.amax(-1)}
 
 
 @final
@@ -87,6 +95,9 @@ class MaxLogit(_Largest):
     name = "max_logit"
     meaning = "max s_ij over i ∈ Q and visible j"
     number = "largest"
+
+    def triton(self) -> dict[str, Any]:
+        return {}  # `largest` is always present
 
 
 @final
@@ -100,6 +111,16 @@ class RawMaxLogit(_Largest):
     name = "raw_max_logit"
     meaning = "max scale · q_i·k_j over i ∈ Q and visible j"
     number = "raw"
+
+    def triton(self) -> dict[str, Any] | None:
+        mask = self.call.mask
+        # Without soft-cap and bias the scores are these products.
+        if self.call.spec.softcap is not None or (mask is not None and mask.has_bias):
+            return None
+        return {}
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return super().read({"raw": buffers.get("raw", buffers["largest"])})
 
 
 @final
@@ -224,3 +245,6 @@ class Map(Statistic):
         self.begin()
         (rows, columns), largest = self._tiles, self.options.map_pooling == "max"
         return {"map": self._map.run, "map_rows": rows, "map_columns": columns, "map_max": largest}
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return self.result()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar, final
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..kernels._block_rows import BlockRows
 from ..masks._grid import take
-from .statistic import MOST_NATIVE_KEYS, Statistic
+from .statistic import MOST_LISTED_KEYS, Statistic
 
 
 @final
@@ -32,15 +34,19 @@ class Entropy(Statistic):
 
     def result(self) -> dict[str, Any]:
         entropy, visible = self._entropy.clamp_(min=0), self._visible
-        normalized = (entropy / visible.clamp(min=2).log()).masked_fill_(visible < 2, 0)
+        # Fewer than two keys count as infinitely many, whose normalized entropy is 0.
+        normalized = entropy / F.threshold(visible, 1.5, float("inf")).log()
         return {"entropy": entropy, "normalized_entropy": normalized}
 
     def native(self) -> dict[str, Any]:
         self.begin()
         return {"entropy": self._entropy}
 
+    def triton(self) -> dict[str, Any]:
+        return {"entropy": None, "visible": None}
+
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        self._visible = buffers["visible"]
+        self._entropy, self._visible = buffers["entropy"], buffers["visible"]
         return self.result()
 
 
@@ -60,6 +66,9 @@ class Confidence(Statistic):
         self.begin()
         return {"confidence": self.accumulator}
 
+    def triton(self) -> dict[str, Any]:
+        return {"confidence": None}
+
 
 @final
 class Sink(Statistic):
@@ -70,17 +79,21 @@ class Sink(Statistic):
 
     def begin(self) -> None:
         super().begin()
+        self._first = self._marks().to(self.call.spec.compute_dtype)
+
+    def _marks(self) -> Tensor:
+        """The first visible keys, bool (1 or B, 1 or H, S, 1)."""
         visible = self.call.coverage.keys  # (1 or B, 1 or H, S, 1)
         if visible is None:
             visible = self.call.query.new_ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool)
-        self._first = (visible & (visible.cumsum(2) <= self.options.sink_keys)).to(self.call.spec.compute_dtype)
+        return visible & (visible.cumsum(2) <= self.options.sink_keys)
 
     def add(self, rows: BlockRows) -> None:
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
         self.put(self.accumulator, rows, rows.terms @ first / rows.total)
 
     def native(self) -> dict[str, Any] | None:
-        if self.options.sink_keys > MOST_NATIVE_KEYS:
+        if self.options.sink_keys > MOST_LISTED_KEYS:
             return None
         self.begin()
         marks = self._first.squeeze(-1)  # (1 or B, 1 or H, S)
@@ -90,6 +103,9 @@ class Sink(Statistic):
         first = keys.masked_fill(marks == 0, -1)[..., :count]  # (1 or B, 1 or H, t)
         first = first.expand(*self.row_shape[:2], count).int().contiguous()  # (B, H, t)
         return {"first_keys": first, "sink_keys": count, "sink": self.accumulator}
+
+    def triton(self) -> dict[str, Any]:
+        return {"sink": self._marks().squeeze(-1)}  # (1 or B, 1 or H, S)
 
 
 @final
@@ -106,3 +122,6 @@ class Distance(Statistic):
     def native(self) -> dict[str, Any] | None:
         self.begin()
         return None if self.call.grid.shift is None else {"distance": self.accumulator}
+
+    def triton(self) -> dict[str, Any] | None:
+        return None if self.call.grid.shift is None else {"distance": None}

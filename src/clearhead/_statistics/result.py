@@ -42,9 +42,9 @@ class AttentionStatistics:
     num_kv_heads: int
     key_length: int
     heads: tuple[int, ...]
-    counted: Tensor
     options: Options
     results: dict[str, Any]
+    _counted: Tensor | None
     #: If processes share the call, sums over their counted queries, (H,) each, and ``seeing``, how many see a key.
     totals: dict[str, Tensor] | None
 
@@ -58,16 +58,31 @@ class AttentionStatistics:
 
     @classmethod
     def computed(
-        cls, sizes: tuple[int, int, int], counted: Tensor, results: dict[str, Any], options: Options
+        cls, sizes: tuple[int, int, int], counted: Tensor | None, results: dict[str, Any], options: Options
     ) -> AttentionStatistics:
-        """The statistics of a call with `sizes` H, Hkv and S."""
+        """The statistics of a call with `sizes` H, Hkv and S. Without `counted` all queries count."""
         statistics = cls.__new__(cls)
-        statistics.batch_size, statistics.query_length = counted.shape
+        statistics.batch_size, head_count, statistics.query_length = results["sees"].shape
         statistics.num_heads, statistics.num_kv_heads, statistics.key_length = sizes
-        statistics.heads = tuple(range(results["sees"].shape[1]))
-        statistics.counted, statistics.results, statistics.options = counted, results, options
+        statistics.heads = tuple(range(head_count))
+        statistics._counted, statistics.results, statistics.options = counted, results, options
         statistics.totals = None
         return statistics
+
+    # The two below are computed when they are asked for, because each operator costs time on a GPU.
+
+    @property
+    def counted(self) -> Tensor:
+        """The counted queries, bool (B, L)."""
+        if self._counted is None:
+            shape = self.batch_size, self.query_length
+            self._counted = torch.ones(shape, dtype=torch.bool, device=self.results["sees"].device)
+        return self._counted
+
+    @property
+    def hidden_queries(self) -> Tensor:
+        """The number of fully masked queries, int64 (B, H)."""
+        return (~self.results["sees"]).sum(-1)
 
     @property
     def is_part(self) -> bool:
@@ -138,7 +153,8 @@ class AttentionStatistics:
 
     @property
     def _seeing(self) -> Tensor:
-        return self.results["sees"] & self.counted[:, None]  # (B, H, L)
+        sees: Tensor = self.results["sees"]  # (B, H, L)
+        return sees if self._counted is None else sees & self._counted[:, None]
 
     def _sum(self, name: str) -> Tensor:
         return (self.results[name] * self._seeing).sum((0, 2))  # (H,)
@@ -166,7 +182,7 @@ class AttentionStatistics:
     def like(self, results: dict[str, Any], counted: Tensor, key_length: int) -> AttentionStatistics:
         """Other results for the same heads, with other queries and keys."""
         statistics = copy(self)
-        statistics.results, statistics.counted, statistics.key_length = results, counted, key_length
+        statistics.results, statistics._counted, statistics.key_length = results, counted, key_length
         statistics.batch_size, statistics.query_length = counted.shape
         return statistics
 

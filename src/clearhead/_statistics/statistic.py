@@ -1,4 +1,4 @@
-"""The base of statistics: meaning, shape, block form and native buffers.
+"""The base of statistics: meaning, shape, block form, native buffers and Triton form.
 
 Notation: p_ij are the weights and s_ij the scores of `attention`. Q are the counted queries: all, or those of
 `query_mask`. A masked weight is exactly 0. A fully masked query has p = 0.
@@ -18,8 +18,8 @@ from .._weights import Queries
 from ..kernels._block_rows import BlockRows
 from .totals import ONE_PROCESS, Totals
 
-#: The native kernel lists at most this many keys per query. Longer lists take memory comparable to the scores.
-MOST_NATIVE_KEYS = 64
+#: The kernels list at most this many keys per query. Longer lists take memory comparable to the scores.
+MOST_LISTED_KEYS = 64
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Options:
 
 @dataclass(eq=False)
 class Statistic(ABC):
-    """One quantity, accumulated over blocks, or read from buffers that the native kernel writes.
+    """One quantity, accumulated over blocks, or read from buffers that the native or Triton kernels write.
 
     Several blocks may hold the same row, with some of its columns each. Their weights are normalised over all columns.
 
@@ -102,15 +102,21 @@ class Statistic(ABC):
         """
         return None
 
+    def triton(self) -> dict[str, Any] | None:
+        """What the Triton kernels compute for it: names of `kernels._triton_statistics.gather`, with their arguments.
+
+        With ``None``, the default, blocks compute the statistic on a GPU.
+        """
+        return None
+
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        """The final tensors by name, after the native kernel ran. Default: `result`, from the tensors of `begin`.
+        """The final tensors by name, after the native or Triton kernels ran. Default: the buffer of its own name.
 
         Args:
-            buffers: the buffers of all statistics of the call, and ``output`` with values. Always present are
-                ``largest`` (B, H, L), the largest score (−∞ if no key is visible), and ``visible`` (B, H, L), the
-                number of visible keys.
+            buffers: the buffers of all statistics of the call, under the names of the native kernel, and ``output``
+                with values. ``largest`` (B, H, L), the largest score (−∞ if no key is visible), is always present.
         """
-        return self.result()
+        return {self.name: buffers[self.name]}
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.call.spec.compute_dtype, device=self.call.query.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +72,10 @@ def fold(calls: Sequence[AttentionStatistics]) -> AttentionStatistics:
             indices, weights = zip(*tensors, strict=True)
             results[name] = TopK(_concatenate(indices, -1), _concatenate(weights, 0))
         else:
-            results[name] = _concatenate(tensors, 0)
-    folded = copy(max(calls, key=lambda call: call.query_length))
-    folded.results, folded.counted = results, _concatenate([call.counted for call in calls], 0)
-    folded.batch_size, folded.query_length = folded.counted.shape
-    folded.key_length = max(call.key_length for call in calls)
+            results[name] = _concatenate(tensors, int(name == "sees"))  # padding is no masked query
+    longest = max(calls, key=lambda call: call.query_length)
+    counted = _concatenate([call.counted for call in calls], 0)
+    folded = longest.like(results, counted, max(call.key_length for call in calls))
     totals = [call.totals for call in calls if call.totals is not None]
     if totals:
         folded.totals = {name: torch.stack([sums[name] for sums in totals]).sum(0) for name in totals[0]}

@@ -11,7 +11,7 @@ from .._weights import row_numbers
 from ..kernels._block_rows import GROUP, BlockRows
 from ..kernels._blocks import grouped
 from ..kernels._native import weights_strides
-from .statistic import MOST_NATIVE_KEYS, Statistic
+from .statistic import MOST_LISTED_KEYS, Statistic
 
 
 class TopK(NamedTuple):
@@ -74,10 +74,16 @@ class TopKeys(Statistic):
         return {"top_k": TopK(self._indices, self._weights)}
 
     def native(self) -> dict[str, Any] | None:
-        if self._count > MOST_NATIVE_KEYS:
+        if self._count > MOST_LISTED_KEYS:
             return None
         self.begin()
         return {"top": self._count, "top_weights": self._weights, "top_keys": self._indices}
+
+    def triton(self) -> dict[str, Any] | None:
+        return {"top_k": self._count} if 0 < self._count <= MOST_LISTED_KEYS else None
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return {"top_k": TopK(buffers["top_keys"], buffers["top_weights"])}
 
 
 def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +120,9 @@ class HeadAverage(Statistic):
     def native(self) -> dict[str, Any]:
         self.begin()
         return {"weights": self.accumulator, "weights_strides": weights_strides(self.accumulator)}
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return self.result()
 
 
 class _MixedValues(Statistic):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._call.caching import Cache, Positions
 from .._checks import INTEGERS, integer, require_factory, shown, size, strided, with_values
-from .._environment import forced_kernels, is_tracing, state
+from .._environment import forced_kernels, is_tracing, reads_values, state
 from ..errors import ArgumentError, CacheError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._check import as_positions
@@ -112,6 +112,10 @@ class Buffered(Cache):
     def _check(self, key: Tensor, value: Tensor) -> None:
         """Raise unless the tensors can be stored."""
         _require_writable(self._key)
+        if self._key.is_cuda and not is_tracing() and torch.cuda.is_current_stream_capturing():
+            expected = "a call outside of the capture of a CUDA graph: a replay would write to the same places again"
+            fix = "Capture calls without a cache, or decode with torch.compile."
+            raise CacheError("cache", expected=expected, got="a capture", fix=fix)
         for name, tensor, buffer in (("key", key, self._key), ("value", value, self._value)):
             strided(name, tensor)
             if torch.is_grad_enabled() and tensor.requires_grad:
@@ -193,28 +197,36 @@ def checked_indices(indices: Tensor, key: Tensor) -> Tensor:
         raise ShapeError("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
     if key.device.type != "meta":
         with_values("indices", indices)
-    if indices.device.type == "cpu" and indices.numel() > 0 and not is_tracing():
-        # Other devices check the range themselves, without a synchronisation.
+    if indices.numel() > 0 and reads_values(indices):
         lowest, highest = int(indices.min()), int(indices.max())
         if lowest < 0 or highest >= key.shape[0]:
             expected = f"0 … {key.shape[0] - 1}, the rows of the cache"
             raise ArgumentError("indices", expected=expected, got=str(lowest if lowest < 0 else highest))
+    elif indices.numel() > 0 and not is_tracing():
+        indices = indices.clamp(0, key.shape[0] - 1)  # unread, they must at least be rows of the cache
     return indices.to(key.device)
 
 
-def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> tuple[int | Tensor, int]:
-    """The length for `crop`, an int from 0 to `most` or (B,) int64, and the longest one."""
+def checked_lengths(
+    length: int | Tensor, most: int, key: Tensor, current: Tensor | None = None
+) -> tuple[int | Tensor, int]:
+    """The length for `crop`, an int from 0 to `most` or (B,) int64, and the longest one.
+
+    With `current`, the lengths (B,) of the rows, a row keeps at most its own.
+    """
     either = "an int or an integer tensor (B,)"
     if isinstance(length, Tensor):
         with_values("length", strided("length", length, either, dtypes=INTEGERS))
         if tuple(length.shape) != (key.shape[0],):
             raise ShapeError("length", expected=f"one length per row, ({key.shape[0]},)", got=shape_text(length.shape))
-        shortest, longest = int(length.min()), int(length.max())
+        # The length of a cache is a number: from a GPU it is read, once.
+        kept = length if current is None else torch.minimum(length.to(current.device), current)
+        shortest, largest, longest = torch.stack((*length.to(kept.device).aminmax(), kept.max())).tolist()
     elif isinstance(length, bool) or not isinstance(length, int):
         raise DTypeError("length", expected=either, got=shown(length))
     else:
-        shortest = longest = length
-    if shortest < 0 or longest > most:
-        expected, got = f"0 … {most}, the tokens in the cache", shown(shortest if shortest < 0 else longest)
+        shortest = largest = longest = length
+    if shortest < 0 or largest > most:
+        expected, got = f"0 … {most}, the tokens in the cache", shown(shortest if shortest < 0 else largest)
         raise ArgumentError("length", expected=expected, got=got, fix="crop only forgets the last tokens.")
     return length.to(key.device, torch.int64) if isinstance(length, Tensor) else length, longest

@@ -199,7 +199,7 @@ class EvictingKVCache(Buffered):
         removed = slots.columns >= (checked[:, None, None] if isinstance(checked, Tensor) else checked)
         slots.positions.masked_fill_(removed, -1)
         slots.received.masked_fill_(removed, 0)
-        self._in_order = self._in_order and not bool(removed.any())
+        self._in_order = self._in_order and not isinstance(checked, Tensor) and longest >= self._length
         if self._progress is None and isinstance(checked, Tensor):
             self._progress = _Progress(len(checked), self._length, checked.device)
         if self._progress is not None:

@@ -126,12 +126,12 @@ class KVCache(Buffered):
 
     def crop(self, length: int | Tensor) -> None:
         """Forget the last tokens, as `Cache.crop` describes. Rows may keep different numbers of tokens."""
-        checked, longest = checked_lengths(length, self._length, self._key)
+        checked, longest = checked_lengths(length, self._length, self._key, self._lengths)
         if isinstance(checked, Tensor):
             lengths = torch.minimum(checked, self.lengths)
             columns = torch.arange(self.max_length, device=lengths.device)
             self._all_positions().masked_fill_(columns >= lengths[:, None], -1)
-            self._lengths, self._length = lengths, int(lengths.max())
+            self._lengths, self._length = lengths, longest
             return
         if self._positions is not None:
             self._positions[:, longest:] = -1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from .._call.caching import KeyValues, Positions
 from .._checks import size
+from .._environment import reads_values
 from ..errors import CacheError
 from ..masks._positional import Present, sliding_window
 from ._base import Buffered, checked_indices, checked_lengths, reorder_tensors
@@ -102,7 +102,7 @@ class SlidingKVCache(Buffered):
 
     def saved(self, count: int) -> Callable[[], None]:
         """A function that restores the slots that the next `count` tokens overwrite."""
-        rings, device = deepcopy(self._rings), self._key.device
+        rings, device = None if self._rings is None else self._rings.copy(), self._key.device
         length, furthest = self._length, self._furthest
         offsets = torch.arange(min(count, self._slots), device=device)
         written = torch.full((self._key.shape[0],), length, device=device) if rings is None else rings.written
@@ -136,7 +136,7 @@ class SlidingKVCache(Buffered):
             rings = self._rings_of_items()
             lengths = checked if isinstance(checked, Tensor) else torch.full_like(rings.taken, longest)
             unable = rings.unable_to_crop(lengths, self._slots, self._needed)
-            if bool(unable.any()):
+            if reads_values(unable) and bool(unable.any()):
                 raise _overwritten("lengths that leave each row the window before its end", lengths[unable].tolist())
             rings.crop(lengths)
         elif longest < self._furthest - self._slots + self._needed and self._furthest > self._slots:
@@ -228,6 +228,10 @@ class _Rings:
     taken: Tensor
     written: Tensor
     furthest: Tensor
+
+    def copy(self) -> _Rings:
+        """The same rings in memory of their own."""
+        return _Rings(*(tensor.clone() for tensor in vars(self).values()))
 
     def take(self, positions: Tensor, slots: int) -> Tensor:
         """Add new tokens (B, L) and return their slots. Padding and tokens overwritten at once get the extra slot."""

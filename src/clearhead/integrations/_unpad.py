@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .._environment import is_tracing, read_environment
-from .._layer.tokens import Tokens, find_tokens, sequences_between
+from .._layer.tokens import Tokens, find_tokens, sequences_of
 from .._torch_private import remove_hook
 from ._packed_row import boundaries_of
-from ._unpad_checks import OF_TOKENS, has_windows, takes_tokens, works_token_by_token
+from ._unpad_checks import OF_TOKENS, has_windows, runs_in_one_kernel, takes_tokens, works_token_by_token
 
 #: Encoders that work token by token outside of attention, accept positions, and pass boundaries to attention.
 ENCODERS: dict[str, str] = {
@@ -69,8 +69,8 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
         return "its forward was replaced"
     if head is not None and "forward" in head.__dict__ and not _is_partial_of(head, _forward_of_head):
         return f"the forward of {type(head).__name__} was replaced"
-    if any(not parameter.is_cpu for parameter in encoder.parameters()):
-        return "it is not on the CPU"
+    if any(not (parameter.is_cpu or parameter.is_cuda) for parameter in encoder.parameters()):
+        return "it is neither on the CPU nor on a CUDA device"
     if type(head).__name__.endswith(_HEADS_OF_PADDING):
         return f"the loss of {type(head).__name__} counts the columns of padding"
     if type(head).__name__ == "ElectraForMultipleChoice" and cast(Any, head).sequence_summary.summary_type != "first":
@@ -181,10 +181,10 @@ def _labels_padding(arguments: dict[str, Any]) -> bool:
     labels, mask = arguments.get("labels"), arguments.get("attention_mask")
     if not isinstance(labels, Tensor) or not _is_padding(mask):
         return False
-    # Labels on an accelerator are not read, because that synchronizes. Encoders run padded there anyway.
-    if not labels.is_cpu or labels.shape != mask.shape:
+    if labels.shape != mask.shape:
         return False
-    return bool(((labels != _IGNORED) & mask.logical_not()).any())
+    # To read labels from an accelerator would wait for it, so that its encoder keeps the padding.
+    return not labels.is_cpu or bool(((labels != _IGNORED) & mask.logical_not()).any())
 
 
 def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -> Any:
@@ -214,14 +214,17 @@ def _pack(encoder: nn.Module, reads_first: bool, arguments: dict[str, Any]) -> t
     mask = arguments.pop("attention_mask", None)
     if not _is_padding(mask) or not takes_tokens(encoder, arguments, mask):
         return None
+    if mask.is_cuda and not runs_in_one_kernel(encoder):
+        return None
     # Unlike `_layer/packing.py`, this compares no costs: all layers share one row, so packing always pays.
-    tokens = find_tokens(mask.bool(), mask.shape[0], mask.shape[1])
+    real = mask.bool()
+    tokens = find_tokens(real, mask.shape[0], mask.shape[1])
     if tokens.indices is None or not _fits(encoder, tokens, reads_first):
         return None
     return_dict = arguments.pop("return_dict", getattr(encoder.config, "return_dict", True))
-    arguments["position_ids"] = _positions(encoder, arguments, mask.shape[1])
+    arguments["position_ids"] = _positions(encoder, arguments, mask)
     row = {name: tokens.unpad(value)[None] if name in OF_TOKENS else value for name, value in arguments.items()}
-    boundaries, longest = boundaries_of(sequences_between(tokens, tokens)), max(tokens.counts)
+    boundaries, longest = boundaries_of(sequences_of(tokens, real)), max(tokens.counts)
     return _Packed(encoder, tokens, return_dict is False), {
         **row,
         "attention_mask": _no_mask(encoder),
@@ -273,10 +276,10 @@ def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _is_padding(mask: object) -> TypeGuard[Tensor]:
-    return type(mask) is Tensor and mask.dim() == 2 and mask.is_cpu and mask.numel() > 0
+    return type(mask) is Tensor and mask.dim() == 2 and (mask.is_cpu or mask.is_cuda) and mask.numel() > 0
 
 
-def _positions(module: nn.Module, arguments: dict[str, Any], length: int) -> Tensor:
+def _positions(module: nn.Module, arguments: dict[str, Any], mask: Tensor) -> Tensor:
     """The positions (1 or B, L) of the tokens of the padded batch."""
     if "position_ids" in arguments:
         return arguments["position_ids"]
@@ -286,7 +289,7 @@ def _positions(module: nn.Module, arguments: dict[str, Any], length: int) -> Ten
         if "input_ids" in arguments:
             return embeddings.create_position_ids_from_input_ids(arguments["input_ids"], embeddings.padding_idx)
         return embeddings.create_position_ids_from_inputs_embeds(arguments["inputs_embeds"], embeddings.padding_idx)
-    return torch.arange(length, device="cpu")[None]
+    return torch.arange(mask.shape[1], device=mask.device)[None]
 
 
 def _no_mask(module: nn.Module) -> dict[str, None] | None:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+
+from ..kernels._sdpa_sequences import is_one_kernel
 
 #: Libraries whose layers work token by token.
 _LIBRARIES = frozenset({"clearhead", "peft", "torch", "torchao", "transformers"})
 #: The exception: dynamic quantisation computes one scale from all activations, including padding.
 _OF_WHOLE_BATCHES = "torch.ao."
+
+#: The names under which configurations have the dropout of attention.
+_DROPOUT_OF_ATTENTION = ("attention_probs_dropout_prob", "attention_dropout")
 
 #: Arguments with one number or vector per token.
 OF_TOKENS = frozenset({"input_ids", "inputs_embeds", "position_ids", "task_type_ids", "token_type_ids"})
@@ -50,6 +56,22 @@ def _position_scaling_depends_on_length(config: Any) -> bool:
 
 def has_windows(module: nn.Module) -> bool:
     return "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
+
+
+def runs_in_one_kernel(encoder: nn.Module) -> bool:
+    """Whether a CUDA device computes the attention of packed texts in one kernel.
+
+    Otherwise one call would compute the scores of all texts with all others.
+    """
+    config = cast(Any, encoder.config)
+    if encoder.training and any(getattr(config, name, 0) for name in _DROPOUT_OF_ATTENTION):
+        return False
+    parameter = next(encoder.parameters(), None)
+    if parameter is None:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else parameter.dtype
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return is_one_kernel(dtype, head_dim)
 
 
 def works_token_by_token(encoder: nn.Module) -> bool:

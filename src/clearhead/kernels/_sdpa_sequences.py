@@ -48,6 +48,11 @@ def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
     return tuple(applicable(reasons))
 
 
+def is_one_kernel(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether packed sequences on a CUDA device, without a mask or dropout, run in one kernel."""
+    return _has_module() and dtype in _HALF and head_dim <= _LARGEST_HEAD and head_dim % 8 == 0
+
+
 @functools.cache
 def _has_module() -> bool:
     return find_spec(_MODULE) is not None  # a search in folders, which calls must not repeat
@@ -67,8 +72,7 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
             query,
             key,
             value,
-            sequences.cu_seqlens_q.int(),
-            sequences.cu_seqlens_k.int(),
+            *sequences.int32,
             *(sequences.longest or sequences.tokens),
             return_aux=results_wanted,
             scale=spec.scale,

@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .._environment import is_tracing, is_transformed
+from .._environment import is_tracing, is_transformed, reads_values
 from ..errors import ArgumentError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
@@ -80,8 +80,7 @@ class Documents(OfTensor):
             expected = f"ids of shape (T,) or ({grid.batch_size}, T)"
             raise ShapeError("mask documents(...)", expected=expected, got=shape_text(self._tensor.shape))
         if grid.has_positions:
-            if not is_tracing():
-                self._require_ids(grid)
+            self._require_ids(grid)
             return
         if length != grid.query_length or length != grid.key_length:
             sizes = f"L = {grid.query_length} and S = {grid.key_length}"
@@ -92,7 +91,9 @@ class Documents(OfTensor):
     def _require_ids(self, grid: Grid) -> None:
         block, length = Block(grid), self._tensor.shape[1]
         for name, positions in (("query_positions", block.q), ("key_positions", block.k)):
-            if positions.numel() and not bool(((positions >= 0) & (positions < length)).all()):
+            if not positions.numel() or not reads_values(positions):
+                continue
+            if not bool(((positions >= 0) & (positions < length)).all()):
                 expected = f"positions from 0 to {length - 1}, one for each of the {length} ids"
                 got = f"positions from {int(positions.min())} to {int(positions.max())} in {name}"
                 fix = "Give ids for every absolute position."
@@ -130,4 +131,6 @@ def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
     """The ids (1 or b, T) at positions (1 or b, n), (1 or b, n)."""
+    if not positions.is_cpu:  # unchecked
+        positions = positions.clamp(0, ids.shape[1] - 1)
     return torch.take_along_dim(ids, positions, 1)  # which broadcasts, as `gather` does not

@@ -7,7 +7,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from .._environment import is_tracing
+from .._environment import is_tracing, reads_values
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
@@ -57,16 +57,23 @@ class _Counts(OfTensor):
 
     def __init__(self, name: str, argument: str, counts: Tensor) -> None:
         super().__init__(name, counts)
-        # The values are read once, and on the CPU only: to read them from an accelerator would wait for it.
+        self._argument = argument
         self._largest = 0
-        if is_tracing() or counts.numel() == 0 or not counts.is_cpu:
+        self._read()
+
+    def _read(self) -> None:
+        """Check the values and keep the largest one."""
+        counts = self._tensor
+        if counts.numel() == 0 or not reads_values(counts):
             return
         self._largest, smallest = int(counts.max()), int(counts.min())
         if smallest < 0:
-            raise ArgumentError(argument, expected="numbers ≥ 0", got=f"a smallest one of {smallest}")
+            raise ArgumentError(self._argument, expected="numbers ≥ 0", got=f"a smallest one of {smallest}")
 
     def _require_at_most(self, length: int, size: str, argument: str, tokens: str) -> None:
         """Raise if a length is larger than the call's L or S, which without positions is a mistake."""
+        if not self._tensor.is_cpu:
+            self._read()  # the mask may have been made where values are not checked
         if self._largest > length and not is_tracing():
             expected, got = f"{argument} of at most {size} = {length} {tokens}", f"a length of {self._largest}"
             fix = f"Lengths count {tokens} of this call; cut them, or check that they belong to this batch."

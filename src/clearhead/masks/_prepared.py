@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .._environment import is_tracing, is_transformed
+from .._environment import is_tracing, is_transformed, reads_values
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ._base import Mask, Result
 from ._combined import And, Wrapping
@@ -228,7 +228,9 @@ def _address(positions: Tensor | int | None) -> Hashable:
 
 def _equal_positions(expected: Tensor | int | None, actual: Tensor | int | None) -> bool:
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
-        return expected.shape == actual.shape and torch.equal(expected, actual)
+        if expected.shape != actual.shape or not reads_values(actual):
+            return expected.shape == actual.shape
+        return torch.equal(expected, actual)
     return not isinstance(expected, Tensor) and not isinstance(actual, Tensor) and expected == actual
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import FLOATS, INTEGERS, strided, with_values
-from .._environment import is_tracing
+from .._environment import reads_values
 from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import ALL, Block, Grid, Sizes
@@ -257,9 +257,8 @@ def _marks(name: str, tensor: Tensor | None) -> Tensor:
     if tensor.dtype == torch.bool:
         return tensor
     with_values(name, tensor)
-    # The values are read once, here. A read in every call would synchronise an accelerator.
     marks = tensor == 1
-    if not is_tracing() and not bool((marks | (tensor == 0)).all()):
+    if reads_values(tensor) and not bool((marks | (tensor == 0)).all()):
         got = f"{tensor.dtype} with {tensor[~marks & (tensor != 0)][0].item()}"
         fix = "Lengths go into masks.lengths(t), ids of documents into masks.documents(t)."
         if tensor.is_floating_point():

@@ -7,7 +7,7 @@ import math
 import torch
 
 from .._checks import number
-from .._environment import is_tracing, is_transformed
+from .._environment import is_transformed, reads_values
 from ..errors import ArgumentError, ShapeError
 from ..masks._grid import Grid
 
@@ -34,8 +34,8 @@ def require_heads(name: str, num_heads: int, grid: Grid) -> None:
 
 
 def require_in_range(positions: torch.Tensor) -> None:
-    """Raise for positions below −1 on the CPU, where reading them needs no synchronisation."""
-    if is_tracing() or is_transformed() or positions.device.type != "cpu" or positions.numel() == 0:
+    """Raise for positions below −1."""
+    if positions.numel() == 0 or is_transformed() or not reads_values(positions):
         return
     lowest = int(positions.min())
     if lowest < -1:

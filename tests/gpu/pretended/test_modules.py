@@ -103,6 +103,34 @@ def test_an_upgraded_model_takes_no_more_operators_than_transformers(
     assert float((output.float() - expected)[real.cpu().bool()].abs().max()) <= 0.05
 
 
+def test_an_encoder_without_padding_reads_its_boundaries_once(cuda: PretendedDevice) -> None:
+    model, ids, real = padded_model("Bert", 40)
+    expected = on_the_cpu(model, ids, real)
+    with torch.no_grad():
+        stock = cuda.count(lambda: model(input_ids=ids, attention_mask=real))
+        clearhead.upgrade(model, unpad=True)
+        output = model(input_ids=ids, attention_mask=real).last_hidden_state.cpu()
+        seen = cuda.count(lambda: model(input_ids=ids, attention_mask=real))
+    assert seen.backends == ["flash, variable lengths"] * 2
+    assert len(seen.waits) == 1
+    assert seen.count <= stock.count
+    assert float((output.float() - expected)[real.cpu().bool()].abs().max()) <= 0.05
+    assert not output[~real.cpu().bool()].any()
+
+
+@pytest.mark.parametrize("reason", ["float32", "dropout", "labels"])
+def test_an_encoder_keeps_its_padding_where_no_kernel_takes_packed_texts(cuda: PretendedDevice, reason: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, ids, real = padded_model("Bert", 40, transformers.BertForMaskedLM if reason == "labels" else None)
+    model = model.float() if reason == "float32" else model.train(reason == "dropout")
+    clearhead.upgrade(model, unpad=True)
+    labels = {"labels": ids} if reason == "labels" else {}
+    with torch.no_grad():
+        seen = cuda.count(lambda: model(input_ids=ids, attention_mask=real, **labels))
+    assert "_varlen_attn" not in seen.operators
+    assert len(seen.backends) == 2
+
+
 def on_the_cpu(model: Any, ids: Tensor, real: Tensor) -> Tensor:
     """The output of a model before its upgrade, in float32 on the CPU, with the formula of transformers."""
     same = type(model)._from_config(deepcopy(model.config), attn_implementation="eager").eval()
@@ -111,7 +139,7 @@ def on_the_cpu(model: Any, ids: Tensor, real: Tensor) -> Tensor:
         return same(input_ids=ids.cpu(), attention_mask=real.cpu()).last_hidden_state
 
 
-def padded_model(name: str, kept: int) -> tuple[Any, Tensor, Tensor]:
+def padded_model(name: str, kept: int, kind: Any = None) -> tuple[Any, Tensor, Tensor]:
     """A model of two layers, ids and an attention mask of two texts. The first is whole, the second has `kept` tokens.
 
     Bert pads on the right, and Llama on the left.
@@ -120,6 +148,6 @@ def padded_model(name: str, kept: int) -> tuple[Any, Tensor, Tensor]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
     config = getattr(transformers, f"{name}Config")(vocab_size=100, **sizes)
-    model = getattr(transformers, f"{name}Model")(config).eval().to("cuda").bfloat16()
+    model = (kind or getattr(transformers, f"{name}Model"))(config).eval().to("cuda").bfloat16()
     columns = torch.arange(64) if name == "Bert" else torch.arange(64).flip(0)
     return model, torch.randint(0, 100, (2, 64)).cuda(), (columns < torch.tensor([[64], [kept]])).long().cuda()

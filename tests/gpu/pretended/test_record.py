@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
+from clearhead.errors import KernelError
+from clearhead.kernels import _triton_check
 from clearhead.masks import Mask
 from tests.support.pretended_cuda.mode import PretendedDevice
 
@@ -63,48 +65,81 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, torch.randn(2, 2, 41, 8, dtype=dtype)
 
 
-@pytest.mark.parametrize("mask", [None, masks.causal(), masks.lengths(torch.tensor([1024, 700]))], ids=str)
-def test_a_record_reads_nothing(cuda: PretendedDevice, mask: Mask | None) -> None:
-    model, x = stack().to("cuda").bfloat16().eval(), torch.randn(2, 1024, 256).bfloat16().cuda()
-    padding = (torch.arange(1024) < torch.tensor([[1024], [700]])).cuda()
+@pytest.fixture(params=["Triton", "blocks"])
+def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The operators of a layer's four statistics, by the Triton kernels and by blocks of PyTorch's operators."""
+    if request.param == "Triton":
+        return 12
+    monkeypatch.setenv("CLEARHEAD_TRITON", "0")
+    return 100
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "lengths"])
+def test_a_record_takes_few_operators_and_reads_nothing(cuda: PretendedDevice, most: int, name: str) -> None:
+    model, x = stack().to("cuda").bfloat16().eval(), torch.randn(2, 256, 256).bfloat16().cuda()
+    rule = {"none": None, "causal": masks.causal(), "lengths": masks.lengths(torch.tensor([256, 100]))}[name]
+    mask = None if rule is None else rule.prepare(256, 256, batch_size=2, num_heads=4, device=x.device)
 
     def run() -> None:
-        model(x, mask, attention_mask=padding)
+        model(x, mask)
 
     def recorded() -> None:
-        with clearhead.record(model, statistics=FOUR, heads=[0, 2], queries=[3, -1], keep="queries_keys"):
+        with clearhead.record(model, statistics=FOUR):
             run()
 
     with torch.no_grad():
         recorded()
         plain, seen = cuda.count(run), cuda.count(recorded)
-    assert seen.values == seen.shapes == []
-    assert seen.copies == plain.copies
-    # One block of all rows in each layer, whatever the length.
-    assert seen.count - plain.count <= 2 * 120
+    # Two more keep NaN in padded keys and values out, as in the call of the layer.
+    assert seen.count - plain.count <= 2 * (most + 2 * (name == "lengths"))
+    assert plain.waits == seen.waits == []
+
+
+def test_a_record_with_every_option_reads_nothing(cuda: PretendedDevice, most: int) -> None:
+    model, x = stack().to("cuda").eval(), torch.randn(2, 64, 256).cuda()
+    real = (torch.arange(64) < torch.tensor([[64], [40]])).cuda()
+    chosen = torch.tensor([3, -1])
+
+    def recorded() -> None:
+        options: dict[str, Any] = {"keep": "queries_keys", "sink_keys": 2, "map_size": 8, "offsets": (-1, 2)}
+        with clearhead.record(model, statistics=ALL, heads=[0, 2], queries=slice(3, 5), **options) as rec:
+            model(x, attention_mask=real)
+        rec.summary()
+        rec.reduce()
+        rec.weights(0, queries=slice(0, 5))
+
+    with torch.no_grad():
+        recorded()
+        seen = cuda.count(recorded)
+        rows = cuda.count(lambda: clearhead.attention_weights(x[:, None], x[:, None], queries=chosen))
+    assert seen.values == seen.shapes == rows.values == rows.shapes == []
+    assert [copy for copy in seen.copies if copy[0] != "cpu"] == []
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_statistics_are_those_of_the_cpu(cuda: PretendedDevice, name: str) -> None:
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_statistics_are_those_of_the_cpu(cuda: PretendedDevice, most: int, name: str, sinks: bool) -> None:
     query, key, value = inputs()
     counted = torch.arange(37) < torch.tensor([[37], [20]])
     if "lengths" in name:
         key[1, :, 11:] = value[1, :, 11:] = torch.nan
-    expected = clearhead.attention_statistics(
-        query.double(), key.double(), MASKS[name]("cpu"), value=value.double(), statistics=ALL, query_mask=counted
+
+    def statistics(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        device = query.device.type
+        extra: dict[str, Any] = (
+            {"softcap": 3.0, "sinks": torch.linspace(-1, 2, 6, device=device).to(query.dtype)} if sinks else {}
+        )
+        return clearhead.attention_statistics(
+            query, key, MASKS[name](device), value=value, statistics=ALL, query_mask=counted.to(device), **extra
+        )
+
+    expected, got = (
+        statistics(query.double(), key.double(), value.double()),
+        statistics(*(x.cuda() for x in (query, key, value))),
     )
-    mask = MASKS[name]("cuda")
-    got: list[Any] = []
-
-    def run() -> None:
-        arguments = {"value": value.cuda(), "statistics": ALL, "query_mask": counted.cuda()}
-        got.append(clearhead.attention_statistics(query.cuda(), key.cuda(), mask, **arguments))
-
-    run()
-    seen = cuda.count(run)
-    assert seen.values == seen.shapes == []
+    assert torch.equal(got.hidden_queries.cpu(), expected.hidden_queries)
     for result in expected.names:
-        ours, judge = getattr(got[-1], result), getattr(expected, result)
+        ours, judge = getattr(got, result), getattr(expected, result)
         if result == "top_k":
             assert torch.equal(ours.indices.cpu(), judge.indices)
             ours, judge = ours.weights, judge.weights
@@ -125,3 +160,45 @@ def test_weights_and_their_gradients_are_those_of_the_cpu(cuda: PretendedDevice,
     expected, got = results(query.double(), key.double()), results(query.cuda(), key.cuda())
     for ours, judge in zip(got, expected, strict=True):
         assert float((ours.cpu() - judge).abs().max()) <= 1e-5 * max(1.0, float(judge.abs().max()))
+
+
+def test_the_kernels_pass_their_check_on_every_device(cuda: PretendedDevice) -> None:
+    table = _triton_check.table()
+    assert set(table) == {f"cuda:{n} {dtype}" for n in (0, 1) for dtype in ("float32", "bfloat16", "float16")}
+    assert all(error <= 1e-5 for errors in table.values() for error in errors.values())
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_wrong_kernels_are_not_used(cuda: PretendedDevice, monkeypatch: pytest.MonkeyPatch, forced: bool) -> None:
+    query, key, _ = (x.cuda() for x in inputs())
+    expected = clearhead.attention_statistics(query, key, statistics=FOUR)
+    rows = _triton_check.rows
+
+    def wrong(*args: Any, **options: Any) -> dict[str, Tensor]:
+        found = rows(*args, **options)
+        return found | {"entropy": found["entropy"] * torch.nan}
+
+    monkeypatch.setattr(_triton_check, "rows", wrong)
+    monkeypatch.setattr(_triton_check, "_trusted", {})
+    if forced:
+        monkeypatch.setenv("CLEARHEAD_TRITON", "1")
+        with pytest.raises(KernelError, match="failed their check on cuda:0 in torch.float32: entropy is wrong by"):
+            clearhead.attention_statistics(query, key, statistics=FOUR)
+        return
+    with pytest.warns(RuntimeWarning, match=r"entropy is wrong by .* CLEARHEAD_TRITON=0 switches the kernels off"):
+        clearhead.attention_statistics(query, key, statistics=FOUR)
+    # It warns once.
+    seen = cuda.count(lambda: clearhead.attention_statistics(query, key, statistics=FOUR))
+    assert not [name for name in seen.operators if "triton" in name]
+    assert torch.isfinite(expected.entropy.cpu()).all()
+
+
+def test_unchecked_kernels_do_not_run_while_a_graph_is_captured(
+    cuda: PretendedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, _ = (x.cuda() for x in inputs())
+    monkeypatch.setattr(_triton_check, "_trusted", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    seen = cuda.count(lambda: clearhead.attention_statistics(query, key, statistics=FOUR))
+    assert seen.waits == []
+    assert not [name for name in seen.operators if "triton" in name]

@@ -22,6 +22,8 @@ _FREE = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"),
     *("is_same_size", "_unsafe_view", "record_stream", "is_pinned", "_has_same_storage_numel", "_fused_sdp_choice"),
 }
+#: Kernels that our own operators launch, where it is not one.
+_LAUNCHES = {"triton_top_k": 2}
 #: Operators whose result has a shape that depends on values, or that read values themselves.
 _VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "is_nonzero")
 #: Operators that take tensors of two devices.
@@ -107,7 +109,7 @@ class PretendedDevice(TorchDispatchMode):
         result = run(*cpu_args, **cpu_kwargs)
         free = func.is_view or name in _FREE
         if not free:
-            self.seen.operators[name] += 1
+            self.seen.operators[name] += _LAUNCHES.get(name, 1)
         same = {id(memory[id(each)]): each for each in on_device if id(each) in memory}
         base = args[0] if func.is_view and isinstance(args[0], Tensor) and args[0].is_cuda else None
         index = target.index or 0
@@ -191,7 +193,12 @@ def connect(major: int) -> PretendedDevice:
     cuda.current_device = lambda: 0
     cuda.get_device_capability = lambda _=None: (major, 0)
     cuda.get_device_name = lambda _=None: f"a pretended device of compute capability {major}.0"
+    cuda.is_current_stream_capturing = lambda: False
     cuda.synchronize = lambda _=None: None
+    cuda.is_current_stream_capturing = lambda: False
+    # Our Triton operators run as their formulas on the CPU. They compute only from the arguments that they receive.
+    triton_operators: Any = import_module("clearhead.kernels.triton._operators")
+    triton_operators._is_installed = lambda: True
     getattr(torch, "_C")._set_only_lift_cpu_tensors(True)  # noqa: B009
     torch.autograd.set_multithreading_enabled(False)  # the mode is on in one thread
     return PretendedDevice()

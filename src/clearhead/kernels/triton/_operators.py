@@ -154,6 +154,8 @@ def _rows_on_cpu(
     softcap: float,
     want: Sequence[int],
 ) -> Tensor:
+    if _interprets():
+        return _rows_by_kernel(query, key, sinks, first_keys, tensors, numbers, scale, softcap, want)
     found = rows_by_formula(
         query, key, _terms(tensors, numbers), scale=scale, softcap=softcap, sinks=sinks, first_keys=first_keys
     )
@@ -170,6 +172,8 @@ def _columns_on_cpu(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
+    if _interprets():
+        return _columns_by_kernel(query, key, lse, counted, tensors, numbers, scale, softcap)
     return columns_by_formula(query, key, lse, _terms(tensors, numbers), counted, scale, softcap)
 
 
@@ -183,7 +187,66 @@ def _top_k_on_cpu(
     softcap: float,
     k: int,
 ) -> tuple[Tensor, Tensor]:
+    if _interprets():
+        return _top_k_by_kernels(query, key, lse, tensors, numbers, scale, softcap, k)
     return top_by_formula(query, key, lse, _terms(tensors, numbers), k, scale, softcap)
+
+
+def _interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels on the CPU, as in tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and _is_installed()
+
+
+def _rows_by_kernel(
+    query: Tensor,
+    key: Tensor,
+    sinks: Tensor | None,
+    first_keys: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    want: Sequence[int],
+) -> Tensor:
+    from ._launch import rows_launch
+
+    names = [ROWS[number] for number in want]
+    terms, cap = _terms(tensors, numbers), softcap
+    launch = rows_launch(query, key, terms, scale=scale, softcap=cap, sinks=sinks, first_keys=first_keys, want=names)
+    return launch.run()[0]
+
+
+def _columns_by_kernel(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    counted: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    from ._launch import columns_launch
+
+    terms = _terms(tensors, numbers)
+    launch = columns_launch(query, key, lse, terms, counted=counted, scale=scale, softcap=softcap)
+    received, viewers = launch.run()
+    return received, viewers
+
+
+def _top_k_by_kernels(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    from ._top_launch import top_k_by_kernels
+
+    return top_k_by_kernels(query, key, lse, _terms(tensors, numbers), k, scale=scale, softcap=softcap)
 
 
 def _fake_rows(query: Tensor, *others: Any) -> Tensor:
@@ -201,6 +264,9 @@ def _fake_top_k(query: Tensor, key: Tensor, lse: Tensor, *others: Any) -> tuple[
     return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
 
 
+_library.impl("triton_rows", _rows_by_kernel, "CUDA")
+_library.impl("triton_columns", _columns_by_kernel, "CUDA")
+_library.impl("triton_top_k", _top_k_by_kernels, "CUDA")
 _library.impl("triton_rows", _rows_on_cpu, "CPU")
 _library.impl("triton_columns", _columns_on_cpu, "CPU")
 _library.impl("triton_top_k", _top_k_on_cpu, "CPU")

@@ -1,0 +1,105 @@
+"""The errors of the Triton kernels against float64, with every mask. On the CPU they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead import masks
+from clearhead.kernels.triton import Terms, columns, rows, top_k
+from clearhead.kernels.triton._formula import columns_by_formula, rows_by_formula, top_by_formula
+from clearhead.kernels.triton._operators import ROWS
+from clearhead.kernels.triton._terms import lower
+from clearhead.masks._grid import Grid
+from clearhead.positions import ALiBi
+
+BAR = 1e-5  # relative above 1, and for a received mass 10 times as much, relative to itself
+BATCH, TOP = 2, 3
+#: Uniform random numbers of a shape.
+Random = Callable[..., Tensor]
+#: By name: heads, length and random numbers to a mask, and other arguments of the call.
+MASKS: dict[str, Callable[[int, int, Random], tuple[masks.Mask | None, dict[str, Any]]]] = {
+    "none": lambda heads, length, random: (None, {}),
+    "causal": lambda heads, length, random: (masks.causal(), {"softcap": 20.0, "sinks": random(heads)}),
+    "window": lambda heads, length, random: (masks.sliding_window(length // 3, 5), {"scale": -0.3}),
+    "lengths": lambda heads, length, random: (masks.causal() & masks.lengths((random(2) * length).long()), {}),
+    "no keys": lambda heads, length, random: (
+        masks.lengths((random(2) * 0).long()),
+        {"sinks": random(heads).log() - torch.inf},
+    ),
+    "documents": lambda heads, length, random: (
+        masks.causal() & masks.documents((random(2, length) * 4).long().sort(1).values),
+        {},
+    ),
+    "mixed documents": lambda heads, length, random: (masks.documents((random(2, length) * 3).long()), {}),
+    "ALiBi": lambda heads, length, random: (masks.causal() & ALiBi(heads), {}),
+    "keep": lambda heads, length, random: (
+        masks.keep(random(2, heads, length, length) > 0.5),
+        {"sinks": random(heads)},
+    ),
+    "bias": lambda heads, length, random: (
+        masks.bias(random(1, heads, length, length).masked_fill(random(length, length) > 0.5, -torch.inf)),
+        {},
+    ),
+    "drop keys": lambda heads, length, random: (masks.drop(keys=random(2, length) > 0.5), {}),
+    "prefix": lambda heads, length, random: (masks.causal() | masks.prefix(9), {}),
+}
+
+
+def errors_of(
+    name: str, dtype: torch.dtype, dim: int, device: torch.device, *, length: int, heads: int
+) -> dict[str, float]:
+    """The error of each statistic with one mask; 1 for each wrong key of the top, ∞ for other bits the second time."""
+    draw = torch.Generator(device=device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, device=device, generator=draw)
+
+    mask, options = MASKS[name](heads, length, random)
+    scale, softcap, sinks = options.get("scale", dim**-0.5), options.get("softcap", 0.0), options.get("sinks")
+    # Heads lie inside a row, as a projection leaves them.
+    query = torch.randn(BATCH, length, heads, dim, device=device, generator=draw).to(dtype).transpose(1, 2)
+    key = torch.randn(BATCH, length, heads // 2, dim, device=device, generator=draw).to(dtype).transpose(1, 2)
+    grid = Grid(BATCH, heads, length, length, device)
+    terms = Terms(-length, length, length) if mask is None else lower(mask, grid)
+    first = (torch.arange(length, device=device) < 4).expand(BATCH, 1, length)
+    counted = random(BATCH, length) > 0.2
+    double = torch.float64
+
+    found = rows(query, key, terms, scale=scale, softcap=softcap, sinks=sinks, first_keys=first, want=ROWS)
+    exact = rows_by_formula(
+        query, key, terms, scale=scale, softcap=softcap, sinks=sinks, first_keys=first, dtype=double
+    )
+    errors = {each: _error(found[each], exact[each], 1.0) for each in found}
+    lse, exact_lse = found["lse"], exact["lse"]
+    received, viewers = columns(query, key, lse, terms, scale=scale, softcap=softcap, counted=counted)
+    again, _ = columns(query, key, lse, terms, scale=scale, softcap=softcap, counted=counted)
+    of_keys = columns_by_formula(query, key, exact_lse, terms, counted, scale, softcap, dtype=double)
+    errors["received"] = _error(received, of_keys[0], 1e-3) / 10
+    errors["viewers"] = _error(viewers, of_keys[1], 1.0)
+    errors["bits"] = 0.0 if torch.equal(received, again) else float("inf")
+    weights, places = top_k(query, key, lse, terms, TOP, scale=scale, softcap=softcap)
+    best, best_places = top_by_formula(query, key, exact_lse, terms, TOP, scale, softcap, dtype=double)
+    errors["top"] = _error(weights, best, 1.0)
+    errors["keys of the top"] = float((places != best_places).sum())
+    return errors
+
+
+def wrong_numbers(errors: dict[str, float]) -> dict[str, float]:
+    """Those above the bar."""
+    return {name: error for name, error in errors.items() if not error <= BAR}
+
+
+def _error(found: Tensor, expected: Tensor, least: float) -> float:
+    """The largest error, relative to numbers above `least`; ∞ where infinities or NaN differ."""
+    found = found.double()
+    finite = expected.isfinite()
+    if not torch.equal(found[~finite], expected[~finite]) or not bool(found[finite].isfinite().all()):
+        return float("inf")
+    if not bool(finite.any()):
+        return 0.0
+    differences = (found[finite] - expected[finite]).abs() / expected[finite].abs().clamp(min=least)
+    return float(differences.max())

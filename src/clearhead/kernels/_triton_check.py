@@ -1,0 +1,120 @@
+"""The Triton kernels are compared with `reference` once on each device, before their results are used."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+from torch import Tensor
+
+from .. import masks
+from .._call.call import AttentionCall, valid_call
+from .._call.request import Request
+from .._environment import autocast_off
+from ..errors import KernelError
+from ._reference import reference_scores, reference_weights
+from .triton import columns, rows, terms_of, top_k
+from .triton._operators import DTYPES, available
+
+#: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
+TOLERANCE = 1e-3
+_TOP = 8
+_trusted: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def is_trusted(query: Tensor) -> bool:
+    """Whether the kernels passed their check on the device and in the dtype of a query. The first call runs it.
+
+    While a CUDA graph is captured no check runs, and kernels that were not checked before are not trusted.
+
+    Raises:
+        KernelError: if they failed, and ``CLEARHEAD_TRITON=1`` forces them.
+    """
+    place = query.device, query.dtype
+    if place not in _trusted:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        problem = _problem(*place)
+        if problem is not None:
+            _report(f"The Triton kernels for statistics failed their check on {place[0]} in {place[1]}: {problem}.")
+        _trusted[place] = problem is None
+    return _trusted[place]
+
+
+def table() -> dict[str, dict[str, float]]:
+    """The error of every result on each CUDA device and in each dtype, for ``clearhead doctor``. Empty without any."""
+    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    return {
+        f"{device} {str(dtype).removeprefix('torch.')}": errors(device, dtype)
+        for device in devices
+        for dtype in DTYPES
+        if available(torch.empty(1, 1, 1, 1, dtype=dtype, device=device))
+    }
+
+
+def errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """The largest error of each result in a small call, relative to numbers above 1."""
+    generator, shapes = torch.Generator().manual_seed(0), ((2, 4, 67, 40), (2, 2, 133, 40))
+    query, key = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
+    # The second item has rows without a visible key.
+    mask = masks.sliding_window(50, 20) & masks.lengths(torch.tensor([133, 9], device=device))
+    request = Request(mask, sinks=sinks)
+    with torch.no_grad(), autocast_off(query):
+        found = _by_kernels(valid_call(query, key, None, request))
+        expected = _by_reference(valid_call(query.double(), key.double(), None, request))
+        largest = torch.stack([_error(found[name], judge) for name, judge in expected.items()])
+    return dict(zip(expected, largest.tolist(), strict=True))
+
+
+def _problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    try:
+        wrong = {name: error for name, error in errors(device, dtype).items() if not error <= TOLERANCE}
+    except Exception as error:  # Triton's compiler raises errors of many classes
+        return f"{type(error).__name__}: {error}"
+    return ", ".join(f"{name} is wrong by {error:.2g}" for name, error in wrong.items()) or None
+
+
+def _report(problem: str) -> None:
+    if os.environ.get("CLEARHEAD_TRITON") == "1":
+        raise KernelError(f"{problem} CLEARHEAD_TRITON=1 forces them; unset it to run PyTorch's operators instead.")
+    instead = "PyTorch's operators compute them instead, which is slower. CLEARHEAD_TRITON=0 switches the kernels off."
+    warnings.warn(f"{problem} {instead}", RuntimeWarning, stacklevel=2)
+
+
+def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
+    operands, terms, scale = (call.query, call.key), terms_of(call), call.spec.scale
+    names = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
+    first = torch.arange(call.key.shape[2], device=call.query.device)[None, None] < 1
+    found = rows(*operands, terms, scale=scale, sinks=call.request.sinks, first_keys=first, want=names)
+    found["received"], found["viewers"] = columns(*operands, found["lse"], terms, scale=scale)
+    found["top_k"], places = top_k(*operands, found["lse"], terms, _TOP, scale=scale)
+    found["top_k's keys"] = places
+    return found
+
+
+def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
+    weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
+    scores, places = reference_scores(call), torch.arange(max(weights.shape), device=weights.device)
+    distances = (places[: weights.shape[2], None] - places[: weights.shape[3]]).abs()
+    visible = scores > float("-inf")
+    top, keys = weights.topk(_TOP, -1)
+    return {
+        "lse": lse,
+        "entropy": torch.special.entr(weights).sum(-1),
+        "max_logit": scores.amax(-1),
+        "confidence": weights.amax(-1),
+        "sink": weights[..., 0],
+        "distance": (weights * distances).sum(-1),
+        "visible": visible.sum(-1),
+        "received": weights.sum(2),
+        "viewers": visible.sum(2),
+        "top_k": top,
+        "top_k's keys": keys.masked_fill(top == 0, -1),
+    }
+
+
+def _error(found: Tensor, expected: Tensor) -> Tensor:
+    found, expected = (x.double().nan_to_num(nan=1e9, neginf=-1e6) for x in (found, expected))
+    return ((found - expected).abs() / expected.abs().clamp(min=1)).amax()

@@ -1,0 +1,51 @@
+"""Statistics of weights on a GPU from the Triton kernels, which store no scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .._call.call import AttentionCall
+from ._triton_check import is_trusted
+from .triton import available, columns, rows, terms_of, top_k
+
+#: Results of `rows` that a statistic can ask for.
+_OF_ROWS = ("entropy", "visible", "confidence", "sink", "distance")
+
+
+def runs(call: AttentionCall) -> bool:
+    """Whether the kernels compute statistics of the call. The first time on a device, they are checked there."""
+    if call.spec.tracing or call.spec.transformed or not available(call.query):
+        return False
+    return 0 not in (*call.query.shape, *call.key.shape) and is_trusted(call.query)
+
+
+def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
+    """Compute statistics of one call, in one pass over query and key for each kernel.
+
+    Args:
+        call: the validated call.
+        wanted: names, with their arguments: ``entropy``, ``visible``, ``confidence`` and ``distance``; ``sink`` with
+            the keys, bool (1 or B, 1 or H, S); ``received``; ``top_k`` with the number of keys.
+        counted: bool (B, L), the queries that ``received`` includes, or ``None`` for all.
+
+    Returns:
+        The results under the names of the native buffers (``_native/problem.h``), with ``largest`` (B, H, L).
+    """
+    operands, terms = (call.query, call.key), terms_of(call)
+    options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
+    names = {"max_logit", *(name for name in _OF_ROWS if name in wanted)}
+    if "received" in wanted or "top_k" in wanted:
+        names.add("lse")
+    buffers: dict[str, Any] = rows(
+        *operands, terms, **options, sinks=call.request.sinks, first_keys=wanted.get("sink"), want=tuple(names)
+    )
+    buffers["largest"] = buffers.pop("max_logit")
+    if "received" in wanted:
+        received = columns(*operands, buffers["lse"], terms, **options, counted=counted)
+        buffers["received"], buffers["viewers"] = received
+    if "top_k" in wanted:
+        found = top_k(*operands, buffers["lse"], terms, wanted["top_k"], **options)
+        buffers["top_weights"], buffers["top_keys"] = found
+    return buffers

@@ -1,0 +1,193 @@
+# pyright: basic, reportMissingImports=false
+"""From tensors to launches of the kernels: strides, sizes of tiles, and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ._columns import columns_kernel
+from ._rows import rows_kernel
+from ._terms import Terms
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a tile, warps of a program, and stages of its pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int], *, plain: bool) -> Tiles:
+    """The tiles of ``"rows"`` or ``"columns"`` on a device of this compute capability.
+
+    `plain` is a call whose mask is no more than a band, without a soft-cap: other calls need registers for the mask.
+    """
+    width = block_of(dim)
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1)
+    if width > 128:
+        return Tiles(64, 32, 4, 2)
+    if plain and capability[0] in (9, 10):
+        return Tiles(128, 64, 8, 2) if kernel == "rows" else Tiles(64, 128, 8, 2)
+    return Tiles(64, 64, 4, 2) if width <= 64 else Tiles(64, 32, 4, 2)
+
+
+def block_of(dim: int) -> int:
+    """The features of a tile: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+class Launch(NamedTuple):
+    """A kernel, the number of its programs, its arguments by name, and the tensors that it writes to."""
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    results: tuple[Tensor, ...]
+
+    def run(self) -> tuple[Tensor, ...]:
+        """The results, computed."""
+        if self.programs:
+            with torch.cuda.device_of(self.results[0]):
+                self.kernel[(self.programs,)](**self.arguments)
+        return self.results
+
+
+def rows_launch(
+    query: Tensor,
+    key: Tensor,
+    terms: Terms,
+    *,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    first_keys: Tensor | None,
+    want: Sequence[str],
+    tiles: Tiles | None = None,
+) -> Launch:
+    """Of the statistics (n, B, H, L) in the order of `want`."""
+    (batch, heads, length, _), count = query.shape, key.shape[2]
+    out = query.new_empty((len(want), batch, heads, length), dtype=torch.float32)
+    marks = None
+    if "sink" in want and first_keys is not None:
+        marks = first_keys.expand(batch, heads, count)
+        marks = marks if marks.stride(2) == 1 else marks.contiguous()
+    tiles = tiles or _tiles("rows", query, terms, softcap)
+    numbers = {name.upper(): want.index(name) if name in want else -1 for name in _NAMES}
+    numbers["LARGEST"] = numbers.pop("MAX_LOGIT")
+    arguments = {
+        **arguments_of(query, key, terms, scale, softcap, tiles), **numbers,
+        "sinks": sinks, "first_keys": marks, "out": out, "out_n": batch * heads * length,
+        "marks_b": 0 if marks is None else marks.stride(0), "marks_h": 0 if marks is None else marks.stride(1),
+    }  # fmt: skip
+    programs = triton.cdiv(length, tiles.queries) * batch * heads
+    return Launch(rows_kernel, programs if out.numel() else 0, arguments, (out,))
+
+
+def columns_launch(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    *,
+    counted: Tensor | None,
+    scale: float,
+    softcap: float,
+    tiles: Tiles | None = None,
+) -> Launch:
+    """Of received mass and viewers, (B, H, S) each."""
+    (batch, heads, length, _), count = query.shape, key.shape[2]
+    received = query.new_empty((batch, heads, count), dtype=torch.float32)
+    viewers = torch.empty_like(received)
+    marks = None if counted is None else counted.expand(batch, length).contiguous()
+    ranges = {"first_query": None, "last_query": None, "query_range_b": 0}
+    if terms.first_query is not None and terms.last_query is not None:
+        first, last = terms.first_query.contiguous(), terms.last_query.contiguous()
+        ranges = {"first_query": first, "last_query": last, "query_range_b": 0 if first.shape[0] == 1 else count}
+    tiles = tiles or _tiles("columns", query, terms, softcap)
+    arguments = {
+        **arguments_of(query, key, terms, scale, softcap, tiles), **ranges,
+        "lse": lse.contiguous(), "counted": marks, "counted_b": length,
+        "received_out": received, "viewers_out": viewers,
+        "ROWS_ALIKE": terms.first is not None and terms.first.shape[1] == 1,
+    }  # fmt: skip
+    programs = triton.cdiv(count, tiles.keys) * batch * heads
+    return Launch(columns_kernel, programs if received.numel() else 0, arguments, (received, viewers))
+
+
+_NAMES = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
+
+
+def _operands(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
+    """Operands whose features lie side by side, and a scale > 0, so that the largest product has the largest score."""
+    if scale <= 0:
+        query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
+    query, key = query.resolve_neg(), key.resolve_neg()
+    query = query if query.stride(3) == 1 else query.contiguous()
+    return query, key if key.stride(3) == 1 else key.contiguous(), scale
+
+
+def arguments_of(
+    query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float, tiles: Tiles
+) -> dict[str, Any]:
+    """The arguments that all kernels have, by name."""
+    query, key, scale = _operands(query, key, scale)
+    (batch, heads, length, dim), (_, kv_heads, count, _) = query.shape, key.shape
+    (q_b, q_h, q_l, _), (k_b, k_h, k_s, _) = query.stride(), key.stride()
+    return {
+        "query": query, "key": key, "q_b": q_b, "q_h": q_h, "q_l": q_l, "k_b": k_b, "k_h": k_h, "k_s": k_s,
+        "L": length, "S": count, "H": heads, "GROUP": heads // kv_heads, "D": dim, "BLOCK_D": block_of(dim),
+        "M": tiles.queries, "N": tiles.keys, "num_warps": tiles.warps, "STAGES": tiles.stages,
+        "scale": scale, "softcap": softcap, "SOFTCAP": softcap != 0, "UPCAST": _upcasts(query),
+        **_mask(terms, batch, heads, length, count),
+    }  # fmt: skip
+
+
+def _mask(terms: Terms, batch: int, heads: int, length: int, count: int) -> dict[str, Any]:
+    """The mask's arguments of a kernel, by name."""
+    names = ("first", "last", "range_b", "range_l", "keys", "keys_b", "visible", "bias", "query_documents")
+    arguments: dict[str, Any] = dict.fromkeys((*names, "key_documents", "slopes"))
+    arguments.update(low=terms.low, high=terms.high, stop=terms.stop, shift=terms.shift)
+    for name in ("range_b", "range_l", "keys_b", "query_documents_b", "key_documents_b"):
+        arguments[name] = 0
+    for name in ("visible", "bias"):
+        tensor = getattr(terms, name)
+        strides = (0, 0, 0, 0)
+        if tensor is not None:
+            tensor = tensor.resolve_neg().expand(batch, heads, length, count)
+            arguments[name], strides = tensor, tensor.stride()
+        arguments.update(zip((f"{name}_b", f"{name}_h", f"{name}_l", f"{name}_s"), strides, strict=True))
+    if terms.first is not None and terms.last is not None:
+        first, last = terms.first.contiguous(), terms.last.contiguous()
+        of_item, of_row = first.expand(batch, length).stride()
+        arguments.update(first=first, last=last, range_b=of_item, range_l=of_row)
+    for name in ("keys", "query_documents", "key_documents"):
+        tensor = getattr(terms, name)
+        if tensor is not None:
+            tensor = tensor.contiguous()
+            arguments[name], arguments[f"{name}_b"] = tensor, 0 if tensor.shape[0] == 1 else tensor.shape[1]
+    arguments["slopes"] = terms.slopes
+    return arguments
+
+
+def _tiles(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
+    plain = softcap == 0 and all(tensor is None for tensor in terms.tensors)
+    return tiles_of(kernel, query.shape[3], query.dtype, capability, plain=plain)
+
+
+def interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels on the CPU (``TRITON_INTERPRET=1``)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _upcasts(query: Tensor) -> bool:
+    # The interpreter multiplies the bits of bfloat16.
+    return interprets() and query.dtype == torch.bfloat16

@@ -1,0 +1,185 @@
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+"""The kernel of `rows`: one program for each tile of queries, which passes over the keys once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._tile import LN2, LOG2E, changed, load_rows, products, visible_cells
+
+
+@triton.jit
+def _over_keys(
+    m, z, t, d, f, v, q, start, end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
+    key, k_s, first_keys,
+    first, last, range_b, range_l, keys, keys_b,
+    visible, visible_b, visible_h, visible_l, visible_s,
+    bias, bias_b, bias_h, bias_l, bias_s,
+    query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr,
+    ENTROPY: tl.constexpr, SINK: tl.constexpr, DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The running numbers of each row: largest score, Σ e, Σ e·x, Σ e·distance, mass on first keys, visible keys."""
+    for begin in tl.range(start, end, N, num_stages=STAGES):
+        k = load_rows(key, begin, S, k_s, D, N, BLOCK_D, HIDES)
+        j = begin + tl.arange(0, N)
+        s = products(q, k, UPCAST)
+        factor = scale * LOG2E
+        if not PLAIN:
+            s = changed(
+                s, i[:, None], j[None, :], b, h, L, S, shift, scale, softcap,
+                bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP,
+            )  # fmt: skip
+            factor = 1.0
+        if HIDES:
+            seen = visible_cells(
+                i[:, None], j[None, :], b, h, L, S, low, high, stop,
+                first, last, range_b, range_l, keys, keys_b,
+                visible, visible_b, visible_h, visible_l, visible_s,
+                query_documents, key_documents, query_documents_b, key_documents_b,
+            )  # fmt: skip
+            s = tl.where(seen, s, float("-inf"))
+        largest = tl.maximum(m, tl.max(s, 1) * factor)
+        anchor = tl.where(largest == float("-inf"), 0.0, largest)
+        x = s * factor - anchor[:, None]
+        if HIDES:
+            x = tl.where(x < -30000.0, -30000.0, x)  # whose power is 0, but whose product with 0 is no NaN
+        e = tl.exp2(x)
+        decay = tl.exp2(m - anchor)
+        if ENTROPY:
+            step = tl.where(m == float("-inf"), 0.0, m - anchor)
+            t = decay * (t + step * z) + tl.sum(e * x, 1)
+        z = decay * z + tl.sum(e, 1)
+        if DISTANCE:
+            d = decay * d + tl.sum(e * tl.abs(i[:, None] + shift - j[None, :]).to(tl.float32), 1)
+        if SINK:
+            marks = tl.load(first_keys + j, mask=j < S, other=0)
+            f = decay * f + tl.sum(tl.where((marks != 0)[None, :], e, 0.0), 1)
+        if VISIBLE:
+            if HIDES:
+                v += tl.sum((s > float("-inf")).to(tl.float32), 1)
+            else:
+                v += N
+        m = largest
+    return m, z, t, d, f, v
+
+
+@triton.jit(
+    do_not_specialize=["L", "S", "low", "high", "stop", "shift", "out_n"],
+)
+def rows_kernel(
+    query, key, sinks, first_keys, out,
+    q_b, q_h, q_l, k_b, k_h, k_s, marks_b, marks_h, out_n,
+    L, S, low, high, stop, shift, scale, softcap,
+    first, last, range_b, range_l, keys, keys_b,
+    visible, visible_b, visible_h, visible_l, visible_s,
+    bias, bias_b, bias_h, bias_l, bias_s,
+    query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    LSE: tl.constexpr, ENTROPY: tl.constexpr, LARGEST: tl.constexpr, CONFIDENCE: tl.constexpr, SINK: tl.constexpr,
+    DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write the statistics whose number is ≥ 0 to that part of `out` (n, B, H, L)."""
+    tiles = tl.cdiv(L, M)
+    program = tl.program_id(0)
+    # Under a causal mask the last rows have the most keys, so they begin first.
+    tile, bh = tiles - 1 - program % tiles, program // tiles
+    b, h = bh // H, bh % H
+    i0 = tile * M
+    i1 = tl.minimum(i0 + M, L) - 1
+    i = i0 + tl.arange(0, M)
+    query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+    key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
+    if SINK >= 0:
+        first_keys += b.to(tl.int64) * marks_b + h.to(tl.int64) * marks_h
+    q = load_rows(query, i0, L, q_l, D, M, BLOCK_D, True)
+
+    # The keys that any row sees, and those that every row sees.
+    limit = tl.minimum(S, stop)
+    begin, end = tl.maximum(0, i0 + low), tl.minimum(limit, i1 + high + 1)
+    whole, whole_end = tl.maximum(0, i1 + low), tl.minimum(limit, i0 + high + 1)
+    if first is not None:
+        place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
+        from_, to = tl.load(first + place), tl.load(last + place)
+        begin, end = tl.maximum(begin, tl.min(from_, 0)), tl.minimum(end, tl.max(to, 0))
+        whole, whole_end = tl.maximum(whole, tl.max(from_, 0)), tl.minimum(whole_end, tl.min(to, 0))
+    begin = begin // N * N
+    whole, whole_end = tl.cdiv(whole, N) * N, tl.maximum(whole_end, 0) // N * N
+    PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)
+    NEVER_WHOLE: tl.constexpr = (
+        (keys is not None) or (visible is not None) or (bias is not None) or (query_documents is not None)
+    )
+    if NEVER_WHOLE:
+        whole, whole_end = end, end
+    if whole_end <= whole:
+        whole, whole_end = end, end
+
+    m = tl.full([M], float("-inf"), tl.float32)
+    z, t, d = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    f, v = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    m, z, t, d, f, v = _over_keys(
+        m, z, t, d, f, v, q, begin, whole, i, b, h, L, S, low, high, stop, shift, scale, softcap,
+        key, k_s, first_keys, first, last, range_b, range_l, keys, keys_b,
+        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+        D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, True, UPCAST, STAGES,
+    )  # fmt: skip
+    if not NEVER_WHOLE:
+        m, z, t, d, f, v = _over_keys(
+            m, z, t, d, f, v, q, whole, whole_end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
+            key, k_s, first_keys, first, last, range_b, range_l, keys, keys_b,
+            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+            query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+            D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, False, UPCAST, STAGES,
+        )  # fmt: skip
+        m, z, t, d, f, v = _over_keys(
+            m, z, t, d, f, v, q, whole_end, end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
+            key, k_s, first_keys, first, last, range_b, range_l, keys, keys_b,
+            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+            query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+            D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, True, UPCAST, STAGES,
+        )  # fmt: skip
+    _write(
+        out + bh.to(tl.int64) * L + i, i < L, out_n.to(tl.int64), m, z, t, d, f, v, sinks, h,
+        LSE, ENTROPY, LARGEST, CONFIDENCE, SINK, DISTANCE, VISIBLE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write(
+    out, inside, out_n, m, z, t, d, f, v, sinks, h,
+    LSE: tl.constexpr, ENTROPY: tl.constexpr, LARGEST: tl.constexpr, CONFIDENCE: tl.constexpr, SINK: tl.constexpr,
+    DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
+):  # fmt: skip
+    """From running numbers to statistics, for rows that may be empty and heads that may have a sink."""
+    # With a sink the total can be anchored at the sink, whose power is then 1.
+    anchor = m
+    if sinks is not None:
+        anchor = tl.maximum(m, tl.load(sinks + h).to(tl.float32) * LOG2E)
+    anchor = tl.where(anchor == float("-inf"), 0.0, anchor)
+    decay = tl.exp2(m - anchor)
+    total = decay * z
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + h).to(tl.float32) * LOG2E - anchor)
+    lse = anchor + tl.log2(total)
+    share = tl.where(total == 0.0, 0.0, decay / tl.where(total == 0.0, 1.0, total))
+    if LSE >= 0:
+        tl.store(out + LSE * out_n, lse * LN2, mask=inside)
+    if ENTROPY >= 0:
+        # −Σ p ln p = Σ p · (lse − m) − Σ p · (s − m).
+        above = tl.where(z == 0.0, 0.0, lse - m)
+        entropy = share * (z * above - t) * LN2
+        tl.store(out + ENTROPY * out_n, tl.where(entropy < 0.0, 0.0, entropy), mask=inside)
+    if LARGEST >= 0:
+        tl.store(out + LARGEST * out_n, m * LN2, mask=inside)
+    if CONFIDENCE >= 0:
+        tl.store(out + CONFIDENCE * out_n, share, mask=inside)
+    if SINK >= 0:
+        tl.store(out + SINK * out_n, share * f, mask=inside)
+    if DISTANCE >= 0:
+        tl.store(out + DISTANCE * out_n, share * d, mask=inside)
+    if VISIBLE >= 0:
+        tl.store(out + VISIBLE * out_n, v, mask=inside)

@@ -1,0 +1,82 @@
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+"""What the kernels share: the scores of one tile, in units of log2, with −∞ in hidden keys."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+INT64: tl.constexpr = tl.constexpr(tl.int64)
+
+
+@triton.jit
+def load_rows(
+    pointer, start, count, stride, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, CUT: tl.constexpr
+):
+    """Rows start … start + BLOCK of a matrix (count, D), (BLOCK, BLOCK_D); beyond its ends 0."""
+    place, feature = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    pointers = pointer + tl.cast(start, tl.int64) * stride + place[:, None] * stride + feature[None, :]
+    if BLOCK_D == D:
+        if CUT:
+            return tl.load(pointers, mask=(start + place < count)[:, None], other=0.0)
+        return tl.load(pointers)
+    if CUT:
+        return tl.load(pointers, mask=(start + place < count)[:, None] & (feature < D)[None, :], other=0.0)
+    return tl.load(pointers, mask=(feature < D)[None, :], other=0.0)
+
+
+@triton.jit
+def products(left, right, UPCAST: tl.constexpr):
+    """The product left · rightᵀ in float32: IEEE products of float32, and exact ones of 16-bit numbers."""
+    if UPCAST:  # the interpreter multiplies the bits of bfloat16
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, tl.trans(right), input_precision="ieee")
+
+
+@triton.jit
+def changed(
+    s, i, j, b, h, L, S, shift, scale, softcap,
+    bias, bias_b, bias_h, bias_l, bias_s, slopes,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Products as scores × log2 e: soft-capped, with ALiBi and bias."""
+    s = s * scale
+    if SOFTCAP:
+        t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / softcap))
+        magnitude = softcap * (1.0 - t) / (1.0 + t)
+        s = tl.where(s < 0, -magnitude, magnitude)
+    if slopes is not None:
+        s -= tl.load(slopes + h) * tl.abs(i + shift - j).to(tl.float32)
+    s *= LOG2E
+    if bias is not None:
+        offset = b.to(tl.int64) * bias_b + h.to(tl.int64) * bias_h + i.to(tl.int64) * bias_l + j.to(tl.int64) * bias_s
+        s += tl.load(bias + offset, mask=(i < L) & (j < S), other=0.0).to(tl.float32) * LOG2E
+    return s
+
+
+@triton.jit
+def visible_cells(
+    i, j, b, h, L, S, low, high, stop,
+    first, last, range_b, range_l, keys, keys_b,
+    visible, visible_b, visible_h, visible_l, visible_s,
+    query_documents, key_documents, query_documents_b, key_documents_b,
+):  # fmt: skip
+    """Which cells of a tile with rows i and columns j, of shapes that broadcast, the mask shows."""
+    seen = (j >= i + low) & (j <= i + high) & (j < tl.minimum(S, stop)) & (i < L)
+    if first is not None:
+        place = b.to(tl.int64) * range_b + i.to(tl.int64) * range_l
+        seen &= j >= tl.load(first + place, mask=i < L, other=0)
+        seen &= j < tl.load(last + place, mask=i < L, other=0)
+    if keys is not None:
+        seen &= tl.load(keys + b.to(tl.int64) * keys_b + j, mask=j < S, other=0) != 0
+    if query_documents is not None:
+        of_query = tl.load(query_documents + b.to(tl.int64) * query_documents_b + i, mask=i < L, other=0)
+        of_key = tl.load(key_documents + b.to(tl.int64) * key_documents_b + j, mask=j < S, other=0)
+        seen &= of_query == of_key
+    if visible is not None:
+        offset = b.to(tl.int64) * visible_b + h.to(tl.int64) * visible_h
+        offset = offset + i.to(tl.int64) * visible_l + j.to(tl.int64) * visible_s
+        seen &= tl.load(visible + offset, mask=(i < L) & (j < S), other=0) != 0
+    return seen
