@@ -17,7 +17,6 @@ from .browsing import needs_chromium
 from .texts import SOURCES, texts_of_page, texts_of_python, texts_of_scripts
 
 WORDS = tomllib.loads((SOURCES / "plot" / "words_zh.toml").read_text(encoding="utf-8"))
-CHINESE = re.compile(r"[一-鿿]")
 
 
 def values_of(text: str) -> list[str]:
