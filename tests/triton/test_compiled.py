@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for devices that are not at hand, by the command, in a process without the interpreter."""
+"""The Triton kernels compiled for devices that are not at hand, in processes without the interpreter."""
 
 from __future__ import annotations
 
