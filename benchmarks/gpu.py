@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -113,13 +113,16 @@ def texts(measured: Figures) -> dict[str, str]:
         (what, where, significant(bar), significant(value), "yes" if _met(what, bar, value) else "no")
         for what, where, bar, value in bars(measured)
     ]
-    calls: dict[str, float] = measured[SMALL]
+    calls: dict[str, float] = measured.get(SMALL, {})
     return {
         "device": device,
         "tables": markdown(_contests(measured)),
         "statistics": _statistics_table(measured),
         "small": table(("call", "µs"), [(name, significant(value)) for name, value in calls.items()]),
-        "attention": table(*_attention_grid(measured)),
+        "statistics-missing": _missing(measured) or "none",
+        "modules": table(*_grid(measured, lambda section: section.startswith(("module", "packed")))),
+        "cost": ratio(_cost(measured)),
+        "attention": table(*_grid(measured, lambda section: section == FORWARD)),
         "bars": table(("what", "where", "bar", "measured", "met"), rows, left=2),
         "met": f"{sum(row[4] == 'yes' for row in rows)} of {len(rows)}",
     }
@@ -129,19 +132,26 @@ def _met(what: str, bar: float, value: float) -> bool:
     return value >= bar if what == SPEED else value <= bar
 
 
-def _attention_grid(measured: Figures) -> tuple[list[str], list[list[str]]]:
-    """For readers: the forward pass, Clearhead's time, and how the others compare."""
-    results = [result for result in _contests(measured) if result.section == FORWARD]
+def _grid(measured: Figures, wanted: Callable[[str], bool]) -> tuple[list[str], list[list[str]]]:
+    """For readers: Clearhead's time, and how the others compare."""
+    results = [result for result in _contests(measured) if wanted(result.section)]
+    one_section = len({result.section for result in results}) == 1
     names = list(dict.fromkeys(name for result in results for name in result.ratios))
     rows = [
         [
-            result.name,
+            result.name if one_section else result.work,
             significant(result.figures[OURS]),
-            *(ratio(result.ratios[n]) if n in result.ratios else "–" for n in names),
+            *(ratio(result.ratios[name]) if name in result.ratios else "–" for name in names),
         ]
         for result in results
     ]
-    return ["attention", f"{OURS}, ms", *names], rows
+    return ["work", f"{OURS}, ms", *names], rows
+
+
+def _cost(measured: Figures) -> float:
+    """Statistics with top-8 beside the attention whose weights they describe, at the longest length that is timed."""
+    ms: dict[str, float] = measured[f"{STATISTICS}, D={HEAD_DIMS[-1]}, L={LENGTHS[-1]:,}"]["ms"]
+    return ms[PUBLIC_ALL] / ms[ATTENTION]
 
 
 def _statistics_table(measured: Figures) -> str:
@@ -155,9 +165,14 @@ def _statistics_table(measured: Figures) -> str:
     long = kept.get(LONG, {})
     gb = f", {long['MB'] / 1e3:.1f} GB beyond query and key" if "MB" in long else ""
     said = f"{long['what']}, {long['seconds']:.2f} s{gb}" if "seconds" in long else "not measured"
-    missing = {way: why for each in kept.values() for way, why in each["skipped"].items()}
-    why = "".join(f"\n* {way} not measured, because {reason}" for way, reason in missing.items())
-    return f"{table(header, rows)}\n\nD=128, L=131,072: {said}.\n{why}".strip()
+    return f"{table(header, rows)}\n\nD=128, L=131,072: {said}."
+
+
+def _missing(measured: Figures) -> str:
+    """The ways that compute statistics and were not measured, each with its reason."""
+    kept = [each for name, each in measured.items() if name.startswith(f"{STATISTICS}, ")]
+    missing = {way: why for each in kept for way, why in each.get("skipped", {}).items()}
+    return "; ".join(f"{way}: {reason}" for way, reason in missing.items())
 
 
 def wrong(measured: Figures) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from collections.abc import Callable
+from typing import ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,9 @@ from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused
-from ._sdpa_sequences import plan_sequences, refusals_of_sequences
+from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
+
+Grouping = Literal["none", "kernel", "rows", "calls"]
 
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
@@ -43,7 +46,7 @@ class SdpaKernel(Kernel):
         causal_nan = spec.scale <= 0 and _is_flagged_causal(spec, mask, grid)
         reasons = applicable(
             {
-                "PyTorch does not give out the log-sum-exp": spec.lse,
+                "PyTorch does not give out the log-sum-exp": spec.lse and not gives_lse(spec, mask, grid),
                 "it has no soft-cap": spec.softcap is not None,
                 "its causal path gives NaN for a scale of 0 or below": causal_nan,
                 "it has no sinks": spec.sinks,
@@ -57,7 +60,7 @@ class SdpaKernel(Kernel):
             dims = spec.query.shape[3], spec.value.shape[3]
             if spec.device.type == "cuda" and not fits_a_kernel(spec.dtype, *dims, masked=spec.masked):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
-        else:
+        elif not spec.lse:
             reasons += _reasons_of_values(spec, mask, grid)
             if not reasons and not is_fused(_fused_call(spec, mask, grid)):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
@@ -66,13 +69,17 @@ class SdpaKernel(Kernel):
     def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
         if spec.device.type == "cpu" or spec.tracing:
             return None
-        return Backend("varlen") if spec.sequences is not None else backend_of(_fused_call(spec, mask, grid))
+        packed = spec.sequences is not None or spec.lse
+        return Backend("varlen") if packed else backend_of(_fused_call(spec, mask, grid))
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         if spec.sequences is not None:
             return plan_sequences(spec, mask, grid)
-        folded, group = _folds(spec, mask, grid), spec.group
-        grouped: dict[str, bool] = {"enable_gqa": True} if group > 1 and not folded else {}
+        if spec.lse:
+            return plan_batch(spec, mask, grid)
+        group, grouping = spec.group, _grouping(spec, mask, grid)
+        folded, split = grouping == "rows", grouping == "calls"
+        grouped: dict[str, bool] = {"enable_gqa": True} if grouping == "kernel" else {}
         is_causal = False
         if mask is not None and not hides_nothing(mask, grid) and _is_flagged_causal(spec, mask, grid):
             is_causal = True  # not the comparison, which is a symbol while tracing
@@ -82,9 +89,13 @@ class SdpaKernel(Kernel):
             if folded:
                 query = fold_group(query, key.shape[1])
             lowered = None if is_causal else _lower(call, group if folded else 1)
-            output = F.scaled_dot_product_attention(
-                query, key, value, lowered, spec.dropout_p, is_causal, scale=spec.scale, **grouped
-            )
+
+            def attend(query: Tensor, bias: Tensor | None) -> Tensor:
+                return F.scaled_dot_product_attention(
+                    query, key, value, bias, spec.dropout_p, is_causal, scale=spec.scale, **grouped
+                )
+
+            output = _attend_split(attend, query, lowered, group) if split else attend(query, lowered)
             if folded:
                 output = unfold_group(output, call.query.shape[1])  # (B, H, L, Dv)
             masked = call.coverage.masked_queries
@@ -93,6 +104,16 @@ class SdpaKernel(Kernel):
             return Results(output)
 
         return compute
+
+
+def _attend_split(
+    attend: Callable[[Tensor, Tensor | None], Tensor], query: Tensor, bias: Tensor | None, group: int
+) -> Tensor:
+    """A call for the first head of every group, one for the second, and so on. Each takes the keys as they are."""
+    queries = query.unflatten(1, (-1, group)).unbind(2)  # (B, Hkv, L, D) each
+    of_heads = bias is not None and bias.shape[1] != 1
+    biases = bias.unflatten(1, (-1, group)).unbind(2) if bias is not None and of_heads else (bias,) * group
+    return torch.stack([attend(*pair) for pair in zip(queries, biases, strict=True)], 2).flatten(1, 2)
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
@@ -112,29 +133,39 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
     return reasons
 
 
-def _fused_call(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> FusedCall:
+def _fused_call(spec: AttentionSpec, mask: Mask | None, grid: Grid, grouping: Grouping | None = None) -> FusedCall:
     """What PyTorch chooses its kernel by, from the mask's dtype and none of its work."""
     causal, dtype = _is_flagged_causal(spec, mask, grid), None
     if mask is not None and not causal and not hides_nothing(mask, grid):
         dtype = spec.compute_dtype if mask.has_bias and spec.device.type == "cpu" else spec.dtype
     layouts = (spec.query, spec.key, spec.value)
     shapes, whole_rows = tuple(each.shape for each in layouts), tuple(each.has_whole_rows for each in layouts)
-    options = (spec.dropout_p > 0, spec.needs_gradients, causal, _folds(spec, mask, grid))
+    grouping = grouping or _grouping(spec, mask, grid)
+    if grouping == "calls":
+        shapes = ((shapes[0][0], spec.key.shape[1], *shapes[0][2:]), *shapes[1:])
+    options = (spec.dropout_p > 0, bool(spec.gradients), causal, grouping == "rows")
     return FusedCall(shapes, whole_rows, spec.dtype, spec.device, dtype, *options)
 
 
-def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
-    """Whether the heads of a group become rows of one head.
+def _grouping(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Grouping:
+    """How the heads of a group share keys: in the kernel, as rows of one head, or as calls of their own.
 
     With few rows PyTorch's own grouping reads every key once per query head. While tracing only one row is looked for:
-    any other comparison would tie the graph to a length.
+    any other comparison would tie the graph to a length. On GPUs no kernel takes grouped heads in float32, and with a
+    mask only cuDNN does. Rows need the mask once for each head of a group, and sum gradients in float32.
     """
     if spec.group == 1:
-        return False
-    length = spec.query.shape[2]
+        return "none"
+    length, is_float = spec.query.shape[2], spec.dtype == torch.float32
+    on_cuda = spec.device.type == "cuda"
     if spec.tracing:
-        return length == 1
-    return length <= _FEW_ROWS and not _is_flagged_causal(spec, mask, grid)
+        return "rows" if length == 1 else "calls" if on_cuda and is_float else "kernel"
+    is_causal = _is_flagged_causal(spec, mask, grid)
+    if length <= _FEW_ROWS and not is_causal:
+        return "rows"
+    if not on_cuda or is_fused(_fused_call(spec, mask, grid, "kernel")):
+        return "kernel"
+    return "calls" if is_causal or (is_float and mask is not None) else "rows"
 
 
 def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
@@ -167,7 +198,7 @@ def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bo
 
 def _lower(call: AttentionCall, group: int) -> Tensor | None:
     """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
-    mask, grid = call.mask, call.grid
+    mask, grid = call.request.mask, call.grid
     if mask is None or hides_nothing(mask, grid):
         return None
     return mask.lowered(grid, ("sdpa", call.query.dtype, group), lambda: _lower_tensor(mask, call, group))

@@ -99,6 +99,30 @@ def test_values_and_gradients_are_those_of_the_cpu(
         assert _error(ours.cpu(), judge) <= limit
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["none", "lengths", "bias"])
+def test_grouped_heads_run_on_a_kernel_that_has_none(
+    cuda: PretendedDevice, name: str, causal: bool, dtype: torch.dtype
+) -> None:
+    length, device = 75, torch.device("cuda:0")
+    inputs = operands(length, dtype, heads=2)
+    on_cpu = mask_of(name, causal, length, torch.device("cpu"))
+    exact = _with_gradients(inputs, on_cpu, torch.float64, "reference")
+    same = _with_gradients(inputs, on_cpu, dtype, "reference")
+    got: list[Tensor] = []
+    on_device, mask = [x.to(device) for x in inputs], mask_of(name, causal, length, device)
+    seen = cuda.count(lambda: got.extend(_with_gradients(on_device, mask, dtype, None)))
+    plain = name == "none"
+    if dtype == torch.float32:
+        assert seen.backends == ["efficient"] * (1 if plain and not causal else 2)  # rows of one head, or H / Hkv calls
+    else:
+        assert seen.backends == ["cuDNN" if CAPABILITY == "9" else "flash" if plain else "efficient"]
+    for ours, reference, judge in zip(got, same, exact, strict=True):
+        limit = 1e-5 if dtype == torch.float32 else 2 * _error(reference, judge)
+        assert _error(ours.cpu(), judge) <= limit
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_fully_masked_rows_are_zero(cuda: PretendedDevice, causal: bool) -> None:
     device = torch.device("cuda:0")

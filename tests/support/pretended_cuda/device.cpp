@@ -108,7 +108,7 @@ bool takes_efficient(const sdp::sdp_params& call) {
   return at::globalContext().userEnabledMemEfficientSDP() && (is_half(call.query) || call.query.scalar_type() == at::kFloat) &&
          aligned(call.query) && aligned(call.key) && aligned(call.value) &&
          sdp::check_last_dim_stride_equals_1_dense<false>(call, false) &&
-         sdp::check_batch_size_and_num_heads_dense<true>(call, false);
+         sdp::check_batch_size_and_num_heads_dense<false>(call, false);  // no grouped heads
 }
 
 int64_t choose(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
