@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from clearhead.kernels.triton._launch import Launch, columns_launch, rows_launch, tiles_of
 from clearhead.kernels.triton._terms import Terms
+from clearhead.kernels.triton._top_launch import chosen_launch, largest_launch
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 DIMS = (64, 128, 256)
@@ -59,7 +60,8 @@ class Compiled:
         found = [f"{self.spilled} bytes on the stack"] if self.spilled else []
         if self.blocks < (1 if self.dim > 128 else 2):
             found.append(f"{self.blocks} blocks fit")
-        if ("fma" if self.dtype == "fp32" else "mma") != self.product:
+        # `chosen` has one query for each tile of keys, which fills no matrix instruction.
+        if ("fma" if self.dtype == "fp32" or self.kernel == "chosen" else "mma") != self.product:
             found.append(f"multiplies by {self.product}")
         return found
 
@@ -92,6 +94,9 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
             rows_launch(query, key, terms, **options, sinks=None, first_keys=None, want=WANT, tiles=tiles["rows"]),
         )
         yield "columns", mask, columns_launch(query, key, lse, terms, **options, counted=None, tiles=tiles["columns"])
+        largest = largest_launch(query, key, terms, **options)
+        yield "largest", mask, largest
+        yield "chosen", mask, chosen_launch(largest, torch.empty(1, 4, 64, 1, dtype=torch.int64), 0)
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -26,34 +25,43 @@ def top_k_by_kernels(
     The k largest lie in the k tiles with the largest maxima: each of those tiles has a score that goes before any
     score of another tile.
     """
-    (batch, heads, length, dim), count = query.shape, key.shape[2]
+    (batch, heads, length, _), count = query.shape, key.shape[2]
     shape = (batch, heads, length, k)
     weights, keys = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
     if weights.numel() == 0:
         return weights, keys
     tiles = triton.cdiv(count, TILE)
-    wide = dim > 128 or query.dtype == torch.float32
-    arguments = arguments_of(query, key, terms, scale, softcap, Tiles(16 if wide else 64, TILE, 4, 1 if wide else 2))
     chosen = min(k, tiles)
     rows = max(1, min(length, _SCRATCH // (batch * heads * max(tiles, chosen * TILE))))
-    largest = query.new_full((batch, heads, tiles, length), float("-inf"), dtype=torch.float32)
-    programs = triton.cdiv(length, arguments["M"]) * batch * heads
-    Launch(largest_kernel, programs, arguments | {"out": largest}, (largest,)).run()
+    first = largest_launch(query, key, terms, scale, softcap)
+    largest = first.run()[0].transpose(2, 3)  # (B, H, L, tiles)
     for row in range(0, length, rows):
         some = slice(row, min(length, row + rows))
-        packed = _packed(arguments, largest[..., some], row, chosen)
+        # Stable, so that of equal tiles the first goes first.
+        best_tiles = largest[:, :, some].sort(dim=-1, descending=True, stable=True).indices[..., :chosen].contiguous()
+        packed = chosen_launch(first, best_tiles, row).run()[0].flatten(3)  # (B, H, rows, chosen · TILE)
         best = packed.topk(min(k, packed.shape[-1])).values
         weights[:, :, some], keys[:, :, some] = _unpacked(best, lse[:, :, some])
     return weights, keys
 
 
-def _packed(arguments: dict[str, Any], largest: Tensor, row: int, chosen: int) -> Tensor:
-    """The packed scores of the best tiles of some rows, (B, H, rows, chosen · TILE)."""
-    best = largest.transpose(2, 3).sort(dim=-1, descending=True, stable=True).indices[..., :chosen].contiguous()
-    out = best.new_empty((*best.shape, TILE))
-    own = {"chosen": best, "out": out, "row": row, "count": best.shape[2], "chosen_count": chosen}
-    Launch(chosen_kernel, best.numel(), arguments | own, (out,)).run()
-    return out.flatten(3)
+def largest_launch(query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float) -> Launch:
+    """Of the largest score of each tile, (B, H, tiles, L)."""
+    (batch, heads, length, dim), count = query.shape, key.shape[2]
+    single = query.dtype == torch.float32
+    tiles = Tiles(16 if single or dim > 128 else 64, TILE, 8 if single else 4, 1 if single or dim > 128 else 2)
+    arguments = arguments_of(query, key, terms, scale, softcap, tiles)
+    shape = (batch, heads, triton.cdiv(count, TILE), length)
+    largest = query.new_full(shape, float("-inf"), dtype=torch.float32)
+    programs = triton.cdiv(length, tiles.queries) * batch * heads
+    return Launch(largest_kernel, programs, arguments | {"out": largest}, (largest,))
+
+
+def chosen_launch(first: Launch, tiles: Tensor, row: int) -> Launch:
+    """Of the packed scores of the best tiles (B, H, rows, n) of the rows from `row`: int64 (B, H, rows, n, TILE)."""
+    out = tiles.new_empty((*tiles.shape, TILE))
+    own = {"chosen": tiles, "out": out, "row": row, "count": tiles.shape[2], "chosen_count": tiles.shape[3]}
+    return Launch(chosen_kernel, tiles.numel(), first.arguments | own | {"num_warps": 4}, (out,))
 
 
 def _unpacked(packed: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
