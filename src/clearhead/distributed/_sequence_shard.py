@@ -95,9 +95,8 @@ class LocalSequence(OfThisProcess):
             return layer.projected_out(results, environment, batched=checked.batched)
         if layer.request.dropout_p:
             heads = layer.request.offset or Offset(module.num_heads)
-            if checked.query.is_cpu:
-                seed_tensor = torch.tensor(seed)
-            else:  # exchanged on the device, which nobody waits for
+            seed_tensor = torch.tensor(seed, device="cpu")
+            if not checked.query.is_cpu:  # exchanged on the device, so that no process waits for it
                 seed_tensor = from_every_rank(draw_seed(checked.query.device), self.group)[0]
             layer = replace(layer, request=layer.request._replace(seed=seed_tensor, offset=heads))
         queries, keys = shards
