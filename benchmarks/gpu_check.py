@@ -41,7 +41,7 @@ START = [sys.executable, "-m", "benchmarks.gpu_check"]
 
 def all_checks() -> list[Check]:
     """In the order in which they run."""
-    return [*attention_checks(), *model_checks()]
+    return [*model_checks(), *attention_checks()]
 
 
 def checked(check: Check, device: str) -> dict[str, Any]:
