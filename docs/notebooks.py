@@ -41,7 +41,7 @@ def notebook(page: Path) -> str:
         for number, (kind, content) in enumerate((kind, content) for kind, content in parts if content.strip())
     ]
     made = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
-    return nbformat.writes(made, version=nbformat.current_nbformat) + "\n"
+    return nbformat.writes(made) + "\n"
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ import clearhead._layer.plan
 import clearhead._native
 import clearhead.kernels._blocks
 import clearhead.masks._coverage
-from clearhead._native import instruction_sets, use_instruction_set
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -59,7 +58,7 @@ def _require_installed() -> None:
 def _emulate_machine() -> None:
     best, vendor = os.environ.get("CLEARHEAD_TEST_ISA", "none"), os.environ.get("CLEARHEAD_TEST_VENDOR")
     if best != "none":
-        sets = instruction_sets()
+        sets = clearhead._native.instruction_sets()
         if best not in sets:
             raise pytest.UsageError(f"CLEARHEAD_TEST_ISA={best}: this machine has {', '.join(sets)}")
         for better in sets[: sets.index(best)]:
@@ -89,10 +88,10 @@ def _small_blocks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(name="instructions", params=instruction_sets())
+@pytest.fixture(name="instructions", params=clearhead._native.instruction_sets())
 def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the native kernel on each instruction set of this machine in turn."""
-    with use_instruction_set(request.param):
+    with clearhead._native.use_instruction_set(request.param):
         yield request.param
 
 

@@ -19,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
 import clearhead._layer.linear
-import clearhead._torch_private
 from clearhead._layer.linear import Linear, describe_backend, linear, use_linear
 from clearhead.errors import ArgumentError, KernelError
 
@@ -29,7 +28,7 @@ SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]
 MAKER = clearhead._layer.linear._processor_maker
 
 needs_onednn = pytest.mark.skipif(
-    not clearhead._torch_private.has_onednn_linear(), reason="this build of PyTorch has no oneDNN"
+    not clearhead._layer.linear.has_onednn_linear(), reason="this build of PyTorch has no oneDNN"
 )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from docs.draw import IMAGES, pages, pictures, vision
+from docs.draw.listed import COMMANDS, ERRORS, with_commands, with_errors
 from docs.draw.mask_gallery import GALLERY
 from docs.draw.statistics import listed
 from docs.markdown import IMAGE, LINK, anchors, text_of
@@ -33,6 +35,14 @@ def test_every_picture_of_a_folder_is_drawn_by_the_code() -> None:
 def test_the_page_of_statistics_lists_what_the_classes_declare() -> None:
     page = (DOCS / "statistics.md").read_text(encoding="utf-8")
     assert page == listed(page), "run `python -m docs.draw`"
+
+
+@pytest.mark.parametrize(("page", "write"), [(COMMANDS, with_commands), (ERRORS, with_errors)])
+def test_the_pages_of_commands_and_errors_list_what_there_is(page: Path, write: Callable[[str], str]) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == write(text), "run `python -m docs.draw`"
+    for line in (line for line in text.splitlines() if line.startswith("## ")):
+        assert text.count(line + "\n") == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

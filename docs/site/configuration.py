@@ -46,7 +46,7 @@ def navigation(language: str, reference: list[tuple[str, str]]) -> list[dict[str
     for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
         rows = re.findall(r"^\| \[([^\]]+)\]\((?!\.\./en/)((?:\.\./)*[\w/-]+\.md)\) \|", text, flags=re.MULTILINE)
-        pages = [{name: re.sub(r"^(\.\./)+", "", path).lower()} for name, path in rows]
+        pages = [{name.replace("`", ""): re.sub(r"^(\.\./)+", "", path).lower()} for name, path in rows]
         if pages:
             listed.append({title.strip(): pages})
     if reference:

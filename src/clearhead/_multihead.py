@@ -25,6 +25,7 @@ from ._layer.unmodified import apply_linear
 from ._multihead_checks import (
     cache_dtype,
     complete,
+    default_head_dim,
     draw_projections,
     kv_head_count,
     refuse_split_dropout,
@@ -34,7 +35,6 @@ from ._multihead_checks import (
     require_parts,
     set_mask,
     unfit_projections,
-    whole_head_dim,
 )
 from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
@@ -123,7 +123,7 @@ class MultiHeadAttention(nn.Module):
         self.embed_dim: int = size("embed_dim", embed_dim)
         self.num_heads: int = size("num_heads", num_heads)
         self.num_kv_heads: int = kv_head_count(num_kv_heads, num_heads)
-        self.head_dim: int = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
+        self.head_dim: int = default_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
         self.scale: float | None = number_or_none("scale", scale, "a finite number, or None for 1/√D", is_finite)
         self.dropout: float = number("dropout", dropout, "a probability in [0, 1]", is_probability)
         self.softcap: float | None = number_or_none("softcap", softcap, "a number > 0, or None", is_positive)

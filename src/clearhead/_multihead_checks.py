@@ -185,7 +185,7 @@ def refuse_split_dropout(offset: Offset | None) -> None:
         raise ArgumentError("query", expected=expected, got="a jagged tensor", fix=fix)
 
 
-def whole_head_dim(embed_dim: int, num_heads: int) -> int:
+def default_head_dim(embed_dim: int, num_heads: int) -> int:
     """E / H, which must be whole."""
     if embed_dim % num_heads:
         raise ArgumentError(

@@ -106,9 +106,9 @@ def attention_varlen(
         >>> import torch, clearhead
         >>> x = torch.randn(7, 2, 4)  # sequences of 3 and 4 tokens, 2 heads
         >>> ends = torch.tensor([0, 3, 7])
-        >>> found = clearhead.attention_varlen(x, x, x, ends, ends, clearhead.masks.causal())
+        >>> packed = clearhead.attention_varlen(x, x, x, ends, ends, clearhead.masks.causal())
         >>> alone = clearhead.attention(*(x[3:].transpose(0, 1),) * 3, clearhead.masks.causal())
-        >>> torch.allclose(found[3:], alone.transpose(0, 1), atol=1e-6)
+        >>> torch.allclose(packed[3:], alone.transpose(0, 1), atol=1e-6)
         True
     """
     _require_packed(query=query, key=key, value=value)

@@ -14,18 +14,17 @@ import clearhead
 from clearhead.cli import _output as output
 from clearhead.cli import main
 from clearhead.inspection import _doctor as inspection
-from clearhead.inspection._doctor import CASES
-from clearhead.kernels._chunked import ChunkedKernel
-from tests.inspection.test_doctor import break_kernel
+from tests.inspection.test_doctor import ChunkedKernel, break_kernel
 from tests.support.native import extension
 
+EVERY_CASE = inspection.CASES
 #: How many of the calls below the native kernel computes: both in float32, none in float64, none if it was not built.
 NATIVE = 0 if extension is None else 2
 
 
 @pytest.fixture(autouse=True)
 def _few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = [case for case in CASES if case.name in ("causal", "soft-cap + sinks")]
+    few = [case for case in EVERY_CASE if case.name in ("causal", "soft-cap + sinks")]
     monkeypatch.setattr(inspection, "CASES", [replace(case, dtypes=(torch.float64, torch.float32)) for case in few])
 
 
@@ -76,7 +75,7 @@ def test_json_of_a_broken_kernel_holds_everything_even_nan(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("broken_kernel")
 def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "CASES", CASES)
+    monkeypatch.setattr(inspection, "CASES", EVERY_CASE)
     monkeypatch.setattr(
         output, "Console", lambda **options: Console(force_terminal=True, color_system=None, width=80, **options)
     )

@@ -16,9 +16,9 @@ from torch import Tensor
 import clearhead
 from clearhead._versions import TESTED
 from clearhead.inspection import _doctor as doctor
-from clearhead.inspection._doctor import CASES, examine, text_of
 from clearhead.kernels._chunked import ChunkedKernel
 from clearhead.kernels._reference import ReferenceKernel
+from tests.support.forgetting import forget
 
 Report = dict[str, Any]
 
@@ -33,13 +33,14 @@ def check_of(report: Report, *place: str) -> Report:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return examine()
+    forget()  # plans of kernels that another test broke
+    return doctor.examine()
 
 
 @pytest.fixture
 def two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer calls, for tests that look for one broken kernel."""
-    few = [case for case in CASES if case.name in ("plain", "padding")]
+    few = [case for case in doctor.CASES if case.name in ("plain", "padding")]
     monkeypatch.setattr(doctor, "CASES", [replace(case, dtypes=(torch.float32, torch.bfloat16)) for case in few])
 
 
@@ -75,7 +76,9 @@ def raise_an_error(output: Tensor) -> Tensor:
 def test_every_kernel_is_checked_with_every_call_in_every_dtype(report: Report) -> None:
     checked = [(check["kernel"], check["case"], check["dtype"]) for check in report["checks"]]
     kernels = ("native", "sdpa", "chunked", "reference")
-    expected = [(kernel, case.name, str(dtype)[6:]) for kernel in kernels for case in CASES for dtype in case.dtypes]
+    expected = [
+        (kernel, case.name, str(dtype)[6:]) for kernel in kernels for case in doctor.CASES for dtype in case.dtypes
+    ]
     assert sorted(checked) == sorted(expected)
     assert {dtype for _, _, dtype in checked} == {"float64", "float32", "bfloat16", "float16"}
 
@@ -88,7 +91,7 @@ def test_only_sdpa_and_native_refuse_calls(report: Report) -> None:
         "it has no soft-cap",
         "it has no sinks",
     )
-    assert "it has no soft-cap; it has no sinks" in text_of(report)
+    assert "it has no soft-cap; it has no sinks" in doctor.text_of(report)
 
 
 def test_a_kernel_that_refuses_only_gradients_has_its_output_checked(report: Report) -> None:
@@ -98,7 +101,7 @@ def test_a_kernel_that_refuses_only_gradients_has_its_output_checked(report: Rep
     assert check["gradient"] is None
     assert check["reasons"] == ("its fused kernels give no gradient for a bias",)
     text = "sdpa refuses gradients of bias + gradient in float64 and float32: its fused kernels give no"
-    assert text in text_of(report)
+    assert text in doctor.text_of(report)
 
 
 def test_a_check_is_ok_exactly_if_its_errors_are_within_the_fixed_limits(report: Report) -> None:
@@ -119,7 +122,7 @@ def test_a_check_is_ok_exactly_if_its_errors_are_within_the_fixed_limits(report:
 
 def test_the_errors_are_the_distance_from_float64(report: Report) -> None:
     """The plain call again, by hand."""
-    inputs = CASES[0].inputs(torch.float32, torch.float32)
+    inputs = doctor.CASES[0].inputs(torch.float32, torch.float32)
     query, key, value = (inputs[name].detach() for name in ("query", "key", "value"))
     exact = torch.softmax(query.double() @ key.double().mT / 4, -1) @ value.double()
     with clearhead.use_kernel("chunked"):
@@ -141,14 +144,14 @@ def test_the_errors_are_the_distance_from_float64(report: Report) -> None:
 )
 def test_a_broken_kernel_is_found(monkeypatch: pytest.MonkeyPatch, change: Callable, words: str) -> None:
     break_kernel(monkeypatch, ChunkedKernel, change)
-    found = examine()
+    found = doctor.examine()
     assert not found["passed"]
     failed = [(check["kernel"], check["case"], check["dtype"]) for check in failures(found)]
     chunked = [("chunked", case, dtype) for case in ("plain", "padding") for dtype in ("float32", "bfloat16")]
     assert [check for check in failed if check[0] == "chunked"] == chunked
     assert [check for check in failed if check[2] == "float32"] == chunked[::2]
-    assert words in text_of(found)
-    assert text_of(found).splitlines()[-1].startswith("checks failed: ")
+    assert words in doctor.text_of(found)
+    assert doctor.text_of(found).splitlines()[-1].startswith("checks failed: ")
     check = check_of(found, "chunked", "plain", "float32")
     if change is WrongGradient.apply:
         assert check["output"]["error"] <= check["output"]["limit"]
@@ -161,7 +164,7 @@ def test_a_kernel_that_leaks_hidden_rows_is_found(monkeypatch: pytest.MonkeyPatc
         return output + (output == 0).to(output.dtype)
 
     break_kernel(monkeypatch, ChunkedKernel, leak)
-    failed = {(check["kernel"], check["case"]) for check in failures(examine()) if check["dtype"] == "float32"}
+    failed = {(check["kernel"], check["case"]) for check in failures(doctor.examine()) if check["dtype"] == "float32"}
     assert failed == {("chunked", "padding")}
 
 
@@ -169,7 +172,7 @@ def test_a_kernel_that_leaks_hidden_rows_is_found(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("change", [lambda output: output * 1.05, raise_an_error], ids=["wrong", "raises"])
 def test_a_broken_reference_is_found(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     break_kernel(monkeypatch, ReferenceKernel, change)
-    found = examine()
+    found = doctor.examine()
     refused = {check["kernel"] for check in found["checks"] if check["status"] == "refused"}
     passed = {check["kernel"] for check in found["checks"] if check["status"] == "ok"}
     assert refused <= {"sdpa", "native"}
@@ -181,7 +184,7 @@ def test_a_broken_reference_is_found(monkeypatch: pytest.MonkeyPatch, change: Ca
 def test_generator_and_threads_do_not_change_and_no_grad_has_no_effect() -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     with torch.no_grad():
-        found = examine()
+        found = doctor.examine()
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
     assert {check["status"] for check in found["checks"] if check["kernel"] in ("chunked", "reference")} == {"ok"}
@@ -189,7 +192,7 @@ def test_generator_and_threads_do_not_change_and_no_grad_has_no_effect() -> None
 
 
 def test_the_text_lists_versions_threads_and_kernels(report: Report) -> None:
-    text = text_of(report)
+    text = doctor.text_of(report)
     lines = [line.split() for line in text.splitlines()]
     assert ["clearhead", clearhead.__version__] in lines
     assert ["torch", torch.__version__] in lines
@@ -204,13 +207,13 @@ def test_a_missing_kernel_is_reported_with_the_command_that_builds_it(monkeypatc
     monkeypatch.setattr(doctor, "instruction_set", lambda: None)
     monkeypatch.setattr(doctor, "why_missing", "it was not built")
     command = "pip install --force-reinstall --no-deps --no-binary clearhead clearhead"
-    assert f"not available: it was not built. To build it: {command}" in text_of(examine())
+    assert f"not available: it was not built. To build it: {command}" in doctor.text_of(doctor.examine())
 
 
 def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("no-such-package-clearhead",))
-    monkeypatch.setattr(doctor, "CASES", CASES[:1])
-    assert examine()["versions"]["no-such-package-clearhead"] == "not installed"
+    monkeypatch.setattr(doctor, "CASES", doctor.CASES[:1])
+    assert doctor.examine()["versions"]["no-such-package-clearhead"] == "not installed"
 
 
 @pytest.mark.parametrize(
@@ -230,10 +233,10 @@ def test_versions_outside_the_tested_range_give_one_warning(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(platform, "python_version", lambda: python_version)
-    found, warning = examine(), f"not tested with {said}" if said else ""
+    found, warning = doctor.examine(), f"not tested with {said}" if said else ""
     assert found["passed"]
     assert found["warning"] == warning
-    lines = [line for line in text_of(found).splitlines() if "warning" in line]
+    lines = [line for line in doctor.text_of(found).splitlines() if "warning" in line]
     assert lines == ([f"warning: {warning}"] if said else [])
 
 

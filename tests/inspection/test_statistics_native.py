@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 import clearhead
 import clearhead._statistics.compute
 import clearhead.kernels._blocks
-from clearhead import masks
-from clearhead._call.call import AttentionCall
+from clearhead import AttentionStatistics, masks
 from clearhead._statistics.definitions import STATISTICS
-from clearhead._statistics.result import AttentionStatistics
 from clearhead._statistics.statistic import Statistic
-from clearhead.kernels._block_rows import BlockRows
 from tests.support.calls import Call, calls
 from tests.support.native import fewer_unless_best, needs_native, on_every_set, threads
 from tests.support.native_cases import CASES, Case
@@ -37,7 +34,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     asked: list[frozenset[str]] = []
     gather = clearhead._statistics.compute.gather
 
-    def listening(call: AttentionCall, wanted: dict[str, Any], *rest: Any, **options: Any) -> dict[str, Any]:
+    def listening(call: Any, wanted: dict[str, Any], *rest: Any, **options: Any) -> dict[str, Any]:
         asked.append(frozenset(wanted))
         return gather(call, wanted, *rest, **options)
 
@@ -190,7 +187,7 @@ class _Squares(Statistic):
     name = "squares"
     meaning = "Σ_j p_ij²"
 
-    def add(self, rows: BlockRows) -> None:
+    def add(self, rows: Any) -> None:
         self.put(self.accumulator, rows, rows.weights.square().sum(-1, keepdim=True))
 
 

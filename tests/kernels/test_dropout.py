@@ -11,10 +11,9 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._call.dropout import dropout_factors, philox4x32
-from clearhead.masks._grid import ALL, Block, Grid
 from tests.support.comparing import require_close, require_half_as_good
 from tests.support.native import needs_native
-from tests.support.requests import Offset, requested
+from tests.support.requests import ALL, Block, Grid, Offset, requested
 
 OURS = pytest.mark.parametrize("kernel", ["chunked", "reference"])
 WORD = 0xFFFFFFFF

@@ -20,10 +20,9 @@ from clearhead.kernels import _flex as flex
 from clearhead.kernels import _flex_blocks as flex_blocks
 from clearhead.kernels._flex_blocks import Blocks, lower_blocks
 from clearhead.masks import Mask
-from clearhead.masks._grid import Grid
-from clearhead.masks._lowering import dense_mask
 from clearhead.positions import ALiBi
-from tests.masks.test_coverage import cases
+from tests.masks.test_coverage import cases, visible
+from tests.support.requests import Grid
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 X = torch.randn(2, HEADS, 7, DIM, generator=torch.Generator().manual_seed(1))
@@ -212,17 +211,16 @@ def test_blocks_and_rule_say_what_the_mask_says(side: int) -> None:
     @given(cases())
     def compare(case: tuple[Mask, Grid]) -> None:
         mask, grid = case
-        dense = dense_mask(mask, grid)
-        visible = dense if dense.dtype == torch.bool else dense != -torch.inf
+        shown = visible(mask, grid)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(flex_blocks, "SIDE", side)
             blocks = lower_blocks(mask, grid)
-        cells = cells_of_blocks(visible, side)
+        cells = cells_of_blocks(shown, side)
         seen, full = cells.any(-1), cells.all(-1)
         assert torch.equal(blocks.partial.expand_as(seen), seen & ~full), "a block that shows nothing is computed"
         assert torch.equal(blocks.full.expand_as(full), full), "a whole block asks the rule"
         partial = spread(blocks.partial, grid, side) & rule(blocks, grid, side)
-        assert torch.equal((spread(blocks.full, grid, side) | partial).expand_as(visible), visible)
+        assert torch.equal((spread(blocks.full, grid, side) | partial).expand_as(shown), shown)
 
     compare()
 

@@ -40,8 +40,16 @@ def test_many_malformed_calls_compute_or_name_the_argument(rng: random.Random) -
     _require_clear(rng)
 
 
-def _require_clear(rng: random.Random) -> None:
-    attempt = malformed(rng, NAMES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_drawn(name: str) -> None:
+    """Each as often, whatever its weight."""
+    rng = random.Random(name)
+    for _ in range(8):
+        _require_clear(rng, [name])
+
+
+def _require_clear(rng: random.Random, names: list[str] = NAMES) -> None:
+    attempt = malformed(rng, names)
     problem = problem_of(attempt)
     assert not problem, f"{attempt!r}: {problem}"
 

@@ -18,9 +18,9 @@ from clearhead import masks
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
 from clearhead.masks._coverage import Coverage, coverage
-from clearhead.masks._grid import Block, Grid, Offset
 from clearhead.masks._lowering import dense_mask, is_plain_causal
 from clearhead.masks._part import part_of
+from tests.support.requests import Block, Grid, Offset
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
 paths = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])

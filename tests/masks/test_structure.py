@@ -12,8 +12,8 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.masks import Mask
-from clearhead.masks._grid import Block, Grid
 from clearhead.masks._structure import Band, Structure
+from tests.support.requests import Block, Grid
 
 L, S = 300, 300
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import clearhead._native
-from clearhead._native import instruction_sets, require_arguments
 from tests.support.native import OPERANDS, Layout, NativeArguments, NativePlan, extension, needs_native
 
 pytestmark = needs_native
@@ -78,7 +77,7 @@ def test_an_extension_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(clearhead._native, "extension", stale)
     text = f"operands of clearhead._native._attention: expected query, key, got key, query. {OF_OTHER_SOURCES}"
     with pytest.raises(ImportError, match=f"^{re.escape(text)}$"):
-        require_arguments(operands=("query", "key"))
+        clearhead._native.require_arguments(operands=("query", "key"))
 
 
 def test_it_is_refused_when_it_is_loaded() -> None:
@@ -102,10 +101,10 @@ def print_set(name: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_environment_forces_an_instruction_set() -> None:
     assert print_set("generic").stdout.strip() == "generic"
-    assert print_set("").stdout.strip() == instruction_sets()[0]
+    assert print_set("").stdout.strip() == clearhead._native.instruction_sets()[0]
     found = print_set("mmx")
     assert found.returncode != 0
-    expected = ", ".join(sorted(instruction_sets()))
+    expected = ", ".join(sorted(clearhead._native.instruction_sets()))
     named = found.stderr.rsplit("(", 1)[1].split(")")[0]
     assert "ArgumentError: CLEARHEAD_ISA: expected an instruction set of this processor" in found.stderr
     assert ", ".join(sorted(named.split(", "))) == expected

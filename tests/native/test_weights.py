@@ -13,8 +13,6 @@ import clearhead
 import clearhead._layer.plan
 import clearhead.kernels._weights
 from clearhead import masks
-from clearhead.kernels._native_statistics import native_weights
-from clearhead.kernels._weights import compute_weights
 from tests.support.native import needs_native, on_every_set, threads
 from tests.support.native_cases import CASES, Case
 from tests.support.requests import requested
@@ -30,16 +28,17 @@ pytestmark = needs_native
 def _ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Passes over the scores that return weights only."""
     passes: list[str] = []
-    places = ((clearhead.kernels._weights, native_weights), (clearhead._layer.plan, compute_weights))
-    for module, function in places:
+    places = ((clearhead.kernels._weights, "native_weights"), (clearhead._layer.plan, "compute_weights"))
+    for module, name in places:
+        original = getattr(module, name)
 
-        def noting(*arguments: Any, function: Any = function, **options: Any) -> Any:
+        def noting(*arguments: Any, function: Any = original, **options: Any) -> Any:
             found = function(*arguments, **options)
             if found is not None:
                 passes.append(function.__name__)
             return found
 
-        monkeypatch.setattr(module, function.__name__, noting)
+        monkeypatch.setattr(module, name, noting)
     return passes
 
 

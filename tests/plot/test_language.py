@@ -11,11 +11,12 @@ import torch
 import clearhead
 from clearhead.plot._language import say, speaking, words_now
 from docs.draw.terms import terms
+from tests.support.chromium import opened_browser
 
+from .browsing import needs_chromium
 from .texts import SOURCES, texts_of_page, texts_of_python, texts_of_scripts
 
 WORDS = tomllib.loads((SOURCES / "plot" / "words_zh.toml").read_text(encoding="utf-8"))
-CHINESE = re.compile(r"[一-鿿]")
 
 
 def values_of(text: str) -> list[str]:
@@ -64,3 +65,26 @@ def test_the_skeleton_of_a_chinese_page_is_chinese(tmp_path: Path) -> None:
         "CSV",
         "JavaScript",
     }
+
+
+#: Words that stay as they are: the default title, keys, formats and a unit. Names of statistics stay too.
+KEPT = {"attention", "csv", "ctrl", "enter", "escape", "shift", "svg", "tab", "nat"}
+
+
+@needs_chromium
+def test_a_chinese_page_has_no_english_left(tmp_path: Path) -> None:
+    weights = [torch.eye(3).expand(2, 3, 3)]
+    with speaking("zh"):
+        path = clearhead.plot.page(clearhead.plot.given(weights), ["猫", "狗", "鸟"]).save(tmp_path / "page.html")
+    with opened_browser() as browser:
+        opened = browser.new_page(viewport={"width": 1300, "height": 900})
+        opened.goto(path.as_uri())
+        opened.wait_for_selector("html[data-ready]")
+        statistics = opened.eval_on_selector_all("#statistic option", "all => all.map((each) => each.value)")
+        kept = KEPT | set(re.findall(r"[a-z_]{3,}", " ".join(statistics[1:])))  # the first is the maps
+        for name in statistics:
+            opened.select_option("#statistic", name)
+            opened.locator(".text span").nth(1).click()
+            text = opened.inner_text("body")
+            labels = opened.eval_on_selector_all("[aria-label]", "all => all.map((each) => each.ariaLabel).join(' ')")
+            assert set(re.findall(r"[a-z_]{3,}", f"{text} {labels}".lower())) <= kept

@@ -9,7 +9,8 @@ from typing import Any
 
 import clearhead._layer.plan
 from clearhead._call.spec import AttentionSpec
-from clearhead.masks._grid import Grid
+
+from .requests import Grid
 
 SPEC_FIELDS = AttentionSpec._fields
 GRID_FIELDS = [item.name for item in fields(Grid)]

@@ -1,4 +1,4 @@
-"""Calls with what modules and `clearhead.distributed` ask for beyond `attention`: weights, a seed, an offset."""
+"""Calls with what modules and `clearhead.distributed` ask for beyond `attention`, and the blocks and grids of calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from clearhead._call.call import Results
 from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead._layer.plan import attend
-from clearhead.masks._grid import Offset
+from clearhead.masks._grid import ALL, Block, Grid, Offset
 
-__all__ = ["Offset", "Request", "requested"]
+__all__ = ["ALL", "Block", "Grid", "Offset", "Request", "requested"]
 
 
 def requested(query: Tensor, key: Tensor, value: Tensor, **request: Any) -> Results:

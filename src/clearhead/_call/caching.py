@@ -27,8 +27,8 @@ class KeyValues(NamedTuple):
     Example:
         >>> import torch
         >>> from clearhead.caches import KVCache
-        >>> found = KVCache(1, 2, 9, 4).update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
-        >>> found.key.shape, found.positions
+        >>> returned = KVCache(1, 2, 9, 4).update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+        >>> returned.key.shape, returned.positions
         (torch.Size([1, 2, 3, 4]), None)
     """
 

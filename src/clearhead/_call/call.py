@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .._checks import PLAIN
 from .._environment import Environment, read_environment
-from ..masks._base import Mask
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid
 from .dropout import dropout_factors
@@ -46,8 +45,8 @@ class AttentionCall:
         key: (B, Hkv, S, D); Hkv divides H, query head h reads key/value head h // (H / Hkv).
         value: (B, Hkv, S, Dv).
         request: how it attends.
-        part: how observers compute statistics of a call of which this process holds some queries and keys: then query,
-            key and value are these, and all else, with `grid`, is of the whole.
+        part: for observers of a call that is distributed over processes: how they compute its statistics. Query, key
+            and value are then those of this process. Everything else, `grid` included, describes the complete call.
     """
 
     spec: AttentionSpec
@@ -58,11 +57,6 @@ class AttentionCall:
     part: CallPart | None = None
     grid_: Grid | None = field(default=None, repr=False)
     coverage_: Coverage | None = field(default=None, repr=False)
-
-    @property
-    def mask(self) -> Mask | None:
-        """Still a description; kernels lower it. ``None`` hides nothing."""
-        return self.request.mask
 
     @property
     def grid(self) -> Grid:
@@ -77,12 +71,13 @@ class AttentionCall:
     def coverage(self) -> Coverage:
         """The fully masked rows, and the keys that are masked for every query."""
         if self.coverage_ is None:
-            self.coverage_ = COVERS_ALL if self.mask is None else coverage(self.mask, self.grid)
+            mask = self.request.mask
+            self.coverage_ = COVERS_ALL if mask is None else coverage(mask, self.grid)
         return self.coverage_
 
     @property
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        return () if self.mask is None else self.mask.bias_tensors()
+        return () if self.request.mask is None else self.request.mask.bias_tensors()
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -100,7 +95,7 @@ class AttentionCall:
 
         Functions save them through autograd, which refuses a backward pass after they were written to.
         """
-        masks = () if self.mask is None else self.mask.tensors()
+        masks = () if self.request.mask is None else self.request.mask.tensors()
         positions = (self.request.query_positions, self.request.key_positions)
         tensors = (*masks, *(each for each in positions if isinstance(each, Tensor)))
         # Inference tensors cannot be saved: writes to them are not counted.
@@ -113,7 +108,7 @@ class AttentionCall:
         It holds none of this call's own: for a backward pass only autograd may hold them, so that it can free them.
         Tensors that were one (self-attention, a bias used twice) get gradients of their own when views are given.
         """
-        spec, mask, coverage = self.spec, self.mask, self.coverage_
+        spec, mask, coverage = self.spec, self.request.mask, self.coverage_
         has_sinks, without_sinks = self.request.sinks is not None, self.request._replace(sinks=None)
 
         def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> AttentionCall:
@@ -185,8 +180,8 @@ def valid_call(
     environment = read_environment() if environment is None else environment
     call = make_call(query, key, key if value is None else value, request, environment)
     require_numbers(call.spec)
-    if call.mask is not None:
-        call.mask.validate(call.grid)
+    if call.request.mask is not None:
+        call.request.mask.validate(call.grid)
     return call
 
 

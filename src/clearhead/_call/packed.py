@@ -20,7 +20,7 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
 
     Each is an item of a batch to dropout, so that they drop what a kernel drops that computes the call at once.
     """
-    request, spec, mask = call.request, call.spec, call.mask
+    request, spec, mask = call.request, call.spec, call.request.mask
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
     is_cut = mask is not None and not mask.fits_any_call
     # Its positions take a pass over all tokens.
@@ -29,14 +29,14 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     for number, (queries, keys) in enumerate(cast(PackedSequences, request.sequences).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         layouts = dict(zip(("query", "key", "value"), map(Layout.of, operands), strict=True))
-        own_mask = mask
+        sequence_mask = mask
         if mask is not None and all_sequences is not None:
             place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
             parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
-            own_mask = all_of(parts)
-        own_request = request._replace(mask=own_mask, sequences=None, offset=start._replace(item=number))
+            sequence_mask = all_of(parts)
+        sequence_request = request._replace(mask=sequence_mask, sequences=None, offset=start._replace(item=number))
         yield AttentionCall(
-            spec._replace(**layouts, mask=None if is_cut else spec.mask, sequences=None), *operands, own_request
+            spec._replace(**layouts, mask=None if is_cut else spec.mask, sequences=None), *operands, sequence_request
         )
 
 
@@ -47,7 +47,7 @@ def as_one_sequence(call: AttentionCall) -> AttentionCall:
         return call
     # Rules about positions count within a sequence, whose first token is at 0.
     q_positions, k_positions = sequences.query_positions[None], sequences.key_positions[None]
-    mask = within_sequences(sequences, call.mask)
+    mask = within_sequences(sequences, call.request.mask)
     request = call.request._replace(mask=mask, query_positions=q_positions, key_positions=k_positions, sequences=None)
     spec = call.spec._replace(
         sequences=None,
@@ -61,9 +61,9 @@ def as_one_sequence(call: AttentionCall) -> AttentionCall:
 
 def validate_mask(call: AttentionCall) -> None:
     """Raise unless the mask of a call fits its sizes, and its values are valid. Equal specs need not pass alike."""
-    mask = cast(Mask, call.mask)
+    mask = cast(Mask, call.request.mask)
     if call.request.sequences is None:
         mask.validate(call.grid)
     elif not mask.fits_any_call:
         as_one = as_one_sequence(call)
-        cast(Mask, as_one.mask).validate(as_one.grid)
+        cast(Mask, as_one.request.mask).validate(as_one.grid)

@@ -93,13 +93,13 @@ def read_sequences(
             got=str(len(bounds[1]) - 1),
             fix="A sequence without keys repeats its boundary.",
         )
-    tokens = (query.shape[0], key.shape[0])
+    tokens, tracing = (query.shape[0], key.shape[0]), is_tracing()
     # A graph must hold for other boundaries, and an accelerator would be waited for.
-    if is_tracing() or bounds[0].device.type not in ("cpu", "meta"):
+    if tracing or bounds[0].device.type not in ("cpu", "meta"):
         if reads_values(bounds[0]):
             for name, each, count, most in zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, tokens, longest, strict=True):
                 _checked(name, each, count, most)
-        if not is_tracing():  # unread, they must at least lie within the tensors
+        if not tracing:  # unread, they must at least lie within the tensors
             limited = [each.clamp(0, count).cummax(0).values for each, count in zip(bounds, tokens, strict=True)]
             bounds = limited[0], limited[0] if same else limited[1]
         most = [count if given is None else min(given, count) for given, count in zip(longest, tokens, strict=True)]

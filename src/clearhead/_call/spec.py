@@ -96,10 +96,6 @@ class AttentionSpec(NamedTuple):
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
-    def needs_gradients(self) -> bool:
-        return bool(self.gradients)
-
-    @property
     def learns_bias(self) -> bool:
         """Whether a tensor that the mask adds to the scores needs a gradient."""
         return any(self.gradients[3 + self.sinks :])
@@ -108,13 +104,6 @@ class AttentionSpec(NamedTuple):
     def empty(self) -> bool:
         """Whether a dimension is empty."""
         return 0 in self.query.shape or 0 in self.key.shape or 0 in self.value.shape
-
-    @property
-    def can_be_cached(self) -> bool:
-        """Whether equal specs are planned alike."""
-        # A subclass may hold what no spec does, sizes of a graph are symbols, and a mask without a signature may be
-        # another one in the next call.
-        return self.subclass is None and not self.tracing and (self.mask is not None or not self.masked)
 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionSpec:

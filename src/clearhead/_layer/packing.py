@@ -118,7 +118,7 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
     real_queries, real_keys, rules = _marks(mask, grid)
     if rules is None or (real_queries is None and real_keys is None):
         return None
-    if real_keys is not None and any(isinstance(part, Causal) for part in rules):
+    if real_keys is not None and Causal in map(type, rules):
         # Queries before the first key are fully masked; without them left-padded items begin with a key each.
         after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
         real_queries = after if real_queries is None else real_queries & after

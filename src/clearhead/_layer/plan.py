@@ -48,6 +48,8 @@ class PlanCache:
 
     def get(self, key: Hashable) -> Any:
         """The plan, or ``None``."""
+        if key is None:
+            return None
         try:
             plan = self._plans[key]
             self._plans.move_to_end(key)
@@ -55,12 +57,16 @@ class PlanCache:
             return None
         return plan
 
-    def put(self, key: Hashable, plan: Any) -> None:
+    def put(self, key: Hashable, plan: Any) -> Any:
+        """The plan, which the cache now holds, unless its key is ``None``."""
+        if key is None:
+            return plan
         self._plans[key] = plan
         with suppress(KeyError):
             self._plans.move_to_end(key)
             while len(self._plans) > self._size:
                 self._plans.popitem(last=False)
+        return plan
 
     def clear(self) -> None:
         self._plans.clear()
@@ -95,13 +101,14 @@ def attend(
         with autocast_off(query):
             return attend(query, key, value, request, environment._replace(autocast=False), show, grid)
     call = make_call(query, key, value, request, environment, grid)
-    plan = _known_plan(call.spec, environment)
+    cache_key = _key_of(call.spec, environment)
+    plan = plans.get(cache_key)
     if plan is None:
         validate(call)
     if request.mask is not None:
         validate_mask(call)
     if plan is None:
-        plan = _new_plan(call, environment)
+        plan = plans.put(cache_key, _plan(call, environment))
     results = _observed(call, plan, show) if environment.observed else plan(call)
     return results if query.dim() == 4 and results.lse is None else _returned(results, call, query.dim() == 3)
 
@@ -132,25 +139,21 @@ def _observed(call: AttentionCall, plan: Plan, show: Show | None) -> Results:
 
 def run_call(call: AttentionCall, environment: Environment) -> Results:
     """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
-    plan = _known_plan(call.spec, environment)
-    return (_new_plan(call, environment) if plan is None else plan)(call)
+    cache_key = _key_of(call.spec, environment)
+    return (plans.get(cache_key) or plans.put(cache_key, _plan(call, environment)))(call)
 
 
-def _known_plan(spec: AttentionSpec, environment: Environment) -> Plan | None:
-    """The plan that the cache holds."""
-    return plans.get((spec, environment.kernel, environment.fused)) if spec.can_be_cached else None
+def _key_of(spec: AttentionSpec, environment: Environment) -> Hashable | None:
+    """The key of a call's plan; ``None`` if calls of equal specs may need other plans."""
+    # A subclass may hold what no spec does, sizes of a graph are symbols, and a mask without a signature may be
+    # another one in the next call.
+    if spec.subclass is not None or spec.tracing or (spec.masked and spec.mask is None):
+        return None
+    return spec, environment.kernel, environment.fused
 
 
-def _new_plan(call: AttentionCall, environment: Environment) -> Plan:
-    """The plan of a validated call, which the cache then holds."""
-    plan = _plan(call.spec, call, environment)
-    if call.spec.can_be_cached:
-        plans.put((call.spec, environment.kernel, environment.fused), plan)
-    return plan
-
-
-def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) -> Plan:
-    mask, grid = call.mask, call.grid
+def _plan(call: AttentionCall, environment: Environment) -> Plan:
+    spec, mask, grid = call.spec, call.request.mask, call.grid
     # Kernels read memory, in which a lazily negated view has the opposite sign.
     if spec.negative:
         return _with_numbers_written(environment)
@@ -175,9 +178,9 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
         compute = _with_seed(compute)
     if mask is not None and not kernel.isolates_hidden:
         # A kernel may keep NaN of a masked query out of its output, but not out of gradients.
-        only_values = not (spec.needs_gradients or spec.transformed or spec.tracing)
+        only_values = not (spec.gradients or spec.transformed or spec.tracing)
         compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))
-    if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
+    if spec.gradients and not kernel.twice_differentiable and not spec.tracing:
         compute = _with_second_derivatives(kernel.name, compute)
     return _with_weights(compute, environment.kernel) if wants_weights and not together else compute
 

@@ -114,13 +114,8 @@ def instruction_set() -> str | None:
 
 def instruction_set_number() -> int:
     """The same as the compiled module counts them."""
-    forced = _forced.value
-    return _first_number() if forced is None else _numbers()[forced]
-
-
-@cache
-def _first_number() -> int:
-    return next(iter(_numbers().values()))
+    numbers = _numbers()
+    return numbers[_forced.value or next(iter(numbers))]
 
 
 class use_instruction_set(forcing[str]):

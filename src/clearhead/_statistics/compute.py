@@ -16,8 +16,6 @@ from .._weights import Queries, row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..kernels._native_statistics import gather, refuses
-from ..kernels._triton_statistics import gather as gather_by_triton
-from ..kernels._triton_statistics import runs as triton_runs
 from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
@@ -186,7 +184,12 @@ def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], coun
 
 def _results_by_triton(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
     """Results of the statistics that the Triton kernels compute, and ``sees``. Empty if they compute none."""
-    if not triton_runs(call):
+    from ..kernels._triton_statistics import (
+        gather as gather_by_triton,
+    )  # registers operators, only where there is a GPU
+    from ..kernels._triton_statistics import runs
+
+    if not runs(call):
         return {}
     forms = {statistic: form for statistic in statistics if (form := statistic.triton()) is not None}
     if not forms:

@@ -32,7 +32,7 @@ class Received(Statistic):
         self._received.end_block()
         # Counted from the mask, because a visible key may have a weight that rounds to 0.
         counted = torch.ones_like(rows.total[:1, :1], dtype=torch.bool) if rows.counted is None else rows.counted
-        mask = None if self.call.mask is None else self.call.mask.visible(rows.block)
+        mask = None if self.call.request.mask is None else self.call.request.mask.visible(rows.block)
         self._viewers.unsqueeze(2)[where] += (counted if mask is None else counted & mask).sum(-2, keepdim=True)
 
     def result(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class RawMaxLogit(_Largest):
     number = "raw"
 
     def triton(self) -> dict[str, Any] | None:
-        mask = self.call.mask
+        mask = self.call.request.mask
         # Without soft-cap and bias the scores are these products.
         if self.call.spec.softcap is not None or (mask is not None and mask.has_bias):
             return None

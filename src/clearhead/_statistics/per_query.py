@@ -27,7 +27,7 @@ class Entropy(Statistic):
     def add(self, rows: BlockRows) -> None:
         # −Σ p ln p = Σ p · ln total − Σ p (s − shift), with s − shift = −∞ only where p = 0.
         floor = torch.finfo(rows.shifted.dtype).min
-        shifted = rows.shifted if self.call.mask is None else rows.shifted.clamp(min=floor)
+        shifted = rows.shifted if self.call.request.mask is None else rows.shifted.clamp(min=floor)
         inner = torch.linalg.vecdot(rows.terms, shifted)[..., None] / rows.total
         self.put(self._entropy, rows, rows.mass * rows.total.log() - inner)
         self.put(self._visible, rows, rows.visible)

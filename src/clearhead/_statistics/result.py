@@ -124,13 +124,13 @@ class AttentionStatistics:
         return self._sum(name), self._seeing.sum((0, 2))
 
     @property
-    def sees_any(self) -> bool:
-        """Whether any counted query sees a key, on any process."""
+    def sees_any(self) -> Tensor:
+        """Whether any counted query sees a key, on any process; bool ()."""
         if self.totals is None or "seeing" in self.totals:
-            return bool((self._seeing if self.totals is None else self.totals["seeing"]).any())
+            return (self._seeing if self.totals is None else self.totals["seeing"]).any()
         # Without totals of a per-query statistic, there is a largest logit, of all processes.
         largest = next(tensor for name, tensor in self.results.items() if name in LARGEST)
-        return bool((largest > float("-inf")).any())
+        return (largest > float("-inf")).any()
 
     def head_numbers(self) -> dict[str, Tensor]:
         """Numbers per batch item and head (B, H), by their labels in summaries, of the statistics that have them."""

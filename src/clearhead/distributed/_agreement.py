@@ -46,7 +46,7 @@ def agree(where: str, group: dist.ProcessGroup, device: torch.device | str, fact
     Args:
         where: the called function, for messages.
         group: the group of the processes.
-        device: the device of the group's collectives.
+        device: the device of the group's collectives. The facts do not pass through it.
         facts: the facts of this process, at most 32. All processes send the same names. Or the error that this process
             raises.
 
@@ -57,20 +57,20 @@ def agree(where: str, group: dist.ProcessGroup, device: torch.device | str, fact
         The error of this process, if it has one.
         DistributedError: if another process has an error, or if the group cannot be reached.
     """
-    record = _record(where, facts).to(device)
+    group = _on_the_host(group, device)
+    record = _record(where, facts)
     try:
-        records = from_every_rank(record, group).cpu()
+        records = from_every_rank(record, group)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             f"{where}: the processes could not agree on the call, because one of them has ended or makes another call: "
             f"{error}"
         ) from error
-    record = record.cpu()
     if bool((records[:, 0] > 0).any() or (records[:, 1] != record[1]).any()):
         # Wait until every process has read the records. If this one raised and exited at once, the others would find a
         # closed connection instead of its error.
         with suppress(RuntimeError, ValueError):  # the error is known already
-            from_every_rank(torch.zeros(1, dtype=torch.int64, device=device), group)
+            from_every_rank(torch.zeros(1, dtype=torch.int64, device="cpu"), group)
     if isinstance(facts, Exception):
         raise facts
     for rank, received in enumerate(records):
@@ -134,9 +134,17 @@ def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessG
     """
     if group not in _groups:
         ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
-        agreements = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        backend = None if torch.device(device).type == "cpu" else "gloo"
+        agreements = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
         _groups[group] = cast(dist.ProcessGroup, agreements)
     return _groups[group]
+
+
+def _on_the_host(group: dist.ProcessGroup, device: torch.device | str) -> dist.ProcessGroup:
+    """A group of the same processes that exchanges tensors on the CPU, so that an agreement waits for no device."""
+    if torch.device(device).type == "cpu" or dist.get_backend(group) == "gloo":
+        return group
+    return group_for_agreements(group, str(device))
 
 
 #: Numbers for the modules that are split over the sequence, from 1 on, by group. They are equal in processes that split
@@ -164,8 +172,9 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
     """
     if getattr(problem, "not_announced", False):
         return
-    record = _record(where, problem).to(device)
+    record = _record(where, problem)
     for group in groups:
+        group = _on_the_host(group, device)
         records = record.new_empty((dist.get_world_size(group), len(record)))
         read = record.new_empty((dist.get_world_size(group), 1))
         with suppress(RuntimeError, ValueError):  # the problem is what counts
@@ -192,14 +201,14 @@ def _wait_for_announced() -> None:
 
 
 def _record(where: str, facts: Facts | Exception) -> Tensor:
-    record = torch.zeros(2 + _FACTS + _TEXT // 8, dtype=torch.int64)
+    record = torch.zeros(2 + _FACTS + _TEXT // 8, dtype=torch.int64, device="cpu")
     if not isinstance(facts, Exception):
         record[1] = fingerprint(where, *facts)
-        record[2 : 2 + len(facts)] = torch.tensor(list(facts.values()), dtype=torch.int64)
+        record[2 : 2 + len(facts)] = torch.tensor(list(facts.values()), dtype=torch.int64, device="cpu")
         return record
     text = f"{type(facts).__name__}: {facts}".encode()[:_TEXT]
     record[0] = len(text)
-    record[2 + _FACTS :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    record[2 + _FACTS :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
     return record
 
 

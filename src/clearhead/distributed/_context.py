@@ -117,6 +117,8 @@ def context_parallel(
     attentions = agree_on(WHERE, (group,), device, find, read)
     if mesh.size() > 1:
         head_groups = dict.fromkeys(part.head_shard.group for _, part in attentions if part.head_shard is not None)
+        if device != "cpu":  # made now, because an error is announced without waiting for the others
+            head_groups = [group_for_agreements(each, device) for each in head_groups]
         agreements = group_for_agreements(group, device), *head_groups
         sequence = LocalSequence(group, agreements, device, dist.get_rank(group), mesh.size(), method, layout)
         numbers = module_numbers.setdefault(group, count(1))

@@ -29,6 +29,7 @@ from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._tensors import as_mask
 from ._agreement import Gathered, OfThisProcess, agree_on, fingerprint, not_announced, require_device, require_equal
+from ._collectives import from_every_rank
 from ._decode import ShardedKVCache, SplitCache, decode, sizes_of
 from ._layout import Layout, Shards
 from ._methods import Chunk, Operands, SharedCall, by_gathering, by_heads, heads_divide, mask_fact, of_all_sizes
@@ -94,7 +95,10 @@ class LocalSequence(OfThisProcess):
             return layer.projected_out(results, environment, batched=checked.batched)
         if layer.request.dropout_p:
             heads = layer.request.offset or Offset(module.num_heads)
-            seed_tensor = torch.tensor(seed, device=checked.query.device)
+            if checked.query.is_cpu:
+                seed_tensor = torch.tensor(seed)
+            else:  # exchanged on the device, which nobody waits for
+                seed_tensor = from_every_rank(draw_seed(checked.query.device), self.group)[0]
             layer = replace(layer, request=layer.request._replace(seed=seed_tensor, offset=heads))
         queries, keys = shards
         return self._compute(layer, checked, queries, keys, environment)
@@ -293,5 +297,5 @@ def facts_of(module: MultiHeadAttention, arguments: Arguments, environment: Envi
         "query": query.shape[1],
         "key": key.shape[1] if cache is None or cache.get() is None else cache.length,
         # Every process draws a seed, so that all generators advance alike. The first process's seed is used.
-        "seed": int(draw_seed(query.device)) if module.training and module.dropout else 0,
+        "seed": int(draw_seed(query.device)) if query.is_cpu and module.training and module.dropout else 0,
     }

@@ -86,14 +86,25 @@ def examine() -> dict[str, Any]:
     finally:
         torch.set_num_threads(threads)
     checks.sort(key=lambda check: [*kernels].index(check["kernel"]))
+    triton = _checks_of_triton()
     return {
-        "passed": all(check["status"] != "failed" for check in checks),
+        "passed": all(check["status"] != "failed" for check in checks)
+        and all(word == "ok" for word in triton.values()),
         "versions": versions,
         "machine": _machine(),
         "kernels": kernels,
         "checks": checks,
+        "triton": triton,
         "warning": untested_versions(versions),
     }
+
+
+def _checks_of_triton() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {}
+    from ..kernels._triton_check import table  # registers operators, which only a GPU needs
+
+    return table()
 
 
 def _check(case: Case, dtype: torch.dtype, threads: int) -> Iterator[dict[str, Any]]:
@@ -182,6 +193,7 @@ def text_of(report: dict[str, Any]) -> str:
         "machine": _columns(report["machine"].items()),
         "kernels": _columns(kernels.items()),
         TITLE: _columns([("kernel", "call", *dtypes), *cells]),
+        "statistics by Triton, compared with the reference": _columns(report["triton"].items()),
         "refused": _refusals(rows),
         "failed": [_failure(check) for check in checks if check["status"] == "failed"],
     }

@@ -63,8 +63,9 @@ class monitor:
         every: the number of steps from one measured step to the next. Default 100.
         statistics: any of ``entropy``, ``max_logit``, ``raw_max_logit``, ``sink`` and ``confidence`` (see
             `attention_statistics`). Default ``entropy``, ``max_logit`` and ``sink``.
-        to: receives the scalars of each measured step, before the call of the model returns. It is a function of the
-            step (from 0) and ``{name: value}``, or has ``add_scalar(name, value, step)``, as TensorBoard's
+        to: receives the scalars of each measured step, before the call of the model returns. On a CUDA device that
+            would wait for the device, so there they come when the next call starts, or in `remove`. It is a function
+            of the step (from 0) and ``{name: value}``, or has ``add_scalar(name, value, step)``, as TensorBoard's
             ``SummaryWriter``.
         entropy_threshold: the mean entropy of a head, in nats, below which it has collapsed. Default 0.01.
         logit_threshold: the largest logit of a head that causes no warning. Default 100.
@@ -121,13 +122,15 @@ class monitor:
         remember_names(self._model)
         self._steps = 0
         self._measured: tuple[int, record] | None = None
+        self._pending: _HeadNumbers | None = None
         self._end_hooks: list[RemovableHandle] = []
         self._hook = model.register_forward_pre_hook(_RootHook(self), with_kwargs=True)
 
     def remove(self) -> None:
-        """Stop monitoring and remove all hooks. A second call has no effect."""
+        """Stop monitoring, remove all hooks and pass the last scalars on. A second call has no effect."""
         self._close()
         self._hook.remove()
+        self._deliver()
 
     def __enter__(self) -> monitor:
         return self
@@ -138,6 +141,7 @@ class monitor:
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a call of the model that starts, and record every `every`-th."""
         self._close()  # a step that KeyboardInterrupt ended ran no hooks
+        self._deliver()
         if not self._model.training or in_backward():  # activation checkpointing repeats calls in the backward pass
             return
         step, self._steps = self._steps, self._steps + 1
@@ -167,12 +171,21 @@ class monitor:
                         "record model._orig_mod", "monitor what torch.compile(model) returned"
                     )
                 ) from None
-        values = _scalars(_per_head(recording, self._statistics, 1))
+        self._pending = _HeadNumbers(step, recording, self._statistics)
+        if self._pending.copied is None:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Pass the numbers of the last measured step on, if it has not happened yet."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        values = _scalars(pending.read(1))
         if values:
-            self._write(step, values)
-        heads = _per_head(recording, self._statistics, 2)  # with one key, the entropy is always 0
+            self._write(pending.step, values)
+        heads = pending.read(2)  # with one key, the entropy is always 0
         for alarm in self._alarms:
-            alarm.check(step, heads)
+            alarm.check(pending.step, heads)
 
     def _close(self) -> None:
         for handle in self._end_hooks:
@@ -212,15 +225,33 @@ class _RootHook:
         return (_RootHook, (None,))
 
 
-def _per_head(recording: record, statistics: Sequence[str], least_keys: int) -> PerHead:
-    """The recorded numbers of modules with a call of `least_keys` keys, and a counted query that sees a key."""
-    summary = recording.summary()
-    return {
-        (name.removeprefix("_orig_mod."), statistic): summary[statistic][name].double().cpu()
-        for name, calls in recording.items()
-        if any(call.key_length >= least_keys for call in calls) and any(call.sees_any for call in calls)
-        for statistic in statistics
-    }
+class _HeadNumbers:
+    """The recorded numbers of all modules in one tensor, which is copied from a device without waiting."""
+
+    def __init__(self, step: int, recording: record, statistics: Sequence[str]) -> None:
+        self.step, self._statistics, summary = step, statistics, recording.summary()
+        self._layers: list[tuple[str, int]] = []  # name, number of keys
+        numbers: list[Tensor] = []
+        for name, calls in recording.items():
+            self._layers.append((name.removeprefix("_orig_mod."), max(call.key_length for call in calls)))
+            sees_any = torch.stack([call.sees_any for call in calls]).any()
+            numbers += [sees_any.double()[None], *(summary[each][name].double() for each in statistics)]
+        device = next((each.device for each in numbers if each.is_cuda), torch.device("cpu"))
+        joined = torch.cat([each.to(device) for each in numbers])
+        self._sizes, self._numbers = list(map(len, numbers)), joined.to("cpu", non_blocking=joined.is_cuda)
+        self.copied = torch.accelerator.current_stream(device).record_event() if joined.is_cuda else None
+
+    def read(self, least_keys: int) -> PerHead:
+        """The numbers of modules with a call of `least_keys` keys, and a counted query that sees a key."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        found: dict[tuple[str, str], Tensor] = {}
+        numbers = iter(self._numbers.split(self._sizes))
+        for name, keys in self._layers:
+            sees_any, *heads = (next(numbers) for _ in range(1 + len(self._statistics)))
+            if keys >= least_keys and bool(sees_any):
+                found |= {(name, each): values for each, values in zip(self._statistics, heads, strict=True)}
+        return found
 
 
 def _scalars(heads: PerHead) -> dict[str, float]:

@@ -14,7 +14,7 @@ from .._call.call import AttentionCall, Results
 from .._call.spec import AttentionSpec
 from ..masks._base import Mask
 from ..masks._grid import Grid
-from ..masks._lowering import differs_between_heads
+from ..masks._lowering import computed_sizes
 
 #: The computation of all calls of one spec.
 Plan = Callable[[AttentionCall], Results]
@@ -122,7 +122,8 @@ def applicable(reasons: dict[str, bool]) -> list[Refusal]:
 
 def refusals_of_heads(mask: Mask, grid: Grid) -> list[Refusal]:
     """Refuse a mask whose lowering would be as large as the scores."""
-    if mask.lowered(grid, "differs between heads", partial(differs_between_heads, mask, grid)):
+    sizes = mask.lowered(grid, "computed sizes", partial(computed_sizes, mask, grid))
+    if any(heads > 1 for _, heads in sizes):
         return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
     return []
 

@@ -74,7 +74,7 @@ class BlockRows:
     @cached_property
     def raw(self) -> Tensor:
         """Largest scale · q·k of the visible keys before soft-cap and bias, −∞ without any, (b, h, l, 1)."""
-        mask = self.call.mask
+        mask = self.call.request.mask
         # Without soft-cap and bias the scores are these products.
         if self.width == 0 or (self.call.spec.softcap is None and (mask is None or not mask.has_bias)):
             return self.largest
@@ -129,7 +129,7 @@ class BlockRows:
     @cached_property
     def visible(self) -> Tensor:
         """The number of visible columns of each query, (b or 1, h or 1, l, 1), int64."""
-        mask = None if self.call.mask is None else self.call.mask.visible(self.block)
+        mask = None if self.call.request.mask is None else self.call.request.mask.visible(self.block)
         if mask is None:
             return torch.full((1, 1, 1, 1), self.width, device=self._scores.device)
         return mask.expand(*mask.shape[:-1], self.width).sum(-1, keepdim=True)

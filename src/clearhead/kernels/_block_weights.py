@@ -54,8 +54,8 @@ def product_gradient(
 
     A bias is added to scores that are capped already: its gradient is without tanh's derivative.
     """
-    if call.mask is not None:
-        call.mask.add_bias_gradients([sums.run for sums in biases], block, scores_gradient)
+    if call.request.mask is not None:
+        call.request.mask.add_bias_gradients([sums.run for sums in biases], block, scores_gradient)
     if tanh is not None:
         scores_gradient.mul_(1 - tanh.square())
     scores_gradient.mul_(call.spec.scale)
@@ -73,6 +73,6 @@ def _drop_subnormal(call: AttentionCall, weights: Tensor) -> Tensor:
     Processors multiply subnormal numbers many times slower than others. A bias that grows with the distance (`ALiBi`)
     makes whole regions of them; without a bias they are too rare to be worth a look at every weight.
     """
-    if call.mask is None or not call.mask.has_bias:
+    if call.request.mask is None or not call.request.mask.has_bias:
         return weights
     return torch.threshold_(weights, 10 * torch.finfo(weights.dtype).tiny, 0.0)

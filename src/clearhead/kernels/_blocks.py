@@ -142,7 +142,7 @@ def _budget(call: AttentionCall) -> int:
 def _row_blocks(call: AttentionCall, matrices: int) -> Iterator[tuple[slice, tuple[int, int]]]:
     """Cut the rows into blocks that fit the budget with this number of matrices."""
     enough = ENOUGH_ROWS if _on_cpu(call) else _GPU_ROWS
-    return row_blocks(call.mask, call.grid, _budget(call) // max(1, matrices), _FEWEST_ROWS, enough)
+    return row_blocks(call.request.mask, call.grid, _budget(call) // max(1, matrices), _FEWEST_ROWS, enough)
 
 
 def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
@@ -199,11 +199,11 @@ def block_scores(
     if call.spec.softcap is not None:
         tanh = scores.div_(call.spec.softcap).tanh_()
         scores = tanh * call.spec.softcap
-    if call.mask is not None:
-        bias = call.mask.bias(block, scores.dtype)
+    if call.request.mask is not None:
+        bias = call.request.mask.bias(block, scores.dtype)
         if bias is not None:
             scores += bias
-        limit = workspace.limit(call.mask, block, scores.dtype)
+        limit = workspace.limit(call.request.mask, block, scores.dtype)
         if limit is not None:
             torch.minimum(scores, limit, out=scores)
     return scores, tanh

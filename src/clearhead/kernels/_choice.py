@@ -60,8 +60,8 @@ class Explanation:
         >>> import torch, clearhead
         >>> x = torch.randn(1, 2, 3, 4)
         >>> with clearhead.use_kernel("chunked"):
-        ...     found = clearhead.explain(x, x, x)
-        >>> found.kernel, found.forced
+        ...     explanation = clearhead.explain(x, x, x)
+        >>> explanation.kernel, explanation.forced
         ('chunked', True)
     """
 
@@ -112,12 +112,12 @@ def choose_for_packed(call: AttentionCall, forced: Kernel | None) -> Kernel | No
     if forced is None:
         return _first((kernel for kernel in KERNELS if kernel.takes_packed), call)
     # It may refuse only packed sequences. Each sequence can then run as a separate call.
-    return forced if forced.takes_packed and not forced.refusals(call.spec, call.mask, call.grid) else None
+    return forced if forced.takes_packed and not forced.refusals(call.spec, call.request.mask, call.grid) else None
 
 
 def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
     """The first with neither a refusal nor a reservation."""
-    spec, mask, grid = call.spec, call.mask, call.grid
+    spec, mask, grid = call.spec, call.request.mask, call.grid
     # Apart from a bias that learns, nothing here depends on gradients: what checkpointing computes again is the same.
     for kernel in kernels:
         if not (kernel.refusals(spec, mask, grid) or kernel.reservations(spec, mask, grid)):
@@ -127,14 +127,14 @@ def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
 
 def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
     """All reasons against a call on this kernel, if no other kernel computes its weights."""
-    request = call.spec, call.mask, call.grid
+    request = call.spec, call.request.mask, call.grid
     against_weights = () if call.spec.weights is None else kernel.weights_refusals(*request)
     return kernel.refusals(*request) + against_weights
 
 
 def explain_call(call: AttentionCall, projections: str) -> Explanation:
     """Every kernel's reasons against a call."""
-    spec, mask, grid, forced = call.spec, call.mask, call.grid, forced_kernels.value
+    spec, mask, grid, forced = call.spec, call.request.mask, call.grid, forced_kernels.value
     reasons = {
         kernel.name: tuple(
             map(

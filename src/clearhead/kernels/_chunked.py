@@ -47,7 +47,7 @@ class ChunkedKernel(Kernel):
         return ()
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
-        return _compute_with_gradients if spec.needs_gradients else _compute
+        return _compute_with_gradients if spec.gradients else _compute
 
 
 def _compute(call: AttentionCall) -> Results:

@@ -61,14 +61,14 @@ class FlexKernel(Kernel):
     def _compute(self, call: AttentionCall) -> Results:
         # Other strides would be compiled for anew.
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
-        if not call.spec.needs_gradients:
+        if not call.spec.gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses inputs that need gradients
         numbers = _numbers(call)
         for name in _LISTS & numbers.keys():
             numbers[name] = _fixed_size(numbers[name])
         attend = _compiled(_signature(call, inputs, numbers))
         with sizes_apart():
-            output = attend(*inputs, numbers, call.spec.scale, call.spec.needs_gradients)
+            output = attend(*inputs, numbers, call.spec.scale, bool(call.spec.gradients))
         if call.coverage.masked_queries is not None:
             output = output.masked_fill(call.coverage.masked_queries, 0)
         return Results(output)
@@ -76,13 +76,13 @@ class FlexKernel(Kernel):
 
 def _numbers(call: AttentionCall) -> dict[str, Tensor]:
     """Every tensor that a compiled kernel reads besides query, key and value, by name."""
-    blocks = lower_blocks(call.mask, call.grid)
+    blocks = lower_blocks(call.request.mask, call.grid)
     counts, columns, full_counts, full_columns = blocks.ordered()
     numbers = {"counts": counts, "columns": columns, "full_counts": full_counts, "full_columns": full_columns}
     numbers |= blocks.rule
     if call.spec.softcap is not None:
         numbers["softcap"] = torch.tensor(call.spec.softcap, device=call.query.device)
-    bias = None if call.mask is None else call.mask.bias(Block(call.grid), call.spec.compute_dtype)
+    bias = None if call.request.mask is None else call.request.mask.bias(Block(call.grid), call.spec.compute_dtype)
     if bias is not None:
         numbers["bias"], numbers["bias_steps"] = table(bias)
     return numbers
@@ -150,7 +150,7 @@ def _signature(call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Ten
     heads = (call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1])
     fixed = tuple((name, tensor.numel() if name in _LISTS else None) for name, tensor in numbers.items())
     ones = tuple(size == 1 for tensor in (*inputs, *numbers.values()) for size in tensor.shape)
-    return (call.query.dtype, call.query.device, call.spec.scale, call.spec.needs_gradients, heads, fixed, ones)
+    return (call.query.dtype, call.query.device, call.spec.scale, bool(call.spec.gradients), heads, fixed, ones)
 
 
 @lru_cache(maxsize=128)
@@ -176,7 +176,7 @@ def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
         return [Refusal("PyTorch has it for CPUs and CUDA devices only")]
     builds = _builds_for_this_cpu()
     return [
-        *applicable({"it has no backward on the CPU": spec.needs_gradients}),
+        *applicable({"it has no backward on the CPU": bool(spec.gradients)}),
         *refusals_of_half(spec),
         *applicable(
             {

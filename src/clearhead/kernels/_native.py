@@ -69,7 +69,7 @@ class NativeKernel(Kernel):
         band = Band.whole(grid) if mask is None else structure_of(mask, grid).only_band(grid)
         prepare = _prepare if band is None else _prepare_once(spec, vars(band))
         weights = spec.weights
-        differentiable = spec.needs_gradients
+        differentiable = bool(spec.gradients)
 
         def compute(call: AttentionCall) -> Results:
             if differentiable:
@@ -91,7 +91,7 @@ def _run_operator(call: AttentionCall) -> Results:
     spec = call.spec
     output, lse = torch.ops.clearhead.attention(*arguments_of(call))
     results = Results(output, lse.float() if spec.lse else None)
-    if spec.tracing or not spec.needs_gradients:
+    if spec.tracing or not spec.gradients:
         return results
     return allow_second_derivatives("native", call, results)
 
@@ -106,7 +106,7 @@ def _prepare_once(spec: AttentionSpec, mask: LoweredMask) -> Prepare:
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         dropout_p=spec.dropout_p,
-        differentiable=spec.needs_gradients,
+        differentiable=bool(spec.gradients),
         sequences=spec.sequences or 0,
         **mask,
     )
@@ -116,7 +116,7 @@ def _prepare_once(spec: AttentionSpec, mask: LoweredMask) -> Prepare:
 def _prepare(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, NativeArguments]:
     """For calls whose mask has tensors, or other numbers every time; with the gradient of a bias of this shape."""
     arguments = arguments_of(call)
-    return plan_of(arguments, differentiable=call.spec.needs_gradients, bias_gradient=bias_gradient), arguments
+    return plan_of(arguments, differentiable=bool(call.spec.gradients), bias_gradient=bias_gradient), arguments
 
 
 def arguments_of(call: AttentionCall, lowered: LoweredMask | None = None) -> NativeArguments:
@@ -252,7 +252,7 @@ def _gradients(
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
-    plan, arguments = _prepare(call, learnt_shape(call.mask, call.grid)) if wanted else prepare(call)
+    plan, arguments = _prepare(call, learnt_shape(call.request.mask, call.grid)) if wanted else prepare(call)
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
     *input_gradients, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
     if call.request.sinks is not None:
@@ -269,6 +269,6 @@ def _of_bias(call: AttentionCall, index: int, scores_gradient: Tensor) -> Tensor
     if bias.numel() == scores_gradient.numel():
         return scores_gradient.view(bias.shape).to(bias.dtype)
     gradient = torch.zeros_like(bias, dtype=scores_gradient.dtype)  # the call reads a part of the tensor
-    owners = [part for part in cast(Mask, call.mask).parts() for _ in part.bias_tensors()]
+    owners = [part for part in cast(Mask, call.request.mask).parts() for _ in part.bias_tensors()]
     owners[index].add_bias_gradients([gradient], Block(call.grid), scores_gradient)
     return gradient.to(bias.dtype)

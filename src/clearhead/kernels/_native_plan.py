@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, cast, final
 
@@ -149,8 +150,7 @@ class NativePlan:
     def forward(self, arguments: NativeArguments, lse: Tensor | None = None) -> Tensor:
         """The output (B, H, L, Dv); the log-sum-exp is written to `lse`, an `empty_lse`, if it is passed."""
         output = self.empty_output(arguments.query)
-        arguments = self._as_read(arguments)
-        self._forward(*arguments.addresses(output, lse), *self._threads())
+        self._run(self._forward, arguments, output, lse)
         return output
 
     def backward(
@@ -185,7 +185,6 @@ class NativePlan:
             output_gradient = output_gradient.resolve_neg().contiguous()
         if lse_gradient is not None:
             lse_gradient = lse_gradient.float().resolve_neg().contiguous()
-        arguments = self._as_read(arguments)
         batch, head, row, _ = output_gradient.stride()
         others = BackwardArguments(
             output_gradient=output_gradient.data_ptr(),
@@ -200,7 +199,7 @@ class NativePlan:
             bias_gradient=address_of(bias_gradient),
             whole_rows=int(whole_rows),
         )
-        self._backward(*arguments.addresses(output, lse), *self._threads(), others)
+        self._run(self._backward, arguments, output, lse, others)
         return dq, dk, dv, correction
 
     def statistics(
@@ -218,23 +217,29 @@ class NativePlan:
             lse: an `empty_lse`, or ``None``.
             wanted: tensors to write to, and sizes, by the names of `Statistics` in ``_native/problem.h``.
         """
-        arguments = self._as_read(arguments)
         by_address = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in wanted.items()}
-        self._statistics(*arguments.addresses(output, lse), *self._threads(), **by_address)
+        self._run(self._statistics, arguments, output, lse, **by_address)
 
-    def _as_read(self, arguments: NativeArguments) -> NativeArguments:
-        """Elements of a row have to lie side by side, as they are; all other strides are the plan's business."""
+    def _run(
+        self,
+        function: Callable[..., None],
+        arguments: NativeArguments,
+        output: Tensor | None,
+        lse: Tensor | None,
+        *others: object,
+        **wanted: object,
+    ) -> None:
+        """Call a method of the compiled plan with addresses, the number of threads and the instruction set."""
         query, key, value = arguments[:3]
-        if not (self._copies or query.is_neg() or key.is_neg() or value.is_neg()):
-            return arguments
-        # The kernel would read x where a view means −x.
-        resolved = (query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
-        query, key, value = (x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True))
-        return arguments._replace(query=query, key=key, value=value)
-
-    def _threads(self) -> tuple[int, int]:
-        """How many threads a call has, and which instruction set."""
-        return 1 if self._one_thread else torch.get_num_threads(), instruction_set_number()
+        # The kernel reads rows whose elements lie side by side. It would read x where a negated view means −x.
+        if self._copies or query.is_neg() or key.is_neg() or value.is_neg():
+            resolved = (query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
+            query, key, value = (
+                x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True)
+            )
+            arguments = arguments._replace(query=query, key=key, value=value)
+        threads = 1 if self._one_thread else torch.get_num_threads()
+        function(*arguments.addresses(output, lse), threads, instruction_set_number(), *others, **wanted)
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:

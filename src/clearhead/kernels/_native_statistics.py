@@ -16,7 +16,7 @@ from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
 def refuses(call: AttentionCall) -> bool:
     """Whether the kernel cannot run the call, or computes no statistics of it."""
-    spec, mask, grid = call.spec, call.mask, call.grid
+    spec, mask, grid = call.spec, call.request.mask, call.grid
     return bool(native_refusals(spec, mask, grid)) or refuses_statistics(spec, mask, grid)
 
 
@@ -59,7 +59,7 @@ def native_weights(
     Returns:
         The weights, or ``None`` if the kernel does not compute them.
     """
-    if refuses(call) or (rows is not None and not reads_in_place(call.mask, call.grid)):
+    if refuses(call) or (rows is not None and not reads_in_place(call.request.mask, call.grid)):
         return None
     request = arguments_of(call) if rows is None else _of_rows(arguments_of(call), rows)
     if head is not None:

@@ -27,30 +27,20 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
     if spec.learns_bias and (spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None):
         reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
     if spec.sequences is not None:
-        reasons += _reasons_of_packed(spec, mask, grid)
-    if not spec.tracing:
-        reasons += _reasons_of_values(spec, mask, grid)
-    elif torch.compiler.is_exporting() or torch.jit.is_tracing():
-        reasons.append(Refusal("an exported graph holds PyTorch's own operators only"))
+        if spec.tracing or spec.dispatching:
+            reasons.append(Refusal("packed sequences are no operator that a graph could hold"))
+        elif mask is not None and structure_of(mask, grid).only_band(grid) is None:
+            reasons.append(Refusal("within packed sequences it has masks that are bands only"))
+    if spec.tracing:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            reasons.append(Refusal("an exported graph holds PyTorch's own operators only"))
+    elif spec.transformed:
+        reasons.append(Refusal("its own backward cannot be transformed by torch.func or derived forwards"))
+    elif spec.subclass is not None:
+        reasons.append(Refusal("it reads plain tensors only, and one is a {kind}", kind=spec.subclass))
+    elif mask is not None and spec.sequences is None:
+        reasons += refusals_of_heads(mask, grid)
     return tuple(reasons)
-
-
-def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
-    if spec.transformed:
-        return [Refusal("its own backward cannot be transformed by torch.func or derived forwards")]
-    if spec.subclass is not None:
-        return [Refusal("it reads plain tensors only, and one is a {kind}", kind=spec.subclass)]
-    if mask is None or spec.sequences is not None:
-        return []
-    return refusals_of_heads(mask, grid)
-
-
-def _reasons_of_packed(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
-    if spec.tracing or spec.dispatching:
-        return [Refusal("packed sequences are no operator that a graph could hold")]
-    if mask is not None and structure_of(mask, grid).only_band(grid) is None:
-        return [Refusal("within packed sequences it has masks that are bands only")]
-    return []
 
 
 def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | None:

@@ -70,11 +70,11 @@ def reference_scores(call: AttentionCall) -> Tensor:
     scores = unfold_group(folded, num_heads) * call.spec.scale  # (B, H, L, S)
     if call.spec.softcap is not None:
         scores = call.spec.softcap * (scores / call.spec.softcap).tanh()
-    if call.mask is None:
+    if call.request.mask is None:
         return scores
     block = Block(call.grid)
-    bias = call.mask.bias(block, scores.dtype)
+    bias = call.request.mask.bias(block, scores.dtype)
     if bias is not None:
         scores = scores + bias
-    visible = call.mask.visible(block)
+    visible = call.request.mask.visible(block)
     return scores if visible is None else scores.masked_fill(~visible, float("-inf"))

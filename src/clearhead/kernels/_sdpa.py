@@ -18,7 +18,7 @@ from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused
-from ._sdpa_sequences import plan_sequences, refusals_of_sequences
+from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
 
 Grouping = Literal["none", "kernel", "rows", "calls"]
 
@@ -46,7 +46,7 @@ class SdpaKernel(Kernel):
         causal_nan = spec.scale <= 0 and _is_flagged_causal(spec, mask, grid)
         reasons = applicable(
             {
-                "PyTorch does not give out the log-sum-exp": spec.lse,
+                "PyTorch does not give out the log-sum-exp": spec.lse and not gives_lse(spec, mask, grid),
                 "it has no soft-cap": spec.softcap is not None,
                 "its causal path gives NaN for a scale of 0 or below": causal_nan,
                 "it has no sinks": spec.sinks,
@@ -60,7 +60,7 @@ class SdpaKernel(Kernel):
             dims = spec.query.shape[3], spec.value.shape[3]
             if spec.device.type == "cuda" and not fits_a_kernel(spec.dtype, *dims, masked=spec.masked):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
-        else:
+        elif not spec.lse:
             reasons += _reasons_of_values(spec, mask, grid)
             if not reasons and not is_fused(_fused_call(spec, mask, grid)):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
@@ -69,11 +69,14 @@ class SdpaKernel(Kernel):
     def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
         if spec.device.type == "cpu" or spec.tracing:
             return None
-        return Backend("varlen") if spec.sequences is not None else backend_of(_fused_call(spec, mask, grid))
+        packed = spec.sequences is not None or spec.lse
+        return Backend("varlen") if packed else backend_of(_fused_call(spec, mask, grid))
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         if spec.sequences is not None:
             return plan_sequences(spec, mask, grid)
+        if spec.lse:
+            return plan_batch(spec, mask, grid)
         group, grouping = spec.group, _grouping(spec, mask, grid)
         folded, split = grouping == "rows", grouping == "calls"
         grouped: dict[str, bool] = {"enable_gqa": True} if grouping == "kernel" else {}
@@ -140,7 +143,7 @@ def _fused_call(spec: AttentionSpec, mask: Mask | None, grid: Grid, grouping: Gr
     grouping = grouping or _grouping(spec, mask, grid)
     if grouping == "calls":
         shapes = ((shapes[0][0], spec.key.shape[1], *shapes[0][2:]), *shapes[1:])
-    options = (spec.dropout_p > 0, spec.needs_gradients, causal, grouping == "rows")
+    options = (spec.dropout_p > 0, bool(spec.gradients), causal, grouping == "rows")
     return FusedCall(shapes, whole_rows, spec.dtype, spec.device, dtype, *options)
 
 
@@ -195,7 +198,7 @@ def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bo
 
 def _lower(call: AttentionCall, group: int) -> Tensor | None:
     """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
-    mask, grid = call.mask, call.grid
+    mask, grid = call.request.mask, call.grid
     if mask is None or hides_nothing(mask, grid):
         return None
     return mask.lowered(grid, ("sdpa", call.query.dtype, group), lambda: _lower_tensor(mask, call, group))

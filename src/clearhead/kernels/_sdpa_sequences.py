@@ -37,9 +37,9 @@ def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
         "of packed sequences it takes no soft-cap": spec.softcap is not None,
         "of packed sequences it takes no sinks": spec.sinks,
         "of packed sequences it takes no dropout": spec.dropout_p > 0,
-        "of packed sequences PyTorch gives no gradient of the log-sum-exp": spec.lse and spec.needs_gradients,
+        "of packed sequences PyTorch gives no gradient of the log-sum-exp": spec.lse and bool(spec.gradients),
         "of packed sequences PyTorch takes the masks causal() and sliding_window(…) only, in self-attention": (
-            _window(spec, mask, grid) is None
+            _window(spec, mask, grid, spec.same_sequences) is None
         ),
         "a size is 0": spec.empty,
         "torch.func cannot transform it twice, or derive it forwards": spec.transformed,
@@ -61,7 +61,7 @@ def _has_module() -> bool:
 def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     """All sequences in one kernel, which reads no mask."""
     varlen: Any = import_module(_MODULE)
-    window = cast("tuple[int, int]", _window(spec, mask, grid))
+    window = cast("tuple[int, int]", _window(spec, mask, grid, spec.same_sequences))
     results_wanted = varlen.AuxRequest(lse=True) if spec.lse else None
     grouped: dict[str, bool] = {"enable_gqa": True} if spec.group > 1 and _asks_for_groups(varlen.varlen_attn) else {}
 
@@ -85,6 +85,38 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     return compute
 
 
+def gives_lse(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+    """Whether a batch without padding runs as packed sequences, whose kernel returns the log-sum-exp."""
+    if spec.device.type != "cuda" or spec.gradients or spec.tracing or spec.transformed or spec.empty:
+        return False
+    dim, value_dim = spec.query.shape[3], spec.value.shape[3]
+    if not is_one_kernel(spec.dtype, dim) or value_dim != dim or spec.softcap is not None or spec.sinks:
+        return False
+    return spec.dropout_p == 0 and _window(spec, mask, grid, grid.query_length == grid.key_length) is not None
+
+
+def plan_batch(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+    """A batch without padding and its log-sum-exp: each item is a sequence."""
+    varlen: Any = import_module(_MODULE)
+    window = cast("tuple[int, int]", _window(spec, mask, grid, grid.query_length == grid.key_length))
+    grouped: dict[str, bool] = {"enable_gqa": True} if spec.group > 1 and _asks_for_groups(varlen.varlen_attn) else {}
+
+    def compute(call: AttentionCall) -> Results:
+        (batch, _, length, _), keys = call.query.shape, call.key.shape[2]
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))  # (B·L, H, D)
+        bounds = [
+            torch.arange(0, (batch + 1) * count, count, dtype=torch.int32, device=query.device)
+            for count in (length, keys)
+        ]
+        aux = varlen.AuxRequest(lse=True)
+        options: dict[str, Any] = {"return_aux": aux, "scale": spec.scale, "window_size": window, **grouped}
+        output, lse = varlen.varlen_attn(query, key, value, *bounds, length, keys, **options)
+        by_item = _lse(lse, query)[0].unflatten(1, (batch, length)).transpose(0, 1)  # (B, H, L)
+        return Results(output.unflatten(0, (batch, length)).transpose(1, 2), by_item)
+
+    return compute
+
+
 def _asks_for_groups(attend: Callable[..., Any]) -> bool:
     """PyTorch 2.11 has no such argument. It takes grouped heads as they are."""
     return "enable_gqa" in signature(attend).parameters
@@ -98,13 +130,15 @@ def _lse(lse: Tensor, query: Tensor) -> Tensor:
     return by_head.masked_fill(by_head == float("inf"), float("-inf"))[None]
 
 
-def _window(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[int, int] | None:
+def _window(spec: AttentionSpec, mask: Mask | None, grid: Grid, same_lengths: bool) -> tuple[int, int] | None:
     """How many keys before and after its own position a query sees, −1 for all; ``None`` for other masks."""
     if mask is None:
         return -1, -1
     band = structure_of(mask, grid).only_band(grid)
     # PyTorch aligns windows at the last key of each sequence, Clearhead at the first: they agree for equal lengths.
-    if band is None or not spec.same_sequences or band.low > 0 or band.high < 0 or band.stop < grid.key_length:
+    if band is not None and spec.sequences is None and band.shows_all(grid):
+        return -1, -1
+    if band is None or not same_lengths or band.low > 0 or band.high < 0 or band.stop < grid.key_length:
         return None
     whole = Band.whole(grid)
     return -1 if band.low <= whole.low + 1 else -band.low, -1 if band.high >= whole.high - 1 else band.high

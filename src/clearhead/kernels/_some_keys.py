@@ -48,7 +48,7 @@ def gradients_of_some_keys(
         output_gradient: dO.
         learns: whether a bias needs its gradient.
     """
-    if not learns and not native_refusals(call.spec, call.mask, call.grid):
+    if not learns and not native_refusals(call.spec, call.request.mask, call.grid):
         return native_gradients_of_some_keys(call, output, lse.double().contiguous(), output_gradient)
     gradients = chunked_gradients(zero_hidden(call), lse, output_gradient, None, correction)
     return gradients if learns else gradients[:3]

@@ -42,11 +42,11 @@ def is_trusted(query: Tensor) -> bool:
     return _trusted[place]
 
 
-def table() -> dict[str, dict[str, float]]:
-    """The error of every result on each CUDA device and in each dtype, for ``clearhead doctor``. Empty without any."""
+def table() -> dict[str, str]:
+    """``ok`` or what is wrong, on each CUDA device and in each dtype, for ``clearhead doctor``. Empty without any."""
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     return {
-        f"{device} {str(dtype).removeprefix('torch.')}": errors(device, dtype)
+        f"{device} {str(dtype).removeprefix('torch.')}": _problem(device, dtype) or "ok"
         for device in devices
         for dtype in DTYPES
         if available(torch.empty(1, 1, 1, 1, dtype=dtype, device=device))

@@ -109,8 +109,8 @@ class Lengths(_Counts):
         return Structure(rows=RowRanges(None, stop, int(self._tensor.min()) if known else 0))
 
     def validate(self, grid: Grid) -> None:
-        batch, *per_query = self._tensor.shape
-        fits = broadcasts(batch, grid.batch_size) and all(broadcasts(size, grid.query_length) for size in per_query)
+        shape = self._tensor.shape
+        fits = broadcasts(shape[0], grid.batch_size) and (len(shape) == 1 or broadcasts(shape[1], grid.query_length))
         if not fits:  # only then, because the text reads sizes, which a graph must not fix
             either = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
             raise self._unfit(self._name, f"shape ({grid.batch_size},){either}")

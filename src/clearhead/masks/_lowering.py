@@ -49,22 +49,19 @@ def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
     return structure
 
 
-def differs_between_heads(mask: Mask, grid: Grid) -> bool:
-    """Whether a part must be evaluated for every head, so that its tensor is as large as the scores."""
-    return any(heads > 1 for _, heads in computed_sizes(mask, grid))
-
-
-def computed_sizes(mask: Mask, grid: Grid) -> Iterator[tuple[int, int]]:
+def computed_sizes(mask: Mask, grid: Grid) -> list[tuple[int, int]]:
     """Batch items and heads of the evaluated tensors of each part; 1 if all items or heads share them."""
+    sizes: list[tuple[int, int]] = []
     if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
-        return
+        return sizes
     for part in mask.parts():
         if not structure_of(part, grid).exact:
             # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
             cell = chosen_cell(grid)
             for tensor in (part.visible(cell), part.bias(cell, torch.float32)):
                 if tensor is not None:
-                    yield tensor.shape[0], tensor.shape[1]
+                    sizes.append((tensor.shape[0], tensor.shape[1]))
+    return sizes
 
 
 def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

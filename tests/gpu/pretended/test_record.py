@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
+from clearhead.inspection._doctor import text_of
 from clearhead.kernels import _triton_check
 from clearhead.masks import Mask
 from tests.support.pretended_cuda.mode import PretendedDevice
@@ -165,7 +166,15 @@ def test_weights_and_their_gradients_are_those_of_the_cpu(cuda: PretendedDevice,
 def test_the_kernels_pass_their_check_on_every_device(cuda: PretendedDevice) -> None:
     table = _triton_check.table()
     assert set(table) == {f"cuda:{n} {dtype}" for n in (0, 1) for dtype in ("float32", "bfloat16", "float16")}
-    assert all(error <= 1e-5 for errors in table.values() for error in errors.values())
+    assert set(table.values()) == {"ok"}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert max(_triton_check.errors(torch.device("cuda:1"), dtype).values()) <= 1e-5
+
+
+def test_doctor_prints_the_checks_of_every_device(cuda: PretendedDevice) -> None:
+    report = {name: [] for name in ("checks",)} | {name: {} for name in ("kernels", "versions", "machine")}
+    text = text_of(report | {"triton": _triton_check.table(), "passed": True, "warning": None})
+    assert "statistics by Triton, compared with the reference\n  cuda:0 float32   ok\n  cuda:0 bfloat16  ok" in text
 
 
 @pytest.mark.parametrize("forced", [False, True])
@@ -182,7 +191,7 @@ def test_wrong_kernels_are_not_used(cuda: PretendedDevice, monkeypatch: pytest.M
     monkeypatch.setattr(_triton_check, "_trusted", {})
     if forced:
         monkeypatch.setenv("CLEARHEAD_TRITON", "1")
-        with pytest.raises(KernelError, match="failed their check on cuda:0 in torch.float32: entropy is wrong by"):
+        with pytest.raises(KernelError, match=r"failed their check on cuda:0 in torch\.float32: entropy is wrong by"):
             clearhead.attention_statistics(query, key, statistics=FOUR)
         return
     with pytest.warns(RuntimeWarning, match=r"entropy is wrong by .* CLEARHEAD_TRITON=0 switches the kernels off"):
@@ -202,3 +211,25 @@ def test_unchecked_kernels_do_not_run_while_a_graph_is_captured(
     seen = cuda.count(lambda: clearhead.attention_statistics(query, key, statistics=FOUR))
     assert seen.waits == []
     assert not [name for name in seen.operators if "triton" in name]
+
+
+def test_a_monitor_copies_one_tensor_for_each_step_and_passes_it_on_at_the_next(cuda: PretendedDevice) -> None:
+    model, x = stack(), torch.randn(2, 64, 256)
+    on_cpu: dict[int, dict[str, float]] = {}
+    with clearhead.monitor(model, every=2, to=on_cpu.__setitem__):
+        for _ in range(3):
+            model(x)
+    model, x = model.to("cuda"), x.cuda()
+    with clearhead.record(model):  # checks the kernels
+        model(x)
+    found: dict[int, dict[str, float]] = {}
+    steps: list[tuple[int, ...]] = []
+    with clearhead.monitor(model, every=2, to=found.__setitem__):
+        for _ in range(3):
+            seen = cuda.count(lambda: model(x))
+            steps.append((*found, len(seen.copies)))
+            assert seen.values == seen.shapes == []
+    # The numbers of step 0 come at step 1, and those of step 2 at the end.
+    assert steps == [(1,), (0, 0), (0, 1)]
+    assert found.keys() == on_cpu.keys()
+    assert all(found[step] == pytest.approx(on_cpu[step], rel=1e-5, abs=1e-5) for step in found)

@@ -100,6 +100,41 @@ def test_lse_and_sequences_without_keys(cuda: PretendedDevice) -> None:
     assert _error(lse[5:].cpu(), expected_lse[5:].double()) <= 1e-5
 
 
+_BANDS = {
+    "none": (None, 37),
+    "causal": (masks.causal(), 37),
+    "window": (masks.sliding_window(5, 2), 37),
+    "other keys": (None, 21),
+    "one query": (masks.causal("bottom_right"), 1),
+}
+
+
+@pytest.mark.parametrize("kv_heads", [H, 2])
+@pytest.mark.parametrize("name", _BANDS)
+def test_a_batch_and_its_lse_take_one_kernel(cuda: PretendedDevice, name: str, kv_heads: int) -> None:
+    (mask, length), generator = _BANDS[name], torch.Generator().manual_seed(1)
+    sizes = ((H, length), (kv_heads, 37), (kv_heads, 37))
+    q, k, v = (torch.randn(3, heads, count, D, generator=generator).bfloat16() for heads, count in sizes)
+    query, key, value = q.cuda(), k.cuda(), v.cuda()
+    output, lse = clearhead.attention(query, key, value, mask, return_lse=True)
+    seen = cuda.count(lambda: clearhead.attention(query, key, value, mask, return_lse=True))
+    assert seen.backends == ["flash, variable lengths"]
+    assert seen.waits == []
+    exact, exact_lse = clearhead.attention(q.double(), k.double(), v.double(), mask, return_lse=True)
+    with clearhead.use_kernel("reference"):
+        same = clearhead.attention(q, k, v, mask)
+    assert _error(output.cpu(), exact) <= 2 * _error(same, exact)
+    assert _error(lse.cpu(), exact_lse) <= 1e-5
+
+
+@pytest.mark.parametrize("reason", ["padding", "gradients", "float32"])
+def test_other_calls_with_lse_run_in_blocks(cuda: PretendedDevice, reason: str) -> None:
+    x = torch.randn(2, H, 16, D, device="cuda").to(torch.float32 if reason == "float32" else torch.bfloat16)
+    mask = masks.lengths(torch.tensor([16, 9])) if reason == "padding" else None
+    query = x.requires_grad_(reason == "gradients")
+    assert clearhead.explain(query, query, query, mask, return_lse=True).kernel == "chunked"
+
+
 def _error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact.double()).abs().max() / exact.abs().max())
 

@@ -193,6 +193,7 @@ def connect(major: int) -> PretendedDevice:
     cuda.current_device = lambda: 0
     cuda.get_device_capability = lambda _=None: (major, 0)
     cuda.get_device_name = lambda _=None: f"a pretended device of compute capability {major}.0"
+    cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.is_current_stream_capturing = lambda: False
     cuda.synchronize = lambda _=None: None
     cuda.is_current_stream_capturing = lambda: False

@@ -30,13 +30,16 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
     `plain` is a call whose mask is no more than a band, without a soft-cap: other calls need registers for the mask.
     """
     width = block_of(dim)
-    if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
+    if dtype == torch.float32:  # multiplied without matrix instructions, from registers
+        few = width <= 64 or (width <= 128 and kernel == "rows")
+        return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
     if width > 128:
-        return Tiles(64, 32, 4, 2)
-    if plain and capability[0] in (9, 10):
-        return Tiles(128, 64, 8, 2) if kernel == "rows" else Tiles(64, 128, 8, 2)
-    return Tiles(64, 64, 4, 2) if width <= 64 else Tiles(64, 32, 4, 2)
+        return Tiles(64 if kernel == "rows" else 32, 32, 4, 2)
+    if plain and kernel == "rows" and capability[0] in (9, 10):
+        return Tiles(128, 64, 8, 2)
+    if plain and capability[0] == 9:
+        return Tiles(64, 128, 8, 2)
+    return Tiles(64, 64 if kernel == "rows" and width <= 64 else 32, 4, 2)
 
 
 def block_of(dim: int) -> int:

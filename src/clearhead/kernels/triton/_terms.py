@@ -61,7 +61,7 @@ class Terms(NamedTuple):
 
 def terms_of(call: AttentionCall) -> Terms:
     """The mask of a call, lowered without reading a value. A prepared mask is lowered once."""
-    mask, grid = call.mask, call.grid
+    mask, grid = call.request.mask, call.grid
     if mask is None:
         return Terms(-grid.query_length, grid.key_length, grid.key_length, grid.shift or 0)
     return mask.lowered(grid, "triton", lambda: lower(mask, grid))
