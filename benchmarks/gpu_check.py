@@ -41,7 +41,7 @@ START = [sys.executable, "-m", "benchmarks.gpu_check"]
 
 def all_checks() -> list[Check]:
     """In the order in which they run."""
-    return [*attention_checks(), *model_checks()]
+    return [*model_checks(), *attention_checks()]
 
 
 def checked(check: Check, device: str) -> dict[str, Any]:
@@ -233,6 +233,13 @@ def texts(measured: Figures) -> dict[str, str]:
     return {"passed": passed, "failed": "none" if not failed else ", ".join(f"`{name}`" for name in failed)}
 
 
+def _short(found: dict[str, Any]) -> dict[str, Any]:
+    """What a result file keeps: what is not empty, and of the kernels' names and of choices only those of a fault."""
+    details = () if found["faults"] else ("names", "choices")
+    kept = {what: value for what, value in found.items() if what not in ("name", "number", *details)}
+    return {what: value for what, value in kept.items() if what == "faults" or value not in (None, [])}
+
+
 def _report(numbers: list[int], chosen: argparse.Namespace) -> None:
     start = time.monotonic()
     device = torch.cuda.get_device_name() if chosen.device != "cpu" else machine()
@@ -246,7 +253,7 @@ def _report(numbers: list[int], chosen: argparse.Namespace) -> None:
         if printed + len(line) < (MOST_CHARACTERS - 300 if found["faults"] else MOST_CHARACTERS * 2 / 3):
             print(line, flush=True)
             printed += len(line) + 1
-        kept.figures[found["name"]] = {what: value for what, value in found.items() if what not in ("name", "number")}
+        kept.figures[found["name"]] = _short(found)
         if chosen.out is not None:
             kept.write(chosen.out)
     failed = sum(bool(found["faults"]) for found in kept.figures.values())
