@@ -37,7 +37,7 @@ class PlanCache:
         >>> from clearhead._layer.plan import PlanCache
         >>> cache = PlanCache(2)
         >>> for key in ("training", "step 1", "training", "step 2"):
-        ...     cache.put(key, str.upper)
+        ...     plan = cache.put(key, str.upper)
         >>> cache.get("training") is None, cache.get("step 1") is None
         (False, True)
     """
