@@ -21,9 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clearhead.kernels.triton._launch import Launch, columns_launch, rows_launch, tiles_of
-from clearhead.kernels.triton._terms import Terms
-from clearhead.kernels.triton._top_launch import chosen_launch, largest_launch
+from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch, tiles_of
+from clearhead.kernels._triton._terms import Terms
+from clearhead.kernels._triton._top_launch import chosen_launch, largest_launch
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 DIMS = (64, 128, 256)

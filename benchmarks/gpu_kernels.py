@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_checks import MASKS, errors_of, wrong_numbers
-from clearhead.kernels.triton import Terms, rows, top_k
-from clearhead.kernels.triton._launch import Launch, Tiles, columns_launch, rows_launch, tiles_of
+from clearhead.kernels._triton import Terms, rows, top_k
+from clearhead.kernels._triton._launch import Launch, Tiles, columns_launch, rows_launch, tiles_of
 
 HEADS = 16
 WANT = ("lse", "entropy", "max_logit", "confidence")

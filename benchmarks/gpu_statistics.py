@@ -92,7 +92,7 @@ def _public(query: Tensor, key: Tensor, names: tuple[str, ...]) -> object:
 def _kernels(query: Tensor, key: Tensor, what: str, window: int | None = None) -> Callable[[], object]:
     """Clearhead's kernels for statistics, without what stands around them. A window is causal."""
     try:
-        kernels: Any = importlib.import_module("clearhead.kernels.triton")
+        kernels: Any = importlib.import_module("clearhead.kernels._triton")
     except ImportError as error:
         raise Unsupported("this Clearhead has no Triton kernels") from error
     length, scale = key.shape[2], query.shape[-1] ** -0.5

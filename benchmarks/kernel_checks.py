@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead.kernels.triton import Terms, columns, rows, top_k
-from clearhead.kernels.triton._formula import columns_by_formula, rows_by_formula, top_by_formula
-from clearhead.kernels.triton._operators import ROWS
-from clearhead.kernels.triton._terms import lower
+from clearhead.kernels._triton import Terms, columns, rows, top_k
+from clearhead.kernels._triton._formula import columns_by_formula, rows_by_formula, top_by_formula
+from clearhead.kernels._triton._operators import ROWS
+from clearhead.kernels._triton._terms import lower
 from clearhead.masks._grid import Grid
 from clearhead.positions import ALiBi
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels.triton import Terms, available, columns, rows, top_k
-from clearhead.kernels.triton._formula import scores
-from clearhead.kernels.triton._terms import lower
+from clearhead.kernels._triton import Terms, available, columns, rows, top_k
+from clearhead.kernels._triton._formula import scores
+from clearhead.kernels._triton._terms import lower
 from clearhead.masks._grid import Grid
 from clearhead.masks._lowering import dense_mask
 from clearhead.positions import ALiBi

@@ -14,8 +14,8 @@ from .._call.request import Request
 from .._environment import autocast_off
 from ..errors import KernelError
 from ._reference import reference_scores, reference_weights
-from .triton import columns, rows, terms_of, top_k
-from .triton._operators import DTYPES, available
+from ._triton import columns, rows, terms_of, top_k
+from ._triton._operators import DTYPES, available
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
 TOLERANCE = 1e-3

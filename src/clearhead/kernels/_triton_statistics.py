@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from .._call.call import AttentionCall
+from ._triton import available, columns, rows, terms_of, top_k
 from ._triton_check import is_trusted
-from .triton import available, columns, rows, terms_of, top_k
 
 #: Results of `rows` that a statistic can ask for.
 _OF_ROWS = ("entropy", "visible", "confidence", "sink", "distance")

@@ -207,7 +207,7 @@ def connect(major: int) -> PretendedDevice:
     cuda.synchronize = lambda _=None: None
     cuda.is_current_stream_capturing = lambda: False
     # Our Triton operators run as their formulas on the CPU. They compute only from the arguments that they receive.
-    triton_operators: Any = import_module("clearhead.kernels.triton._operators")
+    triton_operators: Any = import_module("clearhead.kernels._triton._operators")
     triton_operators._is_installed = lambda: True
     mode = PretendedDevice()
     flex.connect(mode)
