@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, T5Config, T5Model
 
 import clearhead.integrations.transformers  # noqa: F401  (registers the implementation)
 from benchmarks.architectures_cases.comparing import ROUTES, compare
@@ -43,14 +44,27 @@ def by_name() -> dict[str, Architecture]:
     return {architecture.name: architecture for architecture in architectures()}
 
 
+def routes_of(name: str) -> tuple[str, ...]:
+    """`set_attn_implementation` of older transformers does not reach the two stacks of T5, with any implementation."""
+    if name == "t5":
+        sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 8}
+        model = T5Model(T5Config(attn_implementation="eager", **sizes))
+        model.set_attn_implementation("sdpa")
+        if model.encoder.config._attn_implementation != "sdpa":
+            return ("from_config",)
+    return ROUTES
+
+
 @pytest.mark.parametrize("name", [*AGREE, *KEEP_EAGER_OR_REFUSE])
 def test_an_architecture_computes_what_eager_computes(name: str, by_name: dict[str, Architecture]) -> None:
+    if name not in by_name:
+        pytest.skip(f"transformers {transformers.__version__} has no such architecture")
     outcome = compare(by_name[name])
     assert outcome.not_built == ""
     assert [f"{each.route}, {each.observation}: {each.value:.1e} {each.text}" for each in outcome.wrong] == []
     if name in AGREE:
         assert outcome.status == "agrees"
-        assert all(outcome.calls[route] > 0 for route in ROUTES)
+        assert all(outcome.calls[route] > 0 for route in routes_of(name))
     else:
         assert outcome.compared > 0 or set(outcome.refused) == set(ROUTES)
 

@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
 """The kernel of `columns`: one program for each tile of keys, which passes over the queries once. No atomics."""
 
 from __future__ import annotations

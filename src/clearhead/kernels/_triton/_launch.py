@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -44,7 +44,12 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
 
 def block_of(dim: int) -> int:
     """The features of a tile: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def tiles_over(count: int, size: int) -> int:
+    """How many tiles of this size cover so many rows."""
+    return -(-count // size)
 
 
 class Launch(NamedTuple):
@@ -90,7 +95,7 @@ def rows_launch(
         "sinks": sinks, "first_keys": marks, "out": out, "out_n": batch * heads * length,
         "marks_b": 0 if marks is None else marks.stride(0), "marks_h": 0 if marks is None else marks.stride(1),
     }  # fmt: skip
-    programs = triton.cdiv(length, tiles.queries) * batch * heads
+    programs = tiles_over(length, tiles.queries) * batch * heads
     return Launch(rows_kernel, programs if out.numel() else 0, arguments, (out,))
 
 
@@ -121,7 +126,7 @@ def columns_launch(
         "received_out": received, "viewers_out": viewers,
         "ROWS_ALIKE": terms.first is not None and terms.first.shape[1] == 1,
     }  # fmt: skip
-    programs = triton.cdiv(count, tiles.keys) * batch * heads
+    programs = tiles_over(count, tiles.keys) * batch * heads
     return Launch(columns_kernel, programs if received.numel() else 0, arguments, (received, viewers))
 
 
@@ -188,7 +193,7 @@ def _tiles(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
 
 def interprets() -> bool:
     """Whether Triton's interpreter runs the kernels on the CPU (``TRITON_INTERPRET=1``)."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(cast(Any, triton).knobs.runtime.interpret)
 
 
 def _upcasts(query: Tensor) -> bool:

@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
 """The kernel of `rows`: one program for each tile of queries, which passes over the keys once."""
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 
-from ._launch import Launch, Tiles, arguments_of
+from ._launch import Launch, Tiles, arguments_of, tiles_over
 from ._terms import Terms
 from ._top import chosen_kernel, largest_kernel
 
@@ -30,7 +29,7 @@ def top_k_by_kernels(
     weights, keys = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
     if weights.numel() == 0:
         return weights, keys
-    tiles = triton.cdiv(count, TILE)
+    tiles = tiles_over(count, TILE)
     chosen = min(k, tiles)
     rows = max(1, min(length, _SCRATCH // (batch * heads * max(tiles, chosen * TILE))))
     first = largest_launch(query, key, terms, scale, softcap)
@@ -51,9 +50,9 @@ def largest_launch(query: Tensor, key: Tensor, terms: Terms, scale: float, softc
     single = query.dtype == torch.float32
     tiles = Tiles(16 if single or dim > 128 else 64, TILE, 8 if single else 4, 1 if single or dim > 128 else 2)
     arguments = arguments_of(query, key, terms, scale, softcap, tiles)
-    shape = (batch, heads, triton.cdiv(count, TILE), length)
+    shape = (batch, heads, tiles_over(count, TILE), length)
     largest = query.new_full(shape, float("-inf"), dtype=torch.float32)
-    programs = triton.cdiv(length, tiles.queries) * batch * heads
+    programs = tiles_over(length, tiles.queries) * batch * heads
     return Launch(largest_kernel, programs, arguments | {"out": largest}, (largest,))
 
 
