@@ -19,7 +19,7 @@ from ..masks._structure import Band, structure_of
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
 from ._native_arguments import NativeArguments
-from ._native_masks import LoweredMask, lower_mask
+from ._native_masks import lower_mask
 from ._native_plan import NativePlan, plan_of
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
@@ -121,8 +121,8 @@ def _plan_and_arguments(
     return plan_of(arguments, differentiable=bool(call.spec.gradients), bias_gradient=bias_gradient), arguments
 
 
-def arguments_of(call: AttentionCall, lowered: LoweredMask | None = None) -> NativeArguments:
-    """The arguments of a call, whose mask is lowered unless it was before."""
+def arguments_of(call: AttentionCall, lowered: dict[str, Any] | None = None) -> NativeArguments:
+    """The arguments of a call, whose mask is lowered unless `lowered` is passed."""
     request, spec = call.request, call.spec
     mask, sinks, sequences = request.mask, request.sinks, request.sequences
     if lowered is None:
