@@ -1,4 +1,4 @@
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
 """The kernels of `top_k`: the largest score of each group of keys, and the best keys of the best groups."""
 
 from __future__ import annotations
