@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch, tiles_of
+from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch, tiles_of, weights_launch
 from clearhead.kernels._triton._terms import Terms
 from clearhead.kernels._triton._top_launch import best_launch, largest_launch
 
@@ -94,6 +94,7 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
             rows_launch(query, key, terms, **options, sinks=None, first_keys=None, want=WANT, tiles=tiles["rows"]),
         )
         yield "columns", mask, columns_launch(query, key, lse, terms, **options, counted=None, tiles=tiles["columns"])
+        yield "averaged", mask, weights_launch(query, key, lse, terms, **options, average=True)
         largest = largest_launch(query, key, terms, **options, row=0, count=64)
         yield "largest", mask, largest
         top = torch.empty(1, 4, 64, 4), torch.empty(1, 4, 64, 4, dtype=torch.int64)

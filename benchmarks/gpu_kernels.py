@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_checks import MASKS, errors_of, wrong_numbers
-from clearhead.kernels._triton import Terms, rows, top_k
+from clearhead.kernels._triton import Terms, rows, top_k, weights
 from clearhead.kernels._triton._launch import Launch, Tiles, columns_launch, rows_launch, tiles_of
 
 HEADS = 16
@@ -155,6 +155,20 @@ def memory(device: torch.device) -> None:
     print(f"top-8 at L={length}, D={dim}: {taken / 1e9:.2f} GB, {time.monotonic() - begin:.2f} s", flush=True)
 
 
+def averaged(device: torch.device) -> None:
+    """Print the time of averaged and of full weights with their log-sum-exp: B=8, H=16, D=64, L 2,048, no mask."""
+    length, dim = 2048, 64
+    query, key = (torch.randn(8, HEADS, length, dim, device=device).bfloat16() for _ in range(2))
+    terms, options = Terms(-length, length, length), {"scale": dim**-0.5}
+
+    def run(average: bool) -> Tensor:
+        lse = rows(query, key, terms, **options)["lse"]
+        return weights(query, key, lse, terms, **options, average=average)
+
+    times = [median_ms(functools.partial(run, average)) for average in (True, False)]
+    print(f"B=8 L={length} D={dim}: averaged weights {times[0]:.2f} ms, full weights {times[1]:.2f} ms", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="time other tiles first, and take the fastest")
@@ -168,6 +182,7 @@ def main() -> int:
         print(f"Fastest tiles: {tuned}")
     compare(device, tuned)
     memory(device)
+    averaged(device)
     faults = check(device)
     print(f"{faults} wrong numbers")
     return 1 if faults else 0

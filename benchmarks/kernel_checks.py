@@ -10,7 +10,8 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead.kernels._triton import Terms, columns, rows, top_k
-from clearhead.kernels._triton._formula import columns_by_formula, rows_by_formula, top_by_formula
+from clearhead.kernels._triton import weights as weights_by_kernel
+from clearhead.kernels._triton._formula import columns_by_formula, rows_by_formula, scores, top_by_formula, weights_of
 from clearhead.kernels._triton._operators import ROWS
 from clearhead.kernels._triton._terms import lower
 from clearhead.masks._grid import Grid
@@ -89,6 +90,11 @@ def errors_of(
     errors["received"] = _error(received, of_keys[0], 1e-3) / 10
     errors["viewers"] = _error(viewers, of_keys[1], 1.0)
     errors["bits"] = 0.0 if torch.equal(received, again) else float("inf")
+    exact_weights = weights_of(scores(query, key, terms, scale, softcap, double), exact_lse)
+    options = {"scale": scale, "softcap": softcap}
+    errors["weights"] = _error(weights_by_kernel(query, key, lse, terms, **options), exact_weights, 1.0)
+    averaged = weights_by_kernel(query, key, lse, terms, **options, average=True)
+    errors["averaged"] = _error(averaged, exact_weights.mean(1), 1.0)
     weights, places = top_k(query, key, lse, terms, TOP, scale=scale, softcap=softcap)
     best, best_places = top_by_formula(query, key, exact_lse, terms, TOP, scale, softcap, dtype=double)
     errors["top"] = _error(weights, best, 1.0)

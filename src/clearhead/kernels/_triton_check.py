@@ -15,6 +15,7 @@ from .._environment import autocast_off
 from ..errors import KernelError
 from ._reference import reference_scores, reference_weights
 from ._triton import columns, rows, terms_of, top_k
+from ._triton import weights as weights_by_kernel
 from ._triton._operators import DTYPES, available
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
@@ -91,6 +92,8 @@ def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
     found["received"], found["viewers"] = columns(*operands, found["lse"], terms, scale=scale)
     found["top_k"], places = top_k(*operands, found["lse"], terms, _TOP, scale=scale)
     found["top_k's keys"] = places
+    found["weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale)
+    found["averaged weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale, average=True)
     return found
 
 
@@ -111,6 +114,8 @@ def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
         "received": weights.sum(2),
         "viewers": visible.sum(2),
         "top_k": top,
+        "weights": weights,
+        "averaged weights": weights.mean(1),
         "top_k's keys": keys.masked_fill(top == 0, -1),
     }
 

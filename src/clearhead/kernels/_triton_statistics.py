@@ -1,4 +1,4 @@
-"""Statistics of weights on a GPU from the Triton kernels, which store no scores."""
+"""Statistics of weights, and the weights of all queries, on a GPU from the Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._call.call import AttentionCall
 from ._triton import available, columns, rows, terms_of, top_k
+from ._triton import weights as weights_by_kernel
 from ._triton_check import is_trusted
 
 #: Results of `rows` that a statistic can ask for.
@@ -49,3 +50,11 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
         found = top_k(*operands, buffers["lse"], terms, wanted["top_k"], **options)
         buffers["top_weights"], buffers["top_keys"] = found
     return buffers
+
+
+def weights(call: AttentionCall, average: bool) -> Tensor:
+    """The weights of all queries, (B, H, L, S), or their mean over the heads, (B, L, S), without gradients."""
+    operands, terms = (call.query, call.key), terms_of(call)
+    options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
+    lse = rows(*operands, terms, **options, sinks=call.request.sinks)["lse"]
+    return weights_by_kernel(*operands, lse, terms, **options, average=average)

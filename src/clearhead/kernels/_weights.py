@@ -1,4 +1,4 @@
-"""Weights of a validated call, from the native kernel or in blocks."""
+"""Weights of a validated call, from the native kernel, from a Triton kernel or in blocks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Chosen:
         average: whether to average over the heads.
         head: number of the only head, or ``None`` for all.
         exact: whether to score in `exact_dtype`.
-        natively: whether `native` may run.
+        natively: whether `native` and the Triton kernels may run.
     """
 
     rows: Tensor | None
@@ -102,6 +102,11 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
         native = native_weights(call, rows, chosen.average, head=head, exact=dtype == torch.float64)
         if native is not None:
             return native if head is None else native[:, 0]  # (B, n, S)
+    if chosen.natively and call.query.is_cuda and rows is None and head is None and not chosen.exact:
+        from . import _triton_statistics  # registers operators, which only a GPU needs
+
+        if _triton_statistics.runs(call):
+            return _triton_statistics.weights(call, chosen.average)
     heads, count = call.grid.num_heads, call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, heads, count, call.grid.key_length)
     # Zeros, because blocks skip masked columns.

@@ -1,8 +1,9 @@
-"""Statistics of the weights on a GPU by Triton kernels. The weights are never stored."""
+"""Weights and their statistics on a GPU by Triton kernels. Statistics never store the weights."""
 
 from __future__ import annotations
 
 from ._operators import available, columns, rows, top_k
 from ._terms import Terms, terms_of
+from ._weights_operator import weights
 
-__all__ = ["Terms", "available", "columns", "rows", "terms_of", "top_k"]
+__all__ = ["Terms", "available", "columns", "rows", "terms_of", "top_k", "weights"]

@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from ._columns import columns_kernel
+from ._maps import weights_kernel
 from ._rows import rows_kernel
 from ._terms import Terms
 
@@ -120,8 +121,7 @@ def columns_launch(
     (batch, heads, _, _), count = query.shape, key.shape[2]
     received = query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
-    rows = lse.contiguous() * math.log2(math.e)
-    rows = rows.masked_fill_(rows == float("-inf"), float("inf"))
+    rows = _rows_of(lse)
     if counted is not None:
         rows.masked_fill_(~counted[:, None], float("inf"))
     ranges = {"first_query": None, "last_query": None, "query_range_b": 0}
@@ -136,6 +136,28 @@ def columns_launch(
     }  # fmt: skip
     programs = tiles_over(count, tiles.keys) * batch * heads
     return Launch(columns_kernel, programs if received.numel() else 0, arguments, (received, viewers))
+
+
+def weights_launch(
+    query: Tensor, key: Tensor, lse: Tensor, terms: Terms, *, scale: float, softcap: float, average: bool
+) -> Launch:
+    """Of the weights (B, H, L, S), or of their mean over the heads (B, 1, L, S)."""
+    (batch, heads, length, dim), count = query.shape, key.shape[2]
+    out = query.new_empty((batch, 1 if average else heads, length, count), dtype=torch.float32)
+    small = query.dtype == torch.float32 or dim > 128
+    tiles = Tiles(32, 32, 8 if small else 4, 1) if small else Tiles(64, 64, 4, 2 if average else 1)
+    arguments = {
+        **arguments_of(query, key, terms, scale, softcap, tiles),
+        "lse": _rows_of(lse), "out": out, "HEADS": heads if average else 1,
+    }  # fmt: skip
+    programs = triton.cdiv(length, tiles.queries) * triton.cdiv(count, tiles.keys) * batch * out.shape[1]
+    return Launch(weights_kernel, programs if out.numel() else 0, arguments, (out,))
+
+
+def _rows_of(lse: Tensor) -> Tensor:
+    """The log-sum-exp × log2 e, with ∞ for a query without a key, so that its weights are 0."""
+    rows = lse.contiguous() * math.log2(math.e)
+    return rows.masked_fill_(rows == float("-inf"), float("inf"))
 
 
 _NAMES = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")

@@ -129,16 +129,18 @@ def top_k(
     return weights, keys
 
 
-_MASK = "Tensor?[] terms, SymInt[] numbers, float scale, float softcap"
-_library = torch.library.Library("clearhead", "FRAGMENT")
-_library.define(
-    f"triton_rows(Tensor query, Tensor key, Tensor? sinks, Tensor? first_keys, {_MASK}, int[] want) -> Tensor"
+MASK_SCHEMA = "Tensor?[] terms, SymInt[] numbers, float scale, float softcap"
+library = torch.library.Library("clearhead", "FRAGMENT")
+library.define(
+    f"triton_rows(Tensor query, Tensor key, Tensor? sinks, Tensor? first_keys, {MASK_SCHEMA}, int[] want) -> Tensor"
 )
-_library.define(f"triton_columns(Tensor query, Tensor key, Tensor lse, Tensor? counted, {_MASK}) -> (Tensor, Tensor)")
-_library.define(f"triton_top_k(Tensor query, Tensor key, Tensor lse, {_MASK}, SymInt k) -> (Tensor, Tensor)")
+library.define(
+    f"triton_columns(Tensor query, Tensor key, Tensor lse, Tensor? counted, {MASK_SCHEMA}) -> (Tensor, Tensor)"
+)
+library.define(f"triton_top_k(Tensor query, Tensor key, Tensor lse, {MASK_SCHEMA}, SymInt k) -> (Tensor, Tensor)")
 
 
-def _terms(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Terms:
+def terms_from(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Terms:
     low, high, stop, shift = numbers
     return Terms(low, high, stop, shift, *tensors)
 
@@ -154,10 +156,10 @@ def _rows_on_cpu(
     softcap: float,
     want: Sequence[int],
 ) -> Tensor:
-    if _interprets():
+    if interprets():
         return _rows_by_kernel(query, key, sinks, first_keys, tensors, numbers, scale, softcap, want)
     found = rows_by_formula(
-        query, key, _terms(tensors, numbers), scale=scale, softcap=softcap, sinks=sinks, first_keys=first_keys
+        query, key, terms_from(tensors, numbers), scale=scale, softcap=softcap, sinks=sinks, first_keys=first_keys
     )
     return torch.stack([found[ROWS[number]] for number in want])
 
@@ -172,9 +174,9 @@ def _columns_on_cpu(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    if _interprets():
+    if interprets():
         return _columns_by_kernel(query, key, lse, counted, tensors, numbers, scale, softcap)
-    return columns_by_formula(query, key, lse, _terms(tensors, numbers), counted, scale, softcap)
+    return columns_by_formula(query, key, lse, terms_from(tensors, numbers), counted, scale, softcap)
 
 
 def _top_k_on_cpu(
@@ -187,12 +189,12 @@ def _top_k_on_cpu(
     softcap: float,
     k: int,
 ) -> tuple[Tensor, Tensor]:
-    if _interprets():
+    if interprets():
         return _top_k_by_kernels(query, key, lse, tensors, numbers, scale, softcap, k)
-    return top_by_formula(query, key, lse, _terms(tensors, numbers), k, scale, softcap)
+    return top_by_formula(query, key, lse, terms_from(tensors, numbers), k, scale, softcap)
 
 
-def _interprets() -> bool:
+def interprets() -> bool:
     """Whether Triton's interpreter runs the kernels on the CPU, as in tests."""
     return os.environ.get("TRITON_INTERPRET") == "1" and _is_installed()
 
@@ -211,7 +213,7 @@ def _rows_by_kernel(
     from ._launch import rows_launch
 
     names = [ROWS[number] for number in want]
-    terms, cap = _terms(tensors, numbers), softcap
+    terms, cap = terms_from(tensors, numbers), softcap
     launch = rows_launch(query, key, terms, scale=scale, softcap=cap, sinks=sinks, first_keys=first_keys, want=names)
     return launch.run()[0]
 
@@ -228,7 +230,7 @@ def _columns_by_kernel(
 ) -> tuple[Tensor, Tensor]:
     from ._launch import columns_launch
 
-    terms = _terms(tensors, numbers)
+    terms = terms_from(tensors, numbers)
     launch = columns_launch(query, key, lse, terms, counted=counted, scale=scale, softcap=softcap)
     received, viewers = launch.run()
     return received, viewers
@@ -246,7 +248,7 @@ def _top_k_by_kernels(
 ) -> tuple[Tensor, Tensor]:
     from ._top_launch import top_k_by_kernels
 
-    return top_k_by_kernels(query, key, lse, _terms(tensors, numbers), k, scale=scale, softcap=softcap)
+    return top_k_by_kernels(query, key, lse, terms_from(tensors, numbers), k, scale=scale, softcap=softcap)
 
 
 def _fake_rows(query: Tensor, *others: Any) -> Tensor:
@@ -264,12 +266,12 @@ def _fake_top_k(query: Tensor, key: Tensor, lse: Tensor, *others: Any) -> tuple[
     return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
 
 
-_library.impl("triton_rows", _rows_by_kernel, "CUDA")
-_library.impl("triton_columns", _columns_by_kernel, "CUDA")
-_library.impl("triton_top_k", _top_k_by_kernels, "CUDA")
-_library.impl("triton_rows", _rows_on_cpu, "CPU")
-_library.impl("triton_columns", _columns_on_cpu, "CPU")
-_library.impl("triton_top_k", _top_k_on_cpu, "CPU")
-torch.library.register_fake("clearhead::triton_rows", _fake_rows, lib=_library)
-torch.library.register_fake("clearhead::triton_columns", _fake_columns, lib=_library)
-torch.library.register_fake("clearhead::triton_top_k", _fake_top_k, lib=_library)
+library.impl("triton_rows", _rows_by_kernel, "CUDA")
+library.impl("triton_columns", _columns_by_kernel, "CUDA")
+library.impl("triton_top_k", _top_k_by_kernels, "CUDA")
+library.impl("triton_rows", _rows_on_cpu, "CPU")
+library.impl("triton_columns", _columns_on_cpu, "CPU")
+library.impl("triton_top_k", _top_k_on_cpu, "CPU")
+torch.library.register_fake("clearhead::triton_rows", _fake_rows, lib=library)
+torch.library.register_fake("clearhead::triton_columns", _fake_columns, lib=library)
+torch.library.register_fake("clearhead::triton_top_k", _fake_top_k, lib=library)
