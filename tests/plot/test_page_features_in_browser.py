@@ -83,7 +83,7 @@ def test_the_reason_is_true(browser: Any, shown: Any, tmp_path: Path) -> None:
         shown.locator(f'[data-place="{place}"]').click()
         reasons[place] = text_of(shown, "reason")
     assert all(re.match(r"This head looks (mostly )?at .*\.", reason) for reason in reasons.values())
-    assert sorted("Of all heads" in reason for reason in reasons.values()) == [False] * 5 + [True]
+    assert sorted("In no other head" in reason for reason in reasons.values()) == [False] * 5 + [True]
     alike = page(given([torch.full((3, 5, 5), 0.2)]), list("abcde")).save(tmp_path / "alike.html")
     with watched_page(browser, alike) as even:
         assert text_of(even, "reason") == "No head stands out: all of them look everywhere about alike."
@@ -360,6 +360,28 @@ def test_the_head_is_saved_as_csv_and_the_map_as_svg(shown: Any, weights: torch.
     assert svg.startswith("<svg xmlns=")
     assert svg.count("<text") == 2 * SIZE
     assert "data:image/png;base64," in svg
+
+
+def test_tokens_with_the_same_name_are_told_apart_by_position(browser: Any, tmp_path: Path) -> None:
+    made = page(given([torch.eye(4)[None, None].expand(1, 2, 4, 4)[0]]), ["the", "cat", "the", "mat"])
+    with watched_page(browser, made.save(tmp_path / "page.html")) as shown:
+        choose(shown, "to", "2")
+        names = ["the (0)", "cat", "the (2)", "mat"]
+        assert shown.locator("#to option").all_inner_texts() == names
+        assert sorted(shown.locator("#list li > span:first-child").all_inner_texts()) == ["the (2)"]
+        assert shown.locator("#rows span").all_inner_texts() == ["the", "cat", "the", "mat"]
+
+
+def test_a_difference_says_at_once_what_changes_from_what_to_what(browser: Any, tmp_path: Path) -> None:
+    first, second = torch.eye(3)[None, None].squeeze(0), torch.full((1, 3, 3), 1 / 3)
+    labels = ("a name that is too long for a line", "short")
+    made = given([first]).compare(given([second])).page(labels=labels)
+    with watched_page(browser, made.save(tmp_path / "page.html")) as shown:
+        wait_until(shown, "document.getElementById('details').textContent.startsWith('first ')")
+        assert text_of(shown, "details").startswith("first 1.0000 · short 0.3333 · ")
+        assert text_of(shown, "reason") == "The colours show second − first: blue is less weight, brown is more."
+        buttons = shown.locator("#views button span").all_inner_texts()
+        assert buttons == [f"first: {labels[0]}", "short", "difference"]
 
 
 def test_a_comparison_shows_both_texts_aligned(browser: Any, tmp_path: Path) -> None:

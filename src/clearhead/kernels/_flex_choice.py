@@ -20,7 +20,7 @@ from ..masks._structure import Structure, structure_of
 from ._base import Refusal
 from ._flex import FlexKernel
 from ._reference import ReferenceKernel
-from .triton._operators import available
+from ._triton._operators import available
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
 FEWEST = 4096

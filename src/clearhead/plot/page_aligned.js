@@ -38,7 +38,7 @@
     box.dir = isRightToLeft(names[0]) ? "rtl" : "ltr";
     const pairs = alignedPairs(found, names.map((each) => each.length));
     box.replaceChildren(
-      column(data.compared.views.slice(0, 2).map((name) => name + ":"), "quiet"),
+      column([0, 1].map((view) => shortName(view) + ":"), "quiet"),
       ...pairs.map(({ places, isShared }) => {
         const lines = places.map((place, view) => (place === null ? "" : names[view][place]));
         return column(lines, isShared ? "" : "differs");

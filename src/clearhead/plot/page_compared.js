@@ -41,10 +41,19 @@
     for (const id of ["compared-note", "views", "ranked"]) byId(id).hidden = false;
   }
 
+  const SHORT = 20; // characters
+
+  /** What one of the two is called where there is little room: its own name, or its place. */
+  function shortName(view) {
+    const name = data.compared.views[view];
+    return name.length <= SHORT ? name : view ? say`second` : say`first`;
+  }
+
   function buildView(name, view) {
     const button = element("button");
     button.type = "button";
-    button.append(document.createElement("canvas"), element("span", name));
+    const label = view < 2 && shortName(view) !== name ? `${shortName(view)}: ${name}` : name;
+    button.append(document.createElement("canvas"), element("span", label));
     button.title = name;
     button.addEventListener("click", () => showView(view));
     return button;
@@ -61,6 +70,7 @@
       paintHead(button.firstChild, shown, layer, head, VIEW_PIXELS);
       button.setAttribute("aria-pressed", String(view === viewNumber()));
     }
+    if (isSigned()) showReadout(state.shown.query, state.shown.key); // the weights of both are known now
   }
 
   /** Show another view of the same head, at the same tokens. */
@@ -123,7 +133,7 @@
       if (!other || state.current.rows.words) return "";
       const found = look(headOf(other.bytes, other.item, state.section, state.layer, state.head), ...places);
       const weight = found.tile === undefined ? plain(found.weight) : say`in a tile of ${plain(found.tile)}`;
-      return `${data.compared.views[view]} ${weight}   ·   `;
+      return `${shortName(view)} ${weight}   ·   `;
     });
     byId("details").textContent =
       texts.join("") +

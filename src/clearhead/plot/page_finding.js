@@ -1,6 +1,6 @@
   // ---- in words: the finding, what is under the pointer, and hints -------------------------------------------------
 
-  const hints = { query: say`Click a word to see what it looks at.`, head: "", sum: say`Drag over the map or the text to add up weights.` };
+  const hints = { query: say`The shading shows where the outlined word looks. Click a word to see where it looks.`, head: "", sum: say`Drag over the map or the text to add up weights.` };
 
   /** What a query's row says: a verb, an object and a weight; of one key, or of the largest weight. */
   function sayingOf(query, key, digits) {
@@ -52,7 +52,7 @@
 
   /** What this head does, and why it is worth a look, where that is so. */
   function reason() {
-    if (isSigned()) return "";
+    if (isSigned()) return say`The colours show second − first: blue is less weight, brown is more.`;
     const { clearest, layers } = state.item.sections[state.section];
     if (!clearest) return say`No head stands out: all of them look everywhere about alike.`;
     const does = say`This head ${looksAt(layers[state.layer].kinds[state.head])}. `;
@@ -67,7 +67,7 @@
 
   function standsOut() {
     if (patchesOf()) return say`Of all heads, this is where ${looking()} looks most at few patches.`;
-    return say`Of all heads, this is where different words most clearly look at different words further away.`;
+    return say`In no other head do different words look so clearly at different words further away.`;
   }
 
   /** The row of an image that heads are compared by. */

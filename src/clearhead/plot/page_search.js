@@ -17,7 +17,7 @@
   function fillMenu(id) {
     const { names } = id === "from" ? state.current.rows : state.current.columns;
     const chosen = Number(byId(id).value);
-    if (byId(id).length < names.length) byId(id).replaceChildren(...names.map((name, place) => option(place, name, place === chosen)));
+    if (byId(id).length < names.length) byId(id).replaceChildren(...names.map((_, place) => option(place, numbered(names, place), place === chosen)));
   }
 
   function emptyMenus() {
@@ -25,7 +25,7 @@
   }
 
   function chooseInMenu(id, { names }, place) {
-    if (byId(id).length < names.length) byId(id).replaceChildren(option(place, names[place], true));
+    if (byId(id).length < names.length) byId(id).replaceChildren(option(place, numbered(names, place), true));
     else byId(id).value = place;
   }
 

@@ -141,13 +141,24 @@
     text.span = after;
   }
 
+  const repeats = new WeakMap(); // names of tokens → those that come more than once
+
+  /** A token's name; with its position where another token has the same name. */
+  function numbered(names, place) {
+    if (!repeats.has(names)) {
+      const seen = new Set();
+      repeats.set(names, new Set(names.filter((name) => seen.size === seen.add(name).size)));
+    }
+    return repeats.get(names).has(names[place]) ? `${names[place]} (${place})` : names[place];
+  }
+
   function showList(query) {
     const { rows, columns } = state.current;
     const marks = differing("keys");
     const name = element("b", rows.names[query]);
     byId("list-title").replaceChildren(...(isSigned() ? [say`where `, name, say` changes most`] : [say`what `, name, say` looks at most`]));
     byId("list").replaceChildren(
-      ...mostOf(query).map(({ keys, weight }) => listed(quoted(columns.names, keys), weight, keys[0] === keys[1] && marks.has(keys[0]))),
+      ...mostOf(query).map(({ keys, weight }) => listed(keys[0] === keys[1] ? numbered(columns.names, keys[0]) : quoted(columns.names, keys), weight, keys[0] === keys[1] && marks.has(keys[0]))),
     );
   }
 

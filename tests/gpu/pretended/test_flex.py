@@ -158,7 +158,7 @@ def test_without_triton_the_call_stays_on_sdpa(
 ) -> None:
     query, key, value = (x.to(CUDA) for x in operands(SHORT))
     if missing == "triton":
-        monkeypatch.setattr("clearhead.kernels.triton._operators._is_installed", lambda: False)
+        monkeypatch.setattr("clearhead.kernels._triton._operators._is_installed", lambda: False)
     else:
         monkeypatch.setenv("CLEARHEAD_TRITON", "0")
     assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
