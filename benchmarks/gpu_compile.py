@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch, tiles_of
 from clearhead.kernels._triton._terms import Terms
-from clearhead.kernels._triton._top_launch import chosen_launch, largest_launch
+from clearhead.kernels._triton._top_launch import best_launch, largest_launch
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 DIMS = (64, 128, 256)
@@ -60,8 +60,8 @@ class Compiled:
         found = [f"{self.spilled} bytes on the stack"] if self.spilled else []
         if self.blocks < (1 if self.dim > 128 else 2):
             found.append(f"{self.blocks} blocks fit")
-        # `chosen` has one query for each tile of keys, which fills no matrix instruction.
-        if ("fma" if self.dtype == "fp32" or self.kernel == "chosen" else "mma") != self.product:
+        # `best` has one query for each group of keys, which fills no matrix instruction.
+        if ("fma" if self.dtype == "fp32" or self.kernel == "best" else "mma") != self.product:
             found.append(f"multiplies by {self.product}")
         return found
 
@@ -94,9 +94,10 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
             rows_launch(query, key, terms, **options, sinks=None, first_keys=None, want=WANT, tiles=tiles["rows"]),
         )
         yield "columns", mask, columns_launch(query, key, lse, terms, **options, counted=None, tiles=tiles["columns"])
-        largest = largest_launch(query, key, terms, **options)
+        largest = largest_launch(query, key, terms, **options, row=0, count=64)
         yield "largest", mask, largest
-        yield "chosen", mask, chosen_launch(largest, torch.empty(1, 4, 64, 1, dtype=torch.int64), 0)
+        top = torch.empty(1, 4, 64, 4), torch.empty(1, 4, 64, 4, dtype=torch.int64)
+        yield "best", mask, best_launch(largest, lse, top)
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:

@@ -141,6 +141,20 @@ def compare(device: torch.device, tuned: dict[int, dict[str, Tiles]]) -> None:
         )
 
 
+def memory(device: torch.device) -> None:
+    """Print what top-8 of 131,072 queries and keys takes beyond query, key and lse."""
+    length, dim = 131072, 128
+    query, key, _ = operands(dim, length, device)
+    lse = torch.full((1, HEADS, length), 9.0, device=device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    begin = time.monotonic()
+    top_k(query, key, lse, Terms(-length, 0, length), 8, scale=dim**-0.5)
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated(device) - before
+    print(f"top-8 at L={length}, D={dim}: {taken / 1e9:.2f} GB, {time.monotonic() - begin:.2f} s", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="time other tiles first, and take the fastest")
@@ -153,6 +167,7 @@ def main() -> int:
         tuned = {dim: tune(dim, device, options.seconds) for dim in (64, 128)}
         print(f"Fastest tiles: {tuned}")
     compare(device, tuned)
+    memory(device)
     faults = check(device)
     print(f"{faults} wrong numbers")
     return 1 if faults else 0

@@ -46,6 +46,14 @@ MASKS: dict[str, Callable[[int, int, Random], tuple[masks.Mask | None, dict[str,
     ),
     "drop keys": lambda heads, length, random: (masks.drop(keys=random(2, length) > 0.5), {}),
     "prefix": lambda heads, length, random: (masks.causal() | masks.prefix(9), {}),
+    "scale 0": lambda heads, length, random: (
+        masks.causal() & masks.lengths((random(2) * length).long()),
+        {"scale": 0.0},
+    ),
+    "scale < 0": lambda heads, length, random: (
+        masks.causal() & masks.drop(keys=random(2, length) > 0.5),
+        {"scale": -0.5},
+    ),
 }
 
 

@@ -19,7 +19,6 @@ from ._environment import Environment, read_environment
 from ._layer.jagged import is_jagged, read_jagged, refuse_jagged
 from ._layer.layer import Layer
 from ._layer.linear import Linear
-from ._layer.packing import Costs
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
 from ._multihead_checks import (
@@ -270,7 +269,7 @@ def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment
     offset = Offset(module.num_heads, shard.first) if shard is not None and dropout_p else None
     # Within the sequences of an unpadded batch dropout counts anew, which an offset among the heads of the whole
     # module does not describe: each process would drop different weights. Padding then stays in.
-    costs = Costs((query.shape[-1] + module.embed_dim) * inner, 2 * module.embed_dim * kv_inner, 2 * inner)
+    costs = (query.shape[-1] + module.embed_dim) * inner, 2 * module.embed_dim * kv_inner, 2 * inner
     modules: dict[str, Any] = vars(module)["_modules"]  # attributes of modules are looked up slowly
 
     def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:

@@ -6,9 +6,10 @@ Each is looked up once, and where PyTorch does not have it, calls take the gener
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import reduce
+from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -216,10 +217,16 @@ def graph_break() -> None:
     getattr(torch._dynamo, "graph_break", _true)()  # pyright: ignore
 
 
-def sizes_apart() -> AbstractContextManager[None]:
-    """Sizes that happen to be equal when a graph is compiled may differ later."""
-    try:
-        from torch.fx.experimental import _config
-    except ImportError:
-        return nullcontext()
-    return _config.patch(use_duck_shape=False)  # pyright: ignore
+@contextmanager
+def sizes_apart() -> Generator[None, None, None]:
+    """Sizes that happen to be equal when a graph is compiled may differ later, and floats are constants of a graph."""
+    with ExitStack() as settings:
+        for module, setting in (
+            ("torch.fx.experimental._config", {"use_duck_shape": False}),
+            ("torch._dynamo.config", {"specialize_float": True}),
+        ):
+            try:
+                settings.enter_context(import_module(module).patch(**setting))
+            except (ImportError, AttributeError):
+                continue
+        yield

@@ -50,17 +50,17 @@ class ClearheadError(Exception):
 
 
 class ArgumentError(ClearheadError, ValueError):
-    """An argument has the right type but a value that means nothing here."""
+    """An argument has the right type, but its value is invalid in this call."""
 
 
 class UnknownNameError(ArgumentError, KeyError):
-    """A name under which a record, a summary or a walkthrough holds nothing."""
+    """A record, a summary or a walkthrough has no entry of this name."""
 
     __str__: Callable[[Self], str] = Exception.__str__  # a `KeyError` would write the message's `repr`
 
 
 class OutOfRangeError(ArgumentError, IndexError):
-    """A number that a sequence has no item of."""
+    """An index is outside its sequence, such as a layer that the model does not have."""
 
 
 class ShapeError(ClearheadError, ValueError):
@@ -68,11 +68,11 @@ class ShapeError(ClearheadError, ValueError):
 
 
 class DTypeError(ClearheadError, TypeError):
-    """The dtype or type of an argument is not one the call can compute with."""
+    """The call does not support the dtype or the type of an argument."""
 
 
 class MaskTypeError(ClearheadError, TypeError):
-    """Something that is no mask, or could be read as two opposite masks, was given as one."""
+    """An argument is not a mask, or could mean two opposite masks."""
 
 
 class DeviceError(ClearheadError, ValueError):
@@ -88,11 +88,11 @@ class KernelError(ClearheadError, RuntimeError):
 
 
 class CacheError(ClearheadError, RuntimeError):
-    """A key/value cache has no room for new tokens, or no longer holds those requested."""
+    """A key/value cache has no room for new tokens, or no longer holds the requested tokens."""
 
 
 class CheckpointError(ClearheadError, ValueError):
-    """Weights on disk are not the ones that were expected."""
+    """A checkpoint cannot be read, or its parameters are not the expected ones."""
 
 
 class DistributedError(ClearheadError, RuntimeError):
@@ -108,7 +108,7 @@ class UnseenAttentionWarning(UserWarning):
 
 
 class AttentionHealthWarning(UserWarning):
-    """Attention that is being trained does what goes with unstable training: its entropy collapses, its logits grow."""
+    """Attention that is being trained shows a sign of unstable training: its entropy collapses, or its logits grow."""
 
 
 def explain_problem(argument: str, *, expected: str, got: str, fix: str = "") -> str:

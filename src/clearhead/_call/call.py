@@ -57,6 +57,8 @@ class AttentionCall:
     part: CallPart | None = None
     grid_: Grid | None = field(default=None, repr=False)
     coverage_: Coverage | None = field(default=None, repr=False)
+    # The result of `zero_hidden`. `replace` does not copy it, because a call with other tensors has other zeros.
+    zeroed_: AttentionCall | None = field(default=None, init=False, repr=False)
 
     @property
     def grid(self) -> Grid:
@@ -194,19 +196,23 @@ def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
     """The call with zeros in fully masked queries and in keys and values that are masked for every query.
 
     NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel. Queries may be left as they
-    are for a kernel that isolates them.
+    are for a kernel that isolates them. The call keeps the result, so that its kernel, weights and observers share it.
     """
     covered = call.coverage
     if covered is COVERS_ALL or (covered.queries is None and covered.keys is None):
         return call
-    query, key, value = call.query, call.key, call.value
-    if queries and covered.masked_queries is not None:
-        query = query.masked_fill(covered.masked_queries, 0)
-    masked = covered.masked_keys_of(key.shape[1])
-    if masked is not None:
-        # One tensor stays one, so that it is filled, and read by the kernel, once.
-        same = key is value
-        key = key.masked_fill(masked, 0)
-        value = key if same else value.masked_fill(masked, 0)
-    # Grid and coverage follow from sizes and mask, which are the same.
-    return replace(call, query=query, key=key, value=value)
+    zeroed = call.zeroed_
+    if zeroed is None:
+        key, value = call.key, call.value
+        masked = covered.masked_keys_of(key.shape[1])
+        if masked is not None:
+            # One tensor stays one, so that it is filled, and read by the kernel, once.
+            same = key is value
+            key = key.masked_fill(masked, 0)
+            value = key if same else value.masked_fill(masked, 0)
+        # Grid and coverage follow from sizes and mask, which are the same.
+        zeroed = replace(call, key=key, value=value)
+    if queries and covered.masked_queries is not None and zeroed.query is call.query:
+        zeroed = replace(zeroed, query=call.query.masked_fill(covered.masked_queries, 0))
+    call.zeroed_ = zeroed
+    return zeroed

@@ -17,13 +17,10 @@ from .._environment import Environment, cast_for_autocast
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
-from .packing import Costs, unpad
+from .packing import unpad
 from .plan import Show, attend
 from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
 from .unmodified import apply_linear
-
-#: (…, features) of query, key and value → (…, H·D), (…, Hkv·D), (…, Hkv·Dv). Without a key it projects only the query.
-Project = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Any, Any]"]
 
 
 @dataclass(slots=True)
@@ -48,20 +45,22 @@ class Layer:
     """One call of an attention module, whose class has translated its parts.
 
     Args:
-        project: the input projections.
+        project: the input projections, from (…, features) of query, key and value to (…, H·D), (…, Hkv·D) and
+            (…, Hkv·Dv). Without a key it projects only the query.
         out_proj: the output projection.
         num_heads, num_kv_heads: H and Hkv.
         request: the module's mask, scale, soft-cap, sinks and dropout, and the offset of its heads.
         q_norm, k_norm: of every head's query and key.
         position: applied to queries and keys after the norms.
-        costs: multiplications of a token and of a pair, by which padding is removed. ``None`` never removes it.
+        costs: multiplications of a query, of a key, and of a query with a key. They decide whether padding is removed.
+            ``None`` never removes it.
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
         form: makes attention's operands from the projected query, the key and the cache. ``None`` uses the projections
             as they are.
         all_heads: collects the weights of all heads of the module, if this process computes only some of them.
     """
 
-    project: Project
+    project: Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Any, Any]]
     out_proj: nn.Module
     num_heads: int
     num_kv_heads: int
@@ -69,7 +68,7 @@ class Layer:
     q_norm: nn.Module | None = None
     k_norm: nn.Module | None = None
     position: PositionPart | None = None
-    costs: Costs | None = None
+    costs: tuple[int, int, int] | None = None
     batch_first: bool = True
     form: Callable[[Tensor, Tensor, Cache | None], Form] | None = None
     all_heads: Callable[[Tensor], Tensor] | None = None

@@ -30,18 +30,6 @@ _WORTH_UNPADDING = 1 << 23
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Multiplications that a query, a key, and a query with a key take in a module."""
-
-    query: int
-    key: int
-    pair: int
-
-    def of(self, queries: int, keys: int, pairs: int) -> int:
-        return queries * self.query + keys * self.key + pairs * self.pair
-
-
-@dataclass(frozen=True)
 class Unpadded:
     """The tokens of a padded batch as packed sequences.
 
@@ -92,12 +80,12 @@ class Unpadded:
         return apply_linear(out_proj, padded.transpose(0, 1), environment).transpose(0, 1)
 
 
-def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unpadded | None:
+def unpad(mask: Mask, grid: Grid, costs: tuple[int, int, int], environment: Environment) -> Unpadded | None:
     """Find the padding of a batch in its mask, if leaving it out is faster.
 
     Args:
         mask, grid: of the call.
-        costs: of what could be left out.
+        costs: multiplications that a query, a key, and a query with a key take in the module.
         environment: of the call.
 
     Returns:
@@ -110,7 +98,7 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
     if environment.observed and changes_outputs():
         return None
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
-    cost_of_item = costs.of(length, keys_length, length * keys_length)
+    cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
     if 0 in (batch, length, keys_length) or cost_of_item < _WORTH_UNPADDING:
         return None
     # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
@@ -123,8 +111,8 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
         after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
         real_queries = after if real_queries is None else real_queries & after
     keys, queries = find_tokens(real_keys, batch, keys_length), find_tokens(real_queries, batch, length)
-    pairs = sum(map(mul, queries.counts, keys.counts))
-    if batch * cost_of_item - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
+    remaining = (sum(queries.counts), sum(keys.counts), sum(map(mul, queries.counts, keys.counts)))
+    if batch * cost_of_item - sum(map(mul, costs, remaining)) < batch * _WORTH_UNPADDING:
         return None
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None

@@ -12,12 +12,11 @@ from rich.text import Text
 from ..inspection._doctor import examine, text_of
 from ._output import print_with
 
-_STYLES = {
-    r"(?m)^(versions|machine|kernels|refused|failed|checks: .*)$": "bold",
-    r"(?m)\S+ ok\b|^all checks passed.*": "green",
-    r"(?m)\S+ FAIL\b|^checks failed.*": "bold red",
-    r"(?m)^warning: .*": "yellow",
-}
+#: The name of each group is its style.
+_STYLES = (
+    r"(?m)(?P<bold>^(versions|machine|kernels|refused|failed|checks: .*)$)|(?P<green>\S+ ok\b|^all checks passed.*)|"
+    r"(?P<red>\S+ FAIL\b|^checks failed.*)|(?P<yellow>^warning: .*)"
+)
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
@@ -29,12 +28,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everythin
         report = examine()
     if as_json:
         # JSON has no number for NaN and infinity, which become strings.
-        values = json.loads(json.dumps(report), parse_constant=lambda name: str(float(name)))
-        print(json.dumps(values, indent=2))
+        print(json.dumps(json.loads(json.dumps(report), parse_constant=lambda name: str(float(name))), indent=2))
     else:
         text = Text(text_of(report))
-        for pattern, style in _STYLES.items():
-            text.highlight_regex(pattern, style)
+        text.highlight_regex(_STYLES)
         print_with(lambda console: console.print(text, soft_wrap=True))
     if not report["passed"]:
         raise typer.Exit(1)

@@ -16,8 +16,8 @@ from ._native import NativeKernel
 from ._reference import ReferenceKernel
 from ._sdpa import SdpaKernel
 
-#: In order of preference. `flex` refuses all that `chunked` refuses, so that nothing is compiled unless it is forced;
-#: `reference` refuses nothing.
+#: In order of preference. `flex` refuses all that `chunked` refuses, so that nothing is compiled unless it is forced,
+#: or `chunked` leaves a call to it (`leaves_to_flex`). `reference` refuses nothing.
 KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
 
 
@@ -26,7 +26,7 @@ class use_kernel(forcing[Kernel]):
 
     Args:
         name: ``"native"``, ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each
-            new signature of a call, which takes seconds, and is never chosen by itself.
+            new signature of a call, which takes seconds. It is chosen by itself only on a GPU, for long masks.
 
     Raises:
         ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from shutil import which
 from types import FunctionType
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,10 @@ from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._structure import structure_of
 from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half
-from ._flex_blocks import SIDE, lower_blocks, table
+from ._flex_blocks import SIDE, lower_tensors, table
 
+_BLOCKS = [f"{full}{of}" for of in ("kv_num_blocks", "kv_indices") for full in ("", "full_")]
+_BLOCKS_OF_KEYS = [name.replace("kv", "q") for name in _BLOCKS]  # its backward pass reads them
 _LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
 _SHORTEST = 1 << 20  # filling up to this takes a millisecond, compiling for another length ten seconds
 _NARROWEST = 16  # the head size from which on PyTorch's CUDA kernels run
@@ -63,6 +65,7 @@ class FlexKernel(Kernel):
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
         if not call.spec.gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses inputs that need gradients
+        inputs = [_fixed_heads(tensor) for tensor in inputs]
         numbers = _numbers(call)
         for name in _LISTS & numbers.keys():
             numbers[name] = _fixed_size(numbers[name])
@@ -76,10 +79,9 @@ class FlexKernel(Kernel):
 
 def _numbers(call: AttentionCall) -> dict[str, Tensor]:
     """Every tensor that a compiled kernel reads besides query, key and value, by name."""
-    blocks = lower_blocks(call.request.mask, call.grid)
-    counts, columns, full_counts, full_columns = blocks.ordered()
-    numbers = {"counts": counts, "columns": columns, "full_counts": full_counts, "full_columns": full_columns}
-    numbers |= blocks.rule
+    numbers = dict(lower_tensors(call.request.mask, call.grid))
+    if not call.spec.gradients:
+        numbers = {name: tensor for name, tensor in numbers.items() if name not in _BLOCKS_OF_KEYS}
     if call.spec.softcap is not None:
         numbers["softcap"] = torch.tensor(call.spec.softcap, device=call.query.device)
     bias = None if call.request.mask is None else call.request.mask.bias(Block(call.grid), call.spec.compute_dtype)
@@ -105,6 +107,9 @@ def _attend(
         place = pick(numbers["places"], numbers["place_steps"], b, h, i // SIDE, j // SIDE)
         return numbers["cells"][(place * SIDE + i % SIDE) * SIDE + j % SIDE]
 
+    def in_table(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return pick(numbers["visible"], numbers["visible_steps"], b, h, i, j)
+
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if "softcap" in numbers:
             score = numbers["softcap"] * torch.tanh(score / numbers["softcap"])
@@ -112,16 +117,10 @@ def _attend(
             score = score + pick(numbers["bias"], numbers["bias_steps"], b, h, i, j)
         return score
 
-    blocks = BlockMask.from_kv_blocks(
-        numbers["counts"],
-        numbers["columns"],
-        numbers["full_counts"],
-        numbers["full_columns"],
-        BLOCK_SIZE=SIDE,
-        mask_mod=in_band if "ends" in numbers else in_cells,
-        seq_lengths=(query.shape[2], key.shape[2]),
-        compute_q_blocks=gradients,
-    )
+    named: dict[str, Any] = {name: numbers.get(name) for name in (*_BLOCKS, *_BLOCKS_OF_KEYS)}
+    rule = in_band if "ends" in numbers else in_cells if "cells" in numbers else in_table
+    sizes, sides = (query.shape[2], key.shape[2]), (SIDE, SIDE)
+    blocks = BlockMask(sizes, BLOCK_SIZE=sides, mask_mod=rule, **named)
     changes = "softcap" in numbers or "bias" in numbers
     return flex_attention(
         query,
@@ -132,6 +131,14 @@ def _attend(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _fixed_heads(tensor: Tensor) -> Tensor:
+    """The tensor (B, H, L, D) with H and D as constants, which generated code for GPUs needs."""
+    seen = tensor.view(tensor.shape)  # the caller's own tensor stays as it is
+    mark_static(seen, 1)
+    mark_static(seen, 3)
+    return seen
 
 
 def _fixed_size(numbers: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Numbers travel as tensors, so that one compiled kernel serves every mask of a ki
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,17 +29,23 @@ class Blocks:
         partial: blocks with visible and hidden cells, to which the rule applies.
         full: blocks without hidden cells.
         rule: tensors that the compiled rule reads. A band has ``ends``, int64 (3,): low, high and stop.
-            Other masks have ``cells``, bool ((1 + number of partial blocks) · SIDE²,). Block 0 hides everything.
-            ``places`` and ``place_steps`` are a `table` with the number of each partial block, counted from 1.
+            On a CPU other masks have ``cells``, bool ((1 + number of partial blocks) · SIDE²,). Block 0 hides
+            everything. ``places`` and ``place_steps`` are a `table` with the number of each partial block, from 1.
+            On other devices they have ``visible`` and ``visible_steps``, a `table` of every cell, because the
+            number of partial blocks would be read.
     """
 
     partial: Tensor
     full: Tensor
     rule: dict[str, Tensor]
 
-    def ordered(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Counts and numbers of the partial blocks of each row, then of the full blocks, int32."""
-        return (*_ordered(self.partial), *_ordered(self.full))
+    def tensors(self) -> dict[str, Tensor]:
+        """The rule, and the blocks of each row and of each column, by the names of `BlockMask`'s arguments."""
+        named = dict(self.rule)
+        for prefix, blocks in (("", self.partial), ("full_", self.full)):
+            named[f"{prefix}kv_num_blocks"], named[f"{prefix}kv_indices"] = _ordered(blocks)
+            named[f"{prefix}q_num_blocks"], named[f"{prefix}q_indices"] = _ordered(blocks.mT)
+        return named
 
 
 def table(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,20 +55,33 @@ def table(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """
     tensor = tensor.contiguous()
     steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.flatten(), torch.tensor(steps, device=tensor.device)
+    return tensor.flatten(), numbers_on(tensor.device, steps)
+
+
+def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Numbers as int64 (n,). They are written on the device, because a copy to it would wait."""
+    return torch.cat([torch.full((1,), number, dtype=torch.long, device=device) for number in numbers])
+
+
+def lower_tensors(mask: Mask | None, grid: Grid) -> dict[str, Tensor]:
+    """The tensors of the blocks of a mask. A prepared mask is lowered once."""
+    if mask is None:
+        return lower_blocks(mask, grid).tensors()
+    return mask.lowered(grid, "flex", lambda: lower_blocks(mask, grid).tensors())
 
 
 def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
-    """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks."""
+    """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks.
+
+    On other devices than a CPU it is L · S for masks that are no band, and no value is read.
+    """
     if mask is None:
         return _band_blocks(Band.whole(grid), grid)
-    return mask.lowered(grid, "flex", lambda: _lower(mask, grid))
-
-
-def _lower(mask: Mask, grid: Grid) -> Blocks:
     structure = structure_of(mask, grid)
     band = structure.only_band(grid)
-    return _cell_blocks(mask, structure, grid) if band is None else _band_blocks(band, grid)
+    if band is not None:
+        return _band_blocks(band, grid)
+    return _cell_blocks(mask, structure, grid) if grid.device.type == "cpu" else _dense_blocks(mask, grid)
 
 
 def _band_blocks(band: Band, grid: Grid) -> Blocks:
@@ -74,8 +94,26 @@ def _band_blocks(band: Band, grid: Grid) -> Blocks:
     every = (columns >= last_row + band.low) & (stop_column <= rows + band.high + 1) & (stop_column <= band.stop)
     inside = (last_row < grid.query_length) & (stop_column <= grid.key_length)
     full = some & every & inside  # those at the edge hide what lies beyond it
-    ends = torch.tensor([band.low, band.high, band.stop], device=grid.device)
+    ends = numbers_on(grid.device, (band.low, band.high, band.stop))
     return Blocks((some & ~full)[None, None], full[None, None], {"ends": ends})
+
+
+def _dense_blocks(mask: Mask, grid: Grid) -> Blocks:
+    """Evaluate every cell at once."""
+    visible = mask.visible(Block(grid))
+    if visible is None:
+        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=grid.device)
+    cells = visible.expand(*visible.shape[:2], grid.query_length, grid.key_length)
+    blocks = F.pad(cells, (0, -grid.key_length % SIDE, 0, -grid.query_length % SIDE))
+    blocks = blocks.unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE))  # (1 or B, 1 or H, n, SIDE, m, SIDE)
+    full, some = blocks.all(-1).all(-2), blocks.any(-1).any(-2)
+    flat, steps = table(visible)
+    return Blocks(_for_all(some & ~full, grid), _for_all(full, grid), {"visible": flat, "visible_steps": steps})
+
+
+def _for_all(blocks: Tensor, grid: Grid) -> Tensor:
+    """Blocks of every item and head. All masks have one shape, so one compiled kernel serves them."""
+    return blocks.expand(grid.batch_size, grid.num_heads, -1, -1)
 
 
 def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> Blocks:
@@ -98,11 +136,10 @@ def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> Blocks:
         stop = count + int(some.sum())
         places[:, :, row, columns][some] = torch.arange(count, stop, device=grid.device)
         count = stop
-    shape = (grid.batch_size, grid.num_heads, -1, -1)  # one shape for all masks, so that one kernel serves them
     flat, steps = table(places)
     # PyTorch orders what a graph reads by these names, and of some orders its C++ does not compile.
     rule = {"places": flat, "place_steps": steps, "cells": torch.cat(partial_cells)}
-    return Blocks(partial.expand(shape), full.expand(shape), rule)
+    return Blocks(_for_all(partial, grid), _for_all(full, grid), rule)
 
 
 def _strip(mask: Mask, structure: Structure, grid: Grid, row: int) -> tuple[int, Tensor]:

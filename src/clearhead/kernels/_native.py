@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, cast, final
 
@@ -19,7 +19,7 @@ from ..masks._structure import Band, structure_of
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
 from ._native_arguments import NativeArguments
-from ._native_masks import LoweredMask, lower_mask
+from ._native_masks import lower_mask
 from ._native_plan import NativePlan, plan_of
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
@@ -67,23 +67,19 @@ class NativeKernel(Kernel):
         if spec.tracing or spec.dispatching:
             return _run_operator
         band = Band.whole(grid) if mask is None else structure_of(mask, grid).only_band(grid)
-        prepare = _prepare if band is None else _prepare_once(spec, vars(band))
+        planned = None if band is None else _plan_of_band(spec, band)
         weights = spec.weights
         differentiable = bool(spec.gradients)
 
         def compute(call: AttentionCall) -> Results:
             if differentiable:
-                results: Any = _Native.apply(call, prepare, weights, *call.inputs)
+                results: Any = _Native.apply(call, planned, weights, *call.inputs)
             else:
-                results = _compute(call, *prepare(call), weights, spec.lse)
+                results = _compute(call, planned, weights, spec.lse)
             output, lse, written_weights = results
             return Results(output, lse.float() if spec.lse else None, written_weights)
 
         return compute
-
-
-#: The plan of a call, differentiable if the call is, and its arguments.
-Prepare = Callable[[AttentionCall], tuple[NativePlan, NativeArguments]]
 
 
 def _run_operator(call: AttentionCall) -> Results:
@@ -96,9 +92,9 @@ def _run_operator(call: AttentionCall) -> Results:
     return allow_second_derivatives("native", call, results)
 
 
-def _prepare_once(spec: AttentionSpec, mask: LoweredMask) -> Prepare:
-    """For calls whose mask is the same band every time."""
-    plan = NativePlan(
+def _plan_of_band(spec: AttentionSpec, band: Band) -> NativePlan:
+    """The plan of all calls of a spec, whose mask is the same band every time."""
+    return NativePlan(
         spec.dtype,
         spec.query,
         spec.key,
@@ -108,19 +104,25 @@ def _prepare_once(spec: AttentionSpec, mask: LoweredMask) -> Prepare:
         dropout_p=spec.dropout_p,
         differentiable=bool(spec.gradients),
         sequences=spec.sequences or 0,
-        **mask,
+        **vars(band),
     )
-    return lambda call: (plan, arguments_of(call, mask))
 
 
-def _prepare(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, NativeArguments]:
-    """For calls whose mask has tensors, or other numbers every time; with the gradient of a bias of this shape."""
+def _plan_and_arguments(
+    call: AttentionCall, planned: NativePlan | None, bias_gradient: tuple[int, ...] | None = None
+) -> tuple[NativePlan, NativeArguments]:
+    """The arguments of a call and its plan, with the gradient of a bias of this shape.
+
+    A plan that was made before holds the band of its calls, so that their masks are not lowered again.
+    """
+    if planned is not None:
+        return planned, arguments_of(call, {})
     arguments = arguments_of(call)
     return plan_of(arguments, differentiable=bool(call.spec.gradients), bias_gradient=bias_gradient), arguments
 
 
-def arguments_of(call: AttentionCall, lowered: LoweredMask | None = None) -> NativeArguments:
-    """The arguments of a call, whose mask is lowered unless it was before."""
+def arguments_of(call: AttentionCall, lowered: dict[str, Any] | None = None) -> NativeArguments:
+    """The arguments of a call, whose mask is lowered unless `lowered` is passed."""
     request, spec = call.request, call.spec
     mask, sinks, sequences = request.mask, request.sinks, request.sequences
     if lowered is None:
@@ -145,9 +147,10 @@ def arguments_of(call: AttentionCall, lowered: LoweredMask | None = None) -> Nat
 
 
 def _compute(
-    call: AttentionCall, plan: NativePlan, arguments: NativeArguments, weights: WeightsWanted, with_lse: bool
+    call: AttentionCall, planned: NativePlan | None, weights: WeightsWanted, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output, lse in float64 and weights; the output of a differentiable plan is float32."""
+    plan, arguments = _plan_and_arguments(call, planned)
     lse = plan.empty_lse(call.query) if with_lse else None
     if weights is None:
         return plan.forward(arguments, lse), lse, None
@@ -178,11 +181,11 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, prepare: Prepare, weights: WeightsWanted, *inputs: Tensor
+        ctx: Any, call: AttentionCall, planned: NativePlan | None, weights: WeightsWanted, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.rebuild, ctx.prepare, ctx.weights = call.rebuild, prepare, weights
+        ctx.rebuild, ctx.planned, ctx.weights = call.rebuild, planned, weights
         ctx.set_materialize_grads(False)
-        exact, lse, computed_weights = _compute(call, *prepare(call), weights, True)
+        exact, lse, computed_weights = _compute(call, planned, weights, True)
         ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
         ctx.count = 2 + len(inputs)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), computed_weights
@@ -196,7 +199,7 @@ class _Native(torch.autograd.Function):
             call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients
             input_gradients: list[Tensor | None] = [None] * len(inputs)
             if of_output is not None or of_lse is not None:
-                input_gradients = _gradients(call, ctx.prepare, output, lse, of_output, of_lse, ctx.needs_input_grad)
+                input_gradients = _gradients(call, ctx.planned, output, lse, of_output, of_lse, ctx.needs_input_grad)
             # Weights are before dropout and outputs after it: their gradients meet in those of the inputs only.
             if of_weights is not None:
                 average = weights == "average"
@@ -239,7 +242,7 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 def _gradients(
     call: AttentionCall,
-    prepare: Prepare,
+    planned: NativePlan | None,
     output: Tensor,
     lse: Tensor,
     output_gradient: Tensor | None,
@@ -252,7 +255,8 @@ def _gradients(
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
-    plan, arguments = _prepare(call, learnt_shape(call.request.mask, call.grid)) if wanted else prepare(call)
+    bias_shape = learnt_shape(call.request.mask, call.grid) if wanted else None
+    plan, arguments = _plan_and_arguments(call, planned, bias_shape)
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
     *input_gradients, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
     if call.request.sinks is not None:

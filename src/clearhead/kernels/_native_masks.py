@@ -11,12 +11,12 @@ from ..masks._grid import Grid
 from ..masks._lowering import completed
 from ..masks._structure import Band, RowRanges
 
-#: A mask by the names of `NativeArguments`: a key is visible where all of them allow it.
-LoweredMask = dict[str, Any]
 
+def lower_mask(mask: Mask, grid: Grid) -> dict[str, Any]:
+    """A mask by the names of `NativeArguments`: a key is visible where all of them allow it.
 
-def lower_mask(mask: Mask, grid: Grid) -> LoweredMask:
-    """A mask as the kernel reads it; what is neither band nor range becomes a tensor."""
+    A part that is neither a band nor ranges becomes a tensor.
+    """
     structure = completed(mask, grid, torch.float32)
     band = structure.band or Band.whole(grid)
     tensors = [*structure.tensors]
@@ -34,7 +34,7 @@ def lower_mask(mask: Mask, grid: Grid) -> LoweredMask:
     for added in structure.biases:
         added = added.float().resolve_neg()  # which are read as they lie in memory
         bias = added if bias is None else bias + added
-    lowered: LoweredMask = {**vars(band), "visible": visible, "bias": bias}
+    lowered: dict[str, Any] = {**vars(band), "visible": visible, "bias": bias}
     if rows is not None:
         last = rows.stop.long().clamp(0, grid.key_length).int()
         first = torch.zeros_like(last) if rows.first is None else rows.first.clamp(0, grid.key_length).int()

@@ -17,6 +17,7 @@ from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
+from ._flex_choice import leaves_to_flex
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused
 from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
 
@@ -65,6 +66,9 @@ class SdpaKernel(Kernel):
             if not reasons and not is_fused(_fused_call(spec, mask, grid)):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
         return tuple(reasons)
+
+    def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return leaves_to_flex(spec, mask, grid)
 
     def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
         if spec.device.type == "cpu" or spec.tracing:

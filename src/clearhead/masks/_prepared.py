@@ -238,8 +238,8 @@ def _tensors_in(lowering: object) -> Iterator[Tensor]:
     """Every tensor of a lowering."""
     if isinstance(lowering, Tensor):
         yield lowering
-    elif isinstance(lowering, tuple | list):
-        for item in lowering:
+    elif isinstance(lowering, tuple | list | dict):
+        for item in lowering.values() if isinstance(lowering, dict) else lowering:
             yield from _tensors_in(item)
     elif is_dataclass(lowering):
         for attribute in fields(lowering):

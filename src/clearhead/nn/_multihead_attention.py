@@ -16,7 +16,6 @@ from .._checks import flag, is_probability, number, require_factory, size, strid
 from .._environment import Environment, read_environment
 from .._layer.layer import Layer
 from .._layer.linear import require_same
-from .._layer.packing import Costs
 from .._layer.unmodified import inputs_fit
 from .._torch_private import skips_idle_hook
 from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
@@ -191,7 +190,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         request = Request(dropout_p=self.dropout if self.training else 0.0)
         # Appended keys belong to no token, so packed sequences cannot hold them.
         width, kdim, vdim = self.embed_dim, cast(int, self.kdim), cast(int, self.vdim)
-        costs = None if appended else Costs(2 * width * width, (kdim + vdim) * width, 2 * width)
+        costs = None if appended else (2 * width * width, (kdim + vdim) * width, 2 * width)
         layer = Layer(projections, self.out_proj, heads, heads, request, costs=costs, batch_first=not sequence_first)
         output, weights = layer.run(query, key, value, mask, environment, weights=wanted)
         if unbatched:

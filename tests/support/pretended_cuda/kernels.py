@@ -162,6 +162,34 @@ def _bias_of_window(length: int, keys: int, window: tuple[int, int], dtype: torc
     return torch.zeros(length, keys, dtype=dtype).masked_fill(~visible, float("-inf"))[None, None]
 
 
+def flex(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, by_keys: Tensor, scale: float) -> Tensor:
+    """FlexAttention, of the cells that its block mask shows. Rows without a key are zero."""
+    return _attend(query, key, value, _bias_of_cells(visible, query.dtype), False, scale)[0].nan_to_num(nan=0.0)
+
+
+def flex_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, by_keys: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """The gradient of the query from the blocks of each row, the others from the blocks of each column."""
+    found: list[list[Tensor | None]] = []
+    for cells in (visible, by_keys):
+        # In the stand-in a row without a key sees every key, and gets no gradient.
+        empty = ~cells.any(-1, keepdim=True)
+        bias = _bias_of_cells(cells | empty, query.dtype)
+        found.append(_gradients(gradient.masked_fill(empty, 0), query, key, value, bias, False, scale))
+    return tuple(cast("list[Tensor]", [found[0][0], *found[1][1:3]]))
+
+
+def _bias_of_cells(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, float("-inf"))
+
+
+_library = torch.library.Library("pretended_cuda", "DEF")
+_operands = "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor by_keys, float scale"
+_library.define(f"flex({_operands}) -> Tensor")
+_library.define(f"flex_backward(Tensor gradient, {_operands}) -> (Tensor, Tensor, Tensor)")
+
+
 def _counter() -> Tensor:
     return torch.zeros((), dtype=torch.int64)
 
@@ -255,10 +283,13 @@ FUSED: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     aten._scaled_dot_product_cudnn_attention.default: cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+    torch.ops.pretended_cuda.flex.default: flex,
+    torch.ops.pretended_cuda.flex_backward.default: flex_backward,
     torch.ops.torch_attn._varlen_attn.default: varlen,
     torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward,
 }
 BACKENDS: dict[Callable[..., Any], str] = {
+    flex: "flex",
     varlen: "flash, variable lengths",
     flash: "flash",
     efficient: "efficient",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from . import flex
 from .kernels import BACKENDS, FUSED
 
 device: Any = import_module("pretended_cuda_device")  # `build.load` has put it on the path
@@ -77,6 +79,13 @@ class PretendedDevice(TorchDispatchMode):
         run()
         self.seen = Seen()
         return seen
+
+    @contextmanager
+    def unseen(self) -> Generator[None, None, None]:
+        """Nothing that runs inside the block is counted."""
+        seen, self.seen = self.seen, Seen()
+        yield
+        self.seen = seen
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -200,6 +209,8 @@ def connect(major: int) -> PretendedDevice:
     # Our Triton operators run as their formulas on the CPU. They compute only from the arguments that they receive.
     triton_operators: Any = import_module("clearhead.kernels._triton._operators")
     triton_operators._is_installed = lambda: True
+    mode = PretendedDevice()
+    flex.connect(mode)
     getattr(torch, "_C")._set_only_lift_cpu_tensors(True)  # noqa: B009
     torch.autograd.set_multithreading_enabled(False)  # the mode is on in one thread
-    return PretendedDevice()
+    return mode

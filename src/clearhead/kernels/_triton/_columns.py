@@ -12,22 +12,20 @@ from ._tile import LOG2E, changed, load_rows, products, visible_cells
 @triton.jit
 def _over_queries(
     received, viewers, k, start, end, j, b, h, L, S, low, high, stop, shift, scale, softcap,
-    query, q_l, lse, counted,
+    query, q_l, lse,
     first, last, range_b, range_l, keys, keys_b,
     visible, visible_b, visible_h, visible_l, visible_s,
     bias, bias_b, bias_h, bias_l, bias_s,
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
-    SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    ALL: tl.constexpr, SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Received mass and viewers of each key after queries start … end."""
     for begin in tl.range(start, end, M, num_stages=STAGES):
         q = load_rows(query, begin, L, q_l, D, M, BLOCK_D, HIDES)
         i = begin + tl.arange(0, M)
         row = tl.load(lse + i, mask=i < L, other=float("inf"))
-        row = tl.where(row == float("-inf"), float("inf"), row)  # a row without a key gives nothing
-        if counted is not None:
-            row = tl.where(tl.load(counted + i, mask=i < L, other=0) != 0, row, float("inf"))
         s = products(k, q, UPCAST)  # (keys, queries): the sum over queries stays within a thread
         factor = scale * LOG2E
         if not PLAIN:
@@ -46,16 +44,18 @@ def _over_queries(
             s = tl.where(seen, s, float("-inf"))
             is_viewer = (s > float("-inf")) & (row != float("inf"))[None, :]
             viewers += tl.sum(is_viewer.to(tl.float32), 1)
+        elif ALL:  # every query sees every key of the tile
+            viewers += M
         else:
             viewers += tl.sum((row != float("inf")).to(tl.float32), 0)
-        received += tl.sum(tl.exp2(s * factor - (row * LOG2E)[None, :]), 1)
+        received += tl.sum(tl.exp2(s * factor - row[None, :]), 1)
     return received, viewers
 
 
 @triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift"])
 def columns_kernel(
-    query, key, lse, counted, received_out, viewers_out,
-    q_b, q_h, q_l, k_b, k_h, k_s, counted_b,
+    query, key, lse, received_out, viewers_out,
+    q_b, q_h, q_l, k_b, k_h, k_s,
     L, S, low, high, stop, shift, scale, softcap,
     first, last, range_b, range_l, keys, keys_b,
     visible, visible_b, visible_h, visible_l, visible_s,
@@ -63,9 +63,13 @@ def columns_kernel(
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
     first_query, last_query, query_range_b,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
-    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, ROWS_ALIKE: tl.constexpr,
+    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, ROWS_ALIKE: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Write what each key receives, and how many counted queries see it. Rows share one range if `ROWS_ALIKE`."""
+    """Write what each key receives, and how many counted queries see it.
+
+    `lse` is the log-sum-exp × log2 e; it is ∞ for queries without a key and for those that are not counted. Rows share
+    one range if `ROWS_ALIKE`. All queries are counted if `ALL`.
+    """
     tiles = tl.cdiv(S, N)
     program = tl.program_id(0)
     # Under a causal mask the first keys have the most queries, and they begin first.
@@ -77,8 +81,6 @@ def columns_kernel(
     query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
     key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
     lse += bh.to(tl.int64) * L
-    if counted is not None:
-        counted += b.to(tl.int64) * counted_b
     k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
 
     # The queries that see any key, and those that see every key.
@@ -109,25 +111,25 @@ def columns_kernel(
     received, viewers = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
     received, viewers = _over_queries(
         received, viewers, k, begin, whole, j, b, h, L, S, low, high, stop, shift, scale, softcap,
-        query, q_l, lse, counted, first, last, range_b, range_l, keys, keys_b,
+        query, q_l, lse, first, last, range_b, range_l, keys, keys_b,
         visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
         query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-        D, BLOCK_D, M, SOFTCAP, PLAIN, True, UPCAST, STAGES,
+        D, BLOCK_D, M, ALL, SOFTCAP, PLAIN, True, UPCAST, STAGES,
     )  # fmt: skip
     if not NEVER_WHOLE:
         received, viewers = _over_queries(
             received, viewers, k, whole, whole_end, j, b, h, L, S, low, high, stop, shift, scale, softcap,
-            query, q_l, lse, counted, first, last, range_b, range_l, keys, keys_b,
+            query, q_l, lse, first, last, range_b, range_l, keys, keys_b,
             visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
             query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-            D, BLOCK_D, M, SOFTCAP, PLAIN, False, UPCAST, STAGES,
+            D, BLOCK_D, M, ALL, SOFTCAP, PLAIN, False, UPCAST, STAGES,
         )  # fmt: skip
         received, viewers = _over_queries(
             received, viewers, k, whole_end, end, j, b, h, L, S, low, high, stop, shift, scale, softcap,
-            query, q_l, lse, counted, first, last, range_b, range_l, keys, keys_b,
+            query, q_l, lse, first, last, range_b, range_l, keys, keys_b,
             visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
             query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-            D, BLOCK_D, M, SOFTCAP, PLAIN, True, UPCAST, STAGES,
+            D, BLOCK_D, M, ALL, SOFTCAP, PLAIN, True, UPCAST, STAGES,
         )  # fmt: skip
     tl.store(received_out + bh.to(tl.int64) * S + j, received, mask=j < S)
     tl.store(viewers_out + bh.to(tl.int64) * S + j, viewers, mask=j < S)

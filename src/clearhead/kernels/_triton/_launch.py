@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +28,7 @@ class Tiles(NamedTuple):
 def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int], *, plain: bool) -> Tiles:
     """The tiles of ``"rows"`` or ``"columns"`` on a device of this compute capability.
 
-    `plain` is a call whose mask is no more than a band, without a soft-cap: other calls need registers for the mask.
+    `plain` is the answer of `is_plain`.
     """
     width = block_of(dim)
     if dtype == torch.float32:  # multiplied without matrix instructions, from registers
@@ -35,16 +36,21 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
         return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
     if width > 128:
         return Tiles(64 if kernel == "rows" else 32, 32, 4, 2)
-    if plain and kernel == "rows" and capability[0] in (9, 10):
-        return Tiles(128, 64, 8, 2)
     if plain and capability[0] == 9:
-        return Tiles(64, 128, 8, 2)
+        return Tiles(64, 128, 4, 3) if kernel == "rows" else Tiles(128, 64, 4, 3 if width <= 64 else 2)
+    if plain and kernel == "rows" and capability[0] == 10:
+        return Tiles(128, 64, 8, 2)
     return Tiles(64, 64 if kernel == "rows" and width <= 64 else 32, 4, 2)
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
 
 
 def block_of(dim: int) -> int:
     """The features of a tile: a power of two, at least 16."""
-    return max(16, 1 << (dim - 1).bit_length())
+    return max(16, power_of_two(dim))
 
 
 def tiles_over(count: int, size: int) -> int:
@@ -111,10 +117,13 @@ def columns_launch(
     tiles: Tiles | None = None,
 ) -> Launch:
     """Of received mass and viewers, (B, H, S) each."""
-    (batch, heads, length, _), count = query.shape, key.shape[2]
+    (batch, heads, _, _), count = query.shape, key.shape[2]
     received = query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
-    marks = None if counted is None else counted.expand(batch, length).contiguous()
+    rows = lse.contiguous() * math.log2(math.e)
+    rows = rows.masked_fill_(rows == float("-inf"), float("inf"))
+    if counted is not None:
+        rows.masked_fill_(~counted[:, None], float("inf"))
     ranges = {"first_query": None, "last_query": None, "query_range_b": 0}
     if terms.first_query is not None and terms.last_query is not None:
         first, last = terms.first_query.contiguous(), terms.last_query.contiguous()
@@ -122,8 +131,7 @@ def columns_launch(
     tiles = tiles or _tiles("columns", query, terms, softcap)
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles), **ranges,
-        "lse": lse.contiguous(), "counted": marks, "counted_b": length,
-        "received_out": received, "viewers_out": viewers,
+        "lse": rows, "received_out": received, "viewers_out": viewers, "ALL": counted is None,
         "ROWS_ALIKE": terms.first is not None and terms.first.shape[1] == 1,
     }  # fmt: skip
     programs = tiles_over(count, tiles.keys) * batch * heads
@@ -187,8 +195,12 @@ def _mask(terms: Terms, batch: int, heads: int, length: int, count: int) -> dict
 
 def _tiles(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
-    plain = softcap == 0 and all(tensor is None for tensor in terms.tensors)
-    return tiles_of(kernel, query.shape[3], query.dtype, capability, plain=plain)
+    return tiles_of(kernel, query.shape[3], query.dtype, capability, plain=is_plain(terms, softcap))
+
+
+def is_plain(terms: Terms, softcap: float) -> bool:
+    """Whether the mask is no more than a band, without a soft-cap. Other calls need registers for the mask."""
+    return softcap == 0 and all(tensor is None for tensor in terms.tensors)
 
 
 def interprets() -> bool:

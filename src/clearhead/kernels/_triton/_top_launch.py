@@ -1,19 +1,19 @@
 # pyright: basic, reportMissingImports=false
-"""The k largest weights in two steps: the k best tiles of each row, then the k best keys of those tiles."""
+"""The k largest weights in two steps: the largest score of each group of keys, then the keys of the k best groups."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
-from ._launch import Launch, Tiles, arguments_of, tiles_over
+from ._launch import Launch, Tiles, arguments_of, block_of, is_plain, power_of_two, tiles_over
 from ._terms import Terms
-from ._top import chosen_kernel, largest_kernel
+from ._top import best_kernel, largest_kernel
 
-TILE = 128  # keys
-_SCRATCH = 1 << 25  # packed scores at a time
+GROUP_KEYS = 16
+_SCRATCH = 1 << 26  # largest scores at a time, 256 MB
+_PROGRAMS = 1024  # that fill a device
+_PER_WARP = 1024  # groups
 
 
 def top_k_by_kernels(
@@ -21,52 +21,62 @@ def top_k_by_kernels(
 ) -> tuple[Tensor, Tensor]:
     """Weights and numbers of keys, (B, H, L, k) each.
 
-    The k largest lie in the k tiles with the largest maxima: each of those tiles has a score that goes before any
-    score of another tile.
+    The k largest lie in the k groups with the largest maxima: each of those groups has a score that goes before any
+    score of another group.
     """
     (batch, heads, length, _), count = query.shape, key.shape[2]
     shape = (batch, heads, length, k)
-    weights, keys = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
-    if weights.numel() == 0:
-        return weights, keys
-    tiles = tiles_over(count, TILE)
-    chosen = min(k, tiles)
-    rows = max(1, min(length, _SCRATCH // (batch * heads * max(tiles, chosen * TILE))))
-    first = largest_launch(query, key, terms, scale, softcap)
-    largest = first.run()[0].transpose(2, 3)  # (B, H, L, tiles)
+    results = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
+    if results[0].numel() == 0:
+        return results
+    lse = lse.contiguous()
+    tiles = _tiles(query, terms, softcap)
+    rows = _SCRATCH // (batch * heads * tiles_over(count, GROUP_KEYS))
+    rows = max(1, rows // tiles.queries) * tiles.queries
     for row in range(0, length, rows):
-        some = slice(row, min(length, row + rows))
-        # Stable, so that of equal tiles the first goes first.
-        best_tiles = largest[:, :, some].sort(dim=-1, descending=True, stable=True).indices[..., :chosen].contiguous()
-        packed = chosen_launch(first, best_tiles, row).run()[0].flatten(3)  # (B, H, rows, chosen · TILE)
-        best = packed.topk(min(k, packed.shape[-1])).values
-        weights[:, :, some], keys[:, :, some] = _unpacked(best, lse[:, :, some])
-    return weights, keys
+        largest = largest_launch(query, key, terms, scale, softcap, row, min(rows, length - row))
+        largest.run()
+        best_launch(largest, lse, results).run()
+    return results
 
 
-def largest_launch(query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float) -> Launch:
-    """Of the largest score of each tile, (B, H, tiles, L)."""
-    (batch, heads, length, dim), count = query.shape, key.shape[2]
-    single = query.dtype == torch.float32
-    tiles = Tiles(16 if single or dim > 128 else 64, TILE, 8 if single else 4, 1 if single or dim > 128 else 2)
-    arguments = arguments_of(query, key, terms, scale, softcap, tiles)
-    shape = (batch, heads, tiles_over(count, TILE), length)
-    largest = query.new_full(shape, float("-inf"), dtype=torch.float32)
-    programs = tiles_over(length, tiles.queries) * batch * heads
-    return Launch(largest_kernel, programs, arguments | {"out": largest}, (largest,))
+def largest_launch(
+    query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float, row: int, count: int
+) -> Launch:
+    """Of the largest score of each group of keys, for the rows row … row + count: (B, H, count, groups)."""
+    batch, heads = query.shape[:2]
+    tiles, groups = _tiles(query, terms, softcap), tiles_over(key.shape[2], GROUP_KEYS)
+    largest = query.new_empty((batch, heads, count, groups), dtype=torch.float32)
+    programs = tiles_over(count, tiles.queries) * batch * heads
+    splits = max(1, min(_PROGRAMS // programs, tiles_over(key.shape[2], 8 * tiles.keys)))
+    own = {"out": largest, "row": row, "count": count, "groups": groups, "splits": splits}
+    arguments = arguments_of(query, key, terms, scale, softcap, tiles) | own
+    return Launch(largest_kernel, programs * splits, arguments, (largest,))
 
 
-def chosen_launch(first: Launch, tiles: Tensor, row: int) -> Launch:
-    """Of the packed scores of the best tiles (B, H, rows, n) of the rows from `row`: int64 (B, H, rows, n, TILE)."""
-    out = tiles.new_empty((*tiles.shape, TILE))
-    own = {"chosen": tiles, "out": out, "row": row, "count": tiles.shape[2], "chosen_count": tiles.shape[3]}
-    return Launch(chosen_kernel, tiles.numel(), first.arguments | own | {"num_warps": 4}, (out,))
+def best_launch(largest: Launch, lse: Tensor, results: tuple[Tensor, Tensor]) -> Launch:
+    """Of the weights and keys (B, H, L, k), written to those of the rows of a launch of the largest scores."""
+    (maxima,), k = largest.results, results[0].shape[3]
+    groups = maxima.shape[3]
+    chosen = min(k, groups)
+    block, slots = max(_PER_WARP, power_of_two(groups)), power_of_two(chosen)
+    arguments = dict(largest.arguments)
+    del arguments["out"], arguments["splits"]
+    wide = 2 if arguments["BLOCK_D"] > 128 else 1
+    arguments |= {
+        "lse": lse, "largest": maxima, "weights_out": results[0], "keys_out": results[1],
+        "wanted": k, "chosen_count": chosen, "BLOCK_GROUPS": block, "SLOTS": slots,
+        "num_warps": min(32, max(wide, block // _PER_WARP, slots * GROUP_KEYS // _PER_WARP)),
+    }  # fmt: skip
+    return Launch(best_kernel, maxima.shape[:3].numel(), arguments, results)
 
 
-def _unpacked(packed: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and keys from packed scores (B, H, rows, k) in units of log2."""
-    order = (packed >> 32).int()
-    scores = torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32) * math.log(2)
-    hidden = scores == float("-inf")
-    weights = (scores - lse[..., None]).exp().masked_fill(hidden, 0)
-    return weights, (0x7FFFFFFF - (packed & 0xFFFFFFFF)).masked_fill(hidden, -1)
+def _tiles(query: Tensor, terms: Terms, softcap: float) -> Tiles:
+    width = block_of(query.shape[3])
+    if query.dtype == torch.float32:  # multiplied without matrix instructions, from registers
+        return Tiles(16, 128, 8, 1)
+    if width > 128:
+        return Tiles(16, 128, 4, 1)
+    if is_plain(terms, softcap):
+        return Tiles(64, 128, 4, 2)
+    return Tiles(64, 64 if width <= 64 else 32, 4, 2)

@@ -1,0 +1,128 @@
+"""Which calls run on `flex` without being forced: those on a GPU whose long mask rules out blocks of keys."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from .. import masks
+from .._call.call import valid_call
+from .._call.request import Request
+from .._call.spec import AttentionSpec
+from .._environment import autocast_off
+from ..masks._base import Mask
+from ..masks._documents import Documents
+from ..masks._grid import Grid
+from ..masks._lowering import hides_nothing, is_plain_causal
+from ..masks._structure import Structure, structure_of
+from ._base import Refusal
+from ._flex import FlexKernel
+from ._reference import ReferenceKernel
+from ._triton._operators import available
+
+#: From this many queries and keys on, skipping blocks saves more than compiled code costs.
+FEWEST = 4096
+_DTYPES = (torch.float16, torch.bfloat16)
+_LARGEST_DIM = 128
+#: The largest error of an output or gradient of the check, relative to the largest number.
+_TOLERANCE = 5e-2
+_trusted: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def leaves_to_flex(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+    """The reservation of other kernels against calls that `flex` computes faster; empty for all other calls."""
+    if mask is None or spec.device.type != "cuda" or spec.tracing or spec.sequences is not None:
+        return ()
+    (*_, length, dim), keys, value_dim = spec.query.shape, spec.key.shape[2], spec.value.shape[3]
+    if min(length, keys) < FEWEST or max(dim, value_dim) > _LARGEST_DIM or spec.dtype not in _DTYPES:
+        return ()
+    if spec.softcap is not None or FlexKernel().refusals(spec, mask, grid):
+        return ()
+    if not mask.lowered(grid, "leaves keys out", lambda: _leaves_out(mask, grid)):
+        return ()
+    if not _is_trusted(spec.device, spec.dtype):
+        return ()
+    return (Refusal("`flex` skips the keys that the mask rules out"),)
+
+
+def _leaves_out(mask: Mask, grid: Grid) -> bool:
+    """Whether a mask is made of rules about positions and of documents, and differs between queries.
+
+    A mask without differences between queries is (B, 1, 1, S), which PyTorch's kernels read without a cost.
+    """
+    if hides_nothing(mask, grid) or is_plain_causal(mask, grid):
+        return False
+    differs = False
+    for part in mask.parts():
+        structure = structure_of(part, grid)
+        is_documents = isinstance(part, Documents) and grid.shift is not None
+        alternatives = structure.either or (structure,)
+        if part.has_bias or not (is_documents or all(map(_is_rule, alternatives))):
+            return False
+        differs = differs or is_documents or any(_differs(each, grid) for each in alternatives)
+    return differs
+
+
+def _is_rule(structure: Structure) -> bool:
+    return structure.exact and not structure.tensors and not structure.biases
+
+
+def _differs(structure: Structure, grid: Grid) -> bool:
+    """Whether queries see different keys."""
+    band, rows = structure.band, structure.rows
+    if band is not None and (band.low > 1 - grid.query_length or band.high < grid.key_length - 1):
+        return True
+    return rows is not None and (rows.first is not None or rows.stop.shape[1] != 1)
+
+
+def _is_trusted(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch compiles `flex` on a device, and its results are right. The first call compiles a small one.
+
+    While a CUDA graph is captured nothing is compiled, and what was not compiled before is not trusted.
+    """
+    if not available(torch.empty(0, 0, 0, 1, dtype=dtype, device=device)):
+        return False
+    place = device, dtype
+    if place not in _trusted:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        problem = _problem(device, dtype)
+        if problem is not None:
+            text = (
+                f"FlexAttention failed its check on {device} in {dtype}: {problem}. Long masks run on `sdpa` instead."
+            )
+            warnings.warn(f"{text} CLEARHEAD_TRITON=0 switches the check off.", RuntimeWarning, stacklevel=2)
+        _trusted[place] = problem is None
+    return _trusted[place]
+
+
+def _problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    try:
+        error = _error(device, dtype)
+    except Exception as error:  # PyTorch's compiler and Triton raise errors of many classes
+        return f"{type(error).__name__}: {error}"
+    return None if error <= _TOLERANCE else f"its numbers are wrong by {error:.2g}"
+
+
+def _error(device: torch.device, dtype: torch.dtype) -> float:
+    """The largest error of the output and the gradients of a small call, relative to the largest number."""
+    generator, shape = torch.Generator().manual_seed(0), (2, 2, 300, 64)
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
+    ids = torch.arange(300, device=device) // 110
+    mask = masks.documents(ids) & masks.sliding_window(70, 20)
+    with torch.inference_mode(False), torch.enable_grad(), autocast_off(inputs[0]):
+        found = _results(FlexKernel(), mask, inputs)
+        expected = _results(ReferenceKernel(), mask, [each.double() for each in inputs])
+    errors = [((a.double() - b).abs().amax() / b.abs().amax()) for a, b in zip(found, expected, strict=True)]
+    return float(torch.stack(errors).nan_to_num(nan=torch.inf).amax())
+
+
+def _results(kernel: FlexKernel | ReferenceKernel, mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
+    """The output, and the gradients of query, key and value."""
+    *leaves, gradient = (each.clone().requires_grad_() for each in inputs)
+    query, key, value = leaves
+    call = valid_call(query, key, value, Request(mask))
+    output = kernel.plan(call.spec, mask, call.grid)(call).output
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient.detach())]

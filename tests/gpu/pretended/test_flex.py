@@ -1,0 +1,190 @@
+"""Long masks that rule out keys run on FlexAttention, which skips the blocks without a visible key."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.kernels import _flex_choice
+from clearhead.masks import Mask
+from tests.support.pretended_cuda.mode import PretendedDevice
+
+L, SHORT = 4096, 300
+CUDA = torch.device("cuda:0")
+REASON = "`flex` skips the keys that the mask rules out"
+
+
+def documents(length: int) -> Mask:
+    return masks.documents(torch.arange(length) // (length // 7))
+
+
+MASKS: dict[str, Any] = {
+    "window": lambda length: masks.sliding_window(length // 5, length // 9),
+    "causal window": lambda length: masks.causal() & masks.sliding_window(length // 5, 0),
+    "documents": documents,
+    "causal documents": lambda length: documents(length) & masks.causal(),
+    "prefix": lambda length: masks.causal() | masks.prefix(length // 8),
+    "prefix of each item": lambda length: masks.causal() | masks.prefix(torch.tensor([length // 8, 3])),
+    "causal lengths": lambda length: masks.causal() & masks.lengths(torch.tensor([length, length * 2 // 3])),
+    "window and lengths": lambda length: masks.sliding_window(50, 7) & masks.lengths(torch.tensor([length, 77])),
+    "prefix and lengths": lambda length: (
+        (masks.causal() | masks.prefix(length // 8)) & masks.lengths(torch.tensor([length, length // 2]))
+    ),
+}
+
+
+@pytest.fixture(name="short")
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short calls stand for long ones."""
+    monkeypatch.setattr(_flex_choice, "FEWEST", SHORT)
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check of the device is remembered from another test."""
+    monkeypatch.setattr("clearhead.kernels._flex_choice._trusted", {})
+
+
+def operands(length: int, heads: int = 2, dtype: torch.dtype = torch.bfloat16, dim: int = 16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, count, length, dim, generator=generator).to(dtype) for count in (2, heads, heads)]
+
+
+@pytest.mark.parametrize("name", ["window", "documents", "prefix", "causal lengths"])
+def test_a_long_call_runs_on_flex_without_a_wait(cuda: PretendedDevice, name: str) -> None:
+    query, key, value = (x[:1, :1].to(CUDA) for x in operands(L))
+    mask = masks.causal() & masks.lengths(torch.tensor([3000])) if name == "causal lengths" else MASKS[name](L)
+    mask = mask.prepare(L, L, batch_size=1, num_heads=1, device=CUDA)
+    explanation = clearhead.explain(query, key, value, mask)
+    assert explanation.kernel == "flex"
+    assert explanation.reasons["flex"] == ()
+    assert REASON in explanation.reasons["sdpa"]
+    with torch.no_grad():
+        first = cuda.count(lambda: clearhead.attention(query, key, value, mask))
+        seen = cuda.count(lambda: clearhead.attention(query, key, value, mask))
+    assert first.backends == seen.backends == ["flex"]
+    assert first.waits == seen.waits == []
+    assert first.largest <= L * L * query.element_size()
+    assert seen.count <= 4
+    assert seen.largest <= query.nbytes
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("name", MASKS)
+def test_values_and_gradients_are_those_of_the_cpu(
+    cuda: PretendedDevice, short: None, name: str, heads: int, prepared: bool
+) -> None:
+    inputs, mask = operands(SHORT, heads), MASKS[name](SHORT)
+    if "lengths" in name:  # what no query sees holds NaN
+        lengths = {"causal lengths": 200, "window and lengths": 77, "prefix and lengths": 150}
+        for x in inputs[1:]:
+            x[1, :, lengths[name] :] = torch.nan
+    exact = _with_gradients(inputs, mask, torch.float64, "reference")
+    same = _with_gradients(inputs, mask, torch.bfloat16, "reference")
+    on_device = [x.to(CUDA) for x in inputs]
+    if prepared:
+        mask = mask.prepare(SHORT, SHORT, batch_size=2, num_heads=2, device=CUDA)
+    clearhead.explain(on_device[0], on_device[1], on_device[2], mask)  # the check of the device
+    got: list[Tensor] = []
+    seen = cuda.count(lambda: got.extend(_with_gradients(on_device, mask, torch.bfloat16, None)))
+    assert seen.backends == ["flex"]
+    assert not seen.values
+    assert not seen.shapes
+    for ours, reference, judge in zip(got, same, exact, strict=True):
+        assert _error(ours.cpu(), judge) <= 2 * _error(reference, judge)
+
+
+def _calls(device: str = "cpu") -> dict[str, tuple[dict[str, Any], Mask, dict[str, Any]]]:
+    window = masks.sliding_window(20, 0)
+    return {
+        "short": ({"length": SHORT - 1}, window, {}),
+        "float32": ({"dtype": torch.float32}, window, {}),
+        "a large head": ({"dim": 256}, window, {}),
+        "causal": ({}, masks.causal(), {}),
+        "key padding": ({}, masks.lengths(torch.tensor([SHORT, 20])), {}),
+        "a prefix without causal": ({}, masks.prefix(7), {}),
+        "a tensor": ({}, masks.keep(torch.ones(SHORT, SHORT, dtype=torch.bool, device=device)), {}),
+        "a predicate": ({}, masks.mask_mod(lambda b, h, q, k: q >= k), {}),
+        "a bias": ({}, window & masks.bias(torch.zeros(SHORT, SHORT, device=device)), {}),
+        "a window over everything": ({}, masks.sliding_window(SHORT, SHORT), {}),
+        "dropout": ({}, window, {"dropout_p": 0.5}),
+    }
+
+
+@pytest.mark.parametrize("name", _calls())
+def test_other_calls_stay_where_they_were(cuda: PretendedDevice, short: None, name: str) -> None:
+    sizes, mask, options = _calls("cuda")[name]
+    arguments: dict[str, Any] = {"length": SHORT} | sizes
+    query, key, value = (x.to(CUDA) for x in operands(**arguments))
+    explanation = clearhead.explain(query, key, value, mask, **options)
+    assert explanation.kernel == "sdpa"
+    assert REASON not in explanation.reasons["sdpa"]
+
+
+def test_a_device_that_fails_the_check_stays_on_sdpa(
+    cuda: PretendedDevice, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no compiler was found")
+
+    query, key, value = (x.to(CUDA) for x in operands(SHORT))
+    monkeypatch.setattr("clearhead.kernels._flex._compiled", fail)
+    with pytest.warns(RuntimeWarning, match="FlexAttention failed its check on cuda:0 .* no compiler was found"):
+        assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
+
+
+def test_a_wrong_kernel_is_found_by_the_check(
+    cuda: PretendedDevice, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (x.to(CUDA) for x in operands(SHORT))
+    monkeypatch.setattr("clearhead.kernels._flex._compiled", lambda _: lambda q, k, v, *others: q + k + v)
+    with pytest.warns(RuntimeWarning, match="its numbers are wrong by"):
+        assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
+
+
+@pytest.mark.parametrize("missing", ["triton", "switched off"])
+def test_without_triton_the_call_stays_on_sdpa(
+    cuda: PretendedDevice, short: None, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    query, key, value = (x.to(CUDA) for x in operands(SHORT))
+    if missing == "triton":
+        monkeypatch.setattr("clearhead.kernels._triton._operators._is_installed", lambda: False)
+    else:
+        monkeypatch.setenv("CLEARHEAD_TRITON", "0")
+    assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(
+    cuda: PretendedDevice, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (x.to(CUDA) for x in operands(SHORT))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "flex"
+
+
+def _with_gradients(inputs: list[Tensor], mask: Mask, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:
+    query, key, value = leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+    if kernel is None:
+        output = clearhead.attention(query, key, value, mask)
+    else:
+        with clearhead.use_kernel(kernel):
+            output = clearhead.attention(query, key, value, mask)
+    generator = torch.Generator().manual_seed(2)
+    gradient = torch.randn(output.shape, generator=generator).to(inputs[0].dtype).to(output.dtype).to(output.device)
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact.double()).abs().max() / exact.abs().max())
