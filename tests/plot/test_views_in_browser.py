@@ -58,7 +58,7 @@ def test_the_difference_is_shown_first_with_both_weights(shown: Any, weights: li
     assert text_of(shown, "readout").startswith(f"d changes most at {TEXTS[0][at]}")
     number = f"{change[at].item():+.4f}".replace("-", "−")
     assert text_of(shown, "readout").endswith(number)
-    assert f"{HOSTILE} {first[4, at]:.4f} · second {second[4, at]:.4f}" in text_of(shown, "details")
+    assert f"first {first[4, at]:.4f} · second {second[4, at]:.4f}" in text_of(shown, "details")
 
 
 def test_views_keep_the_token(shown: Any, weights: list[torch.Tensor]) -> None:

@@ -41,7 +41,7 @@
     for (const id of ["compared-note", "views", "ranked"]) byId(id).hidden = false;
   }
 
-  const SHORT = 20; // characters
+  const SHORT = 24; // characters
 
   /** What one of the two is called where there is little room: its own name, or its place. */
   function shortName(view) {

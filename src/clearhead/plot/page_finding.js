@@ -1,6 +1,6 @@
   // ---- in words: the finding, what is under the pointer, and hints -------------------------------------------------
 
-  const hints = { query: say`The shading shows where the outlined word looks. Click a word to see where it looks.`, head: "", sum: say`Drag over the map or the text to add up weights.` };
+  const hints = { query: say`Shading shows the outlined word’s weights. Click another.`, head: "", sum: say`Drag over the map or the text to add up weights.` };
 
   /** What a query's row says: a verb, an object and a weight; of one key, or of the largest weight. */
   function sayingOf(query, key, digits) {
