@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -201,9 +202,10 @@ def connect(major: int) -> PretendedDevice:
     cuda.device_count = lambda: 2
     cuda.current_device = lambda: 0
     cuda.get_device_capability = lambda _=None: (major, 0)
+    properties = SimpleNamespace(major=major, minor=0, name="pretended", multi_processor_count=1, total_memory=1 << 40)
+    cuda.get_device_properties = lambda _=None: properties
     cuda.get_device_name = lambda _=None: f"a pretended device of compute capability {major}.0"
     cuda.is_bf16_supported = lambda including_emulation=True: True
-    cuda.is_current_stream_capturing = lambda: False
     cuda.synchronize = lambda _=None: None
     cuda.is_current_stream_capturing = lambda: False
     # Our Triton operators run as their formulas on the CPU. They compute only from the arguments that they receive.

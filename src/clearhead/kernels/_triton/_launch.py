@@ -150,7 +150,7 @@ def weights_launch(
         **arguments_of(query, key, terms, scale, softcap, tiles),
         "lse": _rows_of(lse), "out": out, "HEADS": heads if average else 1,
     }  # fmt: skip
-    programs = triton.cdiv(length, tiles.queries) * triton.cdiv(count, tiles.keys) * batch * out.shape[1]
+    programs = tiles_over(length, tiles.queries) * tiles_over(count, tiles.keys) * batch * out.shape[1]
     return Launch(weights_kernel, programs if out.numel() else 0, arguments, (out,))
 
 
