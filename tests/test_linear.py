@@ -282,12 +282,12 @@ def test_the_modules_use_it(onednn_preferred: list[Any]) -> None:
 
 
 def test_explain_and_doctor_name_the_rule() -> None:
-    from clearhead.inspection import _doctor as doctor
+    from clearhead.inspection._doctor import examine
 
     x = torch.randn(1, 2, 3, 4)
     with use_linear("pytorch"):
         explanation = clearhead.explain(x, x, x)
-        assert doctor._machine()["projections"] == "PyTorch's, forced by use_linear"
+        assert examine()["machine"]["projections"] == "PyTorch's, forced by use_linear"
     assert explanation.projections == "PyTorch's, forced by use_linear"
     assert str(explanation).endswith("\nprojections: PyTorch's, forced by use_linear")
     on_another_device = x.to("meta")
