@@ -20,7 +20,6 @@ from ..masks._structure import Structure, structure_of
 from ._base import Refusal
 from ._flex import FlexKernel
 from ._reference import ReferenceKernel
-from ._triton._operators import available
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
 FEWEST = 4096
@@ -82,6 +81,8 @@ def _is_trusted(device: torch.device, dtype: torch.dtype) -> bool:
 
     While a CUDA graph is captured nothing is compiled, and what was not compiled before is not trusted.
     """
+    from ._triton._operators import available  # registers operators, which only a GPU needs
+
     if not available(torch.empty(0, 0, 0, 1, dtype=dtype, device=device)):
         return False
     place = device, dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -145,7 +145,12 @@ def terms_from(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Term
     return Terms(low, high, stop, shift, *tensors)
 
 
-def _rows_on_cpu(
+def runs_kernels(query: Tensor) -> bool:
+    """Whether kernels compute the call: on a GPU, or in Triton's interpreter, as in tests. Otherwise formulas do."""
+    return query.is_cuda or (os.environ.get("TRITON_INTERPRET") == "1" and _is_installed())
+
+
+def _rows(
     query: Tensor,
     key: Tensor,
     sinks: Tensor | None,
@@ -156,69 +161,17 @@ def _rows_on_cpu(
     softcap: float,
     want: Sequence[int],
 ) -> Tensor:
-    if interprets():
-        return _rows_by_kernel(query, key, sinks, first_keys, tensors, numbers, scale, softcap, want)
-    found = rows_by_formula(
-        query, key, terms_from(tensors, numbers), scale=scale, softcap=softcap, sinks=sinks, first_keys=first_keys
-    )
-    return torch.stack([found[ROWS[number]] for number in want])
-
-
-def _columns_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    counted: Tensor | None,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    scale: float,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    if interprets():
-        return _columns_by_kernel(query, key, lse, counted, tensors, numbers, scale, softcap)
-    return columns_by_formula(query, key, lse, terms_from(tensors, numbers), counted, scale, softcap)
-
-
-def _top_k_on_cpu(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    scale: float,
-    softcap: float,
-    k: int,
-) -> tuple[Tensor, Tensor]:
-    if interprets():
-        return _top_k_by_kernels(query, key, lse, tensors, numbers, scale, softcap, k)
-    return top_by_formula(query, key, lse, terms_from(tensors, numbers), k, scale, softcap)
-
-
-def interprets() -> bool:
-    """Whether Triton's interpreter runs the kernels on the CPU, as in tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and _is_installed()
-
-
-def _rows_by_kernel(
-    query: Tensor,
-    key: Tensor,
-    sinks: Tensor | None,
-    first_keys: Tensor | None,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    scale: float,
-    softcap: float,
-    want: Sequence[int],
-) -> Tensor:
+    terms, names = terms_from(tensors, numbers), [ROWS[number] for number in want]
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "first_keys": first_keys}
+    if not runs_kernels(query):
+        found = rows_by_formula(query, key, terms, **options)
+        return torch.stack([found[name] for name in names])
     from ._launch import rows_launch
 
-    names = [ROWS[number] for number in want]
-    terms, cap = terms_from(tensors, numbers), softcap
-    launch = rows_launch(query, key, terms, scale=scale, softcap=cap, sinks=sinks, first_keys=first_keys, want=names)
-    return launch.run()[0]
+    return rows_launch(query, key, terms, **options, want=names).run()[0]
 
 
-def _columns_by_kernel(
+def _columns(
     query: Tensor,
     key: Tensor,
     lse: Tensor,
@@ -228,15 +181,17 @@ def _columns_by_kernel(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
+    terms = terms_from(tensors, numbers)
+    if not runs_kernels(query):
+        return columns_by_formula(query, key, lse, terms, counted, scale, softcap)
     from ._launch import columns_launch
 
-    terms = terms_from(tensors, numbers)
     launch = columns_launch(query, key, lse, terms, counted=counted, scale=scale, softcap=softcap)
     received, viewers = launch.run()
     return received, viewers
 
 
-def _top_k_by_kernels(
+def _top_k(
     query: Tensor,
     key: Tensor,
     lse: Tensor,
@@ -246,9 +201,12 @@ def _top_k_by_kernels(
     softcap: float,
     k: int,
 ) -> tuple[Tensor, Tensor]:
+    terms = terms_from(tensors, numbers)
+    if not runs_kernels(query):
+        return top_by_formula(query, key, lse, terms, k, scale, softcap)
     from ._top_launch import top_k_by_kernels
 
-    return top_k_by_kernels(query, key, lse, terms_from(tensors, numbers), k, scale=scale, softcap=softcap)
+    return top_k_by_kernels(query, key, lse, terms, k, scale=scale, softcap=softcap)
 
 
 def _fake_rows(query: Tensor, *others: Any) -> Tensor:
@@ -266,12 +224,13 @@ def _fake_top_k(query: Tensor, key: Tensor, lse: Tensor, *others: Any) -> tuple[
     return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
 
 
-library.impl("triton_rows", _rows_by_kernel, "CUDA")
-library.impl("triton_columns", _columns_by_kernel, "CUDA")
-library.impl("triton_top_k", _top_k_by_kernels, "CUDA")
-library.impl("triton_rows", _rows_on_cpu, "CPU")
-library.impl("triton_columns", _columns_on_cpu, "CPU")
-library.impl("triton_top_k", _top_k_on_cpu, "CPU")
-torch.library.register_fake("clearhead::triton_rows", _fake_rows, lib=library)
-torch.library.register_fake("clearhead::triton_columns", _fake_columns, lib=library)
-torch.library.register_fake("clearhead::triton_top_k", _fake_top_k, lib=library)
+def register(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Make `compute` the operator on GPUs and CPUs, and let `fake` give the shapes of its results."""
+    library.impl(name, compute, "CUDA")
+    library.impl(name, compute, "CPU")
+    torch.library.register_fake(f"clearhead::{name}", fake, lib=library)
+
+
+register("triton_rows", _rows, _fake_rows)
+register("triton_columns", _columns, _fake_columns)
+register("triton_top_k", _top_k, _fake_top_k)

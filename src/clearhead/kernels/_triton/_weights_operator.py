@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._formula import scores, weights_of
-from ._operators import MASK_SCHEMA, interprets, library, terms_from
+from ._operators import MASK_SCHEMA, library, register, runs_kernels, terms_from
 from ._terms import Terms
 
 
@@ -38,7 +38,7 @@ def weights(
 library.define(f"triton_weights(Tensor query, Tensor key, Tensor lse, {MASK_SCHEMA}, bool average) -> Tensor")
 
 
-def _weights_by_kernel(
+def _weights(
     query: Tensor,
     key: Tensor,
     lse: Tensor,
@@ -48,12 +48,12 @@ def _weights_by_kernel(
     softcap: float,
     average: bool,
 ) -> Tensor:
-    if not query.is_cuda and not interprets():
-        found = weights_of(scores(query, key, terms_from(tensors, numbers), scale, softcap), lse)
+    terms = terms_from(tensors, numbers)
+    if not runs_kernels(query):
+        found = weights_of(scores(query, key, terms, scale, softcap), lse)
         return found.mean(1, keepdim=True) if average else found
     from ._launch import weights_launch
 
-    terms = terms_from(tensors, numbers)
     return weights_launch(query, key, lse, terms, scale=scale, softcap=softcap, average=average).run()[0]
 
 
@@ -62,6 +62,4 @@ def _fake_weights(query: Tensor, key: Tensor, *others: Any) -> Tensor:
     return query.new_empty((query.shape[0], heads, query.shape[2], key.shape[2]), dtype=torch.float32)
 
 
-library.impl("triton_weights", _weights_by_kernel, "CUDA")
-library.impl("triton_weights", _weights_by_kernel, "CPU")
-torch.library.register_fake("clearhead::triton_weights", _fake_weights, lib=library)
+register("triton_weights", _weights, _fake_weights)
