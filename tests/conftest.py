@@ -62,7 +62,7 @@ def _emulate_machine() -> None:
         if best not in sets:
             raise pytest.UsageError(f"CLEARHEAD_TEST_ISA={best}: this machine has {', '.join(sets)}")
         for better in sets[: sets.index(best)]:
-            del clearhead._native._sets[better]
+            del clearhead._native._numbers()[better]
     if vendor is not None:
         clearhead._layer.linear._processor_maker = lambda: vendor
 
