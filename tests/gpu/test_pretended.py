@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.pretended_cuda.build import compiler
 
@@ -15,6 +16,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the pretended device is built for Linux")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build for CUDA registers its own hooks")
 @pytest.mark.skipif(compiler() is None, reason="the pretended device needs a C++ compiler")
 @pytest.mark.parametrize("capability", ["8", "9"])
 def test_on_a_pretended_device(capability: str) -> None:
