@@ -34,8 +34,7 @@ from .._weights import attention_weights
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
 from ._cache_for import cache_for
 from ._cache_layers import BoundedLayer
-from ._lazy_mask import carried_by
-from ._masks import causal_mask, make_mask, read_mask
+from ._masks import carried_by, causal_mask, make_mask, read_mask
 from ._packed_row import rows_of
 
 if TYPE_CHECKING:
