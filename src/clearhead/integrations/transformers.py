@@ -11,7 +11,7 @@ call returns the exact weights before dropout. Other calls do not compute them. 
 
 A layer computes the result of ``eager``. The mask of a call is complete: transformers has already added the causal,
 window and padding patterns. ``None`` masks nothing, for any ``module.is_causal``. `make_mask` therefore always makes
-the causal mask, which ``sdpa`` omits. Its values are only computed if the model's own code reads them (`_lazy_mask`).
+the causal mask, which ``sdpa`` omits. Its values are only computed if the model's own code reads them (`_masks`).
 """
 
 from __future__ import annotations
