@@ -62,13 +62,15 @@ def _emulate_machine() -> None:
         if best not in sets:
             raise pytest.UsageError(f"CLEARHEAD_TEST_ISA={best}: this machine has {', '.join(sets)}")
         for better in sets[: sets.index(best)]:
-            del clearhead._native._sets[better]
+            del clearhead._native._numbers()[better]
     if vendor is not None:
         clearhead._layer.linear._processor_maker = lambda: vendor
 
 
 _require_installed()
 _emulate_machine()
+
+from tests.support.native import FLOAT_SETS  # noqa: E402  # of the machine that the tests see
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +90,7 @@ def _small_blocks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(name="instructions", params=clearhead._native.instruction_sets())
+@pytest.fixture(name="instructions", params=FLOAT_SETS)
 def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the native kernel on each instruction set of this machine in turn."""
     with clearhead._native.use_instruction_set(request.param):

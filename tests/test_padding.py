@@ -53,8 +53,8 @@ def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[packing.Unpadded]:
     result: list[packing.Unpadded] = []
     unpad = packing.unpad
 
-    def noted(*args: Any) -> packing.Unpadded | None:
-        tokens = unpad(*args)
+    def noted(*args: Any, **options: Any) -> packing.Unpadded | None:
+        tokens = unpad(*args, **options)
         result.extend([] if tokens is None else [tokens])
         return tokens
 
@@ -76,14 +76,16 @@ def derivatives(call: Callable[[], Tensor], wanted: list[Tensor]) -> list[Tensor
     return [output, *result]
 
 
-def with_and_without(call: Callable[[], Tensor], wanted: list[Tensor], unpadded: list[Any]) -> None:
-    """Unpadded, once, and as a whole batch."""
+def with_and_without(
+    call: Callable[[], Tensor], wanted: list[Tensor], unpadded: list[Any], expected_times: int = 1
+) -> None:
+    """Unpadded, once or not at all, and as a whole batch."""
     result = derivatives(call, wanted)
-    assert len(unpadded) == 1
+    assert len(unpadded) == expected_times
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_WORTH_UNPADDING", 1 << 40)
         expected = derivatives(call, wanted)
-    assert len(unpadded) == 1
+    assert len(unpadded) == expected_times
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -104,19 +106,21 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
-    "lengths",
+    ("lengths", "same_tokens"),
     [
-        lambda: masks.lengths(KEYS, KEYS),
-        lambda: masks.lengths(KEYS, KEYS) & masks.causal(),
-        MASKS["causal, left padding"],
-        MASKS["lengths"],  # with rotary positions the padded path, since some queries have no key beside them
+        (lambda: masks.lengths(KEYS, KEYS), True),
+        (lambda: masks.lengths(KEYS, KEYS) & masks.causal(), True),
+        (MASKS["causal, left padding"], False),
+        (MASKS["lengths"], False),
     ],
     ids=["queries too", "causal", "left padding", "keys"],
 )
-def test_parts_of_our_module(part: str, lengths: Callable[[], Mask], unpadded: list[Any]) -> None:
+def test_parts_of_our_module(part: str, lengths: Callable[[], Mask], same_tokens: bool, unpadded: list[Any]) -> None:
     module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, dtype=torch.float64, **PARTS[part]()))
     x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
-    with_and_without(lambda: module(x, mask=lengths()), [x, *module.parameters()], unpadded)
+    # Rotary positions need a key beside each query, or the batch keeps its padding.
+    times = int(same_tokens or part != "rotary")
+    with_and_without(lambda: module(x, mask=lengths()), [x, *module.parameters()], unpadded, times)
 
 
 @pytest.mark.parametrize("floats", [False, True])

@@ -59,11 +59,8 @@ def as_one_sequence(call: AttentionCall) -> AttentionCall:
     return replace(call, spec=spec, request=request, grid_=None, coverage_=None)
 
 
-def validate_mask(call: AttentionCall) -> None:
-    """Raise unless the mask of a call fits its sizes, and its values are valid. Equal specs need not pass alike."""
-    mask = cast(Mask, call.request.mask)
-    if call.request.sequences is None:
-        mask.validate(call.grid)
-    elif not mask.fits_any_call:
+def validate_mask_of_packed(call: AttentionCall) -> None:
+    """Raise unless the mask, if any, fits the packed sequences of a call, and its values are valid."""
+    if call.request.mask is not None and not call.request.mask.fits_any_call:
         as_one = as_one_sequence(call)
         cast(Mask, as_one.request.mask).validate(as_one.grid)

@@ -17,7 +17,7 @@ from .._environment import Environment, cast_for_autocast
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
-from .packing import unpad
+from .packing import Unpadded, unpad
 from .plan import Show, attend
 from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
 from .unmodified import apply_linear
@@ -101,10 +101,10 @@ class Layer:
                 batch = query.shape[0] if query.dim() == 3 else 1
                 grid = Grid(batch, self.num_heads, query.shape[-2], key.shape[-2], query.device)
                 # Only a mask marks padding, and returned weights have rows and columns for it.
-                if weights is None and query.dim() == 3 and value is not None:
-                    output = self._run_unpadded(query, key, value, mask, grid, environment)
-                    if output is not None:
-                        return output, None
+                if self.costs is not None and weights is None and query.dim() == 3 and value is not None:
+                    unpadded = unpad(mask, grid, self.costs, environment, side_by_side=self.position is not None)
+                    if unpadded is not None:
+                        return self._run_unpadded(unpadded, query, key, value, environment), None
             q, k, v = self.projected(query, key, value, 0, environment)
             if grid is not None and grid.key_length != k.shape[2]:  # the module has appended keys
                 grid = None
@@ -207,17 +207,9 @@ class Layer:
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 
     def _run_unpadded(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, grid: Grid, environment: Environment
-    ) -> Tensor | None:
-        """The output of a padded batch, computed without its padding where that is faster."""
-        if self.costs is None:
-            return None
-        # A position part turns query and key by the same positions: tokens have to pair up, before and after.
-        if self.position is not None and key.shape[1] != query.shape[1]:
-            return None
-        unpadded = unpad(mask, grid, self.costs, environment)
-        if unpadded is None or (self.position is not None and unpadded.queries is not unpadded.keys):
-            return None
+        self, unpadded: Unpadded, query: Tensor, key: Tensor, value: Tensor, environment: Environment
+    ) -> Tensor:
+        """The output of a padded batch, computed without its padding."""
         mixed = self.run_packed(
             *unpadded.tokens(query, key, value),
             unpadded.sequences,

@@ -140,10 +140,10 @@ def chosen_backend() -> Backend:
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment | None = None) -> Tensor:
     """`linear` where nothing is traced, in an environment that may have been read before."""
     forced = forced_linears.value
-    if chosen_backend() == "pytorch":
+    if forced == "pytorch":
         return F.linear(x, weight, bias)
     if not forced:
-        if type(x) not in PLAIN or type(weight) not in PLAIN:
+        if _why_pytorchs() or type(x) not in PLAIN or type(weight) not in PLAIN:
             return F.linear(x, weight, bias)
         # Most GEMMs of small models end here, before anything else is compared.
         rows = 0 if x.dim() == 0 else x.numel() // max(x.shape[-1], 1)

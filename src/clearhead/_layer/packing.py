@@ -80,13 +80,16 @@ class Unpadded:
         return apply_linear(out_proj, padded.transpose(0, 1), environment).transpose(0, 1)
 
 
-def unpad(mask: Mask, grid: Grid, costs: tuple[int, int, int], environment: Environment) -> Unpadded | None:
+def unpad(
+    mask: Mask, grid: Grid, costs: tuple[int, int, int], environment: Environment, *, side_by_side: bool
+) -> Unpadded | None:
     """Find the padding of a batch in its mask, if leaving it out is faster.
 
     Args:
         mask, grid: of the call.
         costs: multiplications that a query, a key, and a query with a key take in the module.
         environment: of the call.
+        side_by_side: whether a position part needs queries and keys to be the same tokens.
 
     Returns:
         ``None`` if there is no padding, or if removing it would not be faster. ``None`` too if values must not be read,
@@ -95,9 +98,9 @@ def unpad(mask: Mask, grid: Grid, costs: tuple[int, int, int], environment: Envi
     """
     if grid.device.type != "cpu" or environment.tracing or environment.transformed:
         return None
-    if environment.observed and changes_outputs():
-        return None
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
+    if (side_by_side and length != keys_length) or (environment.observed and changes_outputs()):
+        return None
     cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
     if 0 in (batch, length, keys_length) or cost_of_item < _WORTH_UNPADDING:
         return None
@@ -117,6 +120,8 @@ def unpad(mask: Mask, grid: Grid, costs: tuple[int, int, int], environment: Envi
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     queries = _unless_equal(queries, keys)
+    if side_by_side and queries is not keys:
+        return None
     return Unpadded(queries, keys, mask, all_of([*rules]), sequences_between(queries, keys))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._call.call import AttentionCall, Results, make_call, validate, zero_hidden
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.packed import as_one_sequence, each_sequence, validate_mask
+from .._call.packed import as_one_sequence, each_sequence, validate_mask_of_packed
 from .._call.request import Request
 from .._call.sequences import PackedSequences
 from .._call.spec import AttentionSpec, Layout
@@ -105,8 +105,11 @@ def attend(
     plan = plans.get(cache_key)
     if plan is None:
         validate(call)
-    if request.mask is not None:
-        validate_mask(call)
+    # Equal specs need not pass alike, because values of a mask can change.
+    if request.sequences is not None:
+        validate_mask_of_packed(call)
+    elif request.mask is not None:
+        request.mask.validate(call.grid)
     if plan is None:
         plan = plans.put(cache_key, _plan(call, environment))
     results = _observed(call, plan, show) if environment.observed else plan(call)

@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib import metadata
 from math import inf, isnan
 from typing import Any
@@ -41,7 +42,6 @@ class Case:
     softcap: float | None = None
     first_hidden: int = 2  # keys and values are NaN from this item on, and the mask hides them
     dtypes: tuple[torch.dtype, ...] = DTYPES
-    all_threads: bool = False  # takes long on a busy machine
 
     def inputs(self, rounded_to: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors, the same on every machine."""
@@ -69,7 +69,7 @@ CASES: tuple[Case, ...] = (
     Case("bias", lambda inputs: masks.bias(inputs["bias"])),
     Case("bias + gradient", lambda inputs: masks.bias(inputs["bias"]), learnt=(*QKV, "bias")),
     Case("soft-cap + sinks", softcap=5.0, learnt=(*QKV, "sinks")),
-    Case("long", lambda _: masks.causal("bottom_right"), (1, 6, 401, 601, 16), dtypes=DTYPES[1:3], all_threads=True),
+    Case("long", lambda _: masks.causal("bottom_right"), (1, 6, 401, 601, 16), dtypes=DTYPES[1:3]),
 )
 
 
@@ -94,38 +94,33 @@ def examine() -> dict[str, Any]:
         "threads": str(threads),
         "threads between operations": str(torch.get_num_interop_threads()),
     }
-    try:
-        with torch.enable_grad():
-            kernels = explain(**plain.arguments(plain.inputs(torch.float32, torch.float32))).reasons
-            checks = [check for case in CASES for dtype in case.dtypes for check in _check(case, dtype, threads)]
-    finally:
-        torch.set_num_threads(threads)
+    with torch.enable_grad():
+        kernels = explain(**plain.arguments(plain.inputs(torch.float32, torch.float32))).reasons
+        checks = [check for case in CASES for dtype in case.dtypes for check in _check(case, dtype)]
     checks.sort(key=lambda check: [*kernels].index(check["kernel"]))
     passed = all(check["status"] != "failed" for check in checks) and set(triton.values()) <= {"ok"}
     report = {"passed": passed, "versions": versions, "machine": machine, "kernels": kernels, "checks": checks}
     return report | {"triton": triton, "warning": untested_versions(versions)}
 
 
-def _check(case: Case, dtype: torch.dtype, threads: int) -> Iterator[dict[str, Any]]:
-    torch.set_num_threads(1)
-    exact, raised = _compute("reference", case, dtype, torch.float64)
-    yardstick, also_raised = (exact, "") if dtype in TOLERANCES else _compute("reference", case, dtype, dtype)
-    arguments = case.arguments(case.inputs(dtype, dtype))
+def _check(case: Case, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    compute, arguments = cache(partial(_compute, case, dtype)), case.arguments(case.inputs(dtype, dtype))
     refused_gradients = explain(**arguments).reasons
     with torch.no_grad():
         refused = explain(**arguments).reasons
-    torch.set_num_threads(threads if case.all_threads else 1)
     for kernel in (kernel.name for kernel in KERNELS if not kernel.compiles):
         measures: dict[str, dict[str, float]] = {}
         status, reasons = "refused", refused[kernel]
         if not reasons:
-            with torch.set_grad_enabled(not refused_gradients[kernel]):
-                got, kernel_raised = _compute(kernel, case, dtype, dtype)
-            errors = tuple(dict.fromkeys(filter(None, (kernel_raised, raised, also_raised))))
-            reasons = errors or refused_gradients[kernel]
-            for name, x in got.items() if not errors else ():
-                limit = TOLERANCES.get(dtype, 2 * _error(yardstick[name], exact[name]))
-                measures[name] = {"error": _error(x, exact[name]), "limit": limit}
+            reasons = refused_gradients[kernel]
+            try:
+                exact, results = compute("reference", torch.float64), compute(kernel, dtype, not reasons)
+                rounded = exact if dtype in TOLERANCES else compute("reference", dtype)
+                for name, x in results.items():
+                    limit = TOLERANCES.get(dtype, 2 * _error(rounded[name], exact[name]))
+                    measures[name] = {"error": _error(x, exact[name]), "limit": limit}
+            except RuntimeError as error:
+                reasons = (str(error),)
             status = "ok" if measures and max(map(_share, measures.values())) <= 1 else "failed"
         output = measures.pop("output", None)
         worst = max(measures, key=lambda name: _share(measures[name]), default="")
@@ -134,19 +129,20 @@ def _check(case: Case, dtype: torch.dtype, threads: int) -> Iterator[dict[str, A
         yield about | measured
 
 
-def _compute(kernel: str, case: Case, rounded_to: torch.dtype, dtype: torch.dtype) -> tuple[dict[str, Tensor], str]:
-    """The output and, where they are enabled, the gradients by name; and the error that the kernel raised, or ""."""
+def _compute(case: Case, rounded_to: torch.dtype, kernel: str, dtype: torch.dtype, gradients: bool = True) -> Any:
+    """The output and the gradients by name, or a `RuntimeError` that names the kernel."""
     inputs = case.inputs(rounded_to, dtype)
     try:
-        with use_kernel(kernel):
+        with use_kernel(kernel), torch.set_grad_enabled(gradients):
             results = {"output": attention(**case.arguments(inputs))}
-            if torch.is_grad_enabled():
+            if gradients:
                 learnt = [inputs[name] for name in case.learnt]
-                gradients = torch.autograd.grad(results["output"], learnt, inputs["output_gradient"])
-                results |= zip(case.learnt, gradients, strict=True)
-            return {name: x.detach() for name, x in results.items()}, ""
+                of_learnt = torch.autograd.grad(results["output"], learnt, inputs["output_gradient"])
+                results |= zip(case.learnt, of_learnt, strict=True)
+            return {name: x.detach() for name, x in results.items()}
     except Exception as error:
-        return {}, f"{kernel} raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        message = (str(error).splitlines() or [""])[0]
+        raise RuntimeError(f"{kernel} raised {type(error).__name__}: {message}") from error
 
 
 def _error(got: Tensor, exact: Tensor) -> float:

@@ -68,18 +68,7 @@ class NativeKernel(Kernel):
             return _run_operator
         band = Band.whole(grid) if mask is None else structure_of(mask, grid).only_band(grid)
         planned = None if band is None else _plan_of_band(spec, band)
-        weights = spec.weights
-        differentiable = bool(spec.gradients)
-
-        def compute(call: AttentionCall) -> Results:
-            if differentiable:
-                results: Any = _Native.apply(call, planned, weights, *call.inputs)
-            else:
-                results = _compute(call, planned, weights, spec.lse)
-            output, lse, written_weights = results
-            return Results(output, lse.float() if spec.lse else None, written_weights)
-
-        return compute
+        return partial(_compute_with_gradients if spec.gradients else _compute, planned, spec.weights)
 
 
 def _run_operator(call: AttentionCall) -> Results:
@@ -108,28 +97,16 @@ def _plan_of_band(spec: AttentionSpec, band: Band) -> NativePlan:
     )
 
 
-def _plan_and_arguments(
-    call: AttentionCall, planned: NativePlan | None, bias_gradient: tuple[int, ...] | None = None
-) -> tuple[NativePlan, NativeArguments]:
-    """The arguments of a call and its plan, with the gradient of a bias of this shape.
-
-    A plan that was made before holds the band of its calls, so that their masks are not lowered again.
-    """
-    if planned is not None:
-        return planned, arguments_of(call, {})
-    arguments = arguments_of(call)
-    return plan_of(arguments, differentiable=bool(call.spec.gradients), bias_gradient=bias_gradient), arguments
-
-
-def arguments_of(call: AttentionCall, lowered: dict[str, Any] | None = None) -> NativeArguments:
-    """The arguments of a call, whose mask is lowered unless `lowered` is passed."""
+def arguments_of(call: AttentionCall, planned: NativePlan | None = None) -> NativeArguments:
+    """The arguments of a call. Its mask is lowered, unless there is a plan already, which holds the band."""
     request, spec = call.request, call.spec
     mask, sinks, sequences = request.mask, request.sinks, request.sequences
-    if lowered is None:
-        if mask is None:
-            lowered = vars(Band.whole(call.grid))
-        else:
-            lowered = mask.lowered(call.grid, "native", partial(lower_mask, mask, call.grid))
+    if planned is not None:
+        lowered: dict[str, Any] = {}
+    elif mask is None:
+        lowered = vars(Band.whole(call.grid))
+    else:
+        lowered = mask.lowered(call.grid, "native", partial(lower_mask, mask, call.grid))
     return NativeArguments(
         call.query,
         call.key,
@@ -146,17 +123,23 @@ def arguments_of(call: AttentionCall, lowered: dict[str, Any] | None = None) -> 
     )
 
 
-def _compute(
-    call: AttentionCall, planned: NativePlan | None, weights: WeightsWanted, with_lse: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output, lse in float64 and weights; the output of a differentiable plan is float32."""
-    plan, arguments = _plan_and_arguments(call, planned)
-    lse = plan.empty_lse(call.query) if with_lse else None
-    if weights is None:
-        return plan.forward(arguments, lse), lse, None
-    output, written_weights = plan.empty_output(call.query), empty_weights(call, average=weights == "average")
-    plan.statistics(arguments, output, lse, weights=written_weights, weights_strides=weights_strides(written_weights))
-    return output, lse, written_weights
+def _compute(planned: NativePlan | None, wanted: WeightsWanted, call: AttentionCall) -> Results:
+    """The results of a call. With gradients the output is float32, and lse, which is always returned then, float64."""
+    differentiable = bool(call.spec.gradients)
+    arguments = arguments_of(call, planned)
+    plan = planned or plan_of(arguments, differentiable=differentiable)
+    lse = plan.empty_lse(call.query) if differentiable or call.spec.lse else None
+    if wanted is None:
+        weights, output = None, plan.forward(arguments, lse)
+    else:
+        weights = empty_weights(call, average=wanted == "average")
+        output = plan.forward(arguments, lse, weights=weights, weights_strides=weights_strides(weights))
+    return Results(output, lse if lse is None or differentiable else lse.float(), weights)
+
+
+def _compute_with_gradients(planned: NativePlan | None, wanted: WeightsWanted, call: AttentionCall) -> Results:
+    output, lse, weights = cast(Any, _Native.apply(call, planned, wanted, *call.inputs))
+    return Results(output, lse if call.spec.lse else None, weights)
 
 
 def empty_weights(call: AttentionCall | NativeArguments, *, average: bool) -> Tensor:
@@ -181,19 +164,19 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, planned: NativePlan | None, weights: WeightsWanted, *inputs: Tensor
+        ctx: Any, call: AttentionCall, planned: NativePlan | None, wanted: WeightsWanted, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.rebuild, ctx.planned, ctx.weights = call.rebuild, planned, weights
+        ctx.rebuild, ctx.planned, ctx.wanted = call.rebuild, planned, wanted
         ctx.set_materialize_grads(False)
-        exact, lse, computed_weights = _compute(call, planned, weights, True)
+        exact, lse, weights = _compute(planned, wanted, call)
         ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
         ctx.count = 2 + len(inputs)
-        return exact.to(call.query.dtype), cast(Tensor, lse).float(), computed_weights
+        return exact.to(call.query.dtype), cast(Tensor, lse).float(), weights
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors[: ctx.count]
-        weights: WeightsWanted = ctx.weights
+        wanted: WeightsWanted = ctx.wanted
 
         def by_kernel() -> list[Tensor | None]:
             call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients
@@ -202,7 +185,7 @@ class _Native(torch.autograd.Function):
                 input_gradients = _gradients(call, ctx.planned, output, lse, of_output, of_lse, ctx.needs_input_grad)
             # Weights are before dropout and outputs after it: their gradients meet in those of the inputs only.
             if of_weights is not None:
-                average = weights == "average"
+                average = wanted == "average"
                 query, key, *others = weights_gradients(zero_hidden(call), None, average, of_weights)
                 through_weights = (query, key, None, *others)
                 input_gradients = [_sum(*pair) for pair in zip(input_gradients, through_weights, strict=True)]
@@ -210,11 +193,11 @@ class _Native(torch.autograd.Function):
 
         def recompute(*tensors: Tensor) -> tuple[Tensor | None, ...]:
             results = recompute_by_reference(ctx.rebuild)(*tensors)
-            if weights is None:
+            if wanted is None:
                 return tuple(results)
             # PyTorch's operations do not isolate what the mask hides, as the kernel does.
             call = zero_hidden(ctx.rebuild(*tensors))
-            return *results, weights_by_operations(call, None, weights == "average")
+            return *results, weights_by_operations(call, None, wanted == "average")
 
         return backward_pass(ctx, gradients, inputs, by_kernel, recompute)
 
@@ -256,7 +239,8 @@ def _gradients(
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
     bias_shape = learnt_shape(call.request.mask, call.grid) if wanted else None
-    plan, arguments = _plan_and_arguments(call, planned, bias_shape)
+    arguments = arguments_of(call, planned)
+    plan = planned or plan_of(arguments, differentiable=True, bias_gradient=bias_shape)
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
     *input_gradients, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
     if call.request.sinks is not None:

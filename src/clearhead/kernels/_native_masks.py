@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ..masks._base import Mask
-from ..masks._grid import Grid
-from ..masks._lowering import completed
-from ..masks._structure import Band, RowRanges
+from ..masks._grid import Block, Grid
+from ..masks._structure import Band, RowRanges, Structure, structure_of
 
 
 def lower_mask(mask: Mask, grid: Grid) -> dict[str, Any]:
@@ -17,7 +16,14 @@ def lower_mask(mask: Mask, grid: Grid) -> dict[str, Any]:
 
     A part that is neither a band nor ranges becomes a tensor.
     """
-    structure = completed(mask, grid, torch.float32)
+    structure = Structure()
+    for part in mask.parts():
+        # A part without an exact structure is evaluated for the whole grid. The others stay as they are.
+        exact = structure_of(part, grid)
+        if not exact.exact:
+            visible, bias = part.visible(Block(grid)), part.bias(Block(grid), torch.float32)
+            exact = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
+        structure = structure.meet(exact)
     band = structure.band or Band.whole(grid)
     tensors = [*structure.tensors]
     if structure.keys is not None:

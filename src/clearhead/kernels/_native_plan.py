@@ -133,12 +133,6 @@ class NativePlan:
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = plan.forward, plan.backward, plan.statistics
 
-    def empty_output(self, like: Tensor) -> Tensor:
-        """(B, H, L, Dv), not written yet."""
-        if self._output_dtype is like.dtype:
-            return like.new_empty_strided(self._shape, self._strides)
-        return like.new_empty_strided(self._shape, self._strides, dtype=self._output_dtype)
-
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
         return like.new_empty(self._rows_shape, dtype=torch.float64)
@@ -147,10 +141,22 @@ class NativePlan:
         """Zeros (1 or B, H, L, S) in float32, to which `backward` adds."""
         return like.new_zeros(cast("tuple[int, ...]", self._bias_shape), dtype=torch.float32)
 
-    def forward(self, arguments: NativeArguments, lse: Tensor | None = None) -> Tensor:
-        """The output (B, H, L, Dv); the log-sum-exp is written to `lse`, an `empty_lse`, if it is passed."""
-        output = self.empty_output(arguments.query)
-        self._run(self._forward, arguments, output, lse)
+    def forward(
+        self, arguments: NativeArguments, lse: Tensor | None = None, **wanted: Tensor | int | tuple[int, ...] | None
+    ) -> Tensor:
+        """The output (B, H, L, Dv). The log-sum-exp is written to `lse`, an `empty_lse`, if it is passed.
+
+        `wanted` as for `statistics`.
+        """
+        like = arguments.query
+        if self._output_dtype is like.dtype:
+            output = like.new_empty_strided(self._shape, self._strides)
+        else:
+            output = like.new_empty_strided(self._shape, self._strides, dtype=self._output_dtype)
+        if wanted:
+            self.statistics(arguments, output, lse, **wanted)
+        else:
+            self._run(self._forward, arguments, output, lse)
         return output
 
     def backward(
@@ -213,7 +219,7 @@ class NativePlan:
 
         Args:
             arguments: of the call.
-            output: an `empty_output` to write to, or ``None``.
+            output: written like that of `forward`, or ``None``.
             lse: an `empty_lse`, or ``None``.
             wanted: tensors to write to, and sizes, by the names of `Statistics` in ``_native/problem.h``.
         """

@@ -38,10 +38,12 @@ def gather(
     request = arguments_of(call)
     plan, rows = plan_of(request), request.query.shape[:3]
     wanted = {name: request.query.new_empty(rows, dtype=torch.float32) for name in ("largest", "visible")} | wanted
-    output = plan.empty_output(request.query) if with_output else None
     options = {"counted": None if counted is None else counted.contiguous(), "exact": exact}
-    plan.statistics(request, output, shift=call.grid.shift or 0, **options, **wanted)
-    return wanted if output is None else wanted | {"output": output}
+    options |= wanted | {"shift": call.grid.shift or 0}
+    if with_output:
+        return wanted | {"output": plan.forward(request, **options)}
+    plan.statistics(request, **options)
+    return wanted
 
 
 def native_weights(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from functools import reduce
-from operator import add, and_
+from operator import add, and_, methodcaller
 from typing import ClassVar, final
 
 import torch
@@ -34,7 +34,7 @@ class _Combined(Mask):
         return reduce(Sizes.merged, (mask.sizes() for mask in self._masks))
 
     def signature(self) -> Hashable | None:
-        signatures = [mask.signature() for mask in self._masks]
+        signatures = [*map(methodcaller("signature"), self._masks)]
         return None if None in signatures else (self.name, *signatures)
 
 

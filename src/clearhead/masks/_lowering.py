@@ -31,24 +31,6 @@ def hides_nothing(mask: Mask, grid: Grid) -> bool:
     return band is not None and band.shows_all(grid)
 
 
-def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
-    """The exact structure of a mask: parts without an exact structure are evaluated for the whole grid.
-
-    Args:
-        mask, grid: of the call.
-        dtype: of the scores, for biases that are computed.
-    """
-    structure = Structure()
-    for part in mask.parts():
-        # Only this part becomes a tensor; the others keep their structure.
-        exact = structure_of(part, grid)
-        if not exact.exact:
-            visible, bias = part.visible(Block(grid)), part.bias(Block(grid), dtype)
-            exact = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
-        structure = structure.meet(exact)
-    return structure
-
-
 def computed_sizes(mask: Mask, grid: Grid) -> list[tuple[int, int]]:
     """Batch items and heads of the evaluated tensors of each part; 1 if all items or heads share them."""
     sizes: list[tuple[int, int]] = []

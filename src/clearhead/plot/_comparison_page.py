@@ -44,10 +44,11 @@ class ComparedItem:
         return replace(self, views=[replace(view, label=label) for view in self.views])
 
 
-def comparison_page(comparison: ComparedRecords, labels: Sequence[str], title: str) -> Page:
+def comparison_page(comparison: ComparedRecords, labels: Sequence[str] | None, title: str) -> Page:
     """See `Comparison.page`."""
     text("title", title)
-    names = [text("labels", label, "two strings") for label in items_of("labels", labels, "two strings")]
+    given = (say("first"), say("second")) if labels is None else items_of("labels", labels, "two strings")
+    names = [text("labels", label, "two strings") for label in given]
     if len(names) != 2:
         raise ShapeError("labels", expected="two strings", got=str(len(names)))
     items = compared_items(comparison)
@@ -96,8 +97,8 @@ class Views:
     def __init__(self, comparison: ComparedRecords, count: int, chosen: Sequence[tuple[str, int]]) -> None:
         self._by = comparison.by
         self._together = 3 if self._by == "divergence" else 2
-        large = {(name, head) for module, head in chosen for name in (module, comparison.modules[module])}
-        self._maker = PageMaker(count * self._together, large, together=self._together)
+        large = dict.fromkeys((name, head) for module, head in chosen for name in (module, comparison.modules[module]))
+        self._maker = PageMaker(count * self._together, list(large), together=self._together)
         self._layers = {
             name: (number, index)
             for number, section in enumerate(find_sections(comparison.records[0], two_texts=False))
