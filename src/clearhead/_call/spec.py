@@ -28,7 +28,7 @@ class Layout(NamedTuple):
         return Layout(tuple(tensor.shape), tensor.stride())
 
     @property
-    def has_whole_rows(self) -> bool:
+    def has_contiguous_rows(self) -> bool:
         """Whether the elements of a row lie side by side."""
         return self.strides[-1] == 1 or self.shape[-1] <= 1
 

@@ -86,8 +86,8 @@ class NativePlan:
         self._contiguous: list[bool] = []
         strides: list[tuple[int, ...]] = []
         for x in inputs:
-            self._contiguous.append(not x.has_whole_rows)
-            strides.append(x.strides if x.has_whole_rows else contiguous_strides(x.shape))
+            self._contiguous.append(not x.has_contiguous_rows)
+            strides.append(x.strides if x.has_contiguous_rows else contiguous_strides(x.shape))
         self._copies = True in self._contiguous
         self._gradients: list[Layout] = []
         gradients: dict[str, tuple[int, ...]] = {}
