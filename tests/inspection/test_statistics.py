@@ -22,7 +22,7 @@ from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from tests.support.allocations import Allocations
 from tests.support.budgets import in_turn
 from tests.support.calls import Call, calls
-from tests.support.native import SETS, use_instruction_set
+from tests.support.native import FLOAT_SETS, use_instruction_set
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
 from ..kernels.adversarial import Adversary
@@ -260,7 +260,7 @@ def test_the_class_cannot_be_called(args: tuple[object, ...]) -> None:
 STATISTICS = ("entropy", "received", "confidence", "map", "output", "output_norm", "head_average", "top_k")
 
 
-@pytest.fixture(name="path", params=["blocks", *SETS])
+@pytest.fixture(name="path", params=["blocks", *FLOAT_SETS])
 def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Statistics block by block in PyTorch, and from the native kernel on each instruction set of this machine."""
     if request.param == "blocks":

@@ -85,7 +85,11 @@ def numbers(case: Case, dtype: torch.dtype, map_pooling: Literal["mass", "max"])
     )
 
 
-@on_every_set({"name": [name for name in CASES if not name.startswith("dropout")]}, {"map_pooling": ["mass", "max"]})
+@on_every_set(
+    {"name": [name for name in CASES if not name.startswith("dropout")]},
+    {"map_pooling": ["mass", "max"], "scores": ["float32", "float64"]},
+    indirect=["scores"],
+)
 def test_several_tiles_and_blocks(
     name: str, map_pooling: Literal["mass", "max"], instructions: str, scores: str, ran: list[frozenset[str]]
 ) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import clearhead
 from clearhead import masks
 from tests.support.comparing import require_half_as_good
-from tests.support.native import SETS, needs_native, on_every_set, use_instruction_set
+from tests.support.native import FLOAT_SETS, SETS, needs_native, on_every_set, use_instruction_set
 from tests.support.native_cases import Case, close_to_exact
 
 from .adversarial import KEYS, SCALES, VALUES, Adversary, exact_numbers, numbers, reference_numbers, require_accurate
@@ -24,10 +24,11 @@ LONGEST = [(17, 131072), (2, 131072), (131072, 13)]
 
 
 #: For `on_every_set`: which kernels run everything, and which run every case once.
-KERNELS = ("kernel", ("chunked", *SETS[:1]), SETS[1:])
+KERNELS = ("kernel", ("chunked", *FLOAT_SETS[:1]), FLOAT_SETS[1:])
+HALF_KERNELS = ("kernel", ("chunked", *SETS[:1]), SETS[1:])
 
 
-@pytest.fixture(name="kernel", params=["chunked", *SETS])
+@pytest.fixture(name="kernel", params=["chunked", *FLOAT_SETS])
 def _kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """`chunked`, and `native` on each instruction set of this machine."""
     if request.param == "chunked":
@@ -78,7 +79,9 @@ def test_longest_calls(size: tuple[int, int], kernel: str) -> None:
 
 
 @on_every_set(
-    {"keys": KEYS, "dtype": [torch.bfloat16, torch.float16]}, {"size": [(49, 8209), (3, 8192), (2053, 61)]}, *KERNELS
+    {"keys": KEYS, "dtype": [torch.bfloat16, torch.float16]},
+    {"size": [(49, 8209), (3, 8192), (2053, 61)]},
+    *HALF_KERNELS,
 )
 def test_half_precision(keys: str, size: tuple[int, int], dtype: torch.dtype, kernel: str) -> None:
     case = Adversary(keys, "of one sign", *size)

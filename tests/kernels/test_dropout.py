@@ -12,7 +12,7 @@ import clearhead
 from clearhead import masks
 from clearhead._call.dropout import dropout_factors, philox4x32
 from tests.support.comparing import require_close, require_half_as_good
-from tests.support.native import needs_native
+from tests.support.native import needs_native, on_sets_of_dtype
 from tests.support.requests import ALL, Block, Grid, Offset, requested
 
 OURS = pytest.mark.parametrize("kernel", ["chunked", "reference"])
@@ -188,7 +188,7 @@ def test_so_does_one_in_many_blocks(part: str, small_blocks: None) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_sets_of_dtype
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_drops_what_the_whole_drops_on_native(part: str, dtype: torch.dtype, instructions: str) -> None:
     found, exact = part_numbers("native", part, dtype), part_numbers(None, part, dtype)

@@ -12,7 +12,7 @@ import torch
 import clearhead
 from clearhead import masks
 from tests.support.comparing import require_half_as_good
-from tests.support.native import needs_native, threads
+from tests.support.native import SETS, needs_native, threads
 from tests.support.native_cases import CASES, Case, close_to_exact, exact_numbers, numbers
 
 LONG = Case(kv_heads=2, length=197, count=1217, dim=64, value_dim=96, mask=lambda *_: masks.causal("bottom_right"))
@@ -99,6 +99,7 @@ HALVES["float16"] = (Case(mask=lambda *_: masks.sliding_window(77, 3), value_dim
 
 
 @pytest.mark.parametrize(("case", "dtype"), HALVES.values(), ids=HALVES)
+@pytest.mark.parametrize("instructions", SETS, indirect=True)
 def test_half_precision_is_as_good_as_reference(case: Case, dtype: torch.dtype, instructions: str) -> None:
     """Whole tiles of 32 and 64 numbers as well as sizes that fit nothing."""
     found = numbers(case, "native", case.inputs(dtype))

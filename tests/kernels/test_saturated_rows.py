@@ -12,13 +12,13 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from tests.support.native import SETS, NativeArguments, plan_of, use_instruction_set
+from tests.support.native import FLOAT_SETS, NativeArguments, plan_of, use_instruction_set
 
 DIM = 67
 #: Scores of the heaviest keys; all other scores are at most about half as large.
 SCORE = 33.0
-on_every_set = pytest.mark.parametrize("kernel", SETS)
-on_ours = pytest.mark.parametrize("kernel", ["chunked", *SETS])
+on_every_set = pytest.mark.parametrize("kernel", FLOAT_SETS)
+on_ours = pytest.mark.parametrize("kernel", ["chunked", *FLOAT_SETS])
 #: Rows and keys: one block, several, and so few rows that the keys are split into chunks.
 SIZES = pytest.mark.parametrize(("length", "keys"), [(31, 31), (53, 211), (7, 4999)])
 
@@ -38,7 +38,7 @@ def saturated(length: int, keys: int, kv_heads: int = 2) -> tuple[tuple[Tensor, 
 def gradients(kernel: str | None, attend: Attention, dtype: torch.dtype, gradient: Tensor, *tensors: Tensor) -> Any:
     """Gradients of copies of the tensors but for the value, on `chunked`, an instruction set or without a choice."""
     inputs = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
-    native = kernel in SETS
+    native = kernel in FLOAT_SETS
     with (
         use_instruction_set(kernel) if native else nullcontext(),
         clearhead.use_kernel("native" if native else kernel) if kernel else nullcontext(),

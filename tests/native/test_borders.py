@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import clearhead
-from tests.support.native import NativeArguments, needs_native, plan_of, threads, use_instruction_set
+from tests.support.native import NativeArguments, needs_native, on_sets_of_dtype, plan_of, threads, use_instruction_set
 from tests.support.native_cases import CASES, numbers
 from tests.support.threads import in_threads
 
@@ -69,7 +69,7 @@ def everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, high
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_sets_of_dtype
 def test_nothing_is_written_outside(
     sizes: tuple[int, ...], high: int, dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,7 @@ def _flat(shape: tuple[object, ...]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_sets_of_dtype
 def test_what_lies_beside_the_inputs_does_not_matter(
     sizes: tuple[int, ...], dtype: torch.dtype, instructions: str
 ) -> None:

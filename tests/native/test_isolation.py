@@ -11,7 +11,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from tests.support.native import needs_native, on_every_set
+from tests.support.native import SETS, needs_native, on_every_set
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 13, 7
 SIZES = [(5, 11), (61, 307), (1, 67), (3, 4999)]
@@ -76,7 +76,10 @@ def results(mask: masks.Mask, tensors: tuple[Tensor, ...], gradient: Tensor, **o
 
 
 @on_every_set(
-    {"name": MASKS, "dtype": [torch.float32, torch.bfloat16]}, {"sizes": SIZES, "poison": [torch.nan, torch.inf, 3e38]}
+    {"name": MASKS, "dtype": [torch.float32, torch.bfloat16]},
+    {"sizes": SIZES, "poison": [torch.nan, torch.inf, 3e38]},
+    whole=SETS[:1],
+    rest=SETS[1:],
 )
 def test_nothing_of_it_is_seen(
     name: str, dtype: torch.dtype, sizes: tuple[int, int], poison: float, instructions: str

@@ -11,7 +11,7 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from tests.support.comparing import require_close, require_half_as_good
-from tests.support.native import Layout, NativeArguments, NativePlan, needs_native
+from tests.support.native import SETS, Layout, NativeArguments, NativePlan, needs_native
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
 ROWS = [61, 0, 1, 211, 5, 7, 3, 0]
@@ -64,6 +64,7 @@ def test_equal_a_loop_over_the_sequences(mask: masks.Mask | None, options: dict[
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("instructions", SETS, indirect=True)
 def test_half_precision(dtype: torch.dtype, instructions: str) -> None:
     found, reference = (numbers(kernel, dtype, masks.causal()) for kernel in ("native", "reference"))
     require_half_as_good(found, reference, numbers("reference", dtype, masks.causal(), exact=True), dtype)

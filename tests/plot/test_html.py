@@ -246,3 +246,26 @@ def test_all_of_minilm_at_512_tokens_is_below_three_megabytes(record_property: A
     size = len(made.text.encode())
     record_property("bytes", size)
     assert 1_000_000 < size < 3_000_000
+
+
+def peaked(*rows: int) -> torch.Tensor:
+    """(1, L, L): weights of a head whose query i looks most at key rows[i]."""
+    weights = torch.full((1, len(rows), len(rows)), 0.1)
+    weights[0, range(len(rows)), rows] = 1.0
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def test_the_first_query_is_a_word_that_looks_at_another_word() -> None:
+    names = ["[CLS]", "play", "##ing", "chess", ",", "now", "[SEP]"]
+    looks = {
+        (0, 0, 1, 4, 0, 6, 0): 3,  # only at special tokens, their own word and punctuation: the word near the middle
+        (0, 3, 1, 4, 1, 6, 1): 1,
+        (0, 3, 3, 4, 1, 1, 1): 5,  # of several the one that is nearest to the middle
+    }
+    for rows, query in looks.items():
+        made = page(given([peaked(*rows)]), names).text
+        assert Contents(made).data["items"][0]["sections"][0]["start"] == query
+        assert f'<strong dir="auto">{names[query]}</strong> looks most at' in made
+    other = torch.cat([peaked(0, 3, 1, 4, 1, 6, 1), peaked(0, 0, 0, 1, 0, 0, 0)])
+    starts = [Contents(page(given([other]), names, layer=0, head=head).text).data["items"][0] for head in (0, 1)]
+    assert [item["sections"][0]["start"] for item in starts] == [1, 3], "of the head that is shown first"

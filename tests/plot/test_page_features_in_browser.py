@@ -69,7 +69,7 @@ def heads_by(values: torch.Tensor) -> list[str]:
 def test_the_finding_names_the_head_and_both_words(shown: Any, weights: torch.Tensor) -> None:
     token(shown, 3).click()
     best = int(weights[0, 1, 3].argmax())
-    expected = f"In layer 0, head 1, was looks most at {NAMES[best]} ({weights[0, 1, 3, best]:.2f})"
+    expected = f"In layer 0, head 1, was looks most at {NAMES[best]} ({weights[0, 1, 3, best]:.4f})"
     assert text_of(shown, "finding") == expected
     shown.locator('[data-place="1-2"]').click()
     assert text_of(shown, "finding").startswith("In layer 1, head 2, was looks most at ")
@@ -199,7 +199,7 @@ def test_special_tokens_are_left_out_and_the_page_says_so(shown: Any, weights: t
     row[[0, 5]] = 0
     row /= row.sum()
     said, weight = text_of(shown, "readout").rsplit(" ", 1)
-    assert said == f"animal looks most at {NAMES[int(row.argmax())]}"
+    assert said == f"animal → {NAMES[int(row.argmax())]}"
     assert float(weight) == pytest.approx(row.max().item(), abs=2e-4)
     assert f"entropy {torch.special.entr(row).sum():.2f} nats" in text_of(shown, "details")
     assert "renormalised" in text_of(shown, "note")
@@ -324,9 +324,9 @@ def test_the_theme_is_chosen_and_paper_is_light(shown: Any) -> None:
     assert shown.evaluate(background) == "rgb(255, 255, 255)"
 
 
-def test_on_a_phone_the_map_comes_before_the_heads(shown: Any) -> None:
+def test_on_a_phone_the_question_the_map_and_the_heads_follow_the_finding(shown: Any) -> None:
     shown.set_viewport_size({"width": 390, "height": 800})
-    tops = [shown.locator(each).bounding_box()["y"] for each in (".text", "#finding", "#map", "#overview")]
+    tops = [shown.locator(each).bounding_box()["y"] for each in (".text", "#finding", "#search", "#map", "#overview")]
     assert tops == sorted(tops)
 
 
@@ -337,7 +337,7 @@ def test_without_javascript_the_finding_and_the_picture_remain(browser: Any, pat
     assert opened.locator("h1").inner_text() == "the animal was tired"
     assert opened.locator("#finding").inner_text().startswith("In layer 0, head 1, ")
     best = weights[0, 1].amax(-1)
-    assert any(f"({value:.2f})" in opened.locator("#finding").inner_text() for value in best)
+    assert any(f"({value:.4f})" in opened.locator("#finding").inner_text() for value in best)
     assert opened.locator("figure svg").is_visible()
     assert "layer 0, head 1" in opened.locator("figure svg").get_attribute("aria-label")
     for control in ("button", "select", "input", "canvas"):
@@ -400,3 +400,9 @@ def test_a_comparison_shows_both_texts_aligned(browser: Any, tmp_path: Path) -> 
         for place in (".text .differs", "#rows .differs", "#columns .differs"):
             assert shown.locator(place).all_inner_texts() == ["far", "wide"]
         assert set(shown.locator("#list .differs").all_inner_texts()) == {"far", "wide"}
+
+
+def test_one_layer_one_head_and_one_token_are_not_plural(browser: Any, tmp_path: Path) -> None:
+    made = page(given([torch.ones(1, 1, 1)]), ["a"], title="model").save(tmp_path / "one.html")
+    with watched_page(browser, made) as shown:
+        assert text_of(shown, "facts") == "model · 1 layer × 1 head · 1 token"

@@ -52,7 +52,9 @@ def test_the_pointer_reads_the_weight_and_what_row_and_column_come_to(shown: Any
     assert f"entropy {entropy:.2f} nats" in text_of(shown, "details")
     assert f"receives {received:.2f} from 6 queries" in text_of(shown, "details")
     shown.mouse.move(1, 1)
-    assert " looks most at " in text_of(shown, "readout")
+    assert " looks most at " in text_of(shown, "finding")
+    assert text_of(shown, "readout").split(" ")[-1] in text_of(shown, "finding"), "the same digits"
+    assert " looks most at " not in text_of(shown, "readout"), "one sentence is enough"
 
 
 def test_the_pointer_on_a_token_lists_what_it_looks_at(shown: Any, weights: list[torch.Tensor]) -> None:
@@ -66,7 +68,8 @@ def test_the_pointer_on_a_token_lists_what_it_looks_at(shown: Any, weights: list
 def test_a_click_on_a_token_keeps_and_shades_its_row(shown: Any, weights: list[torch.Tensor]) -> None:
     token(shown, 3).click()
     shown.mouse.move(1, 1)
-    assert text_of(shown, "readout").startswith("str looks most at ")
+    assert text_of(shown, "readout").startswith("str → ")
+    assert f"str looks most at {text_of(shown, 'readout').split(' ')[2]} " in text_of(shown, "finding")
     assert token(shown, 3).get_attribute("class") == "query"
     shades = [token(shown, key).evaluate("mark => getComputedStyle(mark).backgroundColor") for key in range(SIZE)]
     lightness = [sum(map(int, shade[4:-1].split(","))) for shade in shades]

@@ -115,7 +115,7 @@ def patch_at(shown: Any, row: int, column: int) -> tuple[float, float]:
 
 def test_the_class_token_is_shown_first_and_hovering_shows_a_patch(picture: tuple[Any, Any]) -> None:
     shown, rec = picture
-    assert text_of(shown, "readout").startswith("class looks most at ")
+    assert text_of(shown, "readout").startswith("class → ")
     shown.mouse.move(*patch_at(shown, 2, 1))
     row = rec.weights(1, 0)[0, 8]
     assert text_of(shown, "readout").startswith("patch 2, 1 looks most at ")
@@ -125,7 +125,7 @@ def test_the_class_token_is_shown_first_and_hovering_shows_a_patch(picture: tupl
     shown.mouse.move(*patch_at(shown, 0, 2))
     assert shown.locator("#overview canvas").first.evaluate(script) != before, "thumbnails follow"
     shown.mouse.move(1, 1)
-    assert text_of(shown, "readout").startswith("class looks most at ")
+    assert text_of(shown, "readout").startswith("class → ")
 
 
 def test_an_even_head_is_blank_and_another_is_not(picture: tuple[Any, Any], browser: Any, tmp_path: Path) -> None:

@@ -16,12 +16,25 @@ from clearhead.kernels._native_arguments import OPERANDS, NativeArguments
 from clearhead.kernels._native_plan import NativePlan, plan_of
 from tests.support.budgets import in_turn
 
-__all__ = ["OPERANDS", "SETS", "Layout", "NativeArguments", "NativePlan", "best_first", "extension"]
-__all__ += ["fewer_unless_best", "needs_native", "on_every_set", "plan_of", "threads", "use_instruction_set"]
+__all__ = ["FLOAT_SETS", "OPERANDS", "SETS", "Layout", "NativeArguments", "NativePlan", "best_first", "extension"]
+__all__ += ["fewer_unless_best", "needs_native", "on_every_set", "on_sets_of_dtype", "plan_of", "threads"]
+__all__ += ["use_instruction_set"]
 
 SETS = instruction_sets()
+_AVX512 = [name for name in SETS if name in ("amx", "avx512_bf16", "avx512")]
+#: Sets of pairs have passes of their own for bfloat16 only; the others are AVX-512's (`with_pairs` in `module.cpp`).
+FLOAT_SETS = tuple(name for name in SETS if name not in _AVX512[1:])
 
 needs_native = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+
+
+#: Both dtypes, each on the sets whose passes of it differ.
+on_sets_of_dtype = pytest.mark.parametrize(
+    ("dtype", "instructions"),
+    [*((torch.float32, name) for name in FLOAT_SETS), *((torch.bfloat16, name) for name in SETS)],
+    ids=str,
+    indirect=["instructions"],
+)
 
 
 def fewer_unless_best(instructions: str) -> settings:
@@ -34,15 +47,16 @@ def on_every_set(
     cases: Mapping[str, Iterable[Any]],
     turns: Mapping[str, Iterable[Any]],
     fixture: str = "instructions",
-    whole: Sequence[str] = SETS[:1],
-    rest: Sequence[str] = SETS[1:],
+    whole: Sequence[str] = FLOAT_SETS[:1],
+    rest: Sequence[str] = FLOAT_SETS[1:],
+    indirect: Sequence[str] = (),
 ) -> pytest.MarkDecorator:
     """Parametrize by `cases`, `turns` and instruction sets, whose source is one.
 
     The best set runs the whole product; the others run the product of `cases`, each with the next of `turns`.
     """
     sets = {fixture: (*whole, *rest)}
-    return in_turn({**sets, **cases}, turns, whole=lambda name, *_: name in whole, indirect=[fixture])
+    return in_turn({**sets, **cases}, turns, whole=lambda name, *_: name in whole, indirect=[fixture, *indirect])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How one kind of model stores and configures its attention, `Block`; one such block in a checkpoint, `Layer`."""
+"""How one kind of model stores its attention, `Block`; such a block in a checkpoint, `Layer`; and its module."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._checks import size
+from .._checks import is_probability, number, size
 from .._latent import MultiHeadLatentAttention
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, CheckpointError, shape_text
+from ..masks._base import Mask
 from ._namings import Naming
+from ._projections import Projections, fill, unpack
 from ._sources import Tensors
-from ._unpack import Projections, unpack
 
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 
@@ -112,17 +113,21 @@ class Layer:
 
     def tensor(self, name: str, shape: tuple[int, ...], *, layer: int | None = None) -> Tensor:
         """A tensor besides the projections, with the shape that the configuration requires. Default layer: this one."""
-        key = self.prefix_of(self.number if layer is None else layer) + name
-        self._require_keys([key])
+        (key,) = self.require([name], layer)
         self._read.add(key)
         tensor = self.tensors[key]
         if tuple(tensor.shape) != shape:
             raise _does_not_fit(key, shape_text(shape), shape_text(tensor.shape))
         return tensor
 
-    def require(self, names: list[str]) -> None:
-        """Raise if one of these tensors is missing."""
-        self._require_keys([self.prefix + name for name in names])
+    def require(self, names: list[str], layer: int | None = None) -> list[str]:
+        """The keys of tensors of a layer, this one by default. Raise if one is missing."""
+        keys = [self.prefix_of(self.number if layer is None else layer) + name for name in names]
+        absent = [key for key in keys if key not in self.tensors]
+        if absent:
+            expected = f"what {self.config.model_type} with this configuration has under {self.prefix!r}"
+            raise CheckpointError("source", expected=expected, got=f"no {', '.join(absent)}")
+        return keys
 
     def projections(self) -> Projections:
         """The four projections, with the sizes and biases that the configuration requires."""
@@ -179,12 +184,6 @@ class Layer:
                 where = f"the weight of the {role} under {self.prefix!r}"
                 raise _does_not_fit(where, shape_text(shapes[role]), shape_text(weight.shape))
 
-    def _require_keys(self, keys: list[str]) -> None:
-        absent = [key for key in keys if key not in self.tensors]
-        if absent:
-            expected = f"what {self.config.model_type} with this configuration has under {self.prefix!r}"
-            raise CheckpointError("source", expected=expected, got=f"no {', '.join(absent)}")
-
 
 #: Reads arguments of `MultiHeadAttention` from a layer.
 Reading = Callable[[Layer], dict[str, Any]]
@@ -199,3 +198,58 @@ def without_setting(config: Any, name: str) -> ArgumentError:
 def _does_not_fit(what: str, expected: str, got: str) -> CheckpointError:
     fix = "Does the configuration (hidden_size, num_attention_heads, …) belong to these weights (source)?"
     return CheckpointError(what, expected=expected, got=got, fix=fix)
+
+
+def multi_head(layer: Layer) -> MultiHeadAttention:
+    """Attention with copies of the layer's tensors, and with the settings of its configuration."""
+    projections = layer.projections()
+    parts: dict[str, Any] = {}
+    for read in layer.block.reads:
+        parts |= read(layer)
+    layer.require_nothing_left()
+    sinks = parts.pop("sinks", None)
+    module = MultiHeadAttention(
+        layer.embed_dim,
+        layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        bias=projections["query"].bias is not None,
+        out_bias=projections["output"].bias is not None,
+        dropout=_dropout(layer),
+        sinks=sinks is not None,
+        device="meta",
+        **parts,
+    )
+    fill(module, projections)
+    if sinks is not None:
+        module.sinks = sinks
+    if module.position is not None:
+        parts["position"].to(module.q_proj.weight.device)
+    lines = [
+        f"{layer.config.model_type}, layer {layer.number}, {layer.block.part} attention",
+        f"  weights: {', '.join(layer.block.naming.keys)} (under {layer.prefix!r})",
+        f"  heads: {module.num_heads}, key/value heads {module.num_kv_heads}, head_dim {module.head_dim}",
+    ]
+    lines += [
+        f"  {name}: {part.describe() if isinstance(part, Mask) else part}"
+        for name, part in parts.items()
+        if part is not None
+    ]
+    report(module, lines + ["  sinks: one per head"] * (sinks is not None), causal=layer.block.causal)
+    return module
+
+
+def _dropout(layer: Layer) -> float:
+    name = layer.block.dropout
+    dropout = layer.setting(name)
+    return 0.0 if dropout is None else number(f"config.{name}", dropout, "a probability in [0, 1]", is_probability)
+
+
+def report(module: Attention, lines: list[str], *, causal: bool) -> None:
+    """Store in `loaded_from` what was read, and whether the model is causal. The module itself is not causal."""
+    hidden = (
+        "not hidden here, but hidden in the model. Pass mask=masks.causal()" if causal else "not hidden in the model"
+    )
+    dropout = [f"  dropout: {module.dropout}"] if module.dropout else []
+    text = "\n".join([*lines, *dropout, f"  the future: {hidden}"])
+    module.loaded_from = text  # pyright: ignore[reportArgumentType]

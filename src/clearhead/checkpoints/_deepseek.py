@@ -8,9 +8,8 @@ from typing import Any
 from .._latent import MultiHeadLatentAttention
 from ..errors import ArgumentError
 from ..positions import rotary_from_config
-from ._blocks import Layer
-from ._build import report
-from ._fill import copied
+from ._blocks import Layer, report
+from ._projections import copied
 
 #: The names of transformers and of the original checkpoints, by Clearhead's names.
 _NAMES = {

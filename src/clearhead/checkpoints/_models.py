@@ -12,8 +12,7 @@ from .._call.naming import remember_name
 from .._checks import shown, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
-from ._blocks import Attention, Block, Layer, without_setting
-from ._build import multi_head
+from ._blocks import Attention, Block, Layer, multi_head, without_setting
 from ._sources import Source, Tensors, listed, read_source
 
 _LOGGER = logging.getLogger("clearhead")

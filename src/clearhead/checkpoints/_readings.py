@@ -10,7 +10,7 @@ from .. import masks
 from ..errors import ArgumentError
 from ..positions import ALiBi, RelativeBias, rotary_from_config
 from ._blocks import Layer, Reading
-from ._fill import parameter
+from ._projections import parameter
 
 
 def rotary(layer: Layer) -> dict[str, Any]:

@@ -96,8 +96,8 @@ class Views:
     def __init__(self, comparison: ComparedRecords, count: int, chosen: Sequence[tuple[str, int]]) -> None:
         self._by = comparison.by
         self._together = 3 if self._by == "divergence" else 2
-        large = {(name, head) for module, head in chosen for name in (module, comparison.modules[module])}
-        self._maker = PageMaker(count * self._together, large, together=self._together)
+        large = dict.fromkeys((name, head) for module, head in chosen for name in (module, comparison.modules[module]))
+        self._maker = PageMaker(count * self._together, list(large), together=self._together)
         self._layers = {
             name: (number, index)
             for number, section in enumerate(find_sections(comparison.records[0], two_texts=False))

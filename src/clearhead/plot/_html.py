@@ -89,17 +89,17 @@ def page(
         items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
     place = _place(rec, items, layer, head)
     large = items[0].sections[place[0]].layers[place[1]]
-    chosen = {(large.name, large.heads[place[2]])}
+    chosen = [(large.name, large.heads[place[2]])]
     if image is not None:
         crops = None  # the page has every weight
     elif crops is not None:
         crops = items_of("crops", crops, CROPS)
         items = with_crops(rec, items, crops)
-        chosen |= {(rec.name_of(crop[0]), crop[1]) for crop in crops}
+        chosen += [(rec.name_of(crop[0]), crop[1]) for crop in crops]
     else:
         with contextlib.suppress(RecordError):  # queries and keys were not kept, and no crop was requested
-            items = with_crops(rec, items, list(chosen))
-    maker = PageMaker(len(items), chosen, keeps_crops=crops is not None)
+            items = with_crops(rec, items, chosen)
+    maker = PageMaker(len(items), list(dict.fromkeys(chosen)), keeps_crops=crops is not None)
     for item in items:
         maker.add(item)
     return maker.page(place, title=title)

@@ -96,7 +96,7 @@ class ScaleEnds:
 
 
 def describe_item(
-    item: ItemPicture, summaries: Sequence[Summaries], detail: Detail, chosen: Collection[tuple[str, int]]
+    item: ItemPicture, summaries: Sequence[Summaries], detail: Detail, chosen: Sequence[tuple[str, int]]
 ) -> tuple[list[int], str]:
     """One item's stream, and where in it its description begins and how long it is.
 
@@ -104,7 +104,7 @@ def describe_item(
         item: the batch item.
         summaries: one per section.
         detail: the detail of heads that are not chosen.
-        chosen: modules and heads. These heads keep every number of their rows.
+        chosen: modules and heads. These heads keep every number of their rows. The first is large.
     """
     packer, texts = Packer(), _Texts()
     sections: list[dict[str, Any]] = []
@@ -119,7 +119,7 @@ def describe_item(
             {
                 "queries": queries,
                 "keys": keys,
-                "start": first_query(picture),
+                "start": first_query(picture, *_first_place(picture, chosen)),
                 "clearest": _clearest(of_section),
                 "layers": layers,
             }
@@ -220,6 +220,16 @@ def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[in
     return [layer.heads.index(head) for name, head in chosen if name == layer.name and head in layer.heads]
 
 
+def _first_place(picture: SectionPicture, chosen: Sequence[tuple[str, int]]) -> tuple[int, int]:
+    """Places of the layer and the head that a section shows first."""
+    places = {
+        (layer.name, number): (place, head)
+        for place, layer in enumerate(picture.layers)
+        for head, number in enumerate(layer.heads)
+    }
+    return next((places[each] for each in chosen if each in places), (0, 0))
+
+
 def _rows(
     entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer, signed: bool
 ) -> dict[str, Any]:
@@ -255,12 +265,27 @@ def _rounded(value: float) -> float | None:
     return round(value, 4) if abs(value) < float("inf") else None
 
 
-def first_query(picture: SectionPicture) -> int:
-    """The query the page starts with: in the middle of the text, and no special token if there is another."""
-    length = len(picture.queries)
+def first_query(picture: SectionPicture, layer: int, head: int) -> int:
+    """The query with which the page shows a head, given by its places.
+
+    It lies in the middle of the text. If there is one, it is a word that looks most at another word.
+    """
     if picture.tiles is not None:
         has_class = picture.tiles.layout.queries is not None or picture.tiles.layout.prefix
         rows, columns = picture.tiles.grid
         return 0 if has_class else rows // 2 * columns + columns // 2
-    order = sorted(range(length), key=lambda place: abs(place - 2 * length // 3))
-    return next((place for place in order if not picture.queries.special[place]), order[0] if order else 0)
+    queries, keys = picture.queries, picture.keys
+    looked_at = picture.layers[layer].indices[head, :, :1].tolist()  # l lists of at most one key
+
+    def rank(query: int) -> tuple[bool, bool, int]:
+        others = (key for key in looked_at[query] if key >= 0 and _is_word(keys, key))
+        looks = any(not picture.section.same or keys.words[key] != queries.words[query] for key in others)
+        is_word = _is_word(queries, query)
+        return not (is_word and looks), not is_word, abs(query - 2 * len(queries) // 3)
+
+    return min(range(len(queries)), key=rank, default=0)
+
+
+def _is_word(tokens: Tokens, place: int) -> bool:
+    """Whether a token is neither special nor punctuation."""
+    return not tokens.special[place] and any(map(str.isalnum, tokens.names[place]))

@@ -8,7 +8,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -124,7 +124,7 @@ class PageMaker:
     Args:
         count: the number of items. If the page has no room for all, it holds some of them, evenly spread. The first
             and the last are among them.
-        chosen: modules and heads. These heads keep every number of their rows.
+        chosen: modules and heads, the large one first. These heads keep every number of their rows.
         keeps_crops: whether exact weights stay even if they make the page larger than `LIMIT`.
         together: the number of neighbouring items that are views of one text. They stay or are left out together.
     """
@@ -132,7 +132,7 @@ class PageMaker:
     def __init__(
         self,
         count: int,
-        chosen: Collection[tuple[str, int]] = (),
+        chosen: Sequence[tuple[str, int]] = (),
         *,
         keeps_crops: bool = False,
         together: int = 1,

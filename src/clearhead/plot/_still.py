@@ -6,7 +6,7 @@ import html
 
 from torch import Tensor
 
-from ._collect import ItemPicture, LayerPicture, SectionPicture
+from ._collect import ItemPicture, SectionPicture
 from ._detail import pooled_map
 from ._labels import layer_labels, printable
 from ._language import say
@@ -32,18 +32,18 @@ def still_parts(item: ItemPicture, place: tuple[int, int, int], title: str) -> d
         where = f"{picture.section.title}, {where}"
     return {
         "sentence": html.escape(text or title),
-        "finding": _finding(picture, layer, place[2], where),
+        "finding": _finding(picture, place[1], place[2], where),
         "still": _drawing(pooled_map(layer, SIDE)[place[2]], where),
     }
 
 
-def _finding(picture: SectionPicture, layer: LayerPicture, head: int, where: str) -> str:
-    query = first_query(picture)
+def _finding(picture: SectionPicture, place: int, head: int, where: str) -> str:
+    layer, query = picture.layers[place], first_query(picture, place, head)
     if not len(picture.queries) or not layer.indices.shape[2] or layer.indices[head, query, 0] < 0:
         return html.escape(say("In {0}, no query sees a key.", where))
     names = [picture.queries.names[query], picture.keys.names[int(layer.indices[head, query, 0])]]
     looks, at = (f'<strong dir="auto">{html.escape(name)}</strong>' for name in printable(names))
-    weight = f"{layer.weights[head, query, 0]:.2f}"
+    weight = f"{layer.weights[head, query, 0]:.4f}"
     return say("In {0}, {1} looks most at {2} ({3})", html.escape(where), looks, at, weight)
 
 

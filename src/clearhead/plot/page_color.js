@@ -107,8 +107,8 @@
     return String(number).startsWith("-") ? "−" + String(number).slice(1) : (Number(number) ? "+" : "") + number;
   }
 
-  function precise(weight, digits = 4) {
-    const least = 10 ** -digits;
-    if (isSigned()) return Math.abs(weight) < least / 2 ? "± 0" : withSign(weight.toFixed(digits));
-    return weight < least / 2 ? "< " + least.toFixed(digits) : weight.toFixed(digits);
+  /** A weight, with the same digits all over the page. */
+  function precise(weight, signed = isSigned()) {
+    if (Math.abs(weight) >= 0.00005) return signed ? withSign(weight.toFixed(4)) : weight.toFixed(4);
+    return signed ? "± 0" : "< 0.0001";
   }

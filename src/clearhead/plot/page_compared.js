@@ -132,7 +132,7 @@
       const places = ["queries", "keys"].map((side, at) => placesOf(side)[view][at ? key : query]);
       if (!other || state.current.rows.words) return "";
       const found = look(headOf(other.bytes, other.item, state.section, state.layer, state.head), ...places);
-      const weight = found.tile === undefined ? plain(found.weight) : say`in a tile of ${plain(found.tile)}`;
+      const weight = found.tile === undefined ? precise(found.weight, false) : say`in a tile of ${precise(found.tile, false)}`;
       return `${shortName(view)} ${weight}   ·   `;
     });
     byId("details").textContent =
@@ -140,8 +140,4 @@
       say`query ${query} · entropy ${withSign(entropy[query].toFixed(2))} nats` +
       "   ·   " +
       say`key ${key} · receives ${withSign(brief(received[key]))}`;
-  }
-
-  function plain(weight) {
-    return weight < 0.00005 ? "< 0.0001" : weight.toFixed(4);
   }

@@ -3,37 +3,38 @@
   const hints = { query: say`Shading shows the outlined word’s weights. Click another.`, head: "", sum: say`Drag over the map or the text to add up weights.` };
 
   /** What a query's row says: a verb, an object and a weight; of one key, or of the largest weight. */
-  function sayingOf(query, key, digits) {
+  function sayingOf(query, key) {
     const { columns, listed, largest } = state.current;
     const tile = key === null && !listed ? largestTiles(state.current, query)[0] : null;
     if (tile) {
-      const weight = say`${precise(tile.weight, digits)} (keys ${tile.keys[0]}–${tile.keys[1]})`;
-      return { verb: say` and its neighbours look most at `, object: quoted(columns.names, tile.keys), weight, key: tile.keys[0] };
+      const weight = say`${precise(tile.weight)} (keys ${tile.keys[0]}–${tile.keys[1]})`;
+      return { verb: say` and its neighbours look most at `, object: quoted(columns.names, tile.keys), weight, key: tile.keys[0], isTile: true };
     }
     const at = key ?? largest(query)[0]?.key;
     if (at === undefined) return null;
     const found = look(state.current, query, at);
-    const weight = found.tile === undefined ? (found.rounded ? say`about ${precise(found.weight, digits)}` : precise(found.weight, digits)) : tileText(found, digits);
+    const weight = found.tile === undefined ? (found.rounded ? say`about ${precise(found.weight)}` : precise(found.weight)) : tileText(found);
     const most = isSigned() ? say` changes most at ` : say` looks most at `;
     return { verb: key === null ? most : null, object: columns.names[at], weight, key: at };
   }
 
-  function tileText({ tile, pooling, keys }, digits) {
+  function tileText({ tile, pooling, keys }) {
     const across = keys[1] - keys[0] + 1;
-    if (pooling === "max") return say`at most ${precise(tile, digits)} (the largest weight of its tile)`;
-    return say`about ${precise(tile / across, digits)} (its tile, keys ${keys[0]}–${keys[1]}, has ${precise(tile, digits)})`;
+    if (pooling === "max") return say`at most ${precise(tile)} (the largest weight of its tile)`;
+    return say`about ${precise(tile / across)} (its tile, keys ${keys[0]}–${keys[1]}, has ${precise(tile)})`;
   }
 
   function showReadout(query, key) {
     const name = element("b", state.current.rows.names[query]);
-    const said = sayingOf(query, key, 4);
+    const said = sayingOf(query, key);
     if (!said) {
       byId("readout").replaceChildren(name, say` sees nothing`);
       byId("details").textContent = "";
       return;
     }
-    const { verb, object, weight } = said;
-    byId("readout").replaceChildren(name, verb ?? " → ", element("b", object), " ", element("span", weight, "weight"));
+    const isFinding = query === state.query && key === state.key; // which stands in words above
+    const verb = (isFinding && !said.isTile ? null : said.verb) ?? " → ";
+    byId("readout").replaceChildren(name, verb, element("b", said.object), " ", element("span", said.weight, "weight"));
     showDetails(query, said.key);
   }
 
@@ -42,7 +43,7 @@
     const { label, heads } = data.sections[state.section].layers[state.layer];
     const kind = data.sections.length > 1 ? data.sections[state.section].title + ", " : "";
     const name = element("strong", state.current.rows.names[state.query]);
-    const said = sayingOf(state.query, state.key, 2);
+    const said = sayingOf(state.query, state.key);
     const rest = said
       ? [said.verb ?? (isSigned() ? say` changes at ` : say` looks at `), element("strong", said.object), ` (${said.weight})`]
       : [say` sees nothing`];
@@ -101,13 +102,13 @@
   function showDetails(query, key) {
     if (isSigned()) return showChange(query, key);
     const { rows, columns, entropy, received, pooled } = state.current;
-    const share = received[key] / rows.names.length;
+    const percent = (share) => Number((100 * share).toPrecision(3));
     const about = (value) => (pooled ? say`about ${value}` : value);
     byId("details").textContent =
       say`query ${query} · entropy ${about(entropy[query].toFixed(2))} nats` +
       "   ·   " +
-      say`key ${key} · receives ${about(brief(received[key]))} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
-      say` (${(100 / columns.names.length).toFixed(1)} % if all were alike)`;
+      say`key ${key} · receives ${about(brief(received[key]))} from ${rows.names.length} queries, ${percent(received[key] / rows.names.length)} %` +
+      say` (${percent(1 / columns.names.length)} % if all were alike)`;
   }
 
   function quoted(names, [first, last]) {

@@ -40,7 +40,7 @@
       .sort((a, b) => size(b.weight) - size(a.weight));
     const shown = found.slice(0, MOST_FOUND);
     byId("search-list").replaceChildren(
-      ...shown.map(({ place, weight, about }) => rankedHead(place, about ? say`about ${precise(weight, 3)}` : precise(weight, 3))),
+      ...shown.map(({ place, weight, about }) => rankedHead(place, about ? say`about ${precise(weight)}` : precise(weight))),
     );
     const change = isSigned() ? say`Changes of weights, second − first. ` : "";
     const special = leavesOutSpecial() ? say` Special tokens are left out, the other weights renormalised.` : state.special ? say` Special tokens count here.` : "";

@@ -29,10 +29,10 @@
     const { texts } = state.item;
     const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
     const [least, most] = [Math.min(...heads), Math.max(...heads)];
-    const count = data.sections.length > 1 ? say`${heads.length} attention layers` : say`${heads.length} layers`;
-    const perLayer = least === most ? most : say`${least} to ${most}`;
+    const count = data.sections.length > 1 ? say`${heads.length} attention layers` : heads.length === 1 ? say`1 layer` : say`${heads.length} layers`;
+    const perLayer = most === 1 ? say`1 head` : say`${least === most ? most : say`${least} to ${most}`} heads`;
     byId("facts").textContent =
-      `${data.title} · ${count} × ${say`${perLayer} heads`} · ` +
+      `${data.title} · ${count} × ${perLayer} · ` +
       sizeOfItem() +
       (data.items.length > viewCount() ? say` · text ${Math.floor(number / viewCount()) + 1} of ${data.items.length / viewCount()}` : "");
     byId("item").value = number - viewNumber();
@@ -43,7 +43,8 @@
   }
 
   function sizeOfItem() {
-    if (!patchesOf()) return say`${[...new Set(state.item.texts.map(({ names }) => names.length))].join(say` and `)} tokens`;
+    const lengths = [...new Set(state.item.texts.map(({ names }) => names.length))];
+    if (!patchesOf()) return lengths.join() === "1" ? say`1 token` : say`${lengths.join(say` and `)} tokens`;
     const { grid, side } = patchesOf();
     const size = grid.join(" × ");
     return side > 1 ? say`${size} tiles of ${side} × ${side} patches` : say`${size} patches`;

@@ -1,12 +1,15 @@
-"""The four projections as views of the tensors of one naming."""
+"""The four projections: views of the tensors of one naming, and copies of them as the parameters of a module."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from .._checks import strided
+from .._multihead import MultiHeadAttention
 from ..errors import CheckpointError, DTypeError, shape_text
 from ._namings import ROLES, Entry, Naming, Projection, Role
 
@@ -67,3 +70,28 @@ def _require_fit(naming: Naming, prefix: str, projections: Projections) -> None:
             got="; ".join(problems),
             fix="Stored as (in, out), a weight has to be transposed first." if not naming.transposed else "",
         )
+
+
+#: The names of the projections in `MultiHeadAttention`.
+LINEARS = dict(zip(ROLES, ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True))
+
+
+def fill(module: MultiHeadAttention, projections: Projections) -> None:
+    """Replace the parameters of the module's projections by copies of the tensors."""
+    for role, (weight, bias) in projections.items():
+        linear: Any = getattr(module, LINEARS[role])
+        linear.weight = parameter(weight)
+        if bias is not None:
+            linear.bias = parameter(bias)
+        elif linear.bias is not None:
+            linear.bias = nn.Parameter(weight.new_zeros(weight.shape[0]))
+
+
+def parameter(tensor: Tensor) -> nn.Parameter:
+    """A parameter with a copy of the tensor."""
+    return nn.Parameter(copied(tensor))
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy of the tensor, outside of any graph."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
