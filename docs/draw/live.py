@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from clearhead.plot._language import speaking
 from docs.notebooks import SAVES
 
 from .lessons import LESSONS, PAGES, run
@@ -21,13 +20,12 @@ def write(folder: Path) -> None:
     names = {lesson: run(PAGES / f"{lesson}.md") for lesson in LESSONS}
     for language in ("en", "zh"):
         (folder / language).mkdir(parents=True, exist_ok=True)
-        with speaking(language):
-            one_text().save(folder / language / "look.html")
-            for lesson, code in codes.items():
-                if code is None:
-                    raise ValueError(f"lesson {lesson}: expected a line that saves rec.page(…), got none")
-                page = eval(code[1], names[lesson])
-                page.save(folder / language / f"{lesson}.html")
+        one_text(language).save(folder / language / "look.html")
+        for lesson, code in codes.items():
+            if code is None:
+                raise ValueError(f"lesson {lesson}: expected a line that saves rec.page(…), got none")
+            page = eval(code[1].removesuffix(")") + f", lang={language!r})", names[lesson])
+            page.save(folder / language / f"{lesson}.html")
 
 
 if __name__ == "__main__":

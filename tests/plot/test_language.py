@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+import warnings
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 
+import pytest
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import clearhead
+from clearhead.errors import ArgumentError
+from clearhead.plot._fonts import characters_of, fonts
 from clearhead.plot._language import say, speaking, words_now
 from docs.draw.terms import terms
 from tests.support.chromium import opened_browser
@@ -43,10 +54,9 @@ def test_a_language_ends_with_its_block() -> None:
     assert (say("{0} heads", 3), words_now()) == ("3 heads", {})
 
 
-def test_the_skeleton_of_a_chinese_page_is_chinese(tmp_path: Path) -> None:
+def test_the_skeleton_of_a_chinese_page_is_chinese() -> None:
     weights = [torch.eye(3).expand(2, 3, 3)]
-    with speaking("zh"):
-        text = clearhead.plot.page(clearhead.plot.given(weights), ["a", "b", "c"]).text
+    text = clearhead.plot.page(clearhead.plot.given(weights), ["a", "b", "c"], lang="zh").text
     assert '<html lang="zh">' in text
     assert "注意力权重说明一个头从哪里读取信息" in text
     assert "在第 0 层第 0 头中，" in text
@@ -74,8 +84,8 @@ KEPT = {"attention", "csv", "ctrl", "enter", "escape", "shift", "svg", "tab", "n
 @needs_chromium
 def test_a_chinese_page_has_no_english_left(tmp_path: Path) -> None:
     weights = [torch.eye(3).expand(2, 3, 3)]
-    with speaking("zh"):
-        path = clearhead.plot.page(clearhead.plot.given(weights), ["猫", "狗", "鸟"]).save(tmp_path / "page.html")
+    made = clearhead.plot.page(clearhead.plot.given(weights), ["猫", "狗", "鸟"], lang="zh")
+    path = made.save(tmp_path / "page.html")
     with opened_browser() as browser:
         opened = browser.new_page(viewport={"width": 1300, "height": 900})
         opened.goto(path.as_uri())
@@ -88,3 +98,86 @@ def test_a_chinese_page_has_no_english_left(tmp_path: Path) -> None:
             text = opened.inner_text("body")
             labels = opened.eval_on_selector_all("[aria-label]", "all => all.map((each) => each.ariaLabel).join(' ')")
             assert set(re.findall(r"[a-z_]{3,}", f"{text} {labels}".lower())) <= kept
+
+
+WEIGHTS = [torch.eye(5).expand(2, 5, 5), torch.full((2, 5, 5), 0.2)]
+TOKENS = list("abcde")
+#: A picture and its texts in Chinese: title, labels of the axes, caption of the colour bar, notes.
+DRAWN: dict[str, tuple[Callable[..., Axes], set[str]]] = {
+    "heads": (partial(clearhead.plot.plot_heads, statistic="entropy"), {"entropy", "头", "层"}),
+    "map": (
+        partial(clearhead.plot.plot_map, layer=0, head=1, tokens=TOKENS),
+        {"第 0 层第 1 头", "查询那一行中键的权重"},
+    ),
+    "received": (
+        partial(clearhead.plot.plot_received, layer=0, tokens=TOKENS),
+        {"第 0 层各头的平均", "从 5 个查询得到的权重", "若都相同"},
+    ),
+    "received by all": (clearhead.plot.plot_received, {"所有层各头的平均"}),
+    "rollout": (
+        partial(clearhead.plot.plot_rollout, targets=0, tokens=TOKENS),
+        {"注意力展开：每个输入词元的份额", "份额"},
+    ),
+    "rollout of patches": (
+        partial(clearhead.plot.plot_rollout, targets=0, grid=(2, 2)),
+        {"词元 0 的注意力展开", "一个图像块的份额"},
+    ),
+    "comparison": (lambda rec, **options: rec.compare(rec).plot_heads(**options), {"Jensen–Shannon 散度", "nat"}),
+    "change": (
+        lambda rec, **options: rec.compare(rec).plot_heads("entropy", **options),
+        {"entropy，第二个减第一个"},
+    ),
+}
+MARKED = re.compile(r"[^\W\d_]{2,}|[\u4e00-\u9fff]")  # words
+
+
+def texts_of(axes: Axes) -> dict[str, Text]:
+    """Text → its artist, of a whole figure."""
+    found = axes.figure.findobj(Text)
+    return {each.get_text(): each for each in found if isinstance(each, Text) and MARKED.search(each.get_text())}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_pictures_speak_chinese_on_axes_of_their_own_and_on_those_given(name: str) -> None:
+    draw, chinese = DRAWN[name]
+    rec = clearhead.plot.given(WEIGHTS)
+    readable = needs_fonts(chinese)
+    for ax in (None, Figure().subplots()):
+        axes = draw(rec, ax=ax, lang="zh")
+        texts = texts_of(axes)
+        if not readable:
+            assert not any("\u4e00" <= letter <= "\u9fff" for letter in "".join(texts))
+            continue
+        assert chinese <= texts.keys()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Glyph")
+            axes.figure.savefig(BytesIO())
+        assert not re.search("[\u4e00-\u9fff]", "".join(texts_of(draw(rec))))
+
+
+def needs_fonts(texts: set[str]) -> bool:
+    """Whether installed fonts have the characters of these texts."""
+    letters = "".join(texts)
+    return set(map(ord, letters)) <= set[int]().union(*map(characters_of, fonts(letters)))
+
+
+def test_a_comparison_speaks_chinese() -> None:
+    rec, short = clearhead.plot.given(WEIGHTS), clearhead.plot.given([torch.eye(3).expand(2, 3, 3)] * 2)
+    same, other = rec.compare(rec), rec.compare(short)
+    text = same.page(TOKENS, lang="zh").text
+    assert '<html lang="zh">' in text
+    assert json.dumps("每一行都与另一个的同一行比较。") in text
+    assert json.dumps(["第一个", "第二个", "差值"], separators=(",", ":")) in text
+    reason = "两段文本各有 5 个和 3 个词元；传入 tokens= 才能把它们对应起来。 头按 normalized_entropy 比较。"
+    assert json.dumps(reason) in other.page(lang="zh").text
+    assert other.note == (
+        "The texts have 5 and 3 tokens; tokens= would pair them. Heads are compared by their normalized_entropy."
+    )
+
+
+@pytest.mark.parametrize("lang", ["fr", "ZH", None, 3])
+def test_another_language_is_refused(lang: object) -> None:
+    rec = clearhead.plot.given(WEIGHTS)
+    for make in (rec.page, rec.plot_heads, rec.compare(rec).page, rec.compare(rec).plot_heads):
+        with pytest.raises(ArgumentError, match=re.escape("lang: expected 'en' or 'zh', got ")):
+            make(lang=lang)

@@ -11,15 +11,16 @@ from clearhead.plot._heads import KINDS
 from clearhead.plot._ink import NOTE
 from clearhead.plot._sections import TITLES
 
+SAYING = ("say", "_Incomparable")
 SOURCES = Path(__file__).parents[2] / "src" / "clearhead"
 
 
 def texts_of_python() -> Iterator[str]:
-    """What `say` is called with; a constant where it is one."""
+    """What `say` and `_Incomparable` are called with; a constant where it is one."""
     for folder in ("plot", "cli"):
         for file in (SOURCES / folder).glob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "say":
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SAYING:
                     yield from (
                         part.value
                         for part in node.args[:1]

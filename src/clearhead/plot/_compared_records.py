@@ -38,11 +38,11 @@ class ComparedRecords:
         self.modules: dict[str, str] = dict(zip(first, second, strict=True))
         self.heads: dict[str, tuple[int, ...]] = {name: first[name][0].heads for name in first}
         self._pairs: dict[tuple[str, int], HeadPair] = {}
-        self._reason: str | None = None
+        self._reason: _Incomparable | None = None
         try:
             self._pair()
         except _Incomparable as reason:
-            self._reason = str(reason)
+            self._reason = reason
 
     @property
     def by(self) -> str:
@@ -53,7 +53,7 @@ class ComparedRecords:
     def note(self) -> str:
         """A sentence about the compared tokens."""
         if self._reason is not None:
-            return say("{0} Heads are compared by their {1}.", self._reason, self._stand_in())
+            return say("{0} Heads are compared by their {1}.", say(*self._reason.args), self._stand_in())
         keys = [alignment.keys for pair in self._pairs.values() for alignment in pair.alignments]
         if all(pairs.whole for pairs in keys):
             return say("Every row is compared with the same row of the other.")
@@ -127,7 +127,7 @@ class ComparedRecords:
     def _pair(self) -> None:
         counts = [number_of_calls(rec) for rec in self.records]
         if counts[0] != counts[1]:
-            raise _Incomparable(f"The records hold {counts[0]} and {counts[1]} calls.")
+            raise _Incomparable("The records hold {0} and {1} calls.", *counts)
         for section in find_sections(self.records[0], two_texts=False):
             for name in section.layers:
                 for call in range(counts[0]):
@@ -142,7 +142,7 @@ class ComparedRecords:
             raise _Incomparable("Queries and keys were not kept in both records (keep='queries_keys').") from None
         first, second = (rec[name][call] for rec, name in both)
         if first.batch_size != second.batch_size:
-            raise _Incomparable(f"The records hold batches of {first.batch_size} and {second.batch_size}.")
+            raise _Incomparable("The records hold batches of {0} and {1}.", first.batch_size, second.batch_size)
         items = range(first.batch_size)
         alignments = tuple(self._aligned(section, (first, second), call * first.batch_size, item) for item in items)
         self._pairs[names[0], call] = HeadPair(self.records, names, call, section.same, alignments)
@@ -153,7 +153,7 @@ class ComparedRecords:
         lengths = [stop - start for start, stop in extents]
         if self.texts[0] is None or self.texts[1] is None or section.kind == "encoder":
             queries = same_places(*lengths)
-            reason = f"The texts have {lengths[0]} and {lengths[1]} tokens; tokens= would pair them."
+            reason = _Incomparable("The texts have {0} and {1} tokens; tokens= would pair them.", *lengths)
         else:
             texts = [
                 fitted(what, given, before + item, each.query_length, extent)
@@ -162,13 +162,13 @@ class ComparedRecords:
                 )
             ]
             queries = align(*texts)
-            reason = f"The tokens agree in {len(queries)} places only, of {lengths[0]} and {lengths[1]}."
+            reason = _Incomparable("The tokens agree in {0} places only, of {1} and {2}.", len(queries), *lengths)
         if queries is None or not queries.enough:
-            raise _Incomparable(reason)
+            raise reason
         sizes = [each.key_length for each in found]
         keys = queries if section.same else same_places(*sizes)
         if keys is None:
-            raise _Incomparable(f"The texts looked at have {sizes[0]} and {sizes[1]} tokens.")
+            raise _Incomparable("The texts looked at have {0} and {1} tokens.", *sizes)
         return Alignment(queries, keys)
 
     def _stand_in(self) -> str:
@@ -207,7 +207,11 @@ def ranked_heads(scores: Mapping[str, Tensor], heads: Mapping[str, Sequence[int]
 
 
 class _Incomparable(Exception):
-    """Why the weights of two records cannot be compared, in a sentence."""
+    """Why the weights of two records cannot be compared: a sentence for `say`, and its values."""
+
+    def __str__(self) -> str:
+        english, *values = self.args
+        return english.format(*values)
 
 
 def _require_same_heads(first: Recorded, second: Recorded) -> None:

@@ -11,6 +11,7 @@ from ._compared_records import ComparedRecords
 from ._comparison_page import comparison_page
 from ._comparison_plots import plot_comparison
 from ._html import Page
+from ._spoken import spoken, spoken_picture
 from ._tokens import Texts, as_texts
 
 if TYPE_CHECKING:
@@ -84,15 +85,17 @@ class Comparison(ComparedRecords):
         require_record(second, "second")
         super().__init__(first, second, as_texts(tokens), as_texts(other_tokens, "other_tokens"))
 
-    def plot_heads(self, statistic: str | None = None, *, ax: Axes | None = None) -> Axes:
+    @spoken_picture
+    def plot_heads(self, statistic: str | None = None, *, ax: Axes | None = None, lang: str = "en") -> Axes:
         """Draw one number per head, layers × heads.
 
         Args:
             statistic: one of `differences`, on a diverging scale. Default: the score of `scores`.
             ax: the axes. Default: a new figure.
+            lang: as for `clearhead.plot.plot_map`.
 
         Raises:
-            ArgumentError: for a statistic that is not in both records.
+            ArgumentError: for a statistic that is not in both records, and for another language.
 
         Example:
             >>> import torch
@@ -103,20 +106,23 @@ class Comparison(ComparedRecords):
         """
         return plot_comparison(self, statistic, ax)
 
+    @spoken
     def page(
         self,
         tokens: Texts | None = None,
         other_tokens: Texts | None = None,
         *,
-        labels: Sequence[str] = ("first", "second"),
+        labels: Sequence[str] | None = None,
         title: str = "Attention",
+        lang: str = "en",
     ) -> Page:
         """Make one page of both: the same view of each and a third of the difference, heads ranked.
 
         Args:
             tokens, other_tokens: as for `compare`. Default: those given there.
-            labels: the names of both.
+            labels: the names of both. Default: "first" and "second".
             title: the title of the page.
+            lang: as for `clearhead.plot.page`.
 
         Raises:
             RecordError: if the records lack what `clearhead.plot.page` needs.

@@ -36,9 +36,9 @@ def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes
     values = comparison.scores() if statistic is None else comparison.differences[statistic]
     if statistic is not None:
         end = max(float(each.abs().nan_to_num(0).max()) for each in head_cells(list(values.values()))) or 1.0
-        title = f"{statistic}, second − first"
+        title = say("{0}, second − first", statistic)
         return plot_head_table(values, title, cmap=colors(CHANGES), low=-end, high=end, ax=ax)
-    unit = "nats" if comparison.by == "divergence" else ""
+    unit = say("nats") if comparison.by == "divergence" else ""
     return plot_head_table(values, name_of(comparison.by), cmap=colors(), low=0, unit=unit, ax=ax)
 
 

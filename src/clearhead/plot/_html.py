@@ -16,11 +16,13 @@ from ._crops import CROPS, CropRequest, with_crops
 from ._heads import clearest_head, summarize
 from ._image_items import with_pictures
 from ._page_maker import Page, PageMaker
+from ._spoken import spoken
 from ._tokens import Texts, as_texts
 
 __all__ = ["Page", "PageMaker", "page"]
 
 
+@spoken
 def page(
     rec: Recorded,
     tokens: Texts | None = None,
@@ -33,6 +35,7 @@ def page(
     title: str = "Attention",
     image: Any = None,
     processor: Any = None,
+    lang: str = "en",
 ) -> Page:
     """Make one self-contained HTML page of a record: every head as a thumbnail, one large, weights under the pointer.
 
@@ -60,10 +63,12 @@ def page(
             must be known, so record with ``keep="queries_keys"``. If a model has more patches than a page holds,
             neighbouring patches are merged.
         processor: as for `clearhead.plot.plot_image`.
+        lang: the language of the page, ``"en"`` or ``"zh"`` (Chinese). Names of statistics stay English. Default
+            ``"en"``.
 
     Raises:
         RecordError: if the record lacks a needed statistic.
-        ArgumentError: for a layer or head that was not recorded.
+        ArgumentError: for a layer or head that was not recorded, and for another language.
         ShapeError: if tokens and record do not fit.
 
     Example:

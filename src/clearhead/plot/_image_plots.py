@@ -20,6 +20,7 @@ from ._labels import layer_labels
 from ._language import say
 from ._patch_looks import ENDS, Query, end_of, even_weight, levels_of, looks_of, query_name, query_number
 from ._picture import seen_picture
+from ._spoken import spoken_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ THUMBNAIL = 96  # pixels
 GAP = 0.08  # of a thumbnail, between neighbours
 
 
+@spoken_picture
 def plot_image(
     rec: Recorded,
     image: Any,
@@ -41,6 +43,7 @@ def plot_image(
     processor: Any = None,
     item: int = 0,
     ax: Axes | None = None,
+    lang: str = "en",
 ) -> Axes:
     """Draw what a token of a vision model looks at, over the image: one head, or every head as a thumbnail.
 
@@ -62,14 +65,15 @@ def plot_image(
             picture to the input (3, h, w). It resizes and crops `image` in the same way here.
         item: the batch item, counted over calls. Default: the first.
         ax: the axes. Default: a new figure.
+        lang: as for `plot_map`.
 
     Returns:
         The axes.
 
     Raises:
         RecordError: if queries and keys were not kept.
-        ArgumentError: for a model whose patches have no known places, an unknown layer, head or query, or a file that
-            is no picture.
+        ArgumentError: for a model whose patches have no known places, an unknown layer, head, query or language, or a
+            file that is no picture.
         ShapeError: if the image has not the size of the model's input.
 
     Example:
@@ -94,7 +98,7 @@ def plot_image(
     picture = seen_picture(image, layouts[names[0]].size, processor)
     call, place = item_places(rec)[integer("item", item, least=0, most=len(item_places(rec)) - 1)]
     looks = [looks_of(rec, name, layouts[name], query, (call, place)) for name in names]
-    what = f"what {query_name(layouts[names[0]], query)} looks at"
+    name = query_name(layouts[names[0]], query)
     labels, shapes = _labels(layouts, names), [layouts[name] for name in names]
     if head is not None:
         looks = [looks[0][head_place(head, rec[names[0]][0].heads, names[0])]]
@@ -103,13 +107,14 @@ def plot_image(
     if head is not None:
         axes = new_axes(ax, (5.4, 5.0))
         draw_over(axes, picture, levels[0], shapes[0], query)
-        where = f"layer {labels[0]}, head {head}"
+        title = say("layer {0}, head {1}: what {2} looks at", labels[0], head, name)
     else:
         most = max(len(each) for each in looks)
         axes = new_axes(ax, (min(1.2 + 0.9 * most, 15), min(max(1.2 + 0.9 * len(looks), 3.6), 15)))
         draw_thumbnails(axes, picture, levels, shapes, labels)
-        where = "every head" if layer is None else f"layer {labels[0]}"
-    axes.set_title(f"{where}: {what}", loc="left")
+        where = say("every head") if layer is None else say("layer {0}", labels[0])
+        title = say("{0}: what {1} looks at", where, name)
+    axes.set_title(title, loc="left")
     patch_bar(axes.figure, shapes[0], end, ax=axes)
     return axes
 
@@ -126,7 +131,7 @@ def _labels(layouts: dict[str, PatchLayout], names: Sequence[str]) -> list[str]:
     """The names of the layers in pictures: numbers, or ``pooling``."""
     tokens = [name for name, layout in layouts.items() if not layout.queries]
     numbers = dict(zip(tokens, layer_labels(tokens), strict=True))
-    return [numbers.get(name, "pooling") for name in names]
+    return [numbers.get(name) or say("pooling") for name in names]
 
 
 def over_picture(picture: Tensor, levels: Tensor, layout: PatchLayout) -> Tensor:

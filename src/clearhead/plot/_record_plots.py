@@ -17,28 +17,31 @@ from ._crops import cut_crop, head_place
 from ._head_grid import plot_head_table
 from ._ink import BAR, QUIET, colors, draw_weights, label_tokens, new_axes, token_labels, weight_bar
 from ._labels import layer_labels
+from ._language import say
 from ._scale import scale_end
+from ._spoken import spoken_picture
 from ._tokens import Texts, as_texts
 from ._words import merge_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WEIGHT = "weight of a key in its query's row"
 #: Longer texts are drawn as tiles: a figure has no more pixels than that.
 LONGEST_EXACT = 2048
 
 
-def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = None) -> Axes:
+@spoken_picture
+def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = None, lang: str = "en") -> Axes:
     """Draw one number per head: layers × heads.
 
     Args:
         rec: a record with the statistic.
         statistic: a name of ``rec.summary()``, such as entropy, max_logit or ``"offset -1"``. Default entropy.
         ax: where to draw. Default: a new figure.
+        lang: as for `plot_map`.
 
     Raises:
-        ArgumentError: if the record has no such number per head.
+        ArgumentError: if the record has no such number per head, and for another language.
 
     Example:
         >>> from clearhead.plot import given
@@ -58,6 +61,7 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
     return plot_head_table(summary[statistic], statistic, cmap=colors(), heads=summary.heads, ax=ax)
 
 
+@spoken_picture
 def plot_map(
     rec: Recorded,
     layer: int | str,
@@ -68,6 +72,7 @@ def plot_map(
     item: int = 0,
     words: bool = False,
     ax: Axes | None = None,
+    lang: str = "en",
 ) -> Axes:
     """Draw the weights of one head, queries down, keys across.
 
@@ -82,10 +87,13 @@ def plot_map(
         item: which batch item, counted over calls. Default the first.
         words: merge the pieces of words: keys are summed, queries averaged.
         ax: where to draw. Default: a new figure.
+        lang: the language of the picture's own words, ``"en"`` or ``"zh"`` (Chinese). The picture stays English if no
+            installed font has the characters. Default ``"en"``.
 
     Raises:
         RecordError: if the record lacks what it takes.
-        ArgumentError: for a layer, head or item that is not there, or `words` where only tiles are known.
+        ArgumentError: for a layer, head or item that is not there, `words` where only tiles are known, or another
+            language.
 
     Example:
         >>> from clearhead.plot import given
@@ -117,11 +125,13 @@ def plot_map(
     axes = new_axes(ax, (size[0], size[1] - 0.6))
     end = scale_end([weights])
     image = draw_weights(axes, weights, (token_labels(queries), token_labels(keys)), end=end)
-    axes.set_title(f"layer {_label_of(picture, found)}, head {head}", loc="left")
-    weight_bar(axes.figure, image, end=end, caption=WEIGHT if exact else "weight of a tile in its row", ax=axes)
+    axes.set_title(say("layer {0}, head {1}", _label_of(picture, found), head), loc="left")
+    caption = say("weight of a key in its query's row") if exact else say("weight of a tile in its query's row")
+    weight_bar(axes.figure, image, end=end, caption=caption, ax=axes)
     return axes
 
 
+@spoken_picture
 def plot_received(
     rec: Recorded,
     layer: int | str | None = None,
@@ -131,6 +141,7 @@ def plot_received(
     key_tokens: Texts | None = None,
     item: int = 0,
     ax: Axes | None = None,
+    lang: str = "en",
 ) -> Axes:
     """Draw what each key receives from all queries, Σ_i p_ij, as bars.
 
@@ -140,6 +151,7 @@ def plot_received(
         head: its number. Default: the mean over the heads.
         tokens, key_tokens, item: as for `plot_map`.
         ax: where to draw. Default: a new figure.
+        lang: as for `plot_map`.
 
     Example:
         >>> from clearhead.plot import given
@@ -157,12 +169,13 @@ def plot_received(
     axes.bar(range(len(received)), received.tolist(), color=BAR, width=0.85)
     even = len(picture.queries) / max(len(received), 1)
     axes.axhline(even, color=QUIET, linewidth=0.8, linestyle=":")
-    axes.annotate("all alike", (1, even), xycoords=("axes fraction", "data"), va="bottom", ha="right", color=QUIET)
+    axes.annotate(say("all alike"), (1, even), xycoords=("axes fraction", "data"), va="bottom", ha="right", color=QUIET)
     label_tokens(axes.xaxis, token_labels(picture.keys.names), turn=90)
     axes.set_xlim(-0.6, len(received) - 0.4)
-    axes.set_ylabel(f"received from {len(picture.queries)} queries", color=QUIET)
-    where = "all layers" if layer is None else f"layer {_label_of(picture, layers[0])}"
-    axes.set_title(f"{where}, {'mean over heads' if head is None else f'head {head}'}", loc="left")
+    axes.set_ylabel(say("received from {0} queries", len(picture.queries)), color=QUIET)
+    where = say("all layers") if layer is None else say("layer {0}", _label_of(picture, layers[0]))
+    which = say("mean over heads") if head is None else say("head {0}", head)
+    axes.set_title(say("{0}, {1}", where, which), loc="left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="x", length=0)

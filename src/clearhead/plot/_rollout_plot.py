@@ -14,14 +14,17 @@ from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, ShapeError
 from ._collect import require_record
 from ._ink import colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
+from ._language import say
 from ._picture import pixels_of
 from ._scale import scale_end
+from ._spoken import spoken_picture
 from ._tokens import Texts, as_texts, numbered_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+@spoken_picture
 def plot_rollout(
     rec: Recorded,
     targets: int | Sequence[int],
@@ -33,6 +36,7 @@ def plot_rollout(
     layers: Sequence[int | str] | None = None,
     residual: float = 0.5,
     ax: Axes | None = None,
+    lang: str = "en",
 ) -> Axes:
     """Draw attention rollout: how much of each input token reaches the targets through all layers.
 
@@ -47,10 +51,12 @@ def plot_rollout(
         layers: recorded layers, first to last. Default: all.
         residual: share of the residual connection. Default: 0.5.
         ax: the axes. Default: a new figure.
+        lang: as for `plot_map`.
 
     Raises:
         RecordError: if queries and keys were not kept.
-        ArgumentError: for an unknown target, several targets with a grid, or an image without a grid.
+        ArgumentError: for an unknown target, several targets with a grid, an image without a grid, or another
+            language.
         ShapeError: for a grid of more patches than tokens.
 
     Example:
@@ -86,9 +92,9 @@ def plot_rollout(
     labels = token_labels(names.names)
     label_tokens(axes.xaxis, labels, turn=90)
     label_tokens(axes.yaxis, [labels[target] for target in chosen], turn=0)
-    axes.set_title("rollout: share of each input token", loc="left")
+    axes.set_title(say("rollout: share of each input token"), loc="left")
     plain_frame(axes)
-    weight_bar(axes.figure, shown, end=end, caption="share", ax=axes)
+    weight_bar(axes.figure, shown, end=end, caption=say("share"), ax=axes)
     return axes
 
 
@@ -116,7 +122,7 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
         shade(patches, end), cmap=colors(), vmin=0, vmax=1, extent=extent, alpha=alpha, interpolation="nearest"
     )
     axes.set(xticks=[], yticks=[])
-    axes.set_title(f"rollout of token {targets[0]}", loc="left")
+    axes.set_title(say("rollout of token {0}", targets[0]), loc="left")
     plain_frame(axes)
-    weight_bar(axes.figure, shown, end=end, caption="share of a patch", ax=axes)
+    weight_bar(axes.figure, shown, end=end, caption=say("share of a patch"), ax=axes)
     return axes
