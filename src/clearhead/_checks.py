@@ -84,7 +84,7 @@ def integer(
         ArgumentError: if it is out of bounds.
     """
     expected = expected or f"an int ≥ {least}"
-    given = _whole(name, value, expected, got)
+    given = _python_int(name, value, expected, got)
     if given < least:
         raise ArgumentError(name, expected=expected, got=shown(value), fix=fix)
     if given > most:
@@ -93,7 +93,7 @@ def integer(
     return given
 
 
-def _whole(name: str, value: object, expected: str, got: Callable[[object], str]) -> int:
+def _python_int(name: str, value: object, expected: str, got: Callable[[object], str]) -> int:
     """An int of Python's, or a traced one; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise DTypeError(name, expected=expected, got=got(value))
@@ -113,7 +113,7 @@ def index(name: str, value: object, count: int, expected: str = "") -> int:
         ArgumentError: if there is no such number.
     """
     expected = expected or f"0 … {count - 1}"
-    given = _whole(name, value, expected, shown)
+    given = _python_int(name, value, expected, shown)
     if not -count <= given < count:
         raise ArgumentError(name, expected=expected, got=shown(value))
     return given

@@ -71,7 +71,8 @@ def test_half_precision(dtype: torch.dtype, instructions: str) -> None:
 
 
 def packed_plan(tensors: tuple[Tensor, ...], sequences: int, **options: Any) -> NativePlan:
-    return NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, sequences=sequences, **options)
+    layouts = [Layout(x.shape, x.stride()) for x in tensors]
+    return NativePlan(tensors[0].dtype, *layouts, scale=0.4, sequences=sequences, **options)
 
 
 def test_what_is_refused() -> None:
@@ -99,6 +100,7 @@ def test_the_same_as_a_batch() -> None:
     seed = torch.tensor(3)
     arguments = NativeArguments(*packed, seed=seed, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     output = packed_plan(packed, 4, high=0, dropout_p=0.2).forward(arguments)
-    plan = NativePlan(torch.float32, *map(Layout.of, batch), scale=0.4, high=0, dropout_p=0.2)
+    layouts = [Layout(x.shape, x.stride()) for x in batch]
+    plan = NativePlan(torch.float32, *layouts, scale=0.4, high=0, dropout_p=0.2)
     expected = plan.forward(NativeArguments(*batch, seed=seed))
     assert torch.equal(output.view(HEADS, 4, 61, DIM).transpose(0, 1), expected)

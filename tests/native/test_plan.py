@@ -61,7 +61,8 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], error: type[Exception],
 
 def test_calls_give_what_the_plan_was_made_for() -> None:
     x = torch.randn(2, 3, 5, 4)
-    plan = NativePlan(x.dtype, Layout.of(x), Layout.of(x), Layout.of(x), scale=0.5)
+    layout = Layout(x.shape, x.stride())
+    plan = NativePlan(x.dtype, layout, layout, layout, scale=0.5)
     with pytest.raises(ValueError, match="the plan was made without visible"):
         plan.forward(NativeArguments(x, x, x, visible=torch.ones(1, 1, 1, 5, dtype=torch.bool)))
     with pytest.raises(TypeError, match="unknown argument 'entorpy'"):

@@ -12,7 +12,6 @@ from ..masks._grid import Offset
 from ..masks._part import part_of
 from .call import AttentionCall
 from .sequences import PackedSequences, within_sequences
-from .spec import Layout
 
 
 def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
@@ -28,16 +27,14 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     start = request.offset or Offset(spec.query.shape[1])
     for number, (queries, keys) in enumerate(cast(PackedSequences, request.sequences).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
-        layouts = dict(zip(("query", "key", "value"), map(Layout.of, operands), strict=True))
         sequence_mask = mask
         if mask is not None and all_sequences is not None:
             place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
             parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
             sequence_mask = all_of(parts)
         sequence_request = request._replace(mask=sequence_mask, sequences=None, offset=start._replace(item=number))
-        yield AttentionCall(
-            spec._replace(**layouts, mask=None if is_cut else spec.mask, sequences=None), *operands, sequence_request
-        )
+        sequence_spec = spec.with_operands(*operands)._replace(mask=None if is_cut else spec.mask, sequences=None)
+        yield AttentionCall(sequence_spec, *operands, sequence_request)
 
 
 def as_one_sequence(call: AttentionCall) -> AttentionCall:

@@ -22,13 +22,8 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @staticmethod
-    def of(tensor: Tensor) -> Layout:
-        """The layout of a tensor."""
-        return Layout(tuple(tensor.shape), tensor.stride())
-
     @property
-    def has_whole_rows(self) -> bool:
+    def has_contiguous_rows(self) -> bool:
         """Whether the elements of a row lie side by side."""
         return self.strides[-1] == 1 or self.shape[-1] <= 1
 
@@ -99,6 +94,11 @@ class AttentionSpec(NamedTuple):
     def learns_bias(self) -> bool:
         """Whether a tensor that the mask adds to the scores needs a gradient."""
         return any(self.gradients[3 + self.sinks :])
+
+    def with_operands(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionSpec:
+        """The spec with the layouts of other operands."""
+        layouts = [Layout(x.shape, x.stride()) for x in (query, key, value)]
+        return self._replace(query=layouts[0], key=layouts[1], value=layouts[2])
 
     @property
     def empty(self) -> bool:

@@ -155,12 +155,12 @@ class Layer:
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
-        own_mask = self.request.mask
+        module_mask = self.request.mask
         if mask is None:
-            return own_mask
+            return module_mask
         if not isinstance(mask, Mask):
             mask = as_mask(mask)
-        return mask if own_mask is None else own_mask & mask
+        return mask if module_mask is None else module_mask & mask
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment

@@ -17,7 +17,7 @@ from .._call.observers import computing, notify
 from .._call.packed import as_one_sequence, each_sequence, validate_mask_of_packed
 from .._call.request import Request
 from .._call.sequences import PackedSequences
-from .._call.spec import AttentionSpec, Layout
+from .._call.spec import AttentionSpec
 from .._call.validation import NO_SINK
 from .._environment import Environment, autocast_off, cast_for_autocast
 from ..kernels._base import Kernel, Plan
@@ -193,8 +193,7 @@ def _with_numbers_written(environment: Environment) -> Plan:
 
     def resolved(call: AttentionCall) -> Results:
         query, key, value = (tensor.resolve_neg().contiguous() for tensor in (call.query, call.key, call.value))
-        layouts = dict(zip(("query", "key", "value"), map(Layout.of, (query, key, value)), strict=True))
-        spec = call.spec._replace(**layouts, negative=False)
+        spec = call.spec.with_operands(query, key, value)._replace(negative=False)
         return run_call(replace(call, spec=spec, query=query, key=key, value=value), environment)
 
     return resolved

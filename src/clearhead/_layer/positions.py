@@ -30,12 +30,14 @@ def positions_of_queries(positions: Positions | None, cache: Cache | None, lengt
     return checked
 
 
-def positions_of_keys(known: KeyValues, own: Positions | None, num_heads: int) -> Positions | None:
-    """As the cache says, or with the queries: `own`."""
-    found = known.positions
-    if found is None:
-        return own
-    return found if found.dim() == 2 else found.repeat_interleave(num_heads // found.shape[1], 1)  # (B, H, S)
+def positions_of_keys(keys: KeyValues, of_new_keys: Positions | None, num_heads: int) -> Positions | None:
+    """The positions from the cache, or else `of_new_keys`: (1 or B, S), or (B, H, S) if heads differ."""
+    positions = keys.positions
+    if positions is None:
+        return of_new_keys
+    if positions.dim() == 3:
+        return positions.repeat_interleave(num_heads // positions.shape[1], 1)  # (B, H, S)
+    return positions
 
 
 def apply_position(position: PositionPart, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
     if real is None:
         return Tokens((batch, length), None, None, [length] * batch)
     real = real.expand(batch, length)
-    marks = real.cpu()  # what follows from values is found there
+    marks = real.cpu()  # whose values are read
     counts: list[int] = marks.sum(1).tolist()
     total = sum(counts)
     # Where nothing is padding the tokens are a view, which costs no gathering.
@@ -113,5 +113,5 @@ def sequences_of(tokens: Tokens, real: Tensor) -> PackedSequences:
     if real.is_cpu:
         return sequences_between(tokens, tokens)
     total, longest = sum(tokens.counts), max(tokens.counts)
-    bounds = pad(real.sum(1).cumsum(0), (1, 0))  # (n + 1,), computed there and not copied to it
+    bounds = pad(real.sum(1).cumsum(0), (1, 0))  # (n + 1,), computed on the device and not copied to it
     return PackedSequences(bounds, bounds, (), (), (total, total), (longest, longest))

@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._checks import PLAIN
 from .._environment import Environment, read_environment
+from .._torch_private import is_compiled
 from .linear import Linear, multiply
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
@@ -32,7 +33,7 @@ def is_unmodified(module: nn.Module) -> bool:
         or fields["_forward_hooks"]
         or fields["_backward_hooks"]
         or fields["_backward_pre_hooks"]
-        or fields.get("_compiled_call_impl")
+        or is_compiled(module)
         or "forward" in fields
         or fields["_parameters"].get("weight") is None
         or "bias" not in fields["_parameters"]

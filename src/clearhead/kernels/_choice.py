@@ -146,8 +146,8 @@ def explain_call(call: AttentionCall, projections: str) -> Explanation:
     }
     kernel = choose(call, None) if forced is None else None if reasons[forced.name] else forced
     backend = None if kernel is None else kernel.backend(spec, mask, grid)
-    found = Explanation(None if kernel is None else kernel.name, reasons, forced is not None, projections)
-    return found if backend is None else replace(found, backend=backend.name, faster=backend.faster)
+    explanation = Explanation(None if kernel is None else kernel.name, reasons, forced is not None, projections)
+    return explanation if backend is None else replace(explanation, backend=backend.name, faster=backend.faster)
 
 
 def _named(name: str) -> Kernel:

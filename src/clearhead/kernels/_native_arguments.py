@@ -59,7 +59,7 @@ class NativeArguments(NamedTuple):
         operands = query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)
         if sinks is first is visible is bias is seed is cu_seqlens_q is None:
             return operands, None
-        return operands, (*map(address_of, self[3:11]), *(self.offset or _WHOLE))
+        return operands, (*map(address_of, self[3:11]), *(self.offset or _NO_OFFSET))
 
 
 class BackwardArguments(NamedTuple):
@@ -78,7 +78,7 @@ class BackwardArguments(NamedTuple):
     whole_rows: int
 
 
-_WHOLE = Offset(0)  # as many heads as the plan has
+_NO_OFFSET = Offset(0)  # as many heads as the plan has
 
 
 def address_of(tensor: Tensor | None) -> int:

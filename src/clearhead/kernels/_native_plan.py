@@ -55,7 +55,8 @@ class NativePlan:
         >>> from clearhead._native import extension
         >>> x = torch.randn(2, 3, 5, 4)
         >>> if extension is not None:
-        ...     plan = NativePlan(x.dtype, Layout.of(x), Layout.of(x), Layout.of(x), scale=0.5)
+        ...     layout = Layout(x.shape, x.stride())
+        ...     plan = NativePlan(x.dtype, layout, layout, layout, scale=0.5)
         ...     assert plan.forward(NativeArguments(x, x, x)).shape == x.shape
     """
 
@@ -86,8 +87,8 @@ class NativePlan:
         self._contiguous: list[bool] = []
         strides: list[tuple[int, ...]] = []
         for x in inputs:
-            self._contiguous.append(not x.has_whole_rows)
-            strides.append(x.strides if x.has_whole_rows else contiguous_strides(x.shape))
+            self._contiguous.append(not x.has_contiguous_rows)
+            strides.append(x.strides if x.has_contiguous_rows else contiguous_strides(x.shape))
         self._copies = True in self._contiguous
         self._gradients: list[Layout] = []
         gradients: dict[str, tuple[int, ...]] = {}
@@ -250,21 +251,22 @@ class NativePlan:
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
+    query, key, value = arguments[:3]
     first, visible, bias, boundaries = arguments.first, arguments.visible, arguments.bias, arguments.cu_seqlens_q
     return _cached_plan(
-        arguments.query.dtype,
-        Layout.of(arguments.query),
-        Layout.of(arguments.key),
-        Layout.of(arguments.value),
+        query.dtype,
+        Layout(query.shape, query.stride()),
+        Layout(key.shape, key.stride()),
+        Layout(value.shape, value.stride()),
         scale=arguments.scale,
         softcap=arguments.softcap,
         dropout_p=0.0 if arguments.seed is None else arguments.dropout_p,
         low=arguments.low,
         high=arguments.high,
         stop=arguments.stop,
-        first=None if first is None else Layout.of(first),
-        visible=None if visible is None else Layout.of(visible),
-        bias=None if bias is None else Layout.of(bias),
+        first=None if first is None else Layout(first.shape, first.stride()),
+        visible=None if visible is None else Layout(visible.shape, visible.stride()),
+        bias=None if bias is None else Layout(bias.shape, bias.stride()),
         sequences=0 if boundaries is None else len(boundaries) - 1,
         **options,
     )

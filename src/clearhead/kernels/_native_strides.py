@@ -18,7 +18,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> Strides:
 def strides_of_gradient(layout: Layout) -> Strides:
     """Those of the input where its elements fill its memory and its rows are whole, else contiguous ones."""
     shape, strides = layout
-    if not layout.has_whole_rows or 0 in shape:
+    if not layout.has_contiguous_rows or 0 in shape:
         return contiguous_strides(shape)
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):

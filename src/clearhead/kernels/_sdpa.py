@@ -143,7 +143,7 @@ def _fused_call(spec: AttentionSpec, mask: Mask | None, grid: Grid, grouping: Gr
     if mask is not None and not causal and not hides_nothing(mask, grid):
         dtype = spec.compute_dtype if mask.has_bias and spec.device.type == "cpu" else spec.dtype
     layouts = (spec.query, spec.key, spec.value)
-    shapes, whole_rows = tuple(each.shape for each in layouts), tuple(each.has_whole_rows for each in layouts)
+    shapes, whole_rows = tuple(each.shape for each in layouts), tuple(each.has_contiguous_rows for each in layouts)
     grouping = grouping or _grouping(spec, mask, grid)
     if grouping == "calls":
         shapes = ((shapes[0][0], spec.key.shape[1], *shapes[0][2:]), *shapes[1:])
