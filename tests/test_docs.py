@@ -1,7 +1,4 @@
-"""The Python in the documentation runs, page by page, and what it asserts holds.
-
-Chinese pages have the code of the English ones, which tests/test_two_languages.py compares.
-"""
+"""The Python in the documentation runs, page by page, and what it asserts holds."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ def assert_printed(found: str, shown: str) -> None:
 
 
 ROOT = DOCS.parents[1]
-ENGLISH = [ROOT / "README.md", *(page for page in sorted(DOCS.parent.rglob("*.md")) if "zh" not in page.parts)]
-PAGES = [page for page in ENGLISH if blocks(page)]
+READMES = sorted(ROOT.glob("README*.md"))
+PAGES = [page for page in (*READMES, *sorted(DOCS.parent.rglob("*.md"))) if blocks(page)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

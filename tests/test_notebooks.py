@@ -13,10 +13,6 @@ from docs.notebooks import lessons, notebook
 ROOT = Path(__file__).parent.parent
 LARGEST = 30_000  # bytes
 every_lesson = pytest.mark.parametrize("page", lessons(), ids=lambda page: str(page.relative_to(ROOT)))
-#: The Chinese ones have the same code: tests/test_two_languages.py compares it.
-in_english = pytest.mark.parametrize(
-    "page", [page for page in lessons() if "en" in page.parts], ids=lambda page: str(page.relative_to(ROOT))
-)
 
 
 @every_lesson
@@ -31,7 +27,7 @@ def test_the_committed_notebook_is_made_from_its_page(page: Path) -> None:
     assert f"[{'notebook' if 'en' in page.parts else '笔记本'}]({file.name})" in page.read_text(encoding="utf-8")
 
 
-@in_english
+@every_lesson
 def test_a_notebook_runs_and_shows_its_heads(page: Path, tmp_path: Path) -> None:
     nbclient: Any = pytest.importorskip("nbclient", reason="executing notebooks needs nbclient and ipykernel")
     pytest.importorskip("ipykernel", reason="executing notebooks needs a kernel: ipykernel")

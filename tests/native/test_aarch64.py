@@ -27,7 +27,6 @@ def output_of(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_driver_finds_the_kernel_of_this_machine_right(tmp_path: Path) -> None:
     require("g++")
     assert "all errors are at most 1e-05" in output_of(run(str(build("g++", tmp_path))))
