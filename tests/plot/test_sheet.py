@@ -126,7 +126,7 @@ def test_a_font_that_was_installed_after_matplotlib_listed_them_is_found(monkeyp
     [path] = [font.fname for font in known if font.name == name]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [font for font in known if font.name != name])
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [path])
-    for function in (_fonts._add_new_fonts, characters_of):
+    for function in (_fonts.add_new_fonts, characters_of):
         function.cache_clear()
     assert fonts(sign) == ["DejaVu Sans", name]
 

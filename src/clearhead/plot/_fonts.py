@@ -47,7 +47,7 @@ def fonts(text: str = "") -> list[str]:
     families = [FIRST]
     lacking = set(map(ord, text)) - characters_of(FIRST)
     if lacking:
-        _add_new_fonts()
+        add_new_fonts()
     installed = sorted(font.name for font in fontManager.ttflist if not BOXES.match(font.name))
     for name in dict.fromkeys((*PREFERRED, *installed)) if lacking else ():
         if lacking & characters_of(name):
@@ -59,7 +59,7 @@ def fonts(text: str = "") -> list[str]:
 
 
 @functools.cache
-def _add_new_fonts() -> None:
+def add_new_fonts() -> None:
     """Add the fonts that were installed after matplotlib stored its list of fonts."""
     from matplotlib.font_manager import findSystemFonts, fontManager
 
