@@ -24,7 +24,7 @@ def write(folder: Path) -> None:
         for lesson, code in codes.items():
             if code is None:
                 raise ValueError(f"lesson {lesson}: expected a line that saves rec.page(…), got none")
-            page = eval(code[1].removesuffix(")") + f", lang={language!r})", names[lesson])
+            page = eval(code[1].removesuffix(")") + f", language={language!r})", names[lesson])
             page.save(folder / language / f"{lesson}.html")
 
 

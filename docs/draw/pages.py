@@ -32,10 +32,10 @@ def _recorded(word: str) -> tuple[Any, Any, str]:
     return rec, tokens, loaded.name
 
 
-def one_text(lang: str = "en") -> Page:
+def one_text(language: str = "en") -> Page:
     """The head in which *it* looks at *animal*."""
     rec, tokens, name = _recorded("tired")
-    return rec.page(tokens, layer=3, head=1, title=name, lang=lang)
+    return rec.page(tokens, layer=3, head=1, title=name, language=language)
 
 
 def two_texts() -> Page:

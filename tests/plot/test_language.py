@@ -56,7 +56,7 @@ def test_a_language_ends_with_its_block() -> None:
 
 def test_the_skeleton_of_a_chinese_page_is_chinese() -> None:
     weights = [torch.eye(3).expand(2, 3, 3)]
-    text = clearhead.plot.page(clearhead.plot.given(weights), ["a", "b", "c"], lang="zh").text
+    text = clearhead.plot.page(clearhead.plot.given(weights), ["a", "b", "c"], language="zh").text
     assert '<html lang="zh">' in text
     assert "注意力权重说明一个头从哪里读取信息" in text
     assert "在第 0 层第 0 头中，" in text
@@ -85,7 +85,7 @@ KEPT = {"attention", "csv", "ctrl", "enter", "escape", "shift", "svg", "tab", "n
 @needs_chromium
 def test_a_chinese_page_has_no_english_left(tmp_path: Path) -> None:
     weights = [torch.eye(3).expand(2, 3, 3)]
-    made = clearhead.plot.page(clearhead.plot.given(weights), ["猫", "狗", "鸟"], lang="zh")
+    made = clearhead.plot.page(clearhead.plot.given(weights), ["猫", "狗", "鸟"], language="zh")
     path = made.save(tmp_path / "page.html")
     with opened_browser() as browser:
         opened = browser.new_page(viewport={"width": 1300, "height": 900})
@@ -144,7 +144,7 @@ def test_pictures_speak_chinese_on_axes_of_their_own_and_on_those_given(name: st
     rec = clearhead.plot.given(WEIGHTS)
     readable = needs_fonts(chinese)
     for ax in (None, Figure().subplots()):
-        axes = draw(rec, ax=ax, lang="zh")
+        axes = draw(rec, ax=ax, language="zh")
         texts = texts_of(axes)
         if not readable:
             assert not any("\u4e00" <= letter <= "\u9fff" for letter in "".join(texts))
@@ -165,20 +165,20 @@ def needs_fonts(texts: set[str]) -> bool:
 def test_a_comparison_speaks_chinese() -> None:
     rec, short = clearhead.plot.given(WEIGHTS), clearhead.plot.given([torch.eye(3).expand(2, 3, 3)] * 2)
     same, other = rec.compare(rec), rec.compare(short)
-    text = same.page(TOKENS, lang="zh").text
+    text = same.page(TOKENS, language="zh").text
     assert '<html lang="zh">' in text
     assert json.dumps("每一行都与另一个的同一行比较。") in text
     assert json.dumps(["第一个", "第二个", "差值"], separators=(",", ":")) in text
     reason = "两段文本各有 5 个和 3 个词元；传入 tokens= 才能把它们对应起来。 头按 normalized_entropy 比较。"
-    assert json.dumps(reason) in other.page(lang="zh").text
+    assert json.dumps(reason) in other.page(language="zh").text
     assert other.note == (
         "The texts have 5 and 3 tokens; tokens= would pair them. Heads are compared by their normalized_entropy."
     )
 
 
-@pytest.mark.parametrize("lang", ["fr", "ZH", None, 3])
-def test_another_language_is_refused(lang: object) -> None:
+@pytest.mark.parametrize("language", ["fr", "ZH", None, 3])
+def test_another_language_is_refused(language: object) -> None:
     rec = clearhead.plot.given(WEIGHTS)
     for make in (rec.page, rec.plot_heads, rec.compare(rec).page, rec.compare(rec).plot_heads):
-        with pytest.raises(ArgumentError, match=re.escape("lang: expected 'en' or 'zh', got ")):
-            make(lang=lang)
+        with pytest.raises(ArgumentError, match=re.escape("language: expected 'en' or 'zh', got ")):
+            make(language=language)

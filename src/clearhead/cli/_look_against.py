@@ -21,7 +21,7 @@ from ..plot._heads import summarize
 from ..plot._html import Page
 from ..plot._labels import layer_labels, printable, shortened
 from ..plot._language import say
-from ..plot._terminal import top_changes
+from ..plot._terminal import grid_size, top_changes
 from . import _demo as demo
 from ._choice import RECORDED, Choice
 from ._demo import PretrainedModel
@@ -170,7 +170,7 @@ def _compare(models: tuple[PretrainedModel, PretrainedModel], pair: Pair) -> Com
 def _facts(name: str, both: Both, labels: tuple[str, str], note: str) -> RenderableType:
     heads = max(len(row) for row in both.scores.values())
     windows = "" if both.count == 1 else " · " + say("{0} windows", both.count)
-    size = say("{0} layers × {1} heads", len(both.modules), heads)
+    size = grid_size(len(both.modules), heads)
     return Group(
         Text(f"{printable([name])[0]} · {size}{windows}", style="bold"),
         *map(Text, map("{:<6}  {}".format, (say("first"), say("second")), printable(labels))),

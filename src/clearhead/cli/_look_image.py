@@ -21,7 +21,7 @@ from ..plot._labels import printable
 from ..plot._language import say
 from ..plot._patch_looks import end_of, even_weight, levels_of, looks_of, query_name
 from ..plot._picture import open_picture, seen_picture
-from ..plot._terminal import patch_blocks
+from ..plot._terminal import grid_size, patch_blocks
 from . import _demo as demo
 from ._choice import Choice, numbers_of
 from ._errors import UsageProblem, warn
@@ -91,7 +91,7 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
 
 
 def _facts(title: str, summaries: Summaries, layout: PatchLayout) -> Text:
-    heads = say("{0} layers × {1} heads", len(summaries), max(len(row) for row in summaries))
+    heads = grid_size(len(summaries), max(len(row) for row in summaries))
     others = say(" and ") + ", ".join(layout.prefix) if layout.prefix else ""
     rows, columns = layout.grid
     return Text(f"{title} · {heads} · {say('{0} patches', f'{rows} × {columns}')}{others}", style="bold")

@@ -22,7 +22,7 @@ from ..plot._html import PageMaker
 from ..plot._labels import printable
 from ..plot._language import say
 from ..plot._sheet import draw_sheet
-from ..plot._terminal import marginals, top_keys
+from ..plot._terminal import grid_size, marginals, top_keys
 from . import _demo as demo
 from ._choice import SHOWN, Choice, numbers_of
 from ._demo import PretrainedModel
@@ -178,7 +178,7 @@ def _batches(loaded: PretrainedModel, windows: Sequence[Window]) -> Generator[li
 def _facts(loaded: PretrainedModel, seen: Seen) -> str:
     heads = max(len(row) for row in seen.summaries)
     tokens = len(seen.windows[0].tokens)
-    facts = f"{printable([loaded.name])[0]} · {say('{0} layers × {1} heads', len(seen.summaries), heads)}"
+    facts = f"{printable([loaded.name])[0]} · {grid_size(len(seen.summaries), heads)}"
     if len(seen.windows) == 1:
         return f"{facts} · {say('{0} tokens', tokens)}"
     every = seen.windows[-1].last + 1

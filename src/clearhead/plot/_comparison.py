@@ -86,13 +86,13 @@ class Comparison(ComparedRecords):
         super().__init__(first, second, as_texts(tokens), as_texts(other_tokens, "other_tokens"))
 
     @spoken_picture
-    def plot_heads(self, statistic: str | None = None, *, ax: Axes | None = None, lang: str = "en") -> Axes:
+    def plot_heads(self, statistic: str | None = None, *, ax: Axes | None = None, language: str = "en") -> Axes:
         """Draw one number per head, layers × heads.
 
         Args:
             statistic: one of `differences`, on a diverging scale. Default: the score of `scores`.
             ax: the axes. Default: a new figure.
-            lang: as for `clearhead.plot.plot_map`.
+            language: as for `clearhead.plot.plot_map`.
 
         Raises:
             ArgumentError: for a statistic that is not in both records, and for another language.
@@ -114,7 +114,7 @@ class Comparison(ComparedRecords):
         *,
         labels: Sequence[str] | None = None,
         title: str = "Attention",
-        lang: str = "en",
+        language: str = "en",
     ) -> Page:
         """Make one page of both: the same view of each and a third of the difference, heads ranked.
 
@@ -122,7 +122,7 @@ class Comparison(ComparedRecords):
             tokens, other_tokens: as for `compare`. Default: those given there.
             labels: the names of both. Default: "first" and "second".
             title: the title of the page.
-            lang: as for `clearhead.plot.page`.
+            language: as for `clearhead.plot.page`.
 
         Raises:
             RecordError: if the records lack what `clearhead.plot.page` needs.

@@ -35,7 +35,7 @@ def page(
     title: str = "Attention",
     image: Any = None,
     processor: Any = None,
-    lang: str = "en",
+    language: str = "en",
 ) -> Page:
     """Make one self-contained HTML page of a record: every head as a thumbnail, one large, weights under the pointer.
 
@@ -63,7 +63,7 @@ def page(
             must be known, so record with ``keep="queries_keys"``. If a model has more patches than a page holds,
             neighbouring patches are merged.
         processor: as for `clearhead.plot.plot_image`.
-        lang: the language of the page, ``"en"`` or ``"zh"`` (Chinese). Names of statistics stay English. Default
+        language: the language of the page, ``"en"`` or ``"zh"`` (Chinese). Names of statistics stay English. Default
             ``"en"``.
 
     Raises:

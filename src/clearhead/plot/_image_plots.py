@@ -43,7 +43,7 @@ def plot_image(
     processor: Any = None,
     item: int = 0,
     ax: Axes | None = None,
-    lang: str = "en",
+    language: str = "en",
 ) -> Axes:
     """Draw what a token of a vision model looks at, over the image: one head, or every head as a thumbnail.
 
@@ -65,7 +65,7 @@ def plot_image(
             picture to the input (3, h, w). It resizes and crops `image` in the same way here.
         item: the batch item, counted over calls. Default: the first.
         ax: the axes. Default: a new figure.
-        lang: as for `plot_map`.
+        language: as for `plot_map`.
 
     Returns:
         The axes.

@@ -31,14 +31,14 @@ LONGEST_EXACT = 2048
 
 
 @spoken_picture
-def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = None, lang: str = "en") -> Axes:
+def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = None, language: str = "en") -> Axes:
     """Draw one number per head: layers × heads.
 
     Args:
         rec: a record with the statistic.
         statistic: a name of ``rec.summary()``, such as entropy, max_logit or ``"offset -1"``. Default entropy.
         ax: where to draw. Default: a new figure.
-        lang: as for `plot_map`.
+        language: as for `plot_map`.
 
     Raises:
         ArgumentError: if the record has no such number per head, and for another language.
@@ -72,7 +72,7 @@ def plot_map(
     item: int = 0,
     words: bool = False,
     ax: Axes | None = None,
-    lang: str = "en",
+    language: str = "en",
 ) -> Axes:
     """Draw the weights of one head, queries down, keys across.
 
@@ -87,8 +87,8 @@ def plot_map(
         item: which batch item, counted over calls. Default the first.
         words: merge the pieces of words: keys are summed, queries averaged.
         ax: where to draw. Default: a new figure.
-        lang: the language of the picture's own words, ``"en"`` or ``"zh"`` (Chinese). The picture stays English if no
-            installed font has the characters. Default ``"en"``.
+        language: the language of the picture's own words, ``"en"`` (default) or ``"zh"`` (Chinese). The picture stays
+            English if no installed font has the characters.
 
     Raises:
         RecordError: if the record lacks what it takes.
@@ -141,7 +141,7 @@ def plot_received(
     key_tokens: Texts | None = None,
     item: int = 0,
     ax: Axes | None = None,
-    lang: str = "en",
+    language: str = "en",
 ) -> Axes:
     """Draw what each key receives from all queries, Σ_i p_ij, as bars.
 
@@ -151,7 +151,7 @@ def plot_received(
         head: its number. Default: the mean over the heads.
         tokens, key_tokens, item: as for `plot_map`.
         ax: where to draw. Default: a new figure.
-        lang: as for `plot_map`.
+        language: as for `plot_map`.
 
     Example:
         >>> from clearhead.plot import given

@@ -36,7 +36,7 @@ def plot_rollout(
     layers: Sequence[int | str] | None = None,
     residual: float = 0.5,
     ax: Axes | None = None,
-    lang: str = "en",
+    language: str = "en",
 ) -> Axes:
     """Draw attention rollout: how much of each input token reaches the targets through all layers.
 
@@ -51,7 +51,7 @@ def plot_rollout(
         layers: recorded layers, first to last. Default: all.
         residual: share of the residual connection. Default: 0.5.
         ax: the axes. Default: a new figure.
-        lang: as for `plot_map`.
+        language: as for `plot_map`.
 
     Raises:
         RecordError: if queries and keys were not kept.

@@ -1,4 +1,4 @@
-"""The argument `lang` of the functions that make pages and pictures."""
+"""The argument `language` of the functions that make pages and pictures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 def spoken(make: Callable[P, T]) -> Callable[P, T]:
-    """Run a function in the language of its argument `lang`, ``"en"`` by default."""
+    """Run a function in the language of its argument `language`, ``"en"`` by default."""
 
     @wraps(make)
     def made(*args: P.args, **options: P.kwargs) -> T:
-        lang = options.get("lang", "en")
-        if not isinstance(lang, str) or lang not in LANGUAGES:
-            raise ArgumentError("lang", expected=" or ".join(map(repr, LANGUAGES)), got=shown(lang))
-        with speaking(lang):
+        language = options.get("language", "en")
+        if not isinstance(language, str) or language not in LANGUAGES:
+            raise ArgumentError("language", expected=" or ".join(map(repr, LANGUAGES)), got=shown(language))
+        with speaking(language):
             return make(*args, **options)
 
     return made

@@ -27,6 +27,13 @@ SPARKS = 72  # columns of a sparkline
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
+def grid_size(layers: int, heads: int) -> str:
+    """``6 layers × 12 heads``."""
+    rows = say("1 layer") if layers == 1 else say("{0} layers", layers)
+    columns = say("1 head") if heads == 1 else say("{0} heads", heads)
+    return f"{rows} × {columns}"
+
+
 def overview(
     summaries: Sequence[Sequence[HeadSummary]],
     *,
