@@ -31,8 +31,6 @@ if os.environ.get("CLEARHEAD_TEST_ISA") == "none":
 import clearhead._layer.linear
 import clearhead._layer.plan
 import clearhead._native
-import clearhead.kernels._blocks
-import clearhead.masks._coverage
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -83,10 +81,10 @@ def _seeded() -> None:
 def _small_blocks() -> Iterator[None]:
     """Cut score matrices and masks into blocks of about fifty elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clearhead.kernels._blocks, "BLOCK_ELEMENTS", 50)
-        patch.setattr(clearhead.kernels._blocks, "_ROWS", 3)
-        patch.setattr(clearhead.kernels._blocks, "_FEWEST_ROWS", 2)
-        patch.setattr(clearhead.masks._coverage, "_ROWS_AT_A_TIME", 50)
+        patch.setattr("clearhead.kernels._blocks.BLOCK_ELEMENTS", 50)
+        patch.setattr("clearhead.kernels._blocks._ROWS", 3)
+        patch.setattr("clearhead.kernels._blocks._FEWEST_ROWS", 2)
+        patch.setattr("clearhead.masks._coverage._ROWS_AT_A_TIME", 50)
         yield
 
 

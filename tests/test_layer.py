@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead
 from clearhead import masks
+from tests.support.budgets import in_turn
 
 B, L, S, H, D = 3, 5, 7, 2, 7
 E = H * D
@@ -89,7 +90,6 @@ MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
         "key_padding_mask": as_bias(padding(keys)),
     },
 }
-every_mask = pytest.mark.parametrize("mask", MASKS)
 
 
 def own_mask(given: dict[str, Any]) -> Any:
@@ -137,9 +137,7 @@ def nothing(*_: object) -> None:
     pass
 
 
-@every_kind
-@every_mask
-@pytest.mark.parametrize("count", [1, 2, 3], ids=["self", "memory", "three inputs"])
+@in_turn({"kind": KINDS, "mask": MASKS}, {"count": [1, 2, 3]})
 def test_against_float64_and_with_hooks(kind: str, mask: str, count: int) -> None:
     """A hook makes a layer call its submodules, which compute the same bits."""
     module, inputs, given = made(kind), drawn(count), MASKS[mask](L if count == 1 else S)

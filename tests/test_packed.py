@@ -16,6 +16,7 @@ import clearhead
 from clearhead import attention_varlen, masks
 from clearhead.errors import ArgumentError, ClearheadError, DeviceError, DTypeError, KernelError, ShapeError
 from clearhead.masks import Mask
+from tests.support.budgets import in_turn
 
 H, KV, D, DV = 6, 3, 5, 7
 QUERIES, KEYS = [3, 0, 5, 1, 2], [4, 2, 5, 0, 11]
@@ -90,9 +91,7 @@ MASKS: dict[str, Callable[[Tensor, slice, slice], Mask | Tensor | None]] = {
 }
 
 
-@every_kernel
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("more", [{}, {"softcap": 2.0}, {"sinks": True}, {"scale": 0.3}], ids=lambda more: str([*more]))
+@in_turn({"kernel": KERNELS, "mask": MASKS}, {"more": [{}, {"softcap": 2.0}, {"sinks": True}, {"scale": 0.3}]})
 def test_against_a_loop_over_sequences(kernel: str, mask: str, more: dict[str, Any]) -> None:
     """Outputs, log-sum-exps, and gradients of the inputs, the sinks and the bias."""
     dtype, tolerance = KERNELS[kernel][1]
@@ -131,12 +130,14 @@ def test_against_a_loop_over_sequences(kernel: str, mask: str, more: dict[str, A
         assert error <= tolerance * max(1.0, float(theirs.detach()[~infinite].abs().max()))
 
 
-@every_kernel
-@pytest.mark.parametrize(
-    "mask", [None, masks.causal(), masks.keep(torch.ones(T, TK, dtype=torch.bool))], ids=["none", "causal", "keep"]
+@in_turn(
+    {
+        "kernel": KERNELS,
+        "mask": [None, masks.causal(), masks.keep(torch.ones(T, TK, dtype=torch.bool))],
+        "where": [0, 2, 4],
+    },
+    {"poison": [torch.nan, torch.inf, -torch.inf]},
 )
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", [0, 2, 4])
 def test_nothing_leaks_between_sequences(kernel: str, mask: Any, poison: float, where: int) -> None:
     """NaN or inf in one sequence does not reach outputs and gradients of the others."""
     dtype = KERNELS[kernel][1][0]

@@ -175,11 +175,12 @@ _LOOKED_UP = {name.rpartition(".")[2] for name in NAMES} | set(
 )
 
 
-@pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCES)))
-def test_private_names_stand_in_one_file(path: Path) -> None:
+def _private_names(text: str) -> list[str]:
+    looked_up = [name for name in _LOOKED_UP if re.search(rf"(?:[\w)\]]\.|[\"']|def ){name}\b", text)]
+    return _PRIVATE_NAME.findall(text) + looked_up
+
+
+def test_private_names_stand_in_one_file() -> None:
     """The dictionaries of `nn.Module` aside, such as ``module._forward_hooks``."""
-    text = path.read_text()
-    names = _PRIVATE_NAME.findall(text) + [
-        name for name in _LOOKED_UP if re.search(rf"(?:[\w)\]]\.|[\"']|def ){name}\b", text)
-    ]
-    assert bool(names) == (path == PRIVATE), names
+    found = {path: names for path in SOURCES.rglob("*.py") if (names := _private_names(path.read_text()))}
+    assert found.keys() == {PRIVATE}, found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,11 @@ def code(page: Path) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for place, (language, text) in enumerate(listed):
         after_python = place > 0 and listed[place - 1][0] == "python"
-        compared = language == "python" or (language == "text" and after_python)
-        found.append((language, re.sub(r" *(?<!&)#(?![0-9a-f]{3,6}\b).*", "", text) if compared else ""))
+        if language == "python":
+            text = ast.dump(ast.parse(textwrap.dedent(text)))
+        elif language != "text" or not after_python:
+            text = ""
+        found.append((language, text))
     return found
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import clearhead.distributed._collectives
 from clearhead.distributed import gather_sequence, shard_sequence
 from clearhead.errors import ArgumentError, DTypeError
 
@@ -69,7 +68,7 @@ def test_with_four_processes_and_fewer_positions(layout: Any) -> None:
 @layouts
 def test_the_collectives_of_other_devices_than_the_cpu(layout: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clearhead.distributed._collectives, "GLOO_DEVICE", "none")
+        patch.setattr("clearhead.distributed._collectives.GLOO_DEVICE", "none")
         counted = collectives(lambda: _around(13, layout, 1, torch.float64))
         assert counted["allgather_base"] >= 1
         assert counted["reduce_scatter_base"] == 1

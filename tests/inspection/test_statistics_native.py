@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import clearhead
 import clearhead._statistics.compute
-import clearhead.kernels._blocks
 from clearhead import AttentionStatistics, masks
 from clearhead._statistics.definitions import STATISTICS
 from clearhead._statistics.statistic import Statistic
@@ -46,7 +45,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
 def _scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Scores of short calls in float32, which have long ones, or in double precision."""
     if request.param == "float32":
-        monkeypatch.setattr(clearhead.kernels._blocks, "EXACT_KEYS", -1)
+        monkeypatch.setattr("clearhead.kernels._blocks.EXACT_KEYS", -1)
     return request.param
 
 

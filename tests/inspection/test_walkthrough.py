@@ -338,7 +338,7 @@ def test_only_small_calls_have_a_table_of_the_first_heads_weights() -> None:
 
 def test_refusals() -> None:
     module, x = MultiHeadAttention(E, H), torch.randn(B, L, E)
-    with pytest.raises(ArgumentError, match=r'language: expected "en" or "zh", got \'fr\'\.'):
+    with pytest.raises(ArgumentError, match=r"language: expected 'en' or 'zh', got 'fr'\."):
         walkthrough(module, x, language="fr")
     with pytest.raises(DTypeError, match=r"module: expected a clearhead\.MultiHeadAttention, got torch\.nn.*Multihead"):
         walkthrough(nn.MultiheadAttention(E, H), x)  # pyright: ignore[reportArgumentType]

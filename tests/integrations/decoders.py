@@ -97,7 +97,7 @@ class Visible:
             position = self.mask.cumsum(1)[:, None, :stop]  # windows count tokens, not padding
             distance = position[:, :, start:, None] - position[:, :, None]  # (B, 1, L, stop)
             new = torch.ones(stop, stop, dtype=torch.bool).tril()[start:].repeat(*visible.shape[:2], 1, 1)
-            new[..., :start] = False if start == 0 else self.held(layer.positions, start)[:, :, None]
+            new[..., :start] = False if start == 0 else self.held(layer.cache.positions, start)[:, :, None]
             for window in (own_window, self.window):
                 if window is not None:
                     new &= distance < window
@@ -105,6 +105,7 @@ class Visible:
 
     def held(self, positions: Tensor, start: int) -> Tensor:
         """Bool (B, H, start): the columns whose keys a layer holds."""
+        positions = positions[:, None] if positions.dim() == 2 else positions  # (B, 1 or Hkv, S)
         columns = torch.zeros(len(positions), positions.shape[1], start, dtype=torch.bool)
         for row, mask in enumerate(self.mask[:, :start]):
             real = mask.nonzero().flatten()

@@ -59,8 +59,8 @@ def test_a_layer_whose_own_window_is_wider_than_the_budget_evicts_what_the_windo
 ) -> None:
     window = BUDGET + 3
     layer = compare_with_dense_mask(model_of(name, sliding_window=window), kind, "left").layers[0]
-    assert layer.positions.shape[2] == layer.keys.shape[2] == layer.values.shape[2] == BUDGET
-    assert int(layer.positions[0].min()) > TOTAL - window
+    assert layer.cache.positions.shape[-1] == layer.keys.shape[2] == layer.values.shape[2] == BUDGET
+    assert int(layer.cache.positions[0].min()) > TOTAL - window
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def test_heavy_hitters_are_the_keys_with_the_most_weight_in_the_prompt_and_the_l
         received = weights.sum(2).unflatten(1, (layer.keys.shape[1], -1)).sum(2)  # (B, Hkv, PROMPT)
         received[..., -BUDGET // 2 :] = torch.inf
         expected = received.topk(BUDGET).indices.sort(-1).values
-        assert torch.equal(layer.positions.sort(-1).values, expected)
+        assert torch.equal(layer.cache.positions.sort(-1).values, expected)
 
 
 # With `generate` ------------------------------------------------------------------------------------------------------

@@ -54,8 +54,13 @@ def refused(call: Call, kernel: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), EXACT, ids=str, indirect=["kernel"])
-@pytest.mark.parametrize("fusable", [False, True], ids=["any", "fusable"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "fusable"),
+    # `sdpa` refuses most calls: it gets others that it can take. The others take nearly all.
+    [*((*case, False) for case in EXACT), ("sdpa", torch.float64, True), ("sdpa", torch.float32, True)],
+    ids=str,
+    indirect=["kernel"],
+)
 def test_kernel_equals_oracle(kernel: tuple[str, str], dtype: torch.dtype, fusable: bool) -> None:
     name, instructions = kernel
     ran: Counter[bool] = Counter()

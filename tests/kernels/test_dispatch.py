@@ -18,12 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import clearhead
 from clearhead import masks
 from clearhead._call.call import AttentionCall, valid_call
-from clearhead._call.request import Request
 from clearhead.errors import ArgumentError, KernelError
 from clearhead.kernels import Refusal, _sdpa_backend
 from clearhead.kernels import _flex as flex
 from clearhead.kernels._sdpa import SdpaKernel
 from clearhead.masks import Mask
+from tests.support.requests import Request
 
 X = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(1))
 NO_FUSED = "PyTorch has no fused kernel for this call and would build (B, H, L, S)"

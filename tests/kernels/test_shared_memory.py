@@ -13,13 +13,12 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
+from tests.support.budgets import in_turn
 from tests.support.comparing import TOLERANCES
 
 B, H, L, S, D = 2, 3, 5, 7, 11
 #: In float32 `native` is chosen where it was built.
 KERNELS = ("sdpa", "chunked", "reference", "chosen")
-kernels = pytest.mark.parametrize("kernel", KERNELS)
-dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 Inputs = tuple[Tensor, ...]
 BLIND = masks.keep(keys=torch.tensor([[1, 0, 1, 1, 0, 1, 1], [0] * S]))
 
@@ -74,10 +73,7 @@ def of_copies(name: str, mask: masks.Mask | None, dtype: torch.dtype) -> tuple[I
     return leaves, expected, reference
 
 
-@dtypes
-@kernels
-@pytest.mark.parametrize("mask", [None, masks.causal(), BLIND], ids=["no mask", "causal", "fully masked rows"])
-@pytest.mark.parametrize("name", SHARED)
+@in_turn({"name": SHARED, "kernel": KERNELS, "mask": [None, masks.causal(), BLIND]}, {"dtype": TOLERANCES})
 def test_shared_memory(name: str, mask: masks.Mask | None, kernel: str, dtype: torch.dtype) -> None:
     """Differentiated twice, float32 may cost four times the rounding errors that `reference` has of copies, if more."""
     inputs = SHARED[name][1]

@@ -33,7 +33,7 @@ def table(rule: Rule, batch: int = B, heads: int = H, queries: int = L, keys: in
     return torch.tensor(cells, dtype=torch.bool).reshape(batch, heads, queries, keys)
 
 
-def assert_means(mask: Mask | Tensor, expected: Tensor, **positions: Tensor) -> None:
+def assert_means(mask: Mask | Tensor, expected: Tensor, **positions: Tensor | int) -> None:
     """By `dense`, and by a call whose scores are all equal, in which exactly the visible keys have weight."""
     batch, heads, queries, keys = expected.shape
     if isinstance(mask, Mask):
@@ -63,16 +63,22 @@ POSITIONAL = [
 ]
 
 
+def numbers(positions: Tensor | int, length: int) -> list[list[int]]:
+    """The positions of each batch item. An int is the first one, and the others count up."""
+    tensor = positions if isinstance(positions, Tensor) else torch.arange(positions, positions + length)
+    return tensor.expand(B, length).tolist()
+
+
 @pytest.mark.parametrize(("mask", "rule"), POSITIONAL)
 @pytest.mark.parametrize(
     ("query_positions", "key_positions"),
-    [(QUERY_POSITIONS, KEY_POSITIONS), (QUERY_POSITIONS_PER_ITEM, KEY_POSITIONS_PER_ITEM)],
-    ids=["shared", "per item"],
+    [(QUERY_POSITIONS, KEY_POSITIONS), (QUERY_POSITIONS_PER_ITEM, KEY_POSITIONS_PER_ITEM), (3, 1)],
+    ids=["shared", "per item", "first"],
 )
 def test_positional_masks_speak_of_absolute_positions(
-    mask: Mask, rule: Rule, query_positions: Tensor, key_positions: Tensor
+    mask: Mask, rule: Rule, query_positions: Tensor | int, key_positions: Tensor | int
 ) -> None:
-    q, k = query_positions.expand(B, L).tolist(), key_positions.expand(B, S).tolist()
+    q, k = numbers(query_positions, L), numbers(key_positions, S)
     expected = table(lambda b, h, i, j: rule(b, h, q[b][i], k[b][j]))
     assert_means(mask, expected, query_positions=query_positions, key_positions=key_positions)
 

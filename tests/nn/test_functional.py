@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
+from tests.support.budgets import in_turn
 from tests.support.torch_oracle import assert_equal, gradients
 
 ours = clearhead.nn.functional.scaled_dot_product_attention
@@ -72,8 +73,7 @@ LEADING: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool
 }
 
 
-@pytest.mark.parametrize("masked", ["no", "causal", "bool", "float"])
-@pytest.mark.parametrize("name", LEADING)
+@in_turn({"name": LEADING}, {"masked": ["no", "causal", "bool", "float"]})
 def test_leading_sizes(name: str, masked: str) -> None:
     *leading, grouped = LEADING[name]
     query, key, value = (normal(*sizes, *last) for sizes, last in zip(leading, ((L, D), (S, D), (S, DV)), strict=True))

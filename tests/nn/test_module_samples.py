@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_modules import ModuleInput, module_db
 
 import clearhead
+from tests.support.budgets import in_turn
 
 #: How many samples torch 2.13 has, in training and in eval mode.
 SAMPLES = {
@@ -82,9 +83,7 @@ def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return max(differences) / largest
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("module_class", SAMPLES, ids=lambda module_class: module_class.__name__)
+@in_turn({"module_class": SAMPLES, "training": [True, False]}, {"dtype": TOLERANCE})
 def test_outputs_and_derivatives(module_class: type[nn.Module], training: bool, dtype: torch.dtype) -> None:
     """Second derivatives in float64, because in float32 PyTorch's own rounding errors reach 8e-6."""
     cases, orders = samples(module_class, dtype, training), 2 if dtype == torch.float64 else 1

@@ -8,10 +8,12 @@ import matplotlib
 import numpy
 import pytest
 import torch
+from matplotlib import font_manager
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
+from clearhead.plot import _fonts
 from clearhead.plot._crops import with_crops
 from clearhead.plot._fonts import characters_of, figure_bytes, fonts
 from clearhead.plot._scale import scale_end
@@ -94,17 +96,19 @@ def test_sizes(layers: int, heads: int, length: int, keys: int) -> None:
 
 def test_hostile_and_foreign_tokens_are_drawn() -> None:
     tokens = ["今天", "$x^2$", "\x1b[31m", "<script>", "a" * 99, "😀", "ไทย", "\u202eabc", "$\\frac{", ""]
-    figure = sheet(random_weights(1, 1, 10, 10), tokens, 0, 0, title="$\\bad{ 今天 \U000e0001")
+    tokens += ["السلام", "👩\u200d💻"]
+    figure = sheet(random_weights(1, 1, 12, 12), tokens, 0, 0, title="$\\bad{ 今天 \U000e0001")
     assert len(figure_bytes(figure, "svg")) > 1000
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels[1:4] == ["$x^2$", "\\x1b[31m", "<script>"]
     assert labels[4] == "a" * 15 + "…"
     assert labels[7] == "\\u202eabc"
+    assert labels[10:] == ["السلام", "👩\u200d💻"]
 
 
 def test_a_font_is_found_for_what_matplotlibs_own_lacks() -> None:
     assert fonts("animal, שלום, مرحبا") == ["DejaVu Sans"]
-    sign = chr(min(characters_of("DejaVu Math TeX Gyre") - characters_of("DejaVu Sans")))
+    sign = chr(min(characters_of("STIXGeneral") - characters_of("DejaVu Sans")))
     first, *others = fonts(f"animal {sign}")
     assert first == "DejaVu Sans"
     assert ord(sign) in characters_of(others[-1])
@@ -113,6 +117,18 @@ def test_a_font_is_found_for_what_matplotlibs_own_lacks() -> None:
     figure.text(0, 0, f"animal {sign}", fontfamily=fonts(sign))
     figure_bytes(figure, "png", lacking.append)
     assert not lacking
+
+
+def test_a_font_that_was_installed_after_matplotlib_listed_them_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "DejaVu Math TeX Gyre"
+    sign = chr(min(characters_of(name) - characters_of("DejaVu Sans")))
+    known = font_manager.fontManager.ttflist
+    [path] = [font.fname for font in known if font.name == name]
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", [font for font in known if font.name != name])
+    monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [path])
+    for function in (_fonts.add_new_fonts, characters_of):
+        function.cache_clear()
+    assert fonts(sign) == ["DejaVu Sans", name]
 
 
 def test_no_global_state_is_touched() -> None:

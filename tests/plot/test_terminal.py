@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from clearhead.plot._heads import summarize
@@ -95,6 +96,13 @@ def test_tokens_are_neither_markup_nor_escape_codes() -> None:
         assert "\\x1b[2J" in text
         assert "\x1b[2J" not in text
         assert "街" in text
+
+
+def test_right_to_left_text_and_emoji_keep_their_order_and_the_columns() -> None:
+    tokens = ["السلام", "שלום", "😀", "👩\u200d💻", "街道", "far"]
+    lines = shown(top_keys(section([torch.eye(6)[None]], tokens), 0, 0)).splitlines()
+    assert [line.split()[0] for line in lines] == tokens
+    assert len({cell_len(line.partition("→")[0]) for line in lines}) == 1
 
 
 def test_coloured_tokens_are_darker_where_the_value_is_larger() -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
+from tests.support.budgets import in_turn
 from tests.support.forgetting import SPEC_FIELDS, forget
 
 Changes = dict[str, Any]
@@ -288,8 +289,7 @@ def test_every_field_of_a_spec_has_a_case() -> None:
     assert {*FIELDS, *ELSEWHERE} - {"values"} == set(SPEC_FIELDS)
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("field", FIELDS)
+@in_turn({"field": FIELDS}, {"base": BASES}, always=1)
 def test_calls_that_differ_in_one_field(field: str, base: str) -> None:
     alternatives = [settings(BASES[base], changes) for changes in FIELDS[field]]
     following = [*alternatives[1:], alternatives[0]] if len(alternatives) > 2 else alternatives[1:]

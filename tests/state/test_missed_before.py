@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead.errors import DTypeError, KernelError, ShapeError
+from tests.support.budgets import in_turn
 from tests.support.exact import exact_attention
 from tests.support.models import VIT
 
@@ -39,9 +40,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("learns", [(0, 1, 2), (0,), (1, 2), ()], ids=str)
+@in_turn({"kernel": KERNELS, "learns": [(0, 1, 2), (0,), (1, 2), ()]}, {"dtype": [torch.float32, torch.float64]})
 def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, learns: tuple[int, ...]) -> None:
     marks = torch.ones(L, S, dtype=torch.bool)
     marks[1] = False
@@ -81,10 +80,7 @@ def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, A
         close(mine, theirs)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("more", [1, 3])
-@pytest.mark.parametrize("learns", [False, True])
+@in_turn({"kernel": KERNELS, "more": [1, 3], "learns": [False, True]}, {"poison": [torch.nan, torch.inf]})
 def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, more: int, learns: bool) -> None:
     """Under a causal mask no query sees key S − 1 where S = L + 1."""
     inputs = [drawn(B, H, L, D), drawn(B, KV, L + more, D), drawn(B, KV, L + more, D)]

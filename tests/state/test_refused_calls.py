@@ -17,6 +17,7 @@ from clearhead.errors import ClearheadError
 from clearhead.positions import Rotary
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward
 from tests.malformed import cases  # noqa: F401  (registers them)
+from tests.support.budgets import in_turn
 from tests.support.snapshots import snapshot, surroundings
 
 X = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(2))
@@ -50,9 +51,9 @@ BLOCKS: dict[str, Block] = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("outer", [None, "use_kernel", "record", "intervene", "monitor"])
-@pytest.mark.parametrize("block", BLOCKS)
+@in_turn(
+    {"block": BLOCKS, "outer": [None, "use_kernel", "record", "intervene", "monitor"]}, {"training": [False, True]}
+)
 def test_a_block_in_which_a_call_is_refused(block: str, outer: str | None, training: bool) -> None:
     """Caught inside, or outside, the block; then the model gives what it gave, with nothing attached to it."""
     model = Model().train(training)
@@ -170,9 +171,7 @@ def made(kind: str, form: str) -> tuple[nn.Module, caches.Cache]:
     return attention(**options), CACHES[kind](B, KV, D)
 
 
-@pytest.mark.parametrize("wrong", WRONG_CALLS)
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("form", ["plain", "rotary", "latent"])
+@in_turn({"wrong": WRONG_CALLS, "kind": CACHES}, {"form": ["plain", "rotary", "latent"]})
 def test_a_cache_after_a_refused_call(form: str, kind: str, wrong: str) -> None:
     module, cache = made(kind, form)
     x = torch.randn(B, HELD + NEW + 1, E)

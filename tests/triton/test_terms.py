@@ -11,9 +11,9 @@ from clearhead import masks
 from clearhead.kernels._triton import Terms, available, columns, rows, top_k
 from clearhead.kernels._triton._formula import scores
 from clearhead.kernels._triton._terms import lower
-from clearhead.masks._grid import Grid
 from clearhead.masks._lowering import dense_mask
 from clearhead.positions import ALiBi
+from tests.support.requests import Grid
 
 B, H, L, S = 2, 4, 9, 13
 IDS = torch.tensor([[0, 0, 1, 1, 0, 2, 2, 1, 3, 3, 3, 0, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3]])

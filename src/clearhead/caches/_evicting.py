@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -122,17 +122,7 @@ class EvictingKVCache(Buffered):
         key, value, stored_positions = self._slots[:3]
         return KeyValues(key, value) if self._in_order else KeyValues(key, value, stored_positions, Present())
 
-    def observe(
-        self,
-        query: Tensor,
-        cached: KeyValues,
-        mask: Mask | None,
-        positions: Positions,
-        *,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> None:
+    def observe(self, query: Tensor, cached: KeyValues, mask: Mask | None, positions: Positions, **scores: Any) -> None:
         """Add the weight that each key received, if the policy needs it, and evict down to the budget."""
         if self.policy.needs_received:
             # Summed per head of the cache: latent attention expands one cached head to the keys of all heads.
@@ -142,12 +132,10 @@ class EvictingKVCache(Buffered):
                 query,
                 cached.key,
                 mask,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
                 query_positions=positions,
                 key_positions=None if cached.positions is None else cached.positions.repeat_interleave(group, 1),
                 statistics=("received",),
+                **scores,
             ).received
             self._slots.received.add_(received.unflatten(1, (heads, group)).sum(2))  # (B, Hkv, S)
         self.evict()

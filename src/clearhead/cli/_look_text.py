@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -70,7 +70,6 @@ class Seen:
 
     Attributes:
         first: the picture of the first window, with the exact weights of the chosen head.
-        summaries: layer → head, over all windows.
         numbers: statistic → layer → (H,), over all windows.
         chosen: the JSON of the chosen head, per window.
         page: the maker of the page.
@@ -82,7 +81,7 @@ class Seen:
         layer = self.first.layers[place[0]]
         self._large = (layer.name, layer.heads[place[1]])
         self.page = PageMaker(len(windows), [self._large])
-        self.summaries: list[list[HeadSummary]] = []
+        self._summaries: list[list[list[HeadSummary]]] = []
         self.numbers: dict[str, list[Tensor]] = {}
         self.chosen: list[dict[str, Any]] = []
         self._length = 0
@@ -110,8 +109,13 @@ class Seen:
                     "top_weights": layer.weights[head].clone(),
                 }
             )
-            self.summaries = average([self.summaries, found[0]]) if self.summaries else found[0]
+            self._summaries.append(found[0])
             self._average(numbers_of(section), len(window.tokens))
+
+    @cached_property
+    def summaries(self) -> list[list[HeadSummary]]:
+        """Layer → head, over all windows."""
+        return average(self._summaries)
 
     def _average(self, numbers: dict[str, list[Tensor]], length: int) -> None:
         """Means over windows by their lengths, and the largest of the largest scores."""

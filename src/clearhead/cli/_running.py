@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, ClearheadError, RecordError, ShapeError, UnseenAttentionWarning
 from ..inspection._record import record
-from ..integrations._hub import shortened
 from ..plot._given import given
 from ._demo import PretrainedModel
 from ._errors import warn
@@ -53,7 +53,8 @@ def about_the_model(loaded: PretrainedModel) -> Generator[None]:
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:  # a model of images, audio, …
         if isinstance(error, ClearheadError):
             raise
-        raise _unfit(loaded, shortened(f"{type(error).__name__}: {error}", 160)) from error
+        got = textwrap.shorten(f"{type(error).__name__}: {error}", 160, placeholder="…")
+        raise _unfit(loaded, got) from error
 
 
 def _unfit(loaded: PretrainedModel, got: str) -> ArgumentError:

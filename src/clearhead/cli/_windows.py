@@ -52,8 +52,7 @@ def cut_into_windows(loaded: PretrainedModel, text: str) -> list[Window]:
     first = 0
     for ids, special, words, inputs in parts:
         count = len(ids) - sum(special)
-        tokens = read_known_tokens(loaded.reader, ids, words, names)
-        tokens = Tokens(tokens.names, list(map(bool, special)), tokens.words)
+        tokens = read_known_tokens(loaded.reader, ids, names, words=words, special=list(map(bool, special)))
         windows.append(Window(inputs, tokens, first, first + count - 1))
         first += count - overlap_of(loaded.max_tokens)
     if not windows or not windows[0].tokens.names:

@@ -111,12 +111,8 @@ def _block_rows(
     of_chunk = zero_hidden(valid_call(chunk.query, chunk.key, value, request, shared.environment))
     group, (_, _, row, column, _) = of_chunk.spec.group, chunk.offset
     for block, rows, query, key in score_blocks(of_chunk, dtype=exact_dtype(call)):
-        batch, heads, columns, place = (
-            block.batch,
-            block.heads,
-            cast(slice, block.columns),
-            _moved(rows, chunk.rows.start),
-        )
+        batch, heads, columns = block.batch, block.heads, cast(slice, block.columns)
+        place = _moved(rows, chunk.rows.start)
         shared_block = Block(call.grid, batch, heads, _moved(rows, row), _moved(columns, column))
         values = of_chunk.value[batch, heads.start // group : heads.stop // group, columns]
         row_lse = None if lse is None else lse[batch, heads, place, None]

@@ -1,10 +1,11 @@
-"""Captures attention that other libraries compute with PyTorch's functions."""
+"""Captures attention that other libraries compute with PyTorch's functions, and lists what could not be captured."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ from .._call.observers import is_computing
 from .._call.request import Request
 from .._environment import autocast_off, cast_for_autocast
 from .._torch_private import graph_break, is_vmapped
+from ..errors import RecordError, UnseenAttentionWarning
 from ..masks._grid import Grid
 from ..nn._convention import hidden_mask
 from ..nn._projection import append_keys, project
 from ..nn.functional import translate
-from ._unseen import SOFTMAX
+from ._naming import ModuleNames
 
-_SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
+_SOFTMAXES = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
+_SOFTMAX = "a softmax over four dimensions"  # in a warning
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 #: Names of other kernels, such as ``flash_attn._flash_attn_forward`` or ``aten._scaled_dot_product_cudnn_attention``.
 _KERNELS = re.compile("attention|attn|flash|fmha")
@@ -79,9 +82,9 @@ def obstacle(inputs: Iterable[object]) -> str | None:
 
 def _unreadable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """A description of the function, if it may be attention whose operands are unknown."""
-    if func in _SOFTMAX:
+    if func in _SOFTMAXES:
         scores = args[0] if args else kwargs.get("input")
-        return SOFTMAX if isinstance(scores, Tensor) and scores.dim() == 4 else None
+        return _SOFTMAX if isinstance(scores, Tensor) and scores.dim() == 4 else None
     if isinstance(func, _OPERATORS) and _KERNELS.search(str(func)):
         return f"the kernel {func}"
     return None
@@ -168,3 +171,59 @@ _READERS: dict[Callable[..., Any], Callable[..., AttentionCall]] = {
     F.scaled_dot_product_attention: _read_sdpa,
     F.multi_head_attention_forward: _read_mha,
 }
+
+
+class Unseen:
+    """Collects computations that could not be recorded.
+
+    Args:
+        running: follows the recorded model.
+    """
+
+    def __init__(self, running: ModuleNames) -> None:
+        self._running = running
+        self._modules: dict[str, list[str]] = {}  # from a description of the computation to names of modules
+
+    def note(self, what: str) -> None:
+        """Note that the running module computed something that may be attention, such as ``"a softmax …"``."""
+        name, names = self._running.current, self._modules.setdefault(what, [])
+        if name is not None and name not in names:
+            names.append(name)
+
+    def report(self, recorded: Collection[str]) -> None:
+        """Warn of the noted computations.
+
+        Args:
+            recorded: names of the modules in the record. A softmax in one of them most likely computes weights.
+
+        Raises:
+            RecordError: if nothing was recorded.
+        """
+        modules = {
+            what: self._described([name for name in names if what != _SOFTMAX or name not in recorded])
+            for what, names in self._modules.items()
+        }
+        modules = {what: described for what, described in modules.items() if described}
+        if not recorded:
+            noted = "".join(
+                f"{what[0].upper()}{what[1:]} was computed by {described}. " for what, described in modules.items()
+            )
+            raise RecordError(
+                f"record: no attention was seen. {noted}Attention is seen in Clearhead's modules, "
+                "torch.nn.MultiheadAttention and wherever F.scaled_dot_product_attention is called, uncompiled. A "
+                "transformers model needs model.set_attn_implementation('sdpa') or 'clearhead'; of a compiled model "
+                "record model._orig_mod."
+            )
+        for what, described in modules.items():
+            warnings.warn(
+                f"record: {what} that is not in the record was computed by {described}. "
+                "If that is attention, switch it to F.scaled_dot_product_attention over plain tensors; for a "
+                "transformers model model.set_attn_implementation('sdpa').",
+                UnseenAttentionWarning,
+                stacklevel=4,
+            )
+
+    def _described(self, names: Iterable[str]) -> str:
+        return ", ".join(
+            f"{name or 'the model itself'} ({type(self._running.model.get_submodule(name)).__name__})" for name in names
+        )

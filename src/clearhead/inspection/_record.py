@@ -24,13 +24,12 @@ from .._torch_private import is_compiler_error
 from .._weights import Queries, checked_queries
 from ..errors import ClearheadError, RecordError, UnknownNameError
 from ._calls import Calls
-from ._capture import CaptureMode, obstacle
+from ._capture import CaptureMode, Unseen, obstacle
 from ._chosen_layers import ChosenLayers
 from ._drawing import Drawable
 from ._naming import ModuleNames, uncompiled
 from ._padding import CountedQueries
 from ._patch_layout import find_layout, picture_size
-from ._unseen import Unseen
 
 Keep = Literal["statistics", "queries_keys"]
 

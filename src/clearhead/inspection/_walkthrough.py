@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import shown, strided
+from .._checks import choice, strided
 from .._multihead import MultiHeadAttention
 from .._multihead_checks import complete
 from ..errors import ArgumentError, DTypeError
@@ -110,9 +110,7 @@ def _largest_difference(output: Tensor, returned: Tensor) -> tuple[float, float]
 
 
 def _check_arguments(module: object, language: object) -> None:
-    if not isinstance(language, str) or language not in LANGUAGES:
-        names = " or ".join(f'"{name}"' for name in LANGUAGES)
-        raise ArgumentError("language", expected=names, got=shown(language))
+    choice("language", language, LANGUAGES)
     if not isinstance(module, MultiHeadAttention):
         raise DTypeError(
             "module",

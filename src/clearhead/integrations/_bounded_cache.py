@@ -22,7 +22,7 @@ from .._checks import shown
 from .._torch_private import has_hook
 from ..errors import ArgumentError, CacheError, ShapeError, shape_text
 from ._cache_layers import BoundedLayer, MakeBounded, not_croppable, require_rows
-from ._lazy_mask import Carried, carrying
+from ._masks import Carried, carrying
 
 #: Models whose `forward` takes one mask per type of layer.
 _MASK_PER_TYPE = ("qwen3", "gemma2", "gpt_oss")

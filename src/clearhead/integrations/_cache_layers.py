@@ -163,14 +163,6 @@ class BoundedLayer(_Layer[Bounded]):
         self.mask: Mask = causal()
         self.mask_positions: dict[str, Any] = {"query_positions": 0, "key_positions": None}
 
-    @property
-    def positions(self) -> Tensor | None:
-        """(B, Hkv or 1, S): the positions of its keys among the tokens of their row, −1 for an empty slot."""
-        if self.cache is None:
-            return None
-        positions = self.cache.positions
-        return positions[:, None] if positions.dim() == 2 else positions
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.cache = self._make(self.window, key_states, value_states)
 

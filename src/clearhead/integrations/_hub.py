@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -79,7 +80,7 @@ def _require_on_hub(name: str) -> None:
     except RepositoryNotFoundError as error:
         raise _unknown_model(name, "no folder here and no public model there") from error
     except Exception as error:  # of the network or its settings
-        reason = shortened(str(error), 80)
+        reason = textwrap.shorten(str(error), 80, placeholder="…")
         raise _unknown_model(name, f"no folder here and no answer from the hub ({reason})") from error
 
 
@@ -94,7 +95,7 @@ def _from_pretrained(path: str, companion: Companion, *, local: bool) -> tuple[A
                 path, use_safetensors=True, dtype=torch.float32, attn_implementation="eager", **options
             )
         except Exception as error:  # transformers passes on the exceptions of its readers
-            reason = shortened(str(error) or type(error).__name__, 200)
+            reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder="…")
             raise _unknown_model(path, f"this from transformers: {reason}") from error
     return model, tokenizer
 
@@ -105,9 +106,3 @@ def _unknown_model(name: str, got: str) -> ArgumentError:
         "or a model's name on the Hugging Face hub"
     )
     return ArgumentError(f"model {name}", expected=expected, got=got)
-
-
-def shortened(text: str, longest: int) -> str:
-    """Put a text of others on one line of at most `longest` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= longest else text[: longest - 1] + "…"

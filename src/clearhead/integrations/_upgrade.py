@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,6 @@ from .._call.naming import remember_names
 from .._checks import flag, module
 from .._layer.linear import Linear
 from ..errors import ArgumentError
-from ._linears import linears_to_swap, own_linears
 from ._pretrained import (
     head_of,
     models_of_transformers,
@@ -20,9 +20,8 @@ from ._pretrained import (
     set_attention,
     why_not_set,
 )
-from ._torch_attention import swap_attention, swap_attention_back
+from ._torch_modules import linears_to_swap, own_linears, swap_attention, swap_attention_back
 from ._unpad import ENCODERS, is_unpadded, keep_padding, remove_padding, why_no_encoder, why_padded
-from ._upgrade_report import UpgradeReport
 
 
 def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, unpad: bool = False) -> UpgradeReport:
@@ -156,3 +155,61 @@ def _require_attention(pretrained: dict[str, Any], name: str, attention: bool) -
         fix = 'Call model.set_attn_implementation("clearhead") or upgrade(model, unpad=True) on a model with "sdpa".'
         expected = f"Clearhead's attention in {name or 'the model'}, by which texts in one row are kept apart"
         raise ArgumentError("unpad", expected=expected, got=why, fix=fix)
+
+
+@dataclass(frozen=True)
+class UpgradeReport:
+    """The changes of `upgrade` or `downgrade`.
+
+    Args:
+        action: ``"upgraded"`` or ``"downgraded"``.
+        changed: qualified names of the `nn.MultiheadAttention` modules with a new class.
+        left: attention modules and models of transformers that were not changed, with the reason.
+        encoders: the `nn.TransformerEncoder`s whose nested-tensor path was switched off or on.
+        models: the models of transformers whose attention was set or restored.
+        linears: the `nn.Linear` layers with a new class.
+        left_linears: linear layers that were not changed, with the reason.
+        unpadded: the encoders of transformers that now run without padding, or with padding again.
+        left_padded: models of transformers that still run with padding, with the reason.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(12, 2, batch_first=True), 1)
+        >>> report = clearhead.upgrade(model)
+        >>> report.changed, report.left, report.encoders
+        (('layers.0.self_attn',), {}, ('',))
+    """
+
+    action: str
+    changed: tuple[str, ...]
+    left: dict[str, str]
+    encoders: tuple[str, ...]
+    models: tuple[str, ...] = ()
+    linears: tuple[str, ...] = ()
+    left_linears: dict[str, str] = field(default_factory=dict)
+    unpadded: tuple[str, ...] = ()
+    left_padded: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kinds = (
+            (self.changed, "attention module(s)", ""),
+            (self.models, "model(s) of transformers", "attention: "),
+            (self.linears, "linear layer(s)", "linear: "),
+            (self.unpadded, "encoder(s) without padding", "without padding: "),
+        )
+        counts = ", ".join(f"{len(names)} {what}" for names, what, _ in kinds if names)
+        lines = [f"{self.action}: {counts or 'nothing'}"]
+        lines += [f"  {label}{_shown(name)}" for names, _, label in kinds for name in names]
+        lines += [f"  left alone: {_shown(name)}, {reason}" for name, reason in self.left.items()]
+        lines += [f"  left padded: {_shown(name)}, {reason}" for name, reason in self.left_padded.items()]
+        for reason in dict.fromkeys(self.left_linears.values()):
+            names = [name for name, why in self.left_linears.items() if why == reason]
+            what = _shown(names[0]) if len(names) == 1 else f"{len(names)} linear layers"
+            lines.append(f"  left alone: {what}, {reason}")
+        switched = "switched off" if self.action == "upgraded" else "switched on again"
+        lines += [f"  nested tensors {switched}: {_shown(name)}" for name in self.encoders]
+        return "\n".join(lines)
+
+
+def _shown(name: str) -> str:
+    return name or "(the model itself)"

@@ -11,7 +11,7 @@ call returns the exact weights before dropout. Other calls do not compute them. 
 
 A layer computes the result of ``eager``. The mask of a call is complete: transformers has already added the causal,
 window and padding patterns. ``None`` masks nothing, for any ``module.is_causal``. `make_mask` therefore always makes
-the causal mask, which ``sdpa`` omits. Its values are only computed if the model's own code reads them (`_lazy_mask`).
+the causal mask, which ``sdpa`` omits. Its values are only computed if the model's own code reads them (`_masks`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from .._weights import attention_weights
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
 from ._cache_for import cache_for
 from ._cache_layers import BoundedLayer
-from ._lazy_mask import carried_by
-from ._masks import causal_mask, make_mask, read_mask
+from ._masks import carried_by, causal_mask, make_mask, read_mask
 from ._packed_row import rows_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,8 @@ def fonts(text: str = "") -> list[str]:
 
     families = [FIRST]
     lacking = set(map(ord, text)) - characters_of(FIRST)
+    if lacking:
+        add_new_fonts()
     installed = sorted(font.name for font in fontManager.ttflist if not BOXES.match(font.name))
     for name in dict.fromkeys((*PREFERRED, *installed)) if lacking else ():
         if lacking & characters_of(name):
@@ -54,6 +56,16 @@ def fonts(text: str = "") -> list[str]:
         if not lacking:
             break
     return families
+
+
+@functools.cache
+def add_new_fonts() -> None:
+    """Add the fonts that were installed after matplotlib stored its list of fonts."""
+    from matplotlib.font_manager import findSystemFonts, fontManager
+
+    for path in set(findSystemFonts()) - {font.fname for font in fontManager.ttflist}:
+        with suppress(OSError, RuntimeError):  # a damaged file, or one that matplotlib cannot draw
+            fontManager.addfont(path)
 
 
 @functools.cache

@@ -125,7 +125,7 @@ def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadS
         names = ("special", "one", "others")
         place = torch.full_like(keys, 2)
         place[..., :1] = 1
-    place[is_special[keys]] = 0
+    place.masked_fill_(is_special[keys], 0)
     far = place == 4 if same else place > 0
     shares = torch.zeros(len(layer.heads), len(names))
     shares.scatter_add_(1, place.flatten(1), layer.weights.flatten(1)).div_(max(length, 1))

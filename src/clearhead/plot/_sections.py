@@ -104,10 +104,10 @@ def fitted(what: str, given: Sequence[Tokens] | None, item: int, length: int, ex
     if given is None:
         return numbered_tokens(length).cut(*extent)
     tokens = given[item] if len(given) > 1 else given[0]
-    if len(tokens) == length:
-        return tokens.cut(*extent)
     if len(tokens) == extent[1] - extent[0]:
         return tokens
+    if len(tokens) == length:
+        return tokens.cut(*extent)
     padded = "" if extent == (0, length) else f", or {extent[1] - extent[0]} without padding"
     raise ShapeError(
         what,

@@ -113,15 +113,25 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
         >>> read_tokens(tokenizer, tokenizer("Embeddings")["input_ids"])
         Tokens(['[CLS]', 'em', '##bed', '##ding', '##s', '[SEP]'])
     """
-    return read_known_tokens(tokenizer, ids, words, {})
+    return read_known_tokens(tokenizer, ids, {}, words=words)
 
 
 #: Number, stored form and special mark of a token → how it is written.
 Names = dict[tuple[int, str, bool], str]
 
 
-def read_known_tokens(tokenizer: Any, ids: Sequence[int], words: Sequence[int | None] | None, names: Names) -> Tokens:
-    """`read_tokens`, with the names of tokens that other parts of the text have; new ones are added."""
+def read_known_tokens(
+    tokenizer: Any,
+    ids: Sequence[int],
+    names: Names,
+    *,
+    words: Sequence[int | None] | None = None,
+    special: Sequence[bool] | None = None,
+) -> Tokens:
+    """`read_tokens`, with the names of tokens that other parts of the text have; new ones are added.
+
+    `special` marks the tokens that the tokenizer added. Default: by their numbers.
+    """
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise DTypeError("tokenizer", expected="a tokenizer of transformers", got=shown(tokenizer))
     ids = _token_ids(ids)
@@ -130,16 +140,13 @@ def read_known_tokens(tokenizer: Any, ids: Sequence[int], words: Sequence[int | 
         expected = f"{len(ids)} values, one for each of ids"
         raise ShapeError("words", expected=expected, got=str(len(words)))
     stored = tokenizer.convert_ids_to_tokens(ids)
-    known = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    special = [number in known for number in ids]
-    guessed = _guess_words(stored, special)
+    if special is None:
+        known = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        special = [number in known for number in ids]
     whole = list(zip(ids, stored, special, strict=True))
     names |= {each: _readable(tokenizer, *each) for each in set(whole) - names.keys()}
-    return Tokens(
-        [names[each] for each in whole],
-        special,
-        guessed if words is None else _usable(words, guessed),
-    )
+    usable = _guess_words(stored, special) if words is None or _is_one_word(words) else _with_special(words)
+    return Tokens([names[each] for each in whole], special, usable)
 
 
 def _token_ids(ids: Iterable[Any]) -> list[int]:
@@ -174,10 +181,13 @@ def _readable(tokenizer: Any, number: int, stored: str, special: bool) -> str:
     return stored if "\ufffd" in text else text.strip()
 
 
-def _usable(words: Sequence[int | None], guessed: Sequence[int]) -> Sequence[int]:
-    """The tokenizer's own words, unless it takes the whole text for one; its special tokens are words of their own."""
-    if len({word for word in words if word is not None}) < 2:
-        return guessed
+def _is_one_word(words: Sequence[int | None]) -> bool:
+    """Whether a tokenizer takes the whole text for one word."""
+    return len(set(words) - {None}) < 2
+
+
+def _with_special(words: Sequence[int | None]) -> list[int]:
+    """A tokenizer's own words; its special tokens are words of their own."""
     unique = count(-2, -1)
     return [next(unique) if word is None else word for word in words]
 

@@ -69,10 +69,7 @@
     const ramp = element("canvas", "", "ramp");
     ramp.width = 256;
     ramp.height = 1;
-    const context = ramp.getContext("2d");
-    const image = context.createImageData(256, 1);
-    new Uint32Array(image.data.buffer).set(signed ? changes : colors);
-    context.putImageData(image, 0, 0);
+    fill(ramp, (pixels) => pixels.set(signed ? changes : colors));
     const labels = element("div", "", "ticks quiet");
     for (const { text, place } of ticks) {
       const label = element("span", text);

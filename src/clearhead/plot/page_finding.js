@@ -40,14 +40,12 @@
 
   /** The sentence above everything: the chosen head, and what the chosen token looks at. */
   function showFinding() {
-    const { label, heads } = data.sections[state.section].layers[state.layer];
-    const kind = data.sections.length > 1 ? data.sections[state.section].title + ", " : "";
     const name = element("strong", state.current.rows.names[state.query]);
     const said = sayingOf(state.query, state.key);
     const rest = said
       ? [said.verb ?? (isSigned() ? say` changes at ` : say` looks at `), element("strong", said.object), ` (${said.weight})`]
       : [say` sees nothing`];
-    byId("finding").replaceChildren(say`In ${kind}layer ${label}, head ${heads[state.head]}, `, name, ...rest);
+    byId("finding").replaceChildren(say`In ${headName(state.layer, state.head)}, `, name, ...rest);
     byId("reason").textContent = reason();
   }
 
@@ -68,6 +66,7 @@
 
   function standsOut() {
     if (patchesOf()) return say`Of all heads, this is where ${looking()} looks most at few patches.`;
+    if (!isSame()) return say`In no other head do different words look so clearly at different words.`;
     return say`In no other head do different words look so clearly at different words further away.`;
   }
 
@@ -102,7 +101,7 @@
   function showDetails(query, key) {
     if (isSigned()) return showChange(query, key);
     const { rows, columns, entropy, received, pooled } = state.current;
-    const percent = (share) => Number((100 * share).toPrecision(3));
+    const percent = (share) => Number((100 * share).toPrecision(2));
     const about = (value) => (pooled ? say`about ${value}` : value);
     byId("details").textContent =
       say`query ${query} · entropy ${about(entropy[query].toFixed(2))} nats` +

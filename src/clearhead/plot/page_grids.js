@@ -175,20 +175,19 @@
 
   /** The largest weights of a row of which every weight is known. */
   function largestOfRow(head, query) {
-    return [...head.columns.names.keys()]
-      .map((key) => ({ key, weight: weightAt(head.grids[0], query, key) }))
-      .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
-      .slice(0, 8);
+    return mostOfAll([...head.columns.names.keys()].map((key) => ({ key, weight: weightAt(head.grids[0], query, key) })));
+  }
+
+  function mostOfAll(weights) {
+    return weights.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight)).slice(0, 8);
   }
 
   /** The tiles that a query's row of tiles has most in: first and last key, and the tile's weight. */
   function largestTiles(head, query) {
     const grid = head.grids.at(-1);
     const row = grid.row(query) * grid.columns;
-    return Array.from({ length: grid.columns }, (_, column) => ({ column, weight: grid.values[row + column] }))
+    return mostOfAll(Array.from({ length: grid.columns }, (_, column) => ({ column, weight: grid.values[row + column] })))
       .filter(({ weight }) => weight)
-      .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
-      .slice(0, 8)
       .map(({ column, weight }) => ({ keys: keysOfTile(head, column), weight }))
       .filter(({ keys }) => keys[0] <= keys[1]);
   }

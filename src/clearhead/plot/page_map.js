@@ -165,10 +165,7 @@
 
   /** The heads of this section that carry exact crops. */
   function exactHeads() {
-    return state.item.sections[state.section].layers.flatMap(({ crops }, index) => {
-      const { label, heads } = data.sections[state.section].layers[index];
-      return Object.keys(crops).map((head) => say`layer ${label}, head ${heads[head]}`);
-    });
+    return state.item.sections[state.section].layers.flatMap(({ crops }, layer) => Object.keys(crops).map((head) => headName(layer, head)));
   }
 
   function showNote() {

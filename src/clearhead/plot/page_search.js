@@ -69,9 +69,7 @@
 
   /** A head of a ranking, with what it is ranked by. */
   function rankedHead([section, layer, head], value) {
-    const part = data.sections[section];
-    const kind = data.sections.length > 1 ? part.title + ", " : "";
-    const button = element("button", say`${kind}layer ${part.layers[layer].label}, head ${part.layers[layer].heads[head]}: ${value}`);
+    const button = element("button", say`${headName(layer, head, section)}: ${value}`);
     button.type = "button";
     button.dataset.place = [section, layer, head].join("-");
     button.addEventListener("click", () => {

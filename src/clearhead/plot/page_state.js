@@ -93,14 +93,19 @@
     return state.special && !isSigned() && state.item.sections[state.section].layers.every((layer) => tiling(layer).exact);
   }
 
+  /** A head's layer and number; before them its kind of attention, if there is another. */
+  function headName(layer, head, section = state.section) {
+    const { title, layers } = data.sections[section];
+    const name = say`layer ${layers[layer].label}, head ${layers[layer].heads[head]}`;
+    return data.sections.length > 1 ? `${title}, ${name}` : name;
+  }
+
   function choose(layer, head) {
     Object.assign(state, { layer, head });
-    const { label, name, heads } = data.sections[state.section].layers[layer];
-    const kind = data.sections.length > 1 ? data.sections[state.section].title + ", " : "";
-    const title = say`${kind}layer ${label}, head ${heads[head]}`;
-    byId("head-title").textContent = title[0].toUpperCase() + title.slice(1);
-    byId("head-title").title = name;
-    byId("map").setAttribute("aria-label", say`Weights of layer ${label}, head ${heads[head]}. The arrow keys move from cell to cell.`);
+    const name = headName(layer, head);
+    byId("head-title").textContent = name[0].toUpperCase() + name.slice(1);
+    byId("head-title").title = data.sections[state.section].layers[layer].name;
+    byId("map").setAttribute("aria-label", say`Weights of ${name}. The arrow keys move from cell to cell.`);
     markChosen();
     tell(layer, head);
     drawViews();

@@ -25,12 +25,9 @@ def factor_at_least_one(value: object) -> float:
 def require_heads(name: str, num_heads: int, grid: Grid) -> None:
     """Raise unless a per-head mask has as many heads as the call."""
     if grid.num_heads != num_heads:
-        mask, expected = (
-            f"mask {name}(num_heads={num_heads})",
-            f"num_heads = {grid.num_heads}, the query's head count H",
-        )
+        expected = f"num_heads = {grid.num_heads}, the query's head count H"
         fix = "Grouped heads count too: give the number of query heads, not of key/value heads."
-        raise ShapeError(mask, expected=expected, got=str(num_heads), fix=fix)
+        raise ShapeError(f"mask {name}(num_heads={num_heads})", expected=expected, got=str(num_heads), fix=fix)
 
 
 def require_in_range(positions: torch.Tensor) -> None:

@@ -75,10 +75,8 @@ def rotary_from_config(
 def _rope_type(settings: dict[str, Any]) -> str:
     nested = [key for key, value in settings.items() if isinstance(value, Mapping)]
     if nested:
-        got, fix = (
-            f"a dictionary for each of {', '.join(nested)}",
-            f"Give rope_parameters[{nested[0]!r}] for such a layer.",
-        )
+        got = f"a dictionary for each of {', '.join(nested)}"
+        fix = f"Give rope_parameters[{nested[0]!r}] for such a layer."
         raise ArgumentError("rope_parameters", expected="the settings of one kind of layer", got=got, fix=fix)
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in _KEYS:

@@ -185,8 +185,8 @@ class YarnScaling(Scaling):
         factor_at_least_one(self.factor)
         integer("original_length", self.original_length, least=1)
         number("beta_slow", self.beta_slow, "a finite number > 2⁻⁶³", lambda turns: 2.0**-63 < turns < math.inf)
-        number("beta_fast", self.beta_fast, "a finite number > 0 and < 2⁶³", lambda turns: 0 < turns < 2.0**63)
-        if positive("beta_fast", self.beta_fast) < self.beta_slow:
+        fast = number("beta_fast", self.beta_fast, "a finite number > 0 and < 2⁶³", lambda turns: 0 < turns < 2.0**63)
+        if fast < self.beta_slow:
             expected, got = f"at least beta_slow = {float(self.beta_slow):g}", f"{float(self.beta_fast):g}"
             fix = "It counts the turns of the fast pairs, which turn more often."
             raise ArgumentError("beta_fast", expected=expected, got=got, fix=fix)

@@ -12,10 +12,10 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._call.call import valid_call
-from clearhead._call.request import Request
 from clearhead.kernels._sdpa import SdpaKernel
 from clearhead.masks import Mask
 from tests.support.pretended_cuda.mode import PretendedDevice
+from tests.support.requests import Request
 
 CAPABILITY = os.environ.get("PRETENDED_CAPABILITY", "9")
 _FIRST = "cuDNN" if CAPABILITY == "9" else "flash"
