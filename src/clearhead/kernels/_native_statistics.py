@@ -38,7 +38,7 @@ def gather(
     request = arguments_of(call)
     plan, rows = plan_of(request), request.query.shape[:3]
     wanted = {name: request.query.new_empty(rows, dtype=torch.float32) for name in ("largest", "visible")} | wanted
-    options = {"counted": None if counted is None else counted.contiguous(), "exact": exact}
+    options: dict[str, Any] = {"counted": None if counted is None else counted.contiguous(), "exact": exact}
     options |= wanted | {"shift": call.grid.shift or 0}
     if with_output:
         return wanted | {"output": plan.forward(request, **options)}
