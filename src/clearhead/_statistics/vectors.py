@@ -121,8 +121,11 @@ class HeadAverage(Statistic):
         self.begin()
         return {"weights": self.accumulator, "weights_strides": weights_strides(self.accumulator)}
 
+    def triton(self) -> dict[str, Any]:
+        return {"head_average": None}
+
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        return self.result()
+        return {"head_average": buffers["head_average"]} if "head_average" in buffers else self.result()
 
 
 class _MixedValues(Statistic):

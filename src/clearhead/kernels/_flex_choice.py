@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
@@ -18,6 +16,7 @@ from ..masks._grid import Grid
 from ..masks._lowering import hides_nothing, is_plain_causal
 from ..masks._structure import Structure, structure_of
 from ._base import Refusal
+from ._first_check import FirstCheck
 from ._flex import FlexKernel
 from ._reference import ReferenceKernel
 
@@ -27,7 +26,6 @@ _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_DIM = 128
 #: The largest error of an output or gradient of the check, relative to the largest number.
 _TOLERANCE = 5e-2
-_trusted: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 def leaves_to_flex(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
@@ -77,34 +75,18 @@ def _differs(structure: Structure, grid: Grid) -> bool:
 
 
 def _is_trusted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch compiles `flex` on a device, and its results are right. The first call compiles a small one.
+    """Whether PyTorch compiles `flex` on a device, and its results are right. The first call compiles a small one."""
+    from ._triton import available  # registers operators, which only a GPU needs
 
-    While a CUDA graph is captured nothing is compiled, and what was not compiled before is not trusted.
-    """
-    from ._triton._operators import available  # registers operators, which only a GPU needs
-
-    if not available(torch.empty(0, 0, 0, 1, dtype=dtype, device=device)):
-        return False
-    place = device, dtype
-    if place not in _trusted:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        problem = _problem(device, dtype)
-        if problem is not None:
-            text = (
-                f"FlexAttention failed its check on {device} in {dtype}: {problem}. Long masks run on `sdpa` instead."
-            )
-            warnings.warn(f"{text} CLEARHEAD_TRITON=0 switches the check off.", RuntimeWarning, stacklevel=2)
-        _trusted[place] = problem is None
-    return _trusted[place]
+    return available(torch.empty(0, 0, 0, 1, dtype=dtype, device=device)) and CHECK.passes(device, dtype)
 
 
-def _problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    try:
-        error = _error(device, dtype)
-    except Exception as error:  # PyTorch's compiler and Triton raise errors of many classes
-        return f"{type(error).__name__}: {error}"
+def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
+    error = _error(device, dtype)
     return None if error <= _TOLERANCE else f"its numbers are wrong by {error:.2g}"
+
+
+CHECK = FirstCheck("FlexAttention", "`sdpa` runs long masks.", _compare)
 
 
 def _error(device: torch.device, dtype: torch.dtype) -> float:

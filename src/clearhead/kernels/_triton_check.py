@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-
 import torch
 from torch import Tensor
 
@@ -12,42 +9,22 @@ from .. import masks
 from .._call.call import AttentionCall, valid_call
 from .._call.request import Request
 from .._environment import autocast_off
-from ..errors import KernelError
+from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
 from ._triton import columns, rows, terms_of, top_k
 from ._triton import weights as weights_by_kernel
-from ._triton._operators import DTYPES, available
+from ._triton._available import DTYPES, available
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
 TOLERANCE = 1e-3
 _TOP = 8
-_trusted: dict[tuple[torch.device, torch.dtype], bool] = {}
-
-
-def is_trusted(query: Tensor) -> bool:
-    """Whether the kernels passed their check on the device and in the dtype of a query. The first call runs it.
-
-    While a CUDA graph is captured no check runs, and kernels that were not checked before are not trusted.
-
-    Raises:
-        KernelError: if they failed, and ``CLEARHEAD_TRITON=1`` forces them.
-    """
-    place = query.device, query.dtype
-    if place not in _trusted:
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        problem = _problem(*place)
-        if problem is not None:
-            _report(f"The Triton kernels for statistics failed their check on {place[0]} in {place[1]}: {problem}.")
-        _trusted[place] = problem is None
-    return _trusted[place]
 
 
 def table() -> dict[str, str]:
     """``ok`` or what is wrong, on each CUDA device and in each dtype, for ``clearhead doctor``. Empty without any."""
     devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
     return {
-        f"{device} {str(dtype).removeprefix('torch.')}": _problem(device, dtype) or "ok"
+        f"{device} {str(dtype).removeprefix('torch.')}": CHECK.problem(device, dtype) or "ok"
         for device in devices
         for dtype in DTYPES
         if available(torch.empty(1, 1, 1, 1, dtype=dtype, device=device))
@@ -69,19 +46,14 @@ def errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     return dict(zip(expected, largest.tolist(), strict=True))
 
 
-def _problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    try:
-        wrong = {name: error for name, error in errors(device, dtype).items() if not error <= TOLERANCE}
-    except Exception as error:  # Triton's compiler raises errors of many classes
-        return f"{type(error).__name__}: {error}"
+def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
+    wrong = {name: error for name, error in errors(device, dtype).items() if not error <= TOLERANCE}
     return ", ".join(f"{name} is wrong by {error:.2g}" for name, error in wrong.items()) or None
 
 
-def _report(problem: str) -> None:
-    if os.environ.get("CLEARHEAD_TRITON") == "1":
-        raise KernelError(f"{problem} CLEARHEAD_TRITON=1 forces them; unset it to run PyTorch's operators instead.")
-    instead = "PyTorch's operators compute them instead, which is slower. CLEARHEAD_TRITON=0 switches the kernels off."
-    warnings.warn(f"{problem} {instead}", RuntimeWarning, stacklevel=2)
+CHECK = FirstCheck(
+    "The Triton kernels for weights and statistics", "PyTorch's operators compute them, which is slower.", _compare
+)
 
 
 def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Statistics of weights, and the weights of all queries, on a GPU from the Triton kernels."""
+"""Statistics of weights, and weights, on a GPU from the Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from .._call.call import AttentionCall
 from ._triton import available, columns, rows, terms_of, top_k
 from ._triton import weights as weights_by_kernel
-from ._triton_check import is_trusted
+from ._triton_check import CHECK
 
 #: Results of `rows` that a statistic can ask for.
 _OF_ROWS = ("entropy", "visible", "confidence", "sink", "distance")
@@ -19,7 +19,7 @@ def runs(call: AttentionCall) -> bool:
     """Whether the kernels compute statistics of the call. The first time on a device, they are checked there."""
     if call.spec.tracing or call.spec.transformed or not available(call.query):
         return False
-    return 0 not in (*call.query.shape, *call.key.shape) and is_trusted(call.query)
+    return 0 not in (*call.query.shape, *call.key.shape) and CHECK.passes(call.query.device, call.query.dtype)
 
 
 def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     Args:
         call: the validated call.
         wanted: names, with their arguments: ``entropy``, ``visible``, ``confidence`` and ``distance``; ``sink`` with
-            the keys, bool (1 or B, 1 or H, S); ``received``; ``top_k`` with the number of keys.
+            the keys, bool (1 or B, 1 or H, S); ``received``; ``top_k`` with the number of keys; ``head_average``.
         counted: bool (B, L), the queries that ``received`` includes, or ``None`` for all.
 
     Returns:
@@ -37,7 +37,7 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     operands, terms = (call.query, call.key), terms_of(call)
     options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
     names = {"max_logit", *(name for name in _OF_ROWS if name in wanted)}
-    if "received" in wanted or "top_k" in wanted:
+    if {"received", "top_k", "head_average"} & wanted.keys():
         names.add("lse")
     buffers: dict[str, Any] = rows(
         *operands, terms, **options, sinks=call.request.sinks, first_keys=wanted.get("sink"), want=tuple(names)
@@ -49,12 +49,29 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     if "top_k" in wanted:
         found = top_k(*operands, buffers["lse"], terms, wanted["top_k"], **options)
         buffers["top_weights"], buffers["top_keys"] = found
+    if "head_average" in wanted:
+        buffers["head_average"] = weights_by_kernel(*operands, buffers["lse"], terms, **options, average=True)
     return buffers
 
 
-def weights(call: AttentionCall, average: bool) -> Tensor:
-    """The weights of all queries, (B, H, L, S), or their mean over the heads, (B, L, S), without gradients."""
-    operands, terms = (call.query, call.key), terms_of(call)
+def weights(call: AttentionCall, chosen: Tensor | None, average: bool, head: int | None = None) -> Tensor:
+    """Weights without gradients.
+
+    Args:
+        call: the validated call.
+        chosen: row numbers on the device, or ``None`` for all.
+        average: whether to average over the heads.
+        head: number of the only head, or ``None`` for all.
+
+    Returns:
+        (B, H, n, S), or (B, n, S) if averaged, or of one head.
+    """
+    query, key, terms, sinks = call.query, call.key, terms_of(call), call.request.sinks
     options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
-    lse = rows(*operands, terms, **options, sinks=call.request.sinks)["lse"]
-    return weights_by_kernel(*operands, lse, terms, **options, average=average)
+    if chosen is not None:
+        query, terms = query.index_select(2, chosen), terms.of_rows(chosen, query.shape[2], key.shape[2])
+    if head is not None:
+        query, key = query.narrow(1, head, 1), key.narrow(1, head // call.spec.group, 1)
+        terms, sinks = terms.of_head(head), None if sinks is None else sinks.narrow(0, head, 1)
+    lse = rows(query, key, terms, **options, sinks=sinks)["lse"]
+    return weights_by_kernel(query, key, lse, terms, **options, average=average or head is not None)

@@ -102,11 +102,11 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
         native = native_weights(call, rows, chosen.average, head=head, exact=dtype == torch.float64)
         if native is not None:
             return native if head is None else native[:, 0]  # (B, n, S)
-    if chosen.natively and call.query.is_cuda and rows is None and head is None and not chosen.exact:
+    if chosen.natively and call.query.is_cuda:
         from . import _triton_statistics  # registers operators, which only a GPU needs
 
         if _triton_statistics.runs(call):
-            return _triton_statistics.weights(call, chosen.average)
+            return _triton_statistics.weights(call, rows, chosen.average, head)
     heads, count = call.grid.num_heads, call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, heads, count, call.grid.key_length)
     # Zeros, because blocks skip masked columns.

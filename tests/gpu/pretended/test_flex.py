@@ -48,7 +48,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """No check of the device is remembered from another test."""
-    monkeypatch.setattr("clearhead.kernels._flex_choice._trusted", {})
+    monkeypatch.setattr(_flex_choice.CHECK, "_passed", {})
 
 
 def operands(length: int, heads: int = 2, dtype: torch.dtype = torch.bfloat16, dim: int = 16) -> list[Tensor]:
@@ -142,7 +142,7 @@ def test_a_device_that_fails_the_check_stays_on_sdpa(
 
     query, key, value = (x.to(CUDA) for x in operands(SHORT))
     monkeypatch.setattr("clearhead.kernels._flex._compiled", fail)
-    with pytest.warns(RuntimeWarning, match="FlexAttention failed its check on cuda:0 .* no compiler was found"):
+    with pytest.warns(RuntimeWarning, match="FlexAttention failed the check on cuda:0 .* no compiler was found"):
         assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -164,7 +164,7 @@ def test_without_triton_the_call_stays_on_sdpa(
 ) -> None:
     query, key, value = (x.to(CUDA) for x in operands(SHORT))
     if missing == "triton":
-        monkeypatch.setattr("clearhead.kernels._triton._operators._is_installed", lambda: False)
+        monkeypatch.setattr("clearhead.kernels._triton._available._is_installed", lambda: False)
     else:
         monkeypatch.setenv("CLEARHEAD_TRITON", "0")
     assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"

@@ -75,11 +75,15 @@ def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return 100
 
 
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("name", ["none", "causal", "lengths"])
-def test_a_record_takes_few_operators_and_reads_nothing(cuda: PretendedDevice, most: int, name: str) -> None:
+def test_a_record_takes_few_operators_and_reads_nothing(
+    cuda: PretendedDevice, most: int, name: str, prepared: bool
+) -> None:
     model, x = stack().to("cuda").bfloat16().eval(), torch.randn(2, 256, 256).bfloat16().cuda()
-    rule = {"none": None, "causal": masks.causal(), "lengths": masks.lengths(torch.tensor([256, 100]))}[name]
-    mask = None if rule is None else rule.prepare(256, 256, batch_size=2, num_heads=4, device=x.device)
+    mask = {"none": None, "causal": masks.causal(), "lengths": masks.lengths(torch.tensor([256, 100]))}[name]
+    if prepared and mask is not None:
+        mask = mask.prepare(256, 256, batch_size=2, num_heads=4, device=x.device)
 
     def run() -> None:
         model(x, mask)
@@ -187,13 +191,13 @@ def test_wrong_kernels_are_not_used(cuda: PretendedDevice, monkeypatch: pytest.M
         return found | {"entropy": found["entropy"] * torch.nan}
 
     monkeypatch.setattr(_triton_check, "rows", wrong)
-    monkeypatch.setattr(_triton_check, "_trusted", {})
+    monkeypatch.setattr(_triton_check.CHECK, "_passed", {})
     if forced:
         monkeypatch.setenv("CLEARHEAD_TRITON", "1")
-        with pytest.raises(KernelError, match=r"failed their check on cuda:0 in torch\.float32: entropy is wrong by"):
+        with pytest.raises(KernelError, match=r"failed the check on cuda:0 in torch\.float32: entropy is wrong by"):
             clearhead.attention_statistics(query, key, statistics=FOUR)
         return
-    with pytest.warns(RuntimeWarning, match=r"entropy is wrong by .* CLEARHEAD_TRITON=0 switches the kernels off"):
+    with pytest.warns(RuntimeWarning, match=r"entropy is wrong by .* CLEARHEAD_TRITON=0 switches the kernels"):
         clearhead.attention_statistics(query, key, statistics=FOUR)
     # It warns once.
     seen = cuda.count(lambda: clearhead.attention_statistics(query, key, statistics=FOUR))
@@ -205,7 +209,7 @@ def test_unchecked_kernels_do_not_run_while_a_graph_is_captured(
     cuda: PretendedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, key, _ = (x.cuda() for x in inputs())
-    monkeypatch.setattr(_triton_check, "_trusted", {})
+    monkeypatch.setattr(_triton_check.CHECK, "_passed", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     seen = cuda.count(lambda: clearhead.attention_statistics(query, key, statistics=FOUR))
     assert seen.waits == []

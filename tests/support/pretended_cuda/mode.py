@@ -209,8 +209,8 @@ def connect(major: int) -> PretendedDevice:
     cuda.synchronize = lambda _=None: None
     cuda.is_current_stream_capturing = lambda: False
     # Our Triton operators run as their formulas on the CPU. They compute only from the arguments that they receive.
-    triton_operators: Any = import_module("clearhead.kernels._triton._operators")
-    triton_operators._is_installed = lambda: True
+    triton_kernels: Any = import_module("clearhead.kernels._triton._available")
+    triton_kernels._is_installed = lambda: True
     mode = PretendedDevice()
     flex.connect(mode)
     getattr(torch, "_C")._set_only_lift_cpu_tensors(True)  # noqa: B009

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ._operators import available, columns, rows, top_k
+from ._available import available
+from ._operators import columns, rows, top_k
 from ._terms import Terms, terms_of
 from ._weights_operator import weights
 

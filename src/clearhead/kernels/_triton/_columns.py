@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import LOG2E, changed, load_rows, products, visible_cells
+from ._tile import LOG2E, changed, load_rows, products, visible_cells, within
 
 
 @triton.jit
@@ -88,8 +88,9 @@ def columns_kernel(
     whole, whole_end = tl.maximum(0, j1 - high), tl.minimum(L, j0 - low + 1)
     limit, from_ = tl.minimum(S, stop), 0
     if ROWS_ALIKE:
-        from_ = tl.load(first + b.to(tl.int64) * range_b)
-        limit = tl.minimum(limit, tl.load(last + b.to(tl.int64) * range_b))
+        limit = tl.minimum(limit, within(tl.load(last + b.to(tl.int64) * range_b), S))
+        if first is not None:
+            from_ = within(tl.load(first + b.to(tl.int64) * range_b), S)
     if first_query is not None:
         place = b.to(tl.int64) * query_range_b + tl.minimum(j, j1)
         begin = tl.maximum(begin, tl.min(tl.load(first_query + place), 0))
@@ -101,7 +102,7 @@ def columns_kernel(
     PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)
     NEVER_WHOLE: tl.constexpr = (
         (keys is not None) or (visible is not None) or (bias is not None) or (query_documents is not None)
-        or ((first is not None) and (not ROWS_ALIKE))
+        or ((last is not None) and (not ROWS_ALIKE))
     )  # fmt: skip
     if NEVER_WHOLE:
         whole, whole_end = end, end

@@ -23,9 +23,10 @@ def scores(
     if terms.bias is not None:
         products = products + terms.bias
     visible = ((columns >= rows + terms.low) & (columns <= rows + terms.high) & (columns < terms.stop))[None, None]
-    if terms.first is not None and terms.last is not None:
-        first, last = terms.first[:, None, :, None], terms.last[:, None, :, None]
-        visible = visible & (columns >= first) & (columns < last)
+    if terms.last is not None:
+        visible = visible & (columns < terms.last[:, None, :, None])
+    if terms.first is not None:
+        visible = visible & (columns >= terms.first[:, None, :, None])
     if terms.keys is not None:
         visible = visible & terms.keys[:, None, None]
     if terms.visible is not None:

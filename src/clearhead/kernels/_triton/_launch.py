@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from ._available import interprets
 from ._columns import columns_kernel
 from ._maps import weights_kernel
 from ._rows import rows_kernel
@@ -132,7 +132,7 @@ def columns_launch(
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles), **ranges,
         "lse": rows, "received_out": received, "viewers_out": viewers, "ALL": counted is None,
-        "ROWS_ALIKE": terms.first is not None and terms.first.shape[1] == 1,
+        "ROWS_ALIKE": terms.last is not None and terms.last.shape[1] == 1,
     }  # fmt: skip
     programs = tiles_over(count, tiles.keys) * batch * heads
     return Launch(columns_kernel, programs if received.numel() else 0, arguments, (received, viewers))
@@ -145,7 +145,7 @@ def weights_launch(
     (batch, heads, length, dim), count = query.shape, key.shape[2]
     out = query.new_empty((batch, 1 if average else heads, length, count), dtype=torch.float32)
     small = query.dtype == torch.float32 or dim > 128
-    tiles = Tiles(32, 32, 8 if small else 4, 1) if small else Tiles(64, 64, 4, 2 if average else 1)
+    tiles = Tiles(32, 32, 8, 1) if small else Tiles(64, 32 if average and dim > 64 else 64, 4, 2 if average else 1)
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles),
         "lse": _rows_of(lse), "out": out, "HEADS": heads if average else 1,
@@ -202,9 +202,10 @@ def _mask(terms: Terms, batch: int, heads: int, length: int, count: int) -> dict
             tensor = tensor.resolve_neg().expand(batch, heads, length, count)
             arguments[name], strides = tensor, tensor.stride()
         arguments.update(zip((f"{name}_b", f"{name}_h", f"{name}_l", f"{name}_s"), strides, strict=True))
-    if terms.first is not None and terms.last is not None:
-        first, last = terms.first.contiguous(), terms.last.contiguous()
-        of_item, of_row = first.expand(batch, length).stride()
+    if terms.last is not None:
+        last = terms.last.contiguous()
+        of_item, of_row = last.expand(batch, length).stride()
+        first = None if terms.first is None else terms.first.contiguous()
         arguments.update(first=first, last=last, range_b=of_item, range_l=of_row)
     for name in ("keys", "query_documents", "key_documents"):
         tensor = getattr(terms, name)
@@ -223,11 +224,6 @@ def _tiles(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
 def is_plain(terms: Terms, softcap: float) -> bool:
     """Whether the mask is no more than a band, without a soft-cap. Other calls need registers for the mask."""
     return softcap == 0 and all(tensor is None for tensor in terms.tensors)
-
-
-def interprets() -> bool:
-    """Whether Triton's interpreter runs the kernels on the CPU (``TRITON_INTERPRET=1``)."""
-    return bool(cast(Any, triton).knobs.runtime.interpret)
 
 
 def _upcasts(query: Tensor) -> bool:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._available import runs_kernels
 from ._formula import columns_by_formula, rows_by_formula, top_by_formula
 from ._terms import Terms
 
 ROWS = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
-LARGEST_DIM = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def available(query: Tensor) -> bool:
-    """Whether the kernels compute calls with such a query (B, H, L, D).
-
-    They need Triton, a CUDA device, D ≤ 256 and float32, bfloat16 or float16. ``CLEARHEAD_TRITON=0`` switches them off.
-    """
-    if os.environ.get("CLEARHEAD_TRITON") == "0" or not query.is_cuda:
-        return False
-    return query.dtype in DTYPES and query.shape[3] <= LARGEST_DIM and _is_installed()
 
 
 def rows(
@@ -143,11 +124,6 @@ library.define(f"triton_top_k(Tensor query, Tensor key, Tensor lse, {MASK_SCHEMA
 def terms_from(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Terms:
     low, high, stop, shift = numbers
     return Terms(low, high, stop, shift, *tensors)
-
-
-def runs_kernels(query: Tensor) -> bool:
-    """Whether kernels compute the call: on a GPU, or in Triton's interpreter, as in tests. Otherwise formulas do."""
-    return query.is_cuda or (os.environ.get("TRITON_INTERPRET") == "1" and _is_installed())
 
 
 def _rows(

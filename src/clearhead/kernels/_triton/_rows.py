@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import LN2, LOG2E, changed, load_rows, products, visible_cells
+from ._tile import LN2, LOG2E, changed, load_rows, products, visible_cells, within
 
 
 @triton.jit
@@ -101,11 +101,13 @@ def rows_kernel(
     limit = tl.minimum(S, stop)
     begin, end = tl.maximum(0, i0 + low), tl.minimum(limit, i1 + high + 1)
     whole, whole_end = tl.maximum(0, i1 + low), tl.minimum(limit, i0 + high + 1)
-    if first is not None:
+    if last is not None:
         place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
-        from_, to = tl.load(first + place), tl.load(last + place)
-        begin, end = tl.maximum(begin, tl.min(from_, 0)), tl.minimum(end, tl.max(to, 0))
-        whole, whole_end = tl.maximum(whole, tl.max(from_, 0)), tl.minimum(whole_end, tl.min(to, 0))
+        to = within(tl.load(last + place), S)
+        end, whole_end = tl.minimum(end, tl.max(to, 0)), tl.minimum(whole_end, tl.min(to, 0))
+        if first is not None:
+            from_ = within(tl.load(first + place), S)
+            begin, whole = tl.maximum(begin, tl.min(from_, 0)), tl.maximum(whole, tl.max(from_, 0))
     begin = begin // N * N
     whole, whole_end = tl.cdiv(whole, N) * N, tl.maximum(whole_end, 0) // N * N
     PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)

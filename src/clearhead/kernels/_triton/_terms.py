@@ -23,8 +23,8 @@ class Terms(NamedTuple):
     Args:
         low, high, stop: key j is visible to query i if i + low ≤ j ≤ i + high and j < stop.
         shift: position of the first query minus position of the first key, for distances.
-        first: first visible key of each query, int32 (1 or B, 1 or L).
-        last: one past the last one, of the same shape. Both are passed, or neither.
+        first: first visible key of each query, integers (1 or B, 1 or L). It may lie outside the keys.
+        last: one past the last one, likewise. It is passed where `first` is, in the same shape.
         keys: visible keys, bool (1 or B, S).
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: added to the scores, floats of such a shape; −∞ hides.
@@ -57,6 +57,36 @@ class Terms(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self[4:]
+
+    def of_rows(self, rows: Tensor, length: int, count: int) -> Terms:
+        """The terms of a call whose queries are these rows, numbers (n,), of its L queries. It has S keys."""
+
+        def cut(tensor: Tensor | None, dim: int) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, rows)
+
+        # Chosen rows need not be neighbours, so a band becomes a range of keys per row, and ALiBi becomes a bias.
+        first, last, bias = cut(self.first, 1), cut(self.last, 1), cut(self.bias, 2)
+        if self.low > -length or self.high < count - 1:
+            from_band, to_band = ((rows + step)[None] for step in (self.low, self.high + 1))
+            first = from_band if first is None else torch.maximum(first, from_band)
+            last = to_band if last is None else torch.minimum(last, to_band)
+            first, last = torch.broadcast_tensors(first, last)
+        if self.slopes is not None:
+            distances = (rows[:, None] + self.shift - torch.arange(count, device=rows.device)).abs()
+            of_distances = -self.slopes[:, None, None] * distances
+            bias = of_distances[None] if bias is None else bias + of_distances
+        return Terms(
+            -len(rows), count, self.stop, 0, first, last, self.keys, cut(self.visible, 2), bias,
+            cut(self.query_documents, 1), self.key_documents,
+        )  # fmt: skip
+
+    def of_head(self, head: int) -> Terms:
+        """The terms of one query head."""
+
+        def cut(tensor: Tensor | None, dim: int = 1) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.narrow(dim, head, 1)
+
+        return self._replace(visible=cut(self.visible), bias=cut(self.bias), slopes=cut(self.slopes, 0))
 
 
 def terms_of(call: AttentionCall) -> Terms:
@@ -94,9 +124,9 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
         rows = unmasked if rows is None else rows.meet(unmasked)
     first, last = None, None
     if rows is not None:
-        last = rows.stop.clamp(0, grid.key_length).int()
-        first = torch.zeros_like(last) if rows.first is None else rows.first.clamp(0, grid.key_length).int()
-        first, last = torch.broadcast_tensors(first, last)
+        first, last = rows.first, rows.stop
+        if first is not None:
+            first, last = torch.broadcast_tensors(first, last)
     return Terms(
         band.low,
         band.high,
@@ -118,8 +148,11 @@ def _with_documents(terms: Terms, ids: Tensor, grid: Grid) -> Terms:
     of_queries = ids[:, query : query + grid.query_length].long().contiguous()
     of_keys = ids[:, key : key + grid.key_length].long().contiguous()
     first, last = _range_of(of_queries, of_keys)
-    if terms.first is not None and terms.last is not None:
-        first, last = torch.maximum(first, terms.first), torch.minimum(last, terms.last)
+    if terms.first is not None:
+        first = torch.maximum(first, terms.first)
+    if terms.last is not None:
+        last = torch.minimum(last, terms.last)
+    first, last = torch.broadcast_tensors(first, last)
     first_query, last_query = _range_of(of_keys, of_queries)
     return terms._replace(
         first=first,

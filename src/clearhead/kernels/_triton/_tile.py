@@ -57,6 +57,12 @@ def changed(
 
 
 @triton.jit
+def within(place, S):
+    """Ends of ranges, which may lie outside the keys, as numbers 0 … S."""
+    return tl.maximum(tl.minimum(place, S), 0).to(tl.int32)
+
+
+@triton.jit
 def visible_cells(
     i, j, b, h, L, S, low, high, stop,
     first, last, range_b, range_l, keys, keys_b,
@@ -65,10 +71,11 @@ def visible_cells(
 ):  # fmt: skip
     """Which cells of a tile with rows i and columns j, of shapes that broadcast, the mask shows."""
     seen = (j >= i + low) & (j <= i + high) & (j < tl.minimum(S, stop)) & (i < L)
-    if first is not None:
+    if last is not None:
         place = b.to(tl.int64) * range_b + i.to(tl.int64) * range_l
-        seen &= j >= tl.load(first + place, mask=i < L, other=0)
         seen &= j < tl.load(last + place, mask=i < L, other=0)
+        if first is not None:
+            seen &= j >= tl.load(first + place, mask=i < L, other=0)
     if keys is not None:
         seen &= tl.load(keys + b.to(tl.int64) * keys_b + j, mask=j < S, other=0) != 0
     if query_documents is not None:

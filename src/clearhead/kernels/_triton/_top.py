@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import LOG2E, changed, load_rows, products, visible_cells
+from ._tile import LOG2E, changed, load_rows, products, visible_cells, within
 
 GROUP_KEYS: tl.constexpr = tl.constexpr(16)
 
@@ -15,10 +15,11 @@ GROUP_KEYS: tl.constexpr = tl.constexpr(16)
 def _visited(i, i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N: tl.constexpr):
     """The keys begin … end − 1, from the begin of a tile, that any of the rows i0 … i1 sees."""
     begin, end = tl.maximum(0, i0 + low), tl.minimum(tl.minimum(S, stop), i1 + high + 1)
-    if first is not None:
+    if last is not None:
         place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
-        begin = tl.maximum(begin, tl.min(tl.load(first + place), 0))
-        end = tl.minimum(end, tl.max(tl.load(last + place), 0))
+        end = tl.minimum(end, tl.max(within(tl.load(last + place), S), 0))
+        if first is not None:
+            begin = tl.maximum(begin, tl.min(within(tl.load(first + place), S), 0))
     return begin // N * N, end
 
 
@@ -92,10 +93,11 @@ def largest_kernel(
     end = tl.minimum(end, begin + share)
     # The keys of that share that every row sees.
     whole, whole_end = tl.maximum(0, i1 + low), tl.minimum(tl.minimum(S, stop), i0 + high + 1)
-    if first is not None:
+    if last is not None:
         place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
-        whole = tl.maximum(whole, tl.max(tl.load(first + place), 0))
-        whole_end = tl.minimum(whole_end, tl.min(tl.load(last + place), 0))
+        whole_end = tl.minimum(whole_end, tl.min(within(tl.load(last + place), S), 0))
+        if first is not None:
+            whole = tl.maximum(whole, tl.max(within(tl.load(first + place), S), 0))
     whole = tl.maximum(tl.cdiv(whole, N) * N, begin)
     whole_end = tl.minimum(tl.maximum(whole_end, 0) // N * N, begin + share)
     PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)
@@ -181,8 +183,9 @@ def best_kernel(
         s = changed(
             s, i, j, b, h, L, S, shift, scale, softcap, bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP
         )  # fmt: skip
+        # Rows as a block: Triton 3.9's interpreter gives the comparison of a scalar and a block the wrong type.
         seen = visible_cells(
-            i, j, b, h, L, S, low, high, stop,
+            i + tl.zeros([1], tl.int32), j, b, h, L, S, low, high, stop,
             first, last, range_b, range_l, keys, keys_b,
             visible, visible_b, visible_h, visible_l, visible_s,
             query_documents, key_documents, query_documents_b, key_documents_b,

@@ -74,7 +74,7 @@ def best_launch(largest: Launch, lse: Tensor, results: tuple[Tensor, Tensor]) ->
 def _tiles(query: Tensor, terms: Terms, softcap: float) -> Tiles:
     width = block_of(query.shape[3])
     if query.dtype == torch.float32:  # multiplied without matrix instructions, from registers
-        return Tiles(16, 128, 8, 1)
+        return Tiles(16, 128 if width <= 64 else 64 if width <= 128 else 32, 8, 1)
     if width > 128:
         return Tiles(16, 128, 4, 1)
     if is_plain(terms, softcap):

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._available import runs_kernels
 from ._formula import scores, weights_of
-from ._operators import MASK_SCHEMA, library, register, runs_kernels, terms_from
+from ._operators import MASK_SCHEMA, library, register, terms_from
 from ._terms import Terms
 
 
