@@ -35,7 +35,7 @@ def wait_until(shown: Any, condition: str, seconds: float = 20) -> None:
 @contextmanager
 def watched_page(browser: Any, path: Path, *, ready: str = "html[data-ready]", **options: Any) -> Iterator[Any]:
     """Open a file and, at the end, raise if anything happened but its own loading."""
-    opened = browser.new_page(viewport={"width": 1400, "height": 1400}, **options)
+    opened = browser.new_page(**({"viewport": {"width": 1400, "height": 1400}} | options))
     events: list[str] = []
     for event in ("dialog", "pageerror", "console", "request"):
         opened.on(event, lambda what, event=event: events.append(f"{event} {getattr(what, 'url', what)}"))

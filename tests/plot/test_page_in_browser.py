@@ -190,3 +190,14 @@ def test_colours_follow_the_scheme(shown: Any) -> None:
     shown.emulate_media(color_scheme="dark")
     wait_until(shown, f"{lowest} < 40")
     assert shown.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
+
+
+def test_a_phone_may_resize_the_page_while_it_loads(browser: Any, tmp_path: Path) -> None:
+    """Nothing is redrawn before the numbers are unpacked: `watched_page` would report the error."""
+    words = [f"word{place}" for place in range(60)]
+    path = given([torch.randn(8, 60, 60).softmax(-1) for _ in range(4)]).page(words).save(tmp_path / "page.html")
+    phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+    for _ in range(5):
+        with watched_page(browser, path, **phone) as opened:
+            opened.wait_for_timeout(100)
+            assert " looks most at " in text_of(opened, "finding")

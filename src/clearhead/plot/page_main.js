@@ -54,8 +54,9 @@
   document.documentElement.dataset.script = "true";
   buildControls();
   buildViews();
-  for (const listen of [listenToControls, listenToTheme, listenToOverview, listenToSearch, listenToMap, listenToSave, listenToWindow]) listen();
   if (!(await followAddress())) await showItem(viewNumber());
+  // Only now: a telephone resizes the page while its numbers are still packed, and nothing can be drawn without them.
+  for (const listen of [listenToControls, listenToTheme, listenToOverview, listenToSearch, listenToMap, listenToSave, listenToWindow]) listen();
   drawViews();
   listenToNotebook();
   document.documentElement.dataset.ready = "true";
