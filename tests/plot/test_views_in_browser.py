@@ -179,3 +179,29 @@ def test_patches_are_kept_by_a_click_and_walked_by_arrows(picture: tuple[Any, An
     shown.locator(".text span").first.click()
     shown.mouse.move(1, 1)
     assert text_of(shown, "readout").startswith("class ")
+
+
+def test_an_even_head_is_said_to_look_at_all_patches_alike(browser: Any, tmp_path: Path) -> None:
+    """Its first weight is the even one, 1/10, which is no more than chance: neither a finding nor an answer."""
+    torch.manual_seed(9)
+    model = transformers.ViTModel(transformers.ViTConfig(**SMALL)).eval()
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or ".query." in name:
+            torch.nn.init.zeros_(parameter)
+    pixels = torch.rand(1, 3, 12, 12)
+    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
+        model(pixel_values=pixels)
+    made = rec.page(image=pixels[0])
+    even = "class looks at all patches about alike (at most 0.1000)"
+    assert even in made.text.replace('<strong dir="auto">class</strong>', "class")
+    with watched_page(browser, made.save(tmp_path / "even.html")) as shown:
+        assert text_of(shown, "finding").endswith(even)
+        assert "Blank patches get no more than the even weight, 0.1000." in text_of(shown, "map-scale")
+        shown.locator("#to").focus()
+        shown.locator("#to").select_option("3")
+        assert shown.locator("#search-list li").count() == 0
+        assert "no more than the even weight, 0.1000, are left out" in text_of(shown, "search-note")
+        hint, picture, map_ = (
+            shown.locator(name).bounding_box()["y"] for name in ("#sum-text", ".picture .over", "#map")
+        )
+        assert picture < hint < map_, "the hint about the map stands at the map"

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from torch import Tensor
@@ -19,7 +20,7 @@ from ..plot._image_items import image_items, layouts_of
 from ..plot._image_sheet import draw_image_sheet
 from ..plot._labels import printable
 from ..plot._language import say
-from ..plot._patch_looks import end_of, even_weight, levels_of, looks_of, query_name
+from ..plot._patch_looks import end_of, even_weight, in_order, levels_of, looks_of, query_name
 from ..plot._picture import open_picture, seen_picture
 from ..plot._terminal import grid_size, patch_blocks
 from . import _demo as demo
@@ -99,10 +100,11 @@ def _facts(title: str, summaries: Summaries, layout: PatchLayout) -> Text:
 
 def _details(what: str, weights: Tensor, layout: PatchLayout, choice: Choice, console: Console) -> list[RenderableType]:
     """The weights of the large head as blocks, and the largest of them."""
-    largest = weights.flatten().topk(min(MOST_LISTED, weights.numel()))
+    flat = weights.flatten()
+    largest = in_order(flat, torch.arange(len(flat)))[:MOST_LISTED]
     listed = [
         f"{say('patch {0}, {1}', *divmod(place, weights.shape[1]))} {weight:.3f}"
-        for weight, place in zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
+        for weight, place in zip(flat[largest].tolist(), largest.tolist(), strict=True)
     ]
     lines = [Text(what, style="bold")]
     if choice.layer is None or choice.head is None:

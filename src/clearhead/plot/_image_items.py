@@ -12,6 +12,7 @@ from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, ClearheadError, RecordError, ShapeError
 from ._collect import ItemPicture, LayerPicture, SectionPicture, collect, item_places
+from ._patch_looks import in_order
 from ._patches import Tiles
 from ._picture import seen_picture
 from ._tokens import Tokens
@@ -120,7 +121,8 @@ def _layer(rec: Recorded, layer: LayerPicture, tiles: Tiles, place: tuple[int, i
     if same:
         # weights: (H, tiles, tiles)
         weights, entropy, spread = (tiles.merge(values, 1, mean=True) for values in (weights, entropy, spread))
-    largest = weights.topk(min(8, weights.shape[-1]), -1)
+    largest, indices = weights.topk(min(8, weights.shape[-1]), -1)
+    order = in_order(largest, indices)
     sizes = (weights.shape[1], weights.shape[2])
     return replace(
         layer,
@@ -131,8 +133,8 @@ def _layer(rec: Recorded, layer: LayerPicture, tiles: Tiles, place: tuple[int, i
         entropy=entropy,
         spread=spread,
         received=tiles.merge(layer.received, 1, mean=False) * (sizes[0] / layer.size[0]),
-        indices=largest.indices,
-        weights=largest.values,
+        indices=indices.gather(-1, order),
+        weights=largest.gather(-1, order),
         crops={},
         word_entropy=None,
         rounded=True,

@@ -59,6 +59,21 @@ def query_name(layout: PatchLayout, query: Query | None) -> str:
     return say("the {0} token", name) if name in layout.prefix and " " not in name else name
 
 
+def in_order(weights: Tensor, places: Tensor) -> Tensor:
+    """Where along the last dimension the weights lie from the largest to the smallest, in four digits.
+
+    Equal weights are in the order of their `places`, as on the page.
+
+    Example:
+        >>> import torch
+        >>> in_order(torch.tensor([0.1, 0.20001, 0.2]), torch.tensor([0, 2, 1])).tolist()
+        [2, 1, 0]
+    """
+    by_place = places.argsort(-1)
+    digits = (weights * 10_000).round().gather(-1, by_place)
+    return by_place.gather(-1, digits.argsort(dim=-1, descending=True, stable=True))
+
+
 def even_weight(layout: PatchLayout) -> float:
     """The weight of each key if all are alike."""
     return 1 / layout.length

@@ -44,6 +44,10 @@ class Tiles:
         tiles = (row[:, None] * self.grid[1] + column).flatten() + len(self.layout.prefix)
         return torch.cat([torch.arange(len(self.layout.prefix)), tiles])
 
+    def even_weights(self) -> Tensor:
+        """(tiles,): the weight of each tile if all tokens are alike."""
+        return torch.bincount(self.places()) / self.layout.length
+
     def tokens(self) -> Tokens:
         """The tiles by name."""
         prefix = self.layout.prefix

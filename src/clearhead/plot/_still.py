@@ -44,6 +44,8 @@ def _finding(picture: SectionPicture, place: int, head: int, where: str) -> str:
     names = [picture.queries.names[query], picture.keys.names[int(layer.indices[head, query, 0])]]
     looks, at = (f'<strong dir="auto">{html.escape(name)}</strong>' for name in printable(names))
     weight = f"{layer.weights[head, query, 0]:.4f}"
+    if picture.tiles is not None and weight <= f"{picture.tiles.even_weights()[layer.indices[head, query, 0]]:.4f}":
+        return say("In {0}, {1} looks at all patches about alike (at most {2})", html.escape(where), looks, weight)
     return say("In {0}, {1} looks most at {2} ({3})", html.escape(where), looks, at, weight)
 
 

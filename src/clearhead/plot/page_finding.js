@@ -8,12 +8,15 @@
     const tile = key === null && !listed ? largestTiles(state.current, query)[0] : null;
     if (tile) {
       const weight = say`${precise(tile.weight)} (keys ${tile.keys[0]}–${tile.keys[1]})`;
-      return { verb: say` and its neighbours look most at `, object: quoted(columns.names, tile.keys), weight, key: tile.keys[0], isTile: true };
+      return { verb: say` and its neighbours look most at `, object: quoted(columns.names, tile.keys), weight, key: tile.keys[0], isMany: true };
     }
     const at = key ?? largest(query)[0]?.key;
     if (at === undefined) return null;
     const found = look(state.current, query, at);
     const weight = found.tile === undefined ? (found.rounded ? say`about ${precise(found.weight)}` : precise(found.weight)) : tileText(found);
+    if (key === null && looksEvenly(query)) {
+      return { verb: say` looks at `, object: say`all patches about alike`, weight: say`at most ${weight}`, key: at, isMany: true };
+    }
     const most = isSigned() ? say` changes most at ` : say` looks most at `;
     return { verb: key === null ? most : null, object: columns.names[at], weight, key: at };
   }
@@ -33,7 +36,7 @@
       return;
     }
     const isFinding = query === state.query && key === state.key; // which stands in words above
-    const verb = (isFinding && !said.isTile ? null : said.verb) ?? " → ";
+    const verb = (isFinding && !said.isMany ? null : said.verb) ?? " → ";
     byId("readout").replaceChildren(name, verb, element("b", said.object), " ", element("span", said.weight, "weight"));
     showDetails(query, said.key);
   }

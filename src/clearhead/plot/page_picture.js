@@ -37,13 +37,25 @@
     return { total, weights: counts.map((count) => count / total), end: MULTIPLES.find((end) => end >= most) ?? MULTIPLES.at(-1) };
   }
 
+  /** Whether a query's largest weight is no more than the even weight, in the digits that the page holds. */
+  function looksEvenly(query) {
+    const [most] = state.current.largest(query);
+    if (!patchesOf() || !most) return false;
+    const even = evenWeights().weights[most.key];
+    const layer = state.item.sections[state.section].layers[state.layer];
+    const [law, , levels] = (layer.own[state.head] ?? layer).weights;
+    const rooted = law === "root";
+    const level = Math.round(levels * (rooted ? Math.sqrt(even) : even)) / levels;
+    return most.weight <= (state.current.renormalised ? even : rooted ? level ** 2 : level) + 1e-9;
+  }
+
   /** Blank up to the even weight, and then after the logarithm of its multiple, so that an even head is blank. */
   function multipleColor(weight, even, end) {
     return colors[Math.round(255 * Math.min(1, Math.log(Math.max(1, even ? weight / even : 1)) / Math.log(end)))];
   }
 
   function drawPictureScale(id) {
-    const { total, end } = evenWeights();
+    const { total, weights, end } = evenWeights();
     const every = [1, 2, ...MULTIPLES.filter((each) => each <= end)];
     const step = Math.ceil(every.length / 6);
     const ticks = every.filter((_, at) => (every.length - 1 - at) % step === 0 || at === 0);
@@ -54,6 +66,8 @@
       ticks.map((each) => ({ text: `${each === end ? "≥ " : ""}${each}×`, place: Math.log(each) / Math.log(end) })),
       say`weight of ${what} in the query’s row; 1× is the even weight, ${side > 1 ? side * side : 1}/${total}; colour follows the logarithm`,
     );
+    const blank = say`Blank patches get no more than the even weight, ${precise(weights[patchesOf().prefix])}.`;
+    if (id === "map-scale") byId(id).append(element("p", blank, "quiet"));
   }
 
   function buildPicture() {
@@ -65,7 +79,7 @@
       buildCanvas("over", say`What the chosen token looks at, over the picture`),
       buildCanvas("plain", say`The picture the model was shown${what}`),
     );
-    byId("frame").before(byId("texts"), byId("map-scale")); // the map comes after the picture
+    byId("frame").before(byId("texts"), byId("map-scale"), byId("sum")); // the map comes after the picture
     const lines = [box];
     if (isSame() && prefix) {
       lines.push(

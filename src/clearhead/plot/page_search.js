@@ -35,8 +35,10 @@
     chooseInMenu("to", state.current.columns, pair[1]);
     const read = pairReader(pair);
     const size = isSigned() ? Math.abs : (weight) => weight;
+    const least = isSigned() ? null : evenWeights()?.weights[pair[1]];
     const found = allHeads()
       .map(([layer, head]) => ({ place: [state.section, layer, head], ...read(layer, head) }))
+      .filter(({ weight }) => !(weight <= least))
       .sort((a, b) => size(b.weight) - size(a.weight));
     const shown = found.slice(0, MOST_FOUND);
     byId("search-list").replaceChildren(
@@ -44,7 +46,8 @@
     );
     const change = isSigned() ? say`Changes of weights, second − first. ` : "";
     const special = leavesOutSpecial() ? say` Special tokens are left out, the other weights renormalised.` : state.special ? say` Special tokens count here.` : "";
-    byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : say`Ranked by exact weights.`) + special;
+    const even = least ? say` Heads with no more than the even weight, ${precise(least)}, are left out.` : "";
+    byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : say`Ranked by exact weights.`) + special + even;
     markRanked();
     if (state.order === "asked") showOverview();
   }
