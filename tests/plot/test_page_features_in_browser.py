@@ -104,8 +104,14 @@ def test_a_hint_disappears_after_its_first_use(shown: Any) -> None:
 
 @pytest.mark.parametrize("pair", [(2, 4), (5, 0)])
 def test_a_question_ranks_heads_by_exact_weights(pair: tuple[int, int], shown: Any, weights: torch.Tensor) -> None:
+    choose(shown, "order", "asked")
     choose(shown, "from", str(pair[0]))
+    assert text_of(shown, "search-note") == "Choose both, or a cell of the map, to rank all heads."
+    assert shown.locator("#search-list button").count() == 0
+    assert text_of(shown, "search-lead") == ""
+    assert order_of(shown) == sorted(order_of(shown)), "by layer, while nothing is asked"
     choose(shown, "to", str(pair[1]))
+    assert text_of(shown, "search-lead") == "choose a head:"
     asked = weights[:, :, pair[0], pair[1]]
     found = shown.locator("#search-list button")
     assert [each.get_attribute("data-place") for each in found.all()] == [f"0-{place}" for place in heads_by(asked)]
@@ -117,8 +123,8 @@ def test_a_question_ranks_heads_by_exact_weights(pair: tuple[int, int], shown: A
     layer, head = heads_by(asked)[0].split("-")
     assert text_of(shown, "head-title") == f"Layer {layer}, head {head}"
     assert text_of(shown, "readout") == f"{NAMES[pair[0]]} → {NAMES[pair[1]]} {asked.max():.4f}"
-    choose(shown, "order", "asked")
     assert order_of(shown) == heads_by(asked)
+    assert shown.locator("#overview [role=columnheader]").all_inner_texts() == ["rank"]
 
 
 def test_where_tiles_answer_the_page_says_so(browser: Any, tiled: tuple[Any, Any], tmp_path: Path) -> None:
@@ -203,7 +209,9 @@ def test_special_tokens_are_left_out_and_the_page_says_so(shown: Any, weights: t
     assert float(weight) == pytest.approx(row.max().item(), abs=2e-4)
     assert f"entropy {torch.special.entr(row).sum():.2f} nats" in text_of(shown, "details")
     assert "renormalised" in text_of(shown, "note")
+    assert all(text_of(shown, name).count("(all tokens counted)") == 1 for name in ("reason", "about"))
     shown.locator("#special").uncheck()
+    assert "(all tokens counted)" not in text_of(shown, "reason")
     assert text_of(shown, "note") == ""
 
 
@@ -260,6 +268,7 @@ def test_word_pieces_are_merged_after_special_tokens_are_left_out(browser: Any, 
 
 def test_where_special_tokens_stay_the_page_says_so(browser: Any, tiled: tuple[Any, Any], tmp_path: Path) -> None:
     with watched_page(browser, tiled[1].save(tmp_path / "tiled.html")) as shown:
+        choose(shown, "to", "119")
         shown.locator("#special").check()
         assert "Thumbnails, statistics of heads and the ranking count all tokens" in text_of(shown, "note")
         assert "Special tokens count here" in text_of(shown, "search-note")

@@ -197,6 +197,7 @@ def test_an_even_head_is_said_to_look_at_all_patches_alike(browser: Any, tmp_pat
     with watched_page(browser, made.save(tmp_path / "even.html")) as shown:
         assert text_of(shown, "finding").endswith(even)
         assert "Blank patches get no more than the even weight, 0.1000." in text_of(shown, "map-scale")
+        assert "patch 1, 2 is row 1, column 2, counted from 0" in shown.locator("#texts").inner_text()
         shown.locator("#to").focus()
         shown.locator("#to").select_option("3")
         assert shown.locator("#search-list li").count() == 0

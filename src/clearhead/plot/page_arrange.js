@@ -18,9 +18,14 @@
     return Math.max(...data.sections[state.section].layers.map((layer) => layer.heads.length));
   }
 
+  /** Heads stand by layer too while there is no question that they could be ordered by. */
+  function isByLayer() {
+    return state.order === "layers" || (state.order === "asked" && state.key === null);
+  }
+
   function arranged() {
     const { layers } = data.sections[state.section];
-    if (state.order === "layers") {
+    if (isByLayer()) {
       return layers.map((layer, index) => ({ name: layer.label, title: layer.name, heads: layer.heads.map((_, head) => [index, head]) }));
     }
     if (state.order === "kinds") return grouped();

@@ -64,7 +64,8 @@
   /** A head's kind as a verb and its object. */
   function looksAt(kind) {
     const isSpread = [say`several places`, say`everything about alike`].includes(kind);
-    return isSpread ? say`looks at ${kind}` : say`looks mostly at ${kind}`;
+    const counted = state.special ? say` (all tokens counted)` : "";
+    return (isSpread ? say`looks at ${kind}` : say`looks mostly at ${kind}`) + counted;
   }
 
   function standsOut() {

@@ -17,7 +17,7 @@
 
   function listenToControls() {
     byId("item").addEventListener("change", (event) => showItem(Number(event.target.value) + viewNumber()));
-    for (const [id, answer] of [["words", () => {}], ["special", drawOverview]]) {
+    for (const [id, answer] of [["words", () => {}], ["special", showStatistic]]) {
       byId(id).addEventListener("change", (event) => {
         state[id] = event.target.checked;
         choose(state.layer, state.head);

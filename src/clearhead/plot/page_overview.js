@@ -13,7 +13,7 @@
     overview.buttons.clear();
     overview.places.clear();
     overview.rows = rows.map(buildRow);
-    const header = state.order === "layers" ? [buildHeader(columns)] : [];
+    const header = state.order === "kinds" ? [] : [isByLayer() ? buildHeader(columns) : buildRankHeader()];
     byId("overview").replaceChildren(...header, ...overview.rows.map(({ line }) => line));
   }
 
@@ -43,6 +43,12 @@
     const { heads } = data.sections[state.section].layers[0];
     header.append(named("cell", ""));
     for (let place = 0; place < columns; place++) header.append(named("columnheader", String(heads[place] ?? place)));
+    return header;
+  }
+
+  function buildRankHeader() {
+    const header = buildLine();
+    header.append(named("columnheader", say`rank`));
     return header;
   }
 

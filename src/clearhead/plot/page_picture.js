@@ -72,7 +72,7 @@
 
   function buildPicture() {
     const { rows, columns } = state.current;
-    const { prefix, side } = patchesOf();
+    const { prefix, grid, side } = patchesOf();
     const box = element("div", "", "picture");
     const what = side > 1 ? say`, ${side} × ${side} patches at a time` : "";
     box.append(
@@ -80,7 +80,9 @@
       buildCanvas("plain", say`The picture the model was shown${what}`),
     );
     byId("frame").before(byId("texts"), byId("map-scale"), byId("sum")); // the map comes after the picture
-    const lines = [box];
+    const name = columns.names[prefix + Math.min(columns.names.length - prefix, 2 * grid[1]) - 1]; // the last of the second row, if there is one
+    const [row, column] = name.match(/[\d–]+/g);
+    const lines = [box, element("p", say`${name} is row ${row}, column ${column}, counted from 0`, "quiet side")];
     if (isSame() && prefix) {
       lines.push(
         element("p", say`tokens that are no patches`, "quiet side"),

@@ -2,22 +2,20 @@
 
   const MOST_FOUND = 8;
 
-  /** The query and the key that heads are ranked by: the chosen cell, or the chosen row's largest weight. */
-  function asked() {
-    if (state.key !== null) return [state.query, state.key];
-    return [state.query, mostOf(state.query)[0]?.keys[0] ?? 0];
-  }
-
+  /** The weights of the question's query and key. */
   function askedValues() {
-    const read = pairReader(asked());
+    const read = pairReader([state.query, state.key]);
     return (layer, head) => read(layer, head).weight;
   }
 
   /** Fill a menu with every token; until it is used, it holds its choice only. */
   function fillMenu(id) {
     const { names } = id === "from" ? state.current.rows : state.current.columns;
-    const chosen = Number(byId(id).value);
-    if (byId(id).length < names.length) byId(id).replaceChildren(...names.map((_, place) => option(place, numbered(names, place), place === chosen)));
+    const chosen = byId(id).value;
+    const blank = chosen === "" ? [option("", "…", true)] : [];
+    if (byId(id).length < names.length) {
+      byId(id).replaceChildren(...blank, ...names.map((_, place) => option(place, numbered(names, place), String(place) === chosen)));
+    }
   }
 
   function emptyMenus() {
@@ -25,14 +23,24 @@
   }
 
   function chooseInMenu(id, { names }, place) {
-    if (byId(id).length < names.length) byId(id).replaceChildren(option(place, numbered(names, place), true));
-    else byId(id).value = place;
+    byId(id).querySelector('[value=""]')?.remove();
+    if (place === null) byId(id).prepend(option("", "…", true));
+    else if (byId(id).length < names.length) byId(id).replaceChildren(option(place, numbered(names, place), true));
+    byId(id).value = place ?? "";
   }
 
   function showSearch() {
-    const pair = asked();
+    const pair = [state.query, state.key];
     chooseInMenu("from", state.current.rows, pair[0]);
     chooseInMenu("to", state.current.columns, pair[1]);
+    if (state.order === "asked") showOverview();
+    byId("search-lead").textContent = "";
+    if (state.key === null) {
+      byId("search-list").replaceChildren();
+      byId("search-note").textContent = say`Choose both, or a cell of the map, to rank all heads.`;
+      markRanked();
+      return;
+    }
     const read = pairReader(pair);
     const size = isSigned() ? Math.abs : (weight) => weight;
     const least = isSigned() ? null : evenWeights()?.weights[pair[1]];
@@ -41,6 +49,7 @@
       .filter(({ weight }) => !(weight <= least))
       .sort((a, b) => size(b.weight) - size(a.weight));
     const shown = found.slice(0, MOST_FOUND);
+    byId("search-lead").textContent = shown.length ? say`choose a head:` : "";
     byId("search-list").replaceChildren(
       ...shown.map(({ place, weight, about }) => rankedHead(place, about ? say`about ${precise(weight)}` : precise(weight))),
     );
@@ -49,7 +58,6 @@
     const even = least ? say` Heads with no more than the even weight, ${precise(least)}, are left out.` : "";
     byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : say`Ranked by exact weights.`) + special + even;
     markRanked();
-    if (state.order === "asked") showOverview();
   }
 
   function tileNote() {
@@ -61,7 +69,8 @@
 
   function listenToSearch() {
     const answer = () => {
-      pin(Number(byId("from").value), Number(byId("to").value));
+      const [from, to] = ["from", "to"].map((id) => byId(id).value);
+      pin(Number(from), to === "" ? null : Number(to));
       reveal(state.query, state.key);
     };
     for (const id of ["from", "to"]) {
