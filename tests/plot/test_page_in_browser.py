@@ -196,7 +196,7 @@ def test_a_phone_may_resize_the_page_while_it_loads(browser: Any, tmp_path: Path
     """Nothing is redrawn before the numbers are unpacked: `watched_page` would report the error."""
     words = [f"word{place}" for place in range(60)]
     path = given([torch.randn(8, 60, 60).softmax(-1) for _ in range(4)]).page(words).save(tmp_path / "page.html")
-    phone = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+    phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
     for _ in range(5):
         with watched_page(browser, path, **phone) as opened:
             opened.wait_for_timeout(100)
