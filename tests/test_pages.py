@@ -16,6 +16,7 @@ from docs.draw.mask_gallery import GALLERY
 from docs.draw.statistics import listed
 from docs.markdown import IMAGE, LINK, anchors, text_of
 from tests.support import chromium
+from tests.support.pinned import needs_pinned
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "en"
@@ -101,6 +102,7 @@ def test_pictures_of_the_interactive_page_can_be_taken_again(tmp_path: Path) -> 
             assert taken.height > 1000
 
 
+@needs_pinned("matplotlib")
 def test_the_picture_of_a_vision_model_can_be_taken_again(tmp_path: Path) -> None:
     vision.draw(tmp_path, steps=1)
     with Image.open(tmp_path / "vision.png") as taken, Image.open(IMAGES / "vision.png") as kept:

@@ -11,6 +11,7 @@ from benchmarks import figures
 from benchmarks.figures import MARKED, RESULTS, ROOT, Kept, filled, pages, pictures_of, read
 from benchmarks.machine import _processor
 from benchmarks.writing import megabytes, milliseconds, percent, ratio, significant, table
+from tests.support.pinned import needs_pinned
 
 PAGES = pages()
 COMMENT = re.compile(r"<!--(.*?)-->", re.S)
@@ -56,6 +57,7 @@ def test_every_marker_is_closed_and_says_what_its_result_file_says(page: Path) -
     assert text == expected, "python -m benchmarks.figures fills the pages"
 
 
+@needs_pinned("matplotlib")
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_pictures_are_those_of_the_result_files(path: Path) -> None:
     for picture, svg in pictures_of(path.stem).items():

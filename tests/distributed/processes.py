@@ -142,6 +142,7 @@ def _answer(end: Connection, deadline: float) -> tuple[bool, Any]:
 def _work(end: Connection, rank: int, count: int, store: str, seconds: float) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit.[a-z_]+` is (deprecated|not supported)")  # PyTorch's own compiler
+    warnings.filterwarnings("ignore", r"'\w+' deprecated - use")  # matplotlib 3.9 calls old names of pyparsing
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(\w+\) returned a view")  # as nn.Linear does
     torch.set_num_threads(1)
     options: dict[str, Any] = {"store": dist.FileStore(store, count), "timeout": timedelta(seconds=seconds)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clearhead.errors import FileError
+from clearhead.errors import ArgumentError, FileError
 from clearhead.plot import given, page
 from clearhead.plot._files import remove_unfinished, whole_file
 
@@ -69,3 +69,10 @@ def test_a_page_in_no_folder_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="expected a file that can be written"):
         made.save(tmp_path / "page.html")
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize("name", ["heads.png", "heads.SVG"])
+def test_a_page_is_not_saved_under_the_name_of_a_picture(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"path: expected the name of an HTML file, got .* writes a picture\."):
+        page(given([torch.eye(2)[None]])).save(tmp_path / name)
+    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .._checks import shown
-from ..errors import DTypeError, FileError
+from ..errors import ArgumentError, DTypeError, FileError
 from ._collect import ItemPicture
 from ._detail import Detail, bytes_of_crops, details_for, least_bytes
 from ._files import whole_file
@@ -28,6 +28,7 @@ from ._still import still_parts
 #: Characters of a page, and bytes of numbers that it has room for beside its own script and picture, in base64.
 LIMIT = 5_000_000
 ROOM = (LIMIT - 200_000) * 3 // 4
+PICTURES = {".png", ".svg", ".pdf", ".jpg", ".jpeg"}
 
 #: In the order in which they follow each other in the page's one script.
 SCRIPTS = (
@@ -84,17 +85,21 @@ class Page:
         """Write the page, in UTF-8; the file appears whole or not at all.
 
         Args:
-            path: where to; the folder must exist.
+            path: where to, such as ``heads.html``; the folder must exist.
 
         Returns:
             The path.
 
         Raises:
+            ArgumentError: if the name is that of a picture file.
             FileError: if the file cannot be written; it is an `OSError` too.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise DTypeError("path", expected="the path of a file", got=shown(path))
         path = Path(path)
+        if path.suffix.lower() in PICTURES:
+            fix = "rec.plot_map(…).figure.savefig(path) writes a picture."
+            raise ArgumentError("path", expected="the name of an HTML file", got=shown(str(path)), fix=fix)
         try:
             with whole_file(path) as part:
                 part.write_text(self.text, encoding="utf-8", newline="\n")
