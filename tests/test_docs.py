@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from matplotlib import pyplot
 
 DOCS = Path(__file__).parent.parent / "docs" / "en"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -49,6 +50,7 @@ def test_a_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": page.stem}
+    pyplot.close("all")  # those of other pages: matplotlib warns of more than twenty
     for code, printed in blocks(page):
         capsys.readouterr()
         exec(compile(code, str(page), "exec"), namespace)

@@ -1,4 +1,4 @@
-"""The heads of each lesson: its own code runs, and what its page calls `weights` is drawn."""
+"""The heads of each lesson and of the page "Step by step": the page's own code runs, and its `weights` are drawn."""
 
 from __future__ import annotations
 
@@ -57,3 +57,4 @@ def draw(lesson: str) -> Canvas:
 
 
 PICTURES: dict[str, Callable[[], Canvas]] = {f"lessons/{lesson}.svg": partial(draw, lesson) for lesson in LESSONS}
+PICTURES["step-by-step.svg"] = partial(draw, "../step-by-step")

@@ -99,7 +99,7 @@ def cache_for(
         >>> cache = cache_for(model, "sinks_and_recent", budget=8, sinks=2)
         >>> prompt = torch.arange(1, 6)[None]
         >>> texts = model.generate(prompt, max_new_tokens=20, do_sample=False, past_key_values=cache, pad_token_id=0)
-        >>> texts.shape, cache.layers[0].positions[0, 0].sort().values.tolist()
+        >>> texts.shape, cache.layers[0].cache.positions[0, 0].sort().values.tolist()
         (torch.Size([1, 25]), [0, 1, 18, 19, 20, 21, 22, 23])
     """
     choice("kind", kind, tuple(_ARGUMENTS))

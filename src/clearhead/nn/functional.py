@@ -32,7 +32,8 @@ def scaled_dot_product_attention(
     """`torch.nn.functional.scaled_dot_product_attention` with Clearhead's meaning and kernels.
 
     It differs from PyTorch's function in three ways. The output of a fully masked row is zero on every kernel. NaN in
-    masked keys and values does not spread. `is_causal` and `attn_mask` may be combined, which PyTorch refuses.
+    masked keys and values does not spread. `is_causal` and `attn_mask` may be combined, which some of PyTorch's
+    kernels refuse.
 
     Args:
         query: (…, H, L, D). Leading sizes broadcast.
