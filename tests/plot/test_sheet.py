@@ -120,10 +120,10 @@ def test_a_font_is_found_for_what_matplotlibs_own_lacks() -> None:
 
 
 def test_a_font_that_was_installed_after_matplotlib_listed_them_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "DejaVu Math TeX Gyre"
+    name = "STIXGeneral"
     sign = chr(min(characters_of(name) - characters_of("DejaVu Sans")))
     known = font_manager.fontManager.ttflist
-    [path] = [font.fname for font in known if font.name == name]
+    [path] = [font.fname for font in known if (font.name, font.style, font.weight) == (name, "normal", 400)]
     monkeypatch.setattr(font_manager.fontManager, "ttflist", [font for font in known if font.name != name])
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda: [path])
     for function in (_fonts.add_new_fonts, characters_of):

@@ -175,17 +175,18 @@ def best_kernel(
     feature, of_group = tl.arange(0, BLOCK_D), tl.arange(0, GROUP_KEYS)
     q = tl.load(query + feature, mask=feature < D, other=0.0).to(tl.float32)
     scores = tl.full([SLOTS, GROUP_KEYS], float("-inf"), tl.float32)
+    # Triton 3.9's interpreter gives `scalar & block` the wrong type.
+    row_block = i + tl.zeros([1], tl.int32)
     for n in range(0, chosen_count):
         number = tl.max(tl.where(slot == n, chosen, -1), 0)
         start = tl.maximum(number, 0) * GROUP_KEYS
         j = start + of_group
         s = tl.sum(load_rows(key, start, S, k_s, D, GROUP_KEYS, BLOCK_D, True).to(tl.float32) * q[None, :], 1)
         s = changed(
-            s, i, j, b, h, L, S, shift, scale, softcap, bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP
+            s, row_block, j, b, h, L, S, shift, scale, softcap, bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP
         )  # fmt: skip
-        # Rows as a block: Triton 3.9's interpreter gives the comparison of a scalar and a block the wrong type.
         seen = visible_cells(
-            i + tl.zeros([1], tl.int32), j, b, h, L, S, low, high, stop,
+            row_block, j, b, h, L, S, low, high, stop,
             first, last, range_b, range_l, keys, keys_b,
             visible, visible_b, visible_h, visible_l, visible_s,
             query_documents, key_documents, query_documents_b, key_documents_b,
