@@ -112,7 +112,7 @@ class Comparison(ComparedRecords):
         tokens: Texts | None = None,
         other_tokens: Texts | None = None,
         *,
-        labels: Sequence[str] | None = None,
+        labels: Sequence[str] = ("first", "second"),
         title: str = "Attention",
         language: str = "en",
     ) -> Page:
@@ -120,7 +120,7 @@ class Comparison(ComparedRecords):
 
         Args:
             tokens, other_tokens: as for `compare`. Default: those given there.
-            labels: the names of both. Default: "first" and "second".
+            labels: the names of both. Default: "first" and "second", in the language of the page.
             title: the title of the page.
             language: as for `clearhead.plot.page`.
 

@@ -44,11 +44,12 @@ class ComparedItem:
         return replace(self, views=[replace(view, label=label) for view in self.views])
 
 
-def comparison_page(comparison: ComparedRecords, labels: Sequence[str] | None, title: str) -> Page:
+def comparison_page(comparison: ComparedRecords, labels: Sequence[str], title: str) -> Page:
     """See `Comparison.page`."""
     text("title", title)
-    given = (say("first"), say("second")) if labels is None else items_of("labels", labels, "two strings")
-    names = [text("labels", label, "two strings") for label in given]
+    names = [text("labels", label, "two strings") for label in items_of("labels", labels, "two strings")]
+    if names == ["first", "second"]:
+        names = [say("first"), say("second")]
     if len(names) != 2:
         raise ShapeError("labels", expected="two strings", got=str(len(names)))
     items = compared_items(comparison)
