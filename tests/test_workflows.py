@@ -77,7 +77,12 @@ def test_counts_of_a_run(script: dict[str, Any]) -> None:
 
 def test_a_second_run_replaces_its_row_and_leaves_the_others(script: dict[str, Any]) -> None:
     page = "text\n<!-- versions -->\n| a | b | c | d | e |\n|---|---|---|---|---|\n<!-- /versions -->\nend\n"
-    for row in ("3.12 2.14 newest all 7", "3.11 2.13 pinned all 5", "3.12 2.14 newest all 8"):
+    for row in (
+        "3.12 2.14 newest smoke 6",
+        "3.12 2.14 newest all 7",
+        "3.11 2.13 pinned all 5",
+        "3.12 2.14 newest all 8",
+    ):
         page = script["with_row"](page, row.split())
     assert page == (
         "text\n<!-- versions -->\n| a | b | c | d | e |\n|---|---|---|---|---|\n"

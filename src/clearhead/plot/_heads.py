@@ -152,5 +152,4 @@ def _beyond_even(weights: Tensor, tiles: Tiles) -> Tensor:
     """(H,): how much of the row that pictures show lies on patches beyond an even share; weights (H, rows, tiles)."""
     prefix = len(tiles.layout.prefix)
     row = weights[:, 0] if prefix or tiles.layout.queries else weights.mean(1)  # (H, tiles)
-    even = tiles.places().bincount(minlength=tiles.length) / tiles.layout.length
-    return (row - even)[:, prefix:].clamp(min=0).sum(-1)
+    return (row - tiles.even_weights())[:, prefix:].clamp(min=0).sum(-1)

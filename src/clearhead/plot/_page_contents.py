@@ -222,12 +222,9 @@ def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[in
 
 def _first_place(picture: SectionPicture, chosen: Sequence[tuple[str, int]]) -> tuple[int, int]:
     """Places of the layer and the head that a section shows first."""
-    places = {
-        (layer.name, number): (place, head)
-        for place, layer in enumerate(picture.layers)
-        for head, number in enumerate(layer.heads)
-    }
-    return next((places[each] for each in chosen if each in places), (0, 0))
+    layers = list(enumerate(picture.layers))
+    found = ((place, head) for each in chosen for place, layer in layers for head in _places(layer, [each]))
+    return next(found, (0, 0))
 
 
 def _rows(

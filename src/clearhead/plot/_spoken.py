@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from .._checks import shown
-from ..errors import ArgumentError
+from .._checks import choice
 from ._fonts import drawable_language, fonts
 from ._language import LANGUAGES, speaking, words_now
 
@@ -23,10 +22,7 @@ def spoken(make: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(make)
     def made(*args: P.args, **options: P.kwargs) -> T:
-        language = options.get("language", "en")
-        if not isinstance(language, str) or language not in LANGUAGES:
-            raise ArgumentError("language", expected=" or ".join(map(repr, LANGUAGES)), got=shown(language))
-        with speaking(language):
+        with speaking(choice("language", options.get("language", "en"), LANGUAGES)):
             return make(*args, **options)
 
     return made
