@@ -44,13 +44,11 @@ def look(
     ] = None,
     layer: Annotated[int | None, _option("--layer", "The layer shown large, from 0.", AUTOMATIC)] = None,
     head: Annotated[int | None, _option("--head", "The head shown large, from 0.", AUTOMATIC)] = None,
-    stat: Annotated[str | None, _option("--stat", STATISTICS, "entropy, and maps", "NAME")] = None,
+    stat: Annotated[str | None, _option("--stat", STATISTICS, "entropy, with a map of each head", "NAME")] = None,
     against: Annotated[str | None, _option("--against", "Another text, shown side by side.", metavar="TEXT")] = None,
     against_model: Annotated[
         str | None,
-        _option(
-            "--against-model", "Another model with as many layers and heads, shown side by side.", "--model", MODEL
-        ),
+        _option("--against-model", "Another model with as many layers and heads, shown side by side.", "none", MODEL),
     ] = None,
     image: Annotated[
         Path | None, _option("--image", "An image instead of a text. Name a vision model with --model.")

@@ -18,7 +18,7 @@ from ._errors import UsageProblem
 
 _LARGEST_TENSOR = 50_000_000  # numbers; enough for any example, and no machine runs out of memory
 
-LANGUAGE = "Language of the text: en or zh."
+LANGUAGE = "Language of the output: en or zh."
 
 
 def require_language(lang: str) -> None:
