@@ -31,8 +31,8 @@ REMARKS = """## Remarks
 An empty remark means that there is nothing to add. The result *refused* has one of two remarks:
 
 * `from_config`: KeyError. `from_config` builds a model with `attn_implementation="clearhead"`, as loading does.
-  transformers cannot do this for the class. If you set Clearhead later, there is no error, but a part of the model, or
-  all of it, keeps its own attention. [What to do](which-models.md#refusals).
+  transformers cannot do this for the class. If you call `set_attn_implementation("clearhead")` later, there is no
+  error, but a part of the model, or all of it, keeps its own attention. [What to do](which-models.md#refusals).
 * ArgumentError. The model's calls pass an argument that Clearhead does not support. The remark names it. `upgrade`
   leaves such a model as it is. [What to do](which-models.md#refusals).
 
@@ -40,7 +40,8 @@ The reasons for *agrees with SDPA* are in [Which models?](which-models.md#types-
 
 Some remarks have numbers. All differences are from `eager` in float32, and relative to the largest number of the
 tensor. Only the largest difference is named. *float64* is `eager` again, computed in float64: its difference is the
-rounding error of `eager` in float32. `inf` means that there was no number to compare, because a result was NaN."""
+rounding error of `eager` in float32. `inf` means that there was no number to compare, because a result was NaN. *tokens
+8 to 11* in place of the name of a tensor means the outputs of these tokens, in a call with a cache."""
 #: What `_refuse_unknown` of clearhead/integrations/transformers.py raises.
 UNSUPPORTED = re.compile(r"ArgumentError: (\w+): expected no keyword that Clearhead's attention .*", re.DOTALL)
 #: What `describe` says of a difference.
@@ -163,9 +164,10 @@ def _largest(summary: Summary) -> str:
 
 def _gradients(summary: Summary) -> str:
     found = summary["gradients"]
+    worse = len(found["worse"])
     return (
         f"Gradients of {found['compared']} models are compared with float64: the median error is "
-        f"{found['median ratio']:.2f} times SDPA's, and {len(found['worse'])} are above 1.5 times."
+        f"{found['median ratio']:.2f} times SDPA's, and {f'{worse} are' if worse else 'none is'} above 1.5 times."
     )
 
 
