@@ -28,6 +28,17 @@ LATENT = partial(
 )
 
 
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` for bfloat16. The gradients of its weight and bias are summed in float32.
+
+    On the CPU PyTorch sums them row by row in bfloat16. That error grows with the rows of a process, and hides errors
+    of splitting.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.layer_norm(input, self.normalized_shape, eps=self.eps) * self.weight + self.bias
+
+
 class HeadNorm(nn.Module):
     """A norm with its own factor for every feature of every head."""
 
@@ -49,7 +60,7 @@ def attention(kv_heads: int = HEADS, *, dtype: torch.dtype = torch.float64, **pa
                 "rotary": lambda: positions.Rotary(DIM),
                 "rotary of the length": lambda: positions.Rotary(DIM, scaling=positions.DynamicNTKScaling(4.0, 8)),
                 "norm": lambda: nn.RMSNorm(DIM),
-                "layer norm": lambda: nn.LayerNorm(DIM),
+                "layer norm": lambda: (LayerNorm if dtype == torch.bfloat16 else nn.LayerNorm)(DIM),
                 "per head": lambda name=name: HeadNorm(HEADS if name == "q_norm" else kv_heads, DIM),
                 "relative": lambda: positions.RelativeBias(HEADS, 8, 16),
                 "relative window": lambda: positions.RelativeBias(HEADS, 8, 16) & masks.sliding_window(9, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +54,11 @@ def compare_in_parts(
         split = context_parallel(split, mesh, method=method, layout=layout)
     first = seed - dist.get_rank() if seed < 4 else seed
     expected, factors = _one_process(whole, inputs, options, first)
-    exact = expected
+    exact, terms = expected, dict[str, float]()
     if inputs[0].dtype not in TOLERANCES:  # half precision is judged by float64
-        exact, _ = _one_process(copy.deepcopy(whole).double(), [x.double() for x in inputs], options, first)
+        judge = copy.deepcopy(whole).double()
+        terms = _magnitudes_of_terms(judge)
+        exact, _ = _one_process(judge, [x.double() for x in inputs], options, first)
 
     def cut(x: Tensor) -> Tensor:
         return x if mesh is None else shard_sequence(x, mesh, dim=-2, layout=layout)
@@ -80,13 +83,39 @@ def compare_in_parts(
         scale = exact[f"{name.removesuffix('bias')}weight"].abs().max().item() if of_keys else 0.0
         of_part = name == "output" or name.startswith("input")
         right, one = (cut(x) if of_part else x for x in (number, expected[name]))
-        _require_within(found[name], right, _tolerance(inputs[0].dtype, one, right, scale), f"{what} {name}")
+        tolerance = _tolerance(inputs[0].dtype, one, right, scale, terms.get(name, 0.0))
+        _require_within(found[name], right, tolerance, f"{what} {name}")
     return split
 
 
 def compare_heads(whole: nn.Module, *inputs: Tensor, **options: Any) -> Any:
     """`compare_in_parts` of a module whose heads are split over all processes."""
     return compare_in_parts(whole, None, *inputs, prepare=lambda module: tensor_parallel(module, line()), **options)
+
+
+def _magnitudes_of_terms(module: nn.Module) -> dict[str, float]:
+    """For each parameter of a norm the sum of the magnitudes of the terms of its gradient; filled by a backward pass.
+
+    The gradient has a few numbers. Each is a sum over items, heads and positions, whose terms cancel. One process may
+    be nearly right by chance, so its error is no bound for another order of the sum. Attention returns each term's
+    gradient in the module's dtype: bfloat16 rounds it by at most 2⁻⁹ of the term.
+    """
+    sums: dict[str, float] = {}
+
+    def watch(name: str, norm: Any, inputs: Any, output: Tensor) -> None:
+        bias = getattr(norm, "bias", None)
+        normed = (output.detach() - (0 if bias is None else bias.detach())) / norm.weight.detach()
+
+        def add(grad: Tensor) -> None:
+            for parameter, terms in (("weight", grad * normed), ("bias", grad)):
+                sums[f"{name}.{parameter}"] = _largest(terms.abs().flatten(0, -2).sum(0))
+
+        output.register_hook(add)
+
+    for name, norm in module.named_modules():
+        if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+            norm.register_forward_hook(partial(watch, name))
+    return sums
 
 
 def _summed(x: Any, mesh: DeviceMesh | None) -> Tensor:
@@ -117,15 +146,23 @@ def _one_process(module: nn.Module, inputs: Any, options: dict[str, Any], seed: 
     return found | dict(_gradients_of_biases(options)) | gradients(module), factors
 
 
-def _tolerance(dtype: torch.dtype, one: Tensor, exact: Tensor, scale: float = 0.0) -> float:
+def _tolerance(dtype: torch.dtype, one: Tensor, exact: Tensor, scale: float = 0.0, terms: float = 0.0) -> float:
     """How large errors may be of what a module of that dtype gives, of which one process gives `one`.
 
-    In half precision 2.5 times the error of one process, and what rounds numbers this large; statistics are float32.
+    In half precision 2.5 times the error of one process, and the rounding of numbers this large: 2⁻⁸ of the result, or
+    2⁻⁹ of each term of a sum if that is more. Statistics are float32.
+
+    Args:
+        dtype: of the module.
+        one, exact: the result of one process, and that of float64.
+        scale: of numbers that cancel in the result.
+        terms: the sum of the magnitudes of the terms of the result.
     """
     largest = max(scale, _largest(exact))
     if dtype in TOLERANCES:
         return TOLERANCES[dtype] * max(1.0, largest)
-    return max(2.5 * _largest(one.double() - exact) + largest * 2**-8, TOLERANCES[torch.float32])
+    rounding = max(largest * 2**-8, terms * 2**-9)
+    return max(2.5 * _largest(one.double() - exact) + rounding, TOLERANCES[torch.float32])
 
 
 def _largest(x: Tensor) -> float:
