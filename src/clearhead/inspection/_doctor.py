@@ -125,13 +125,12 @@ def _compute(kernel: str, case: Case, rounded_to: torch.dtype, dtype: torch.dtyp
     inputs = case.inputs(rounded_to, dtype)
     try:
         with use_kernel(kernel), torch.set_grad_enabled(gradients):
-            output = attention(**case.arguments(inputs))
-            if gradients:
-                output.backward(inputs["output_gradient"])
+            output, learnt = attention(**case.arguments(inputs)), [inputs[name] for name in case.learnt]
+            of_learnt = torch.autograd.grad(output, learnt, inputs["output_gradient"]) if gradients else ()
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
         raise RuntimeError(f"{kernel} raised {type(error).__name__}: {message}") from error
-    return {"output": output.detach()} | {name: inputs[name].grad for name in case.learnt if gradients}
+    return {"output": output.detach(), **dict(zip(case.learnt, of_learnt, strict=gradients))}
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
