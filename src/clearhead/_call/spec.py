@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._checks import PLAIN, flag, number
 from .._environment import Environment
-from .request import Request, WeightsWanted
+from .request import Request
 
 _NUMBERS = (float, int)
 
@@ -49,7 +49,7 @@ class AttentionSpec(NamedTuple):
         in_larger: whether the call drops the weights of a larger call: it has a seed or an offset.
         gradients: which of the call's inputs need one, in the order of `AttentionCall.inputs`; empty if none does.
         lse: whether the log-sum-exp is returned.
-        weights: which weights are returned.
+        weights: which weights are returned, as in `Request`.
         sequences: how many packed sequences there are, or ``None``.
         same_sequences: whether their queries and keys have the same boundaries.
         tracing, transformed, dispatching: of the environment.
@@ -73,7 +73,7 @@ class AttentionSpec(NamedTuple):
     in_larger: bool
     gradients: tuple[bool, ...]
     lse: bool
-    weights: WeightsWanted
+    weights: str | None
     sequences: int | None
     same_sequences: bool
     tracing: bool

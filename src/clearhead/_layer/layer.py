@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.call import Results
 from .._call.heads import merge_heads, split_heads
-from .._call.request import Request, WeightsWanted
+from .._call.request import Request
 from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
 from ..masks._base import Mask
@@ -83,7 +83,7 @@ class Layer:
         *,
         positions: Positions | None = None,
         cache: Cache | None = None,
-        weights: WeightsWanted = None,
+        weights: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The output (B, L, E), or (L, E) without a batch, and the weights if they are wanted.
 
@@ -93,7 +93,7 @@ class Layer:
             mask, environment: of the call.
             positions: of the queries, and of the keys that are projected with them.
             cache: stores the new keys and values, and returns all keys.
-            weights: which weights are returned.
+            weights: as in `Request`.
         """
         mask, grid = self.combined(mask), None
         if positions is None and cache is None:

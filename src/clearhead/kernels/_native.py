@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall, Results, zero_hidden
-from .._call.request import WeightsWanted
 from .._call.spec import AttentionSpec
 from .._native import extension
 from ..masks._base import Mask
@@ -123,7 +122,7 @@ def arguments_of(call: AttentionCall, planned: NativePlan | None = None) -> Nati
     )
 
 
-def _compute(planned: NativePlan | None, wanted: WeightsWanted, call: AttentionCall) -> Results:
+def _compute(planned: NativePlan | None, wanted: str | None, call: AttentionCall) -> Results:
     """The results of a call. With gradients the output is float32, and lse, which is always returned then, float64."""
     differentiable = bool(call.spec.gradients)
     arguments = arguments_of(call, planned)
@@ -137,7 +136,7 @@ def _compute(planned: NativePlan | None, wanted: WeightsWanted, call: AttentionC
     return Results(output, lse if lse is None or differentiable else lse.float(), weights)
 
 
-def _compute_with_gradients(planned: NativePlan | None, wanted: WeightsWanted, call: AttentionCall) -> Results:
+def _compute_with_gradients(planned: NativePlan | None, wanted: str | None, call: AttentionCall) -> Results:
     output, lse, weights = cast(Any, _Native.apply(call, planned, wanted, *call.inputs))
     return Results(output, lse if call.spec.lse else None, weights)
 
@@ -164,7 +163,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, planned: NativePlan | None, wanted: WeightsWanted, *inputs: Tensor
+        ctx: Any, call: AttentionCall, planned: NativePlan | None, wanted: str | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.rebuild, ctx.planned, ctx.wanted = call.rebuild, planned, wanted
         ctx.set_materialize_grads(False)
@@ -176,7 +175,7 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors[: ctx.count]
-        wanted: WeightsWanted = ctx.wanted
+        wanted: str | None = ctx.wanted
 
         def by_kernel() -> list[Tensor | None]:
             call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients

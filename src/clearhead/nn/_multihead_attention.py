@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._call.forwards import DropInForward
 from .._call.naming import add_module
-from .._call.request import Request, WeightsWanted, weights_wanted
+from .._call.request import Request, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, read_environment
 from .._layer.layer import Layer
@@ -168,7 +168,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self,
         inputs: Inputs,
         masks: tuple[Tensor | None, Tensor | None, bool],
-        wanted: WeightsWanted,
+        wanted: str | None,
         environment: Environment,
     ) -> tuple[Tensor, Tensor | None]:
         """The output in the layout of `query`, and the weights."""
