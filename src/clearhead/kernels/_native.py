@@ -45,8 +45,8 @@ class NativeKernel(Kernel):
         # PyTorch's kernel uses every thread, and a graph must not depend on how many there were.
         if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
             return ()
-        batch, heads, length, dim = spec.query.shape
-        if batch * heads * length * spec.key.shape[2] * dim < _WORTH_THREADS:
+        batch, heads, length, dim = spec.query
+        if batch * heads * length * spec.key[2] * dim < _WORTH_THREADS:
             return ()
         return (Refusal("it was built without OpenMP and would run on one thread"),)
 
@@ -84,9 +84,8 @@ def _plan_of_band(spec: AttentionSpec, band: Band) -> NativePlan:
     """The plan of all calls of a spec, whose mask is the same band every time."""
     return NativePlan(
         spec.dtype,
-        spec.query,
-        spec.key,
-        spec.value,
+        (spec.query, spec.key, spec.value),
+        spec.strides,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         dropout_p=spec.dropout_p,
