@@ -271,3 +271,16 @@ def test_once_in_a_first_call_and_in_later_ones(kernel: str, length: int) -> Non
                 attend(x, mask=mask)
             assert of_lengths.call_count == 1
             assert of_causal.call_count <= 2  # packed sequences are another call
+
+
+@pytest.mark.parametrize("length", [5, 512])  # the second is long enough to look for padding, of which it has little
+def test_a_module_that_keeps_padding_validates_its_mask_once(length: int) -> None:
+    attend = clearhead.MultiHeadAttention(16, 2).eval()
+    x, mask = torch.randn(3, length, 16), masks.lengths(torch.tensor([length - 1, length, length]))
+    rule = type(mask)
+    for _ in range(2):
+        with mock.patch.object(rule, "validate", autospec=True, side_effect=rule.validate) as validated:
+            attend(x, mask=mask)
+        assert validated.call_count == 1
+    with pytest.raises(clearhead.errors.ArgumentError, match=f"at most S = {length} keys"):
+        attend(x, mask=masks.lengths(torch.tensor([length + 1, length, length])))

@@ -106,6 +106,7 @@ def unpad(
         return None
     # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
+    grid.memo["validated"] = mask
     real_queries, real_keys, rules = _marks(mask, grid)
     if rules is None or (real_queries is None and real_keys is None):
         return None

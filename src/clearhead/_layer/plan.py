@@ -41,7 +41,7 @@ def attend(
     """Compute `attention`, and weights if they are wanted, in an environment that was read before.
 
     Sizes, dtypes and numbers of a call are checked where its spec has no plan yet; values are checked in every call.
-    A layer that has read the mask's structure passes its grid, which holds that structure.
+    A layer that has validated the mask or read its structure passes its grid, which holds both results.
     """
     if environment.autocast:
         query, key, value = cast_for_autocast(query, key, value)
@@ -54,7 +54,7 @@ def attend(
     # Equal specs need not pass alike, because values of a mask can change.
     if request.sequences is not None:
         validate_mask_of_packed(call)
-    elif request.mask is not None:
+    elif request.mask is not None and call.grid.memo.get("validated") is not request.mask:
         request.mask.validate(call.grid)
     if not cached:
         cached.append(_plan(call, environment))
