@@ -300,13 +300,28 @@ def texts(measured: Figures) -> dict[str, str]:
 
 
 def _chance(results: dict[str, Result]) -> dict[str, str]:
-    """The ratios of two models that run the same code, because nothing is padded: least and most, in each dtype."""
+    """The least and most ratio of two models that run the same code, because nothing is padded, in each dtype.
+
+    And where the ratios to `sdpa` on equal lengths lie: below, within or above this range.
+    """
     same: dict[str, list[float]] = {"float": [], "half": []}
     for work, result in results.items():
         if EQUAL in work and PADDED in result.ratios:
             same["half" if "bfloat16" in work else "float"].append(result.ratios[PADDED])
     ends = {"least": min, "most": max}
-    return {f"same-{end}-{kind}": ratio(pick(same[kind])) for end, pick in ends.items() for kind in same}
+    found = {f"same-{end}-{kind}": ratio(pick(same[kind])) for end, pick in ends.items() for kind in same}
+    for name, model, dtype, kind in (
+        ("equal", "MiniLM", "float32", "float"),
+        ("base-equal", "BERT-base", "float32", "float"),
+        ("base-equal-half", "BERT-base", "bfloat16", "half"),
+    ):
+        found[f"{name}-place"] = _place(results[f"forward: {model}, {dtype}, {EQUAL}"].ratios[SDPA], same[kind])
+    return found
+
+
+def _place(value: float, chance: list[float]) -> str:
+    """Where a ratio lies, as words of a sentence."""
+    return "below" if value < min(chance) else "above" if value > max(chance) else "within"
 
 
 def _half(results: dict[str, Result]) -> dict[str, str]:

@@ -259,7 +259,7 @@ def _eager(setting: Setting, query: Tensor, key: Tensor, value: Tensor) -> Calla
 
 
 def _packed_case(device: str, tokens: int, heads: int, backward: bool) -> Case:
-    section = f"packed, causal, bf16, {DOCUMENTS} sequences of {tokens:,} tokens, H={heads} D={HEAD_DIM}"
+    section = f"packed, causal, bf16, {DOCUMENTS} sequences, {tokens:,} tokens in all, H={heads} D={HEAD_DIM}"
     prepare = partial(_packed_contest, device, tokens, heads, backward)
     name = "forward and backward" if backward else "forward"
     return TimedCase(section, name, prepare, tolerance=TOLERANCE, budget=BUDGET, sample=device_samples)

@@ -135,7 +135,8 @@ def report(results: Mapping[str, object], shares: dict[str, Tensor]) -> None:
     console.print(
         f"{results['steps']} steps in {results['seconds']} s; {results['accuracy']:.1%} of held-out digits right"
     )
-    console.print(f"ink covers {area:.1%} of the held-out pictures; of the class token's weight there lies")
+    console.print(f"ink covers {area:.1%} of the held-out pictures")
+    console.print("share of the class token's weight on patches that lies on ink:")
     table = Table(box=None)
     for heading in ("", "mean of all heads", "least", "most", "mean / area"):
         table.add_column(heading, justify="right")

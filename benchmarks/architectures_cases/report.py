@@ -14,8 +14,7 @@ __all__ = ["markdown", "show"]
 
 #: What each result means, on the page of all model types.
 STATUSES = {
-    "agrees": "The model computes with Clearhead. The results are those of `eager`, except where the remark says "
-    "otherwise.",
+    "agrees": "The model computes with Clearhead. The outputs are those of `eager`. Weights that differ have a remark.",
     "agrees with SDPA": "The model computes with Clearhead. Some result differs from that of `eager`, and PyTorch's "
     "SDPA differs as much.",
     "keeps eager": "The model has attention code of its own, or no attention. Your choice changes nothing.",
@@ -36,12 +35,15 @@ An empty remark means that there is nothing to add. The result *refused* has one
 * ArgumentError. The model's calls pass an argument that Clearhead does not support. The remark names it. `upgrade`
   leaves such a model as it is. [What to do](which-models.md#refusals).
 
-The reasons for *agrees with SDPA* are in [Which models?](which-models.md#types-that-agree-with-sdpa-only)
+The reasons for *agrees with SDPA* are in [Which models?](which-models.md#types-that-agree-with-sdpa-only)."""
+#: What the numbers in remarks mean, after an example of them.
+NUMBERS = """In every remark with numbers:
 
-Some remarks have numbers. All differences are from `eager` in float32, and relative to the largest number of the
-tensor. Only the largest difference is named. *float64* is `eager` again, computed in float64: its difference is the
-rounding error of `eager` in float32. `inf` means that there was no number to compare, because a result was NaN. *tokens
-8 to 11* in place of the name of a tensor means the outputs of these tokens, in a call with a cache."""
+* All differences are from `eager` in float32, and relative to the largest number of the tensor. Only the largest
+  difference is named.
+* *float64* is `eager` again, computed in float64. Its difference is the rounding error of `eager` in float32.
+* `inf` means that there was no number to compare, because a result was NaN.
+* *tokens 8 to 11* in place of the name of a tensor means the outputs of these tokens, in a call with a cache."""
 #: What `_refuse_unknown` of clearhead/integrations/transformers.py raises.
 UNSUPPORTED = re.compile(r"ArgumentError: (\w+): expected no keyword that Clearhead's attention .*", re.DOTALL)
 #: What `describe` says of a difference.
@@ -65,7 +67,8 @@ def show(console: Console, run: Run) -> None:
 
 def markdown(summary: Summary) -> str:
     """Totals, and a row for each model type."""
-    parts = [_totals_table(summary), *_named(summary), REMARKS, *_example(summary), "## All types", _largest(summary)]
+    parts = [_totals_table(summary), *_named(summary), REMARKS, *_example(summary), NUMBERS]
+    parts += ["## All types", _largest(summary)]
     if summary["gradients"]["compared"]:
         parts.append(_gradients(summary))
     rows = [
@@ -138,7 +141,7 @@ def _example(summary: Summary) -> Iterable[str]:
         ]
         for other in found["others"].split(", "):
             rows.append((other, f"the difference between {OTHERS[other.split()[0]]} and `eager`"))
-        yield f"For example, the remark of `{name}` has these parts:"
+        yield f"Some remarks have numbers. For example, the remark of `{name}` has these parts:"
         yield "\n".join(f"| {part} | {meaning} |" if part != "---" else "|---|---|" for part, meaning in rows)
         return
 

@@ -72,7 +72,7 @@ def look(
     distant words. It avoids heads that look at special tokens or neighbours.
 
     A text that is too long for the model is read in windows. Neighbouring windows share an eighth of their tokens.
-    Numbers for a head are means over all windows.
+    Numbers for a head are means over all windows. max_logit and raw_max_logit are the largest of all windows.
 
     --against and --against-model show two runs and their difference. The head shown large is the one that differs most.
 
