@@ -81,13 +81,14 @@ class Unpadded:
 
 
 def unpad(
-    mask: Mask, grid: Grid, costs: tuple[int, int, int], environment: Environment, *, side_by_side: bool
+    mask: Mask, grid: Grid, features: int, num_kv_heads: int, environment: Environment, *, side_by_side: bool
 ) -> Unpadded | None:
     """Find the padding of a batch in its mask, if leaving it out is faster.
 
     Args:
         mask, grid: of the call.
-        costs: multiplications that a query, a key, and a query with a key take in the module.
+        features: E of the query.
+        num_kv_heads: Hkv of the module.
         environment: of the call.
         side_by_side: whether a position part needs queries and keys to be the same tokens.
 
@@ -101,6 +102,9 @@ def unpad(
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
     if (side_by_side and length != keys_length) or (environment.observed and changes_outputs()):
         return None
+    # Multiplications of a query, of a key, and of a query with a key, if H·D and all inputs have E features.
+    of_query, of_pair = 2 * features * features, 2 * features
+    costs = of_query, of_query * num_kv_heads // grid.num_heads, of_pair
     cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
     if 0 in (batch, length, keys_length) or cost_of_item < _WORTH_UNPADDING:
         return None

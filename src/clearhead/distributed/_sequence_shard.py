@@ -88,7 +88,7 @@ class LocalSequence(OfThisProcess):
             return {_NUMBER: self.number, **facts_of(module, checked, environment)}, checked
 
         checked, shards, seed = agree_on(WHERE, self.agreements, self.device, find, self._require_one_call)
-        layer = layer_of(module, checked.query, environment)
+        layer = layer_of(module, environment)
         if checked.cache is not None:
             query, key, value, mask, *_ = checked
             results = decode(layer, (query, key, value), mask, checked.cache, shards, self.group, environment)
