@@ -94,7 +94,7 @@ def unpad(
 
     Returns:
         ``None`` if there is no padding, or if removing it would not be faster. ``None`` too if values must not be read,
-        if the mask has other parts than marks per token and rules about positions, or if an observer changes outputs.
+        if the mask has other parts than padding and rules about positions, or if an observer changes outputs.
         Recorders do not count, because recomputation after they have left must give the same output.
     """
     if grid.device.type != "cpu" or environment.tracing or environment.transformed:
@@ -108,10 +108,10 @@ def unpad(
     cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
     if 0 in (batch, length, keys_length) or cost_of_item < _WORTH_UNPADDING:
         return None
-    # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
+    # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
     grid.memo["validated"] = mask
-    real_queries, real_keys, rules = _marks(mask, grid)
+    real_queries, real_keys, rules = _real_tokens(mask, grid)
     if rules is None or (real_queries is None and real_keys is None):
         return None
     if real_keys is not None and Causal in map(type, rules):
@@ -138,7 +138,7 @@ def _begin_alike(queries: Tokens, keys: Tokens) -> bool:
     )
 
 
-def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask] | None]:
+def _real_tokens(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask] | None]:
     """Queries and keys that are not padding by the bool masks, (1 or B, length) each; and the other parts.
 
     ``None`` instead of the other parts, unless all of them mean the same for a run of tokens as for the whole item.
@@ -147,14 +147,14 @@ def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[M
     real_keys: Tensor | None = None
     rules: list[Mask] = []
     for part in mask.parts():
-        marks = structure_of(part, grid).marks(grid)
-        if marks is None:
+        real = structure_of(part, grid).real_tokens(grid)
+        if real is None:
             if not (isinstance(part, SlidingWindow) or (isinstance(part, Causal) and part.align == "top_left")):
                 return None, None, None
             rules.append(part)
         else:
-            real_queries = joined(real_queries, marks[0], and_)
-            real_keys = joined(real_keys, marks[1], and_)
+            real_queries = joined(real_queries, real[0], and_)
+            real_keys = joined(real_keys, real[1], and_)
     return real_queries, real_keys, rules
 
 
