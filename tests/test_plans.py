@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import masks
-from clearhead._layer.plan import PlanCache, plans
+from clearhead._layer.plan import _plans_of
+from clearhead.kernels._reference import ReferenceKernel
 from clearhead.masks import Mask
 from tests.support.threads import in_threads
 
@@ -199,25 +200,26 @@ def test_plans_hold_no_tensor_of_a_call(kernel: str | None) -> None:
             outputs.append(attend([x.requires_grad_() for x in inputs], item))
             attend([x.detach() for x in inputs], item)
     seen = [weakref.ref(item) for item in (*inputs, *tensors, mask, *outputs)]
-    assert len(plans) > 0
+    assert _plans_of.cache_info().currsize > 0
     del inputs, tensors, mask, outputs, item
     gc.collect()
     assert [item() for item in seen] == [None] * len(seen)
 
 
 def test_a_training_plan_survives_many_decoding_lengths() -> None:
-    cache = PlanCache(256)
-    cache.put("training", str.upper)
-    for step in range(1000):
-        cache.put(("decoding", step), str.lower)
-        if step % 255 == 254:
-            assert cache.get("training") is str.upper
-        assert len(cache) <= 256
-    assert cache.get(("decoding", 0)) is None
-    cache.put("training", str.title)
-    assert cache.get("training") is str.title
-    cache.clear()
-    assert (len(cache), cache.get("training")) == (0, None)
+    training = drawn()
+    with (
+        clearhead.use_kernel("reference"),
+        mock.patch.object(ReferenceKernel, "plan", autospec=True, side_effect=ReferenceKernel.plan) as planned,
+    ):
+        attend(training)
+        for length in range(S + 1, S + 601):
+            attend(drawn(keys=length))
+            if length % 200 == 0:
+                attend(training)
+        assert planned.call_count == 601
+        attend(drawn(keys=S + 1))  # whose plan made room for others
+        assert planned.call_count == 602
 
 
 def test_threads_share_plans() -> None:
@@ -269,3 +271,16 @@ def test_once_in_a_first_call_and_in_later_ones(kernel: str, length: int) -> Non
                 attend(x, mask=mask)
             assert of_lengths.call_count == 1
             assert of_causal.call_count <= 2  # packed sequences are another call
+
+
+@pytest.mark.parametrize("length", [5, 512])  # the second is long enough to look for padding, of which it has little
+def test_a_module_that_keeps_padding_validates_its_mask_once(length: int) -> None:
+    attend = clearhead.MultiHeadAttention(16, 2).eval()
+    x, mask = torch.randn(3, length, 16), masks.lengths(torch.tensor([length - 1, length, length]))
+    rule = type(mask)
+    for _ in range(2):
+        with mock.patch.object(rule, "validate", autospec=True, side_effect=rule.validate) as validated:
+            attend(x, mask=mask)
+        assert validated.call_count == 1
+    with pytest.raises(clearhead.errors.ArgumentError, match=f"at most S = {length} keys"):
+        attend(x, mask=masks.lengths(torch.tensor([length + 1, length, length])))

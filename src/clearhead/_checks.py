@@ -21,6 +21,8 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 #: The largest size, count or position: more fits no memory, and sums of a few such numbers stay within 64 bits.
 LARGEST = 2**31 - 1
+#: Of pages, pictures and walkthroughs: English, and every language that has files of texts.
+LANGUAGES = ("en", "zh")
 _LONGEST = 80  # characters of a value in a message
 
 Item = TypeVar("Item")

@@ -227,7 +227,7 @@ class MultiHeadAttention(nn.Module):
                     require_inputs(self, query, key, value, environment)
                 else:  # a memory whose keys are projected already
                     require_features("query", query, self.q_proj)
-                output, weights = layer_of(self, query, environment).run(
+                output, weights = layer_of(self, environment).run(
                     query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
                 )
             return output if weights is None else (output, weights)
@@ -241,7 +241,7 @@ class MultiHeadAttention(nn.Module):
         tokens, sequences, jagged = read_jagged(query, key, value, side_by_side=self.position is not None)
         for name, projection, x in zip(("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), tokens, strict=True):
             require_features(name, x, getattr(self, projection))
-        layer = layer_of(self, tokens[0], environment)
+        layer = layer_of(self, environment)
         refuse_split_dropout(layer.request.offset)
         positions = 0 if self.position is None else sequences.query_positions
         mixed = layer.run_packed(*tokens, sequences, layer.combined(mask), environment, positions=positions)
@@ -257,8 +257,8 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in settings.items() if value)
 
 
-def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment) -> Layer:
-    """The call of a module for a query (B, L, qdim), as far as it does not depend on other arguments."""
+def layer_of(module: MultiHeadAttention, environment: Environment) -> Layer:
+    """The call of a module, as far as it does not depend on its arguments."""
     shard = module.head_shard
     heads, kv_heads, sinks, mask = module.num_heads, module.num_kv_heads, module.sinks, module.mask
     if shard is not None:
@@ -267,9 +267,6 @@ def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment
     inner, kv_inner = heads * module.head_dim, kv_heads * module.head_dim
     dropout_p = module.dropout if module.training else 0.0
     offset = Offset(module.num_heads, shard.first) if shard is not None and dropout_p else None
-    # Within the sequences of an unpadded batch dropout counts anew, which an offset among the heads of the whole
-    # module does not describe: each process would drop different weights. Padding then stays in.
-    costs = (query.shape[-1] + module.embed_dim) * inner, 2 * module.embed_dim * kv_inner, 2 * inner
     modules: dict[str, Any] = vars(module)["_modules"]  # attributes of modules are looked up slowly
 
     def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
@@ -293,6 +290,8 @@ def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment
         module.q_norm,
         module.k_norm,
         module.position,
-        costs if offset is None else None,
+        # Within the sequences of an unpadded batch dropout counts anew, which an offset among the heads of the whole
+        # module does not describe: each process would drop different weights. Padding then stays in.
+        unpads=offset is None,
         all_heads=None if shard is None else shard.all_weights,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from tests.support.comparing import require_close, require_half_as_good
-from tests.support.native import SETS, Layout, NativeArguments, NativePlan, needs_native
+from tests.support.native import SETS, NativeArguments, NativePlan, needs_native
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
 ROWS = [61, 0, 1, 211, 5, 7, 3, 0]
@@ -71,8 +71,8 @@ def test_half_precision(dtype: torch.dtype, instructions: str) -> None:
 
 
 def packed_plan(tensors: tuple[Tensor, ...], sequences: int, **options: Any) -> NativePlan:
-    layouts = [Layout(x.shape, x.stride()) for x in tensors]
-    return NativePlan(tensors[0].dtype, *layouts, scale=0.4, sequences=sequences, **options)
+    shapes, strides = tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
+    return NativePlan(tensors[0].dtype, shapes, strides, scale=0.4, sequences=sequences, **options)
 
 
 def test_what_is_refused() -> None:
@@ -100,7 +100,7 @@ def test_the_same_as_a_batch() -> None:
     seed = torch.tensor(3)
     arguments = NativeArguments(*packed, seed=seed, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     output = packed_plan(packed, 4, high=0, dropout_p=0.2).forward(arguments)
-    layouts = [Layout(x.shape, x.stride()) for x in batch]
-    plan = NativePlan(torch.float32, *layouts, scale=0.4, high=0, dropout_p=0.2)
+    shapes, strides = tuple(x.shape for x in batch), tuple(x.stride() for x in batch)
+    plan = NativePlan(torch.float32, shapes, strides, scale=0.4, high=0, dropout_p=0.2)
     expected = plan.forward(NativeArguments(*batch, seed=seed))
     assert torch.equal(output.view(HEADS, 4, 61, DIM).transpose(0, 1), expected)

@@ -14,7 +14,7 @@ import torch
 import clearhead._native
 from clearhead.errors import ArgumentError
 from tests import conftest
-from tests.support.native import OPERANDS, Layout, NativeArguments, NativePlan, extension, needs_native
+from tests.support.native import OPERANDS, NativeArguments, NativePlan, extension, needs_native
 
 pytestmark = needs_native
 
@@ -61,8 +61,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], error: type[Exception],
 
 def test_calls_give_what_the_plan_was_made_for() -> None:
     x = torch.randn(2, 3, 5, 4)
-    layout = Layout(x.shape, x.stride())
-    plan = NativePlan(x.dtype, layout, layout, layout, scale=0.5)
+    plan = NativePlan(x.dtype, (x.shape,) * 3, (x.stride(),) * 3, scale=0.5)
     with pytest.raises(ValueError, match="the plan was made without visible"):
         plan.forward(NativeArguments(x, x, x, visible=torch.ones(1, 1, 1, 5, dtype=torch.bool)))
     with pytest.raises(TypeError, match="unknown argument 'entorpy'"):

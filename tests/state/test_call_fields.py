@@ -92,20 +92,19 @@ DEFAULT: Changes = {
 #: For each field of a spec the settings that change from one call to the next. No field of a spec holds "values".
 FIELDS: dict[str, list[Changes]] = {
     "query": [
-        *({"layouts": (layout, "contiguous", "contiguous")} for layout in _STRIDES),
         *({"length": length} for length in (1, 2, 13)),
         *({"batch": batch} for batch in (1, 3)),
         *({"heads": heads} for heads in (3, 12)),
     ],
     "key": [
-        *({"layouts": ("contiguous", layout, "contiguous")} for layout in _STRIDES),
         *({"keys": keys} for keys in (1, 6, 17)),
         *({"kv_heads": heads} for heads in (1, 6)),
         *({"dim": dim} for dim in (3, 13)),
     ],
-    "value": [
-        *({"layouts": ("contiguous", "contiguous", layout)} for layout in _STRIDES),
-        *({"value_dim": dim} for dim in (3, 13)),
+    "value": [{"value_dim": dim} for dim in (3, 13)],
+    "strides": [
+        {"layouts": ("contiguous",) * before + (layout,) + ("contiguous",) * (2 - before)}
+        for before in range(3) for layout in _STRIDES
     ],
     "dtype": [{"dtype": dtype} for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)],
     "negative": [{"layouts": (layout,) * 3} for layout in ("imaginary", "negated")],

@@ -7,7 +7,6 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-import clearhead._layer.plan
 from clearhead._call.spec import AttentionSpec
 
 from .requests import Grid
@@ -17,8 +16,7 @@ GRID_FIELDS = [item.name for item in fields(Grid)]
 
 
 def forget() -> None:
-    """Empty the cache of plans, and whatever functions keep by their arguments."""
-    clearhead._layer.plan.plans.clear()
+    """Empty the cache of plans, and the other caches of functions."""
     for kept in _kept_by_arguments(tuple(name for name in sys.modules if name.startswith("clearhead."))):
         kept.cache_clear()
 

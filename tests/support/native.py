@@ -10,13 +10,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from clearhead._call.spec import Layout
 from clearhead._native import best_first, extension, instruction_sets, use_instruction_set
 from clearhead.kernels._native_arguments import OPERANDS, NativeArguments
 from clearhead.kernels._native_plan import NativePlan, plan_of
 from tests.support.budgets import in_turn
 
-__all__ = ["FLOAT_SETS", "OPERANDS", "SETS", "Layout", "NativeArguments", "NativePlan", "best_first", "extension"]
+__all__ = ["FLOAT_SETS", "OPERANDS", "SETS", "NativeArguments", "NativePlan", "best_first", "extension"]
 __all__ += ["fewer_unless_best", "needs_native", "on_every_set", "on_sets_of_dtype", "plan_of", "threads"]
 __all__ += ["use_instruction_set"]
 

@@ -140,7 +140,7 @@ def make_call(
 
     It checks only what the spec does not hold. `validate` checks the rest, once for all calls of a spec.
     """
-    # The spec holds one dtype and one device, and no layout other than strides.
+    # The spec holds one dtype and one device, and no tensors without strides.
     for x in (query, key, value):
         is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
         if not is_plain or x.dtype is not query.dtype or x.device != query.device:

@@ -24,7 +24,7 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     is_cut = mask is not None and not mask.fits_any_call
     # Its positions take a pass over all tokens.
     all_sequences = as_one_sequence(call).grid if is_cut else None
-    start = request.offset or Offset(spec.query.shape[1])
+    start = request.offset or Offset(spec.query[1])
     for number, (queries, keys) in enumerate(cast(PackedSequences, request.sequences).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         sequence_mask = mask

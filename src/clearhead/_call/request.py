@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,12 +11,9 @@ from ..masks._base import Mask
 from ..masks._grid import Offset
 from .sequences import PackedSequences
 
-#: Which weights a call returns beside its output: (B, H, L, S), or their average over the heads (B, L, S).
-WeightsWanted = Literal["heads", "average"] | None
 
-
-def weights_wanted(need_weights: bool, average_attn_weights: bool) -> WeightsWanted:
-    """From the two arguments of a module's call, which are checked."""
+def weights_wanted(need_weights: bool, average_attn_weights: bool) -> str | None:
+    """`Request.weights` from the two arguments of a module's call, which are checked."""
     need_weights = flag("need_weights", need_weights)
     average_attn_weights = flag("average_attn_weights", average_attn_weights)
     return ("average" if average_attn_weights else "heads") if need_weights else None
@@ -31,7 +28,8 @@ class Request(NamedTuple):
         scale, softcap, sinks, dropout_p, query_positions, key_positions: as for `attention`. In an `AttentionCall`
             tensors of sinks and positions have the dtype that kernels read.
         lse: whether the log-sum-exp is returned.
-        weights: which weights are returned.
+        weights: which weights are returned: ``"heads"`` for (B, H, L, S), ``"average"`` for their average over the
+            heads (B, L, S), ``None`` for none.
         sequences: packed sequences. Query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
             (1, Hkv, Tk, Dv), and each sequence attends to itself.
         seed: int64 scalar that dropout is drawn from. Default: the kernel draws a seed.
@@ -46,7 +44,7 @@ class Request(NamedTuple):
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
     lse: bool = False
-    weights: WeightsWanted = None
+    weights: str | None = None
     sequences: PackedSequences | None = None
     seed: Tensor | None = None
     offset: Offset | None = None

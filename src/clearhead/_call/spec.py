@@ -11,21 +11,9 @@ from torch import Tensor
 
 from .._checks import PLAIN, flag, number
 from .._environment import Environment
-from .request import Request, WeightsWanted
+from .request import Request
 
 _NUMBERS = (float, int)
-
-
-class Layout(NamedTuple):
-    """Shape and strides of a tensor."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def has_contiguous_rows(self) -> bool:
-        """Whether the elements of a row lie side by side."""
-        return self.strides[-1] == 1 or self.shape[-1] <= 1
 
 
 # A tuple and no dataclass: it is made, hashed and compared in every call.
@@ -33,9 +21,8 @@ class AttentionSpec(NamedTuple):
     """Everything about a call but its tensors: hashable, the key of a cached plan.
 
     Args:
-        query: layout of (B, H, L, D).
-        key: of (B, Hkv, S, D).
-        value: of (B, Hkv, S, Dv).
+        query, key, value: their shapes (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        strides: of these three; empty while tracing.
         dtype, device: of all three.
         subclass: name of the tensor subclass among them, or ``None``.
         negative: whether one of them is a lazily negated view.
@@ -49,15 +36,16 @@ class AttentionSpec(NamedTuple):
         in_larger: whether the call drops the weights of a larger call: it has a seed or an offset.
         gradients: which of the call's inputs need one, in the order of `AttentionCall.inputs`; empty if none does.
         lse: whether the log-sum-exp is returned.
-        weights: which weights are returned.
+        weights: which weights are returned, as in `Request`.
         sequences: how many packed sequences there are, or ``None``.
         same_sequences: whether their queries and keys have the same boundaries.
         tracing, transformed, dispatching: of the environment.
     """
 
-    query: Layout
-    key: Layout
-    value: Layout
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    strides: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
     subclass: str | None
@@ -73,7 +61,7 @@ class AttentionSpec(NamedTuple):
     in_larger: bool
     gradients: tuple[bool, ...]
     lse: bool
-    weights: WeightsWanted
+    weights: str | None
     sequences: int | None
     same_sequences: bool
     tracing: bool
@@ -83,7 +71,7 @@ class AttentionSpec(NamedTuple):
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
-        return self.query.shape[1] // self.key.shape[1]
+        return self.query[1] // self.key[1]
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -96,14 +84,14 @@ class AttentionSpec(NamedTuple):
         return any(self.gradients[3 + self.sinks :])
 
     def with_operands(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionSpec:
-        """The spec with the layouts of other operands."""
-        layouts = [Layout(x.shape, x.stride()) for x in (query, key, value)]
-        return self._replace(query=layouts[0], key=layouts[1], value=layouts[2])
+        """The spec with the shapes and strides of other operands."""
+        strides = query.stride(), key.stride(), value.stride()
+        return self._replace(query=query.shape, key=key.shape, value=value.shape, strides=strides)
 
     @property
     def empty(self) -> bool:
         """Whether a dimension is empty."""
-        return 0 in self.query.shape or 0 in self.key.shape or 0 in self.value.shape
+        return 0 in self.query or 0 in self.key or 0 in self.value
 
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionSpec:
@@ -114,10 +102,11 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
         scale = 1.0 / math.sqrt(shape[3]) if shape[3] else 1.0
     plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     return AttentionSpec(
+        shape,
+        key.shape,
+        value.shape,
         # In a graph strides are symbols, which a comparison would tie to these strides.
-        Layout(shape, () if tracing else query.stride()),
-        Layout(key.shape, () if tracing else key.stride()),
-        Layout(value.shape, () if tracing else value.stride()),
+        () if tracing else (query.stride(), key.stride(), value.stride()),
         query.dtype,
         query.device,
         None if plain else next(type(x).__name__ for x in (query, key, value) if type(x) not in PLAIN),
@@ -141,6 +130,11 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
         environment.transformed,
         environment.dispatching,
     )
+
+
+def has_contiguous_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements of a row lie side by side."""
+    return strides[-1] == 1 or shape[-1] <= 1
 
 
 def _float(name: str, value: float, expected: str) -> float:

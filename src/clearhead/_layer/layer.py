@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.call import Results
 from .._call.heads import merge_heads, split_heads
-from .._call.request import Request, WeightsWanted
+from .._call.request import Request
 from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
 from ..masks._base import Mask
@@ -52,8 +52,7 @@ class Layer:
         request: the module's mask, scale, soft-cap, sinks and dropout, and the offset of its heads.
         q_norm, k_norm: of every head's query and key.
         position: applied to queries and keys after the norms.
-        costs: multiplications of a query, of a key, and of a query with a key. They decide whether padding is removed.
-            ``None`` never removes it.
+        unpads: whether padding is removed where that is faster.
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
         form: makes attention's operands from the projected query, the key and the cache. ``None`` uses the projections
             as they are.
@@ -68,7 +67,7 @@ class Layer:
     q_norm: nn.Module | None = None
     k_norm: nn.Module | None = None
     position: PositionPart | None = None
-    costs: tuple[int, int, int] | None = None
+    unpads: bool = False
     batch_first: bool = True
     form: Callable[[Tensor, Tensor, Cache | None], Form] | None = None
     all_heads: Callable[[Tensor], Tensor] | None = None
@@ -83,7 +82,7 @@ class Layer:
         *,
         positions: Positions | None = None,
         cache: Cache | None = None,
-        weights: WeightsWanted = None,
+        weights: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The output (B, L, E), or (L, E) without a batch, and the weights if they are wanted.
 
@@ -93,7 +92,7 @@ class Layer:
             mask, environment: of the call.
             positions: of the queries, and of the keys that are projected with them.
             cache: stores the new keys and values, and returns all keys.
-            weights: which weights are returned.
+            weights: as in `Request`.
         """
         mask, grid = self.combined(mask), None
         if positions is None and cache is None:
@@ -101,8 +100,9 @@ class Layer:
                 batch = query.shape[0] if query.dim() == 3 else 1
                 grid = Grid(batch, self.num_heads, query.shape[-2], key.shape[-2], query.device)
                 # Only a mask marks padding, and returned weights have rows and columns for it.
-                if self.costs is not None and weights is None and query.dim() == 3 and value is not None:
-                    unpadded = unpad(mask, grid, self.costs, environment, side_by_side=self.position is not None)
+                if self.unpads and weights is None and query.dim() == 3 and value is not None:
+                    sizes = query.shape[-1], self.num_kv_heads
+                    unpadded = unpad(mask, grid, *sizes, environment, side_by_side=self.position is not None)
                     if unpadded is not None:
                         return self._run_unpadded(unpadded, query, key, value, environment), None
             q, k, v = self.projected(query, key, value, 0, environment)

@@ -81,19 +81,20 @@ class Unpadded:
 
 
 def unpad(
-    mask: Mask, grid: Grid, costs: tuple[int, int, int], environment: Environment, *, side_by_side: bool
+    mask: Mask, grid: Grid, features: int, num_kv_heads: int, environment: Environment, *, side_by_side: bool
 ) -> Unpadded | None:
     """Find the padding of a batch in its mask, if leaving it out is faster.
 
     Args:
         mask, grid: of the call.
-        costs: multiplications that a query, a key, and a query with a key take in the module.
+        features: E of the query.
+        num_kv_heads: Hkv of the module.
         environment: of the call.
         side_by_side: whether a position part needs queries and keys to be the same tokens.
 
     Returns:
         ``None`` if there is no padding, or if removing it would not be faster. ``None`` too if values must not be read,
-        if the mask has other parts than marks per token and rules about positions, or if an observer changes outputs.
+        if the mask has other parts than padding and rules about positions, or if an observer changes outputs.
         Recorders do not count, because recomputation after they have left must give the same output.
     """
     if grid.device.type != "cpu" or environment.tracing or environment.transformed:
@@ -101,12 +102,16 @@ def unpad(
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
     if (side_by_side and length != keys_length) or (environment.observed and changes_outputs()):
         return None
+    # Multiplications of a query, of a key, and of a query with a key, if H·D and all inputs have E features.
+    of_query, of_pair = 2 * features * features, 2 * features
+    costs = of_query, of_query * num_kv_heads // grid.num_heads, of_pair
     cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
     if 0 in (batch, length, keys_length) or cost_of_item < _WORTH_UNPADDING:
         return None
-    # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
+    # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
-    real_queries, real_keys, rules = _marks(mask, grid)
+    grid.memo["validated"] = mask
+    real_queries, real_keys, rules = _real_tokens(mask, grid)
     if rules is None or (real_queries is None and real_keys is None):
         return None
     if real_keys is not None and Causal in map(type, rules):
@@ -133,7 +138,7 @@ def _begin_alike(queries: Tokens, keys: Tokens) -> bool:
     )
 
 
-def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask] | None]:
+def _real_tokens(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask] | None]:
     """Queries and keys that are not padding by the bool masks, (1 or B, length) each; and the other parts.
 
     ``None`` instead of the other parts, unless all of them mean the same for a run of tokens as for the whole item.
@@ -142,14 +147,14 @@ def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[M
     real_keys: Tensor | None = None
     rules: list[Mask] = []
     for part in mask.parts():
-        marks = structure_of(part, grid).marks(grid)
-        if marks is None:
+        real = structure_of(part, grid).real_tokens(grid)
+        if real is None:
             if not (isinstance(part, SlidingWindow) or (isinstance(part, Causal) and part.align == "top_left")):
                 return None, None, None
             rules.append(part)
         else:
-            real_queries = joined(real_queries, marks[0], and_)
-            real_keys = joined(real_keys, marks[1], and_)
+            real_queries = joined(real_queries, real[0], and_)
+            real_keys = joined(real_keys, real[1], and_)
     return real_queries, real_keys, rules
 
 

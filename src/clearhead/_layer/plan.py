@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -26,58 +25,6 @@ from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._grid import Grid
 
-
-class PlanCache:
-    """The plans that were used last.
-
-    Args:
-        size: how many plans it holds. The least recently used plan is dropped first.
-
-    Example:
-        >>> from clearhead._layer.plan import PlanCache
-        >>> cache = PlanCache(2)
-        >>> for key in ("training", "step 1", "training", "step 2"):
-        ...     plan = cache.put(key, str.upper)
-        >>> cache.get("training") is None, cache.get("step 1") is None
-        (False, True)
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def get(self, key: Hashable) -> Any:
-        """The plan, or ``None``."""
-        if key is None:
-            return None
-        try:
-            plan = self._plans[key]
-            self._plans.move_to_end(key)
-        except KeyError:  # or another thread has dropped it in between
-            return None
-        return plan
-
-    def put(self, key: Hashable, plan: Any) -> Any:
-        """The plan, which the cache now holds, unless its key is ``None``."""
-        if key is None:
-            return plan
-        self._plans[key] = plan
-        with suppress(KeyError):
-            self._plans.move_to_end(key)
-            while len(self._plans) > self._size:
-                self._plans.popitem(last=False)
-        return plan
-
-    def clear(self) -> None:
-        self._plans.clear()
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-
-# Decoding makes a spec for each length: room for many, and those of a training in between stay.
-plans = PlanCache(256)
-
 #: Shows a call and its output to the observers of this thread in another form than its own.
 Show = Callable[[AttentionCall, Tensor], None]
 
@@ -94,25 +41,24 @@ def attend(
     """Compute `attention`, and weights if they are wanted, in an environment that was read before.
 
     Sizes, dtypes and numbers of a call are checked where its spec has no plan yet; values are checked in every call.
-    A layer that has read the mask's structure passes its grid, which holds that structure.
+    A layer that has validated the mask or read its structure passes its grid, which holds both results.
     """
     if environment.autocast:
         query, key, value = cast_for_autocast(query, key, value)
         with autocast_off(query):
             return attend(query, key, value, request, environment._replace(autocast=False), show, grid)
     call = make_call(query, key, value, request, environment, grid)
-    cache_key = _key_of(call.spec, environment)
-    plan = plans.get(cache_key)
-    if plan is None:
+    cached = _cached(call.spec, environment)
+    if not cached:
         validate(call)
     # Equal specs need not pass alike, because values of a mask can change.
     if request.sequences is not None:
         validate_mask_of_packed(call)
-    elif request.mask is not None:
+    elif request.mask is not None and call.grid.memo.get("validated") is not request.mask:
         request.mask.validate(call.grid)
-    if plan is None:
-        plan = plans.put(cache_key, _plan(call, environment))
-    results = _observed(call, plan, show) if environment.observed else plan(call)
+    if not cached:
+        cached.append(_plan(call, environment))
+    results = _observed(call, cached[0], show) if environment.observed else cached[0](call)
     return results if query.dim() == 4 and results.lse is None else _returned(results, call, query.dim() == 3)
 
 
@@ -142,17 +88,25 @@ def _observed(call: AttentionCall, plan: Plan, show: Show | None) -> Results:
 
 def run_call(call: AttentionCall, environment: Environment) -> Results:
     """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
-    cache_key = _key_of(call.spec, environment)
-    return (plans.get(cache_key) or plans.put(cache_key, _plan(call, environment)))(call)
+    cached = _cached(call.spec, environment)
+    if not cached:
+        cached.append(_plan(call, environment))
+    return cached[0](call)
 
 
-def _key_of(spec: AttentionSpec, environment: Environment) -> Hashable | None:
-    """The key of a call's plan; ``None`` if calls of equal specs may need other plans."""
+def _cached(spec: AttentionSpec, environment: Environment) -> list[Plan]:
+    """A list for the plan of calls of this spec: empty until the plan is made. It is a new one if no plan is cached."""
     # A subclass may hold what no spec does, sizes of a graph are symbols, and a mask without a signature may be
     # another one in the next call.
     if spec.subclass is not None or spec.tracing or (spec.masked and spec.mask is None):
-        return None
-    return spec, environment.kernel, environment.fused
+        return []
+    return _plans_of(spec, environment.kernel, environment.fused)
+
+
+# Decoding makes a spec for each length: room for many, and those of a training in between stay.
+@lru_cache(256)
+def _plans_of(spec: AttentionSpec, forced: Kernel | None, fused: tuple[object, ...]) -> list[Plan]:
+    return []
 
 
 def _plan(call: AttentionCall, environment: Environment) -> Plan:

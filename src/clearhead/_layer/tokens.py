@@ -78,7 +78,7 @@ class Tokens:
 
 
 def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
-    """Find the tokens that are not padding. On an accelerator this reads the marks, once.
+    """Find the tokens that are not padding. On an accelerator this reads values, once.
 
     Args:
         real: bool (1 or B, length), true for them; ``None`` for all.
@@ -87,8 +87,8 @@ def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
     if real is None:
         return Tokens((batch, length), None, None, [length] * batch)
     real = real.expand(batch, length)
-    marks = real.cpu()  # whose values are read
-    counts: list[int] = marks.sum(1).tolist()
+    real_on_cpu = real.cpu()  # whose values are read
+    counts: list[int] = real_on_cpu.sum(1).tolist()
     total = sum(counts)
     # Where nothing is padding the tokens are a view, which costs no gathering.
     if total == batch * length:
@@ -97,7 +97,7 @@ def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
         indices = real.flatten().nonzero()[:, 0]
     else:  # with a known number of results nobody waits
         indices = torch.nonzero_static(real.flatten(), size=total)[:, 0]
-    return Tokens((batch, length), marks, indices, counts)
+    return Tokens((batch, length), real_on_cpu, indices, counts)
 
 
 def sequences_between(queries: Tokens, keys: Tokens) -> PackedSequences:

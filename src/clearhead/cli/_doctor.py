@@ -33,5 +33,4 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everythin
         text = Text(text_of(report))
         text.highlight_regex(_STYLES)
         print_with(lambda console: console.print(text, soft_wrap=True))
-    if not report["passed"]:
-        raise typer.Exit(1)
+    raise typer.Exit(not report["passed"])

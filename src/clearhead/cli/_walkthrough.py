@@ -9,10 +9,10 @@ import torch
 import typer
 
 from .. import masks
+from .._checks import LANGUAGES
 from .._multihead import MultiHeadAttention
 from ..errors import explain_problem
 from ..inspection._walkthrough import walkthrough as walk_through
-from ..inspection._walkthrough_text import LANGUAGES
 from ._encoding import unprintable
 from ._errors import UsageProblem
 

@@ -14,7 +14,7 @@ from .._call.caching import KeyValues, Positions
 from .._call.call import Results, valid_call
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.request import WeightsWanted, weights_wanted
+from .._call.request import weights_wanted
 from .._checks import FLOATS, flag, shown, size
 from .._environment import Environment, autocast_off, listening, outside_graphs, read_environment
 from .._layer.layer import Layer
@@ -88,7 +88,7 @@ class LocalSequence(OfThisProcess):
             return {_NUMBER: self.number, **facts_of(module, checked, environment)}, checked
 
         checked, shards, seed = agree_on(WHERE, self.agreements, self.device, find, self._require_one_call)
-        layer = layer_of(module, checked.query, environment)
+        layer = layer_of(module, environment)
         if checked.cache is not None:
             query, key, value, mask, *_ = checked
             results = decode(layer, (query, key, value), mask, checked.cache, shards, self.group, environment)
@@ -203,7 +203,7 @@ class Arguments(NamedTuple):
     mask: Mask | None
     positions: Positions | None
     cache: SplitCache | None
-    weights: WeightsWanted
+    weights: str | None
     batched: bool
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import platform
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
+from itertools import groupby
 from math import inf, isnan
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,13 +24,13 @@ from .._native import instruction_set, why_missing
 from .._version import __version__
 from .._versions import untested_versions
 from ..kernels._choice import KERNELS, use_kernel
+from ..kernels._triton_check import table as check_triton
 
 OPTIONAL_PACKAGES = ("transformers", "safetensors", "typer", "rich", "matplotlib", "numpy")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # in half precision, twice the error of `reference`
-TITLE = "checks: largest error of outputs and gradients against the reference in float64, on the CPU"
-QKV = ("query", "key", "value")
 BUILD_NATIVE = "pip install --force-reinstall --no-deps --no-binary clearhead clearhead"
+#: The allowed error in each dtype; ``None`` is twice the error of `reference` in the same dtype.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: None, torch.float16: None}
+QKV = ("query", "key", "value")
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,12 @@ class Case:
     """A kind of call, with H = 6 and D = 16."""
 
     name: str
-    mask: Callable[[dict[str, Tensor]], masks.Mask | None] = lambda inputs: None
+    mask: Callable[[Tensor], masks.Mask | None] = lambda bias: None
     sizes: tuple[int, int, int, int, int] = (2, 6, 37, 53, 16)  # B, Hkv, L, S, Dv
     learnt: tuple[str, ...] = QKV  # the inputs with gradients
     softcap: float | None = None
     first_hidden: int = 2  # keys and values are NaN from this item on, and the mask hides them
-    dtypes: tuple[torch.dtype, ...] = DTYPES
+    dtypes: tuple[torch.dtype, ...] = tuple(TOLERANCES)
 
     def inputs(self, rounded_to: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors, the same on every machine."""
@@ -56,7 +58,7 @@ class Case:
     def arguments(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
         """The arguments of `attention`."""
         tensors = {name: inputs[name] for name in (*QKV, "sinks") if name in self.learnt}
-        return {**tensors, "mask": self.mask(inputs), "softcap": self.softcap}
+        return {**tensors, "mask": self.mask(inputs["bias"]), "softcap": self.softcap}
 
 
 CASES: tuple[Case, ...] = (
@@ -66,10 +68,10 @@ CASES: tuple[Case, ...] = (
     Case("padding", lambda _: masks.lengths(torch.tensor([11, 0])), first_hidden=1),
     Case("grouped heads", sizes=(2, 2, 37, 53, 16)),
     Case("Dv differs", sizes=(2, 6, 37, 53, 11)),
-    Case("bias", lambda inputs: masks.bias(inputs["bias"])),
-    Case("bias + gradient", lambda inputs: masks.bias(inputs["bias"]), learnt=(*QKV, "bias")),
+    Case("bias", masks.bias),
+    Case("bias + gradient", masks.bias, learnt=(*QKV, "bias")),
     Case("soft-cap + sinks", softcap=5.0, learnt=(*QKV, "sinks")),
-    Case("long", lambda _: masks.causal("bottom_right"), (1, 6, 401, 601, 16), dtypes=DTYPES[1:3]),
+    Case("long", lambda _: masks.causal("bottom_right"), (1, 6, 401, 601, 16), dtypes=(torch.float32, torch.bfloat16)),
 )
 
 
@@ -78,12 +80,7 @@ def examine() -> dict[str, Any]:
     versions = {"clearhead": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     for name in OPTIONAL_PACKAGES:
         versions[name] = next((package.version for package in metadata.distributions(name=name)), "not installed")
-    triton: dict[str, str] = {}
-    if cuda := torch.cuda.is_available():
-        from ..kernels._triton_check import table  # registers operators, which only a GPU needs
-
-        triton = table()
-    threads, plain = torch.get_num_threads(), CASES[0]
+    cuda, triton, plain, compute = torch.cuda.is_available(), check_triton(), CASES[0], cache(_compute)
     machine = {
         "platform": f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
@@ -91,58 +88,49 @@ def examine() -> dict[str, Any]:
         "MPS": "available" if torch.backends.mps.is_available() else "not available",
         "projections": describe_backend(),
         "native kernel": instruction_set() or f"not available: {why_missing}. To build it: {BUILD_NATIVE}",
-        "threads": str(threads),
+        "threads": str(torch.get_num_threads()),
         "threads between operations": str(torch.get_num_interop_threads()),
     }
     with torch.enable_grad():
         kernels = explain(**plain.arguments(plain.inputs(torch.float32, torch.float32))).reasons
-        checks = [check for case in CASES for dtype in case.dtypes for check in _check(case, dtype)]
-    checks.sort(key=lambda check: [*kernels].index(check["kernel"]))
+        checked = [kernel.name for kernel in KERNELS if not kernel.compiles]
+        checks = [_check(kernel, case, dtype, compute) for kernel in checked for case in CASES for dtype in case.dtypes]
     passed = all(check["status"] != "failed" for check in checks) and set(triton.values()) <= {"ok"}
     report = {"passed": passed, "versions": versions, "machine": machine, "kernels": kernels, "checks": checks}
     return report | {"triton": triton, "warning": untested_versions(versions)}
 
 
-def _check(case: Case, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    compute, arguments = cache(partial(_compute, case, dtype)), case.arguments(case.inputs(dtype, dtype))
-    refused_gradients = explain(**arguments).reasons
+def _check(kernel: str, case: Case, dtype: torch.dtype, compute: Callable[..., dict[str, Tensor]]) -> dict[str, Any]:
+    arguments, measures = case.arguments(case.inputs(dtype, dtype)), dict[str, dict[str, float]]()
     with torch.no_grad():
-        refused = explain(**arguments).reasons
-    for kernel in (kernel.name for kernel in KERNELS if not kernel.compiles):
-        measures: dict[str, dict[str, float]] = {}
-        status, reasons = "refused", refused[kernel]
-        if not reasons:
-            reasons = refused_gradients[kernel]
-            try:
-                exact, results = compute("reference", torch.float64), compute(kernel, dtype, not reasons)
-                rounded = exact if dtype in TOLERANCES else compute("reference", dtype)
-                for name, x in results.items():
-                    limit = TOLERANCES.get(dtype, 2 * _error(rounded[name], exact[name]))
-                    measures[name] = {"error": _error(x, exact[name]), "limit": limit}
-            except RuntimeError as error:
-                reasons = (str(error),)
-            status = "ok" if measures and max(map(_share, measures.values())) <= 1 else "failed"
-        output = measures.pop("output", None)
-        worst = max(measures, key=lambda name: _share(measures[name]), default="")
-        about = {"kernel": kernel, "case": case.name, "dtype": str(dtype).removeprefix("torch."), "status": status}
-        measured = {"output": output, "gradient": measures.get(worst), "worst_gradient": worst, "reasons": reasons}
-        yield about | measured
+        refused = explain(**arguments).reasons[kernel]
+    reasons = refused or explain(**arguments).reasons[kernel]
+    try:
+        exact, rounded = compute("reference", case, dtype, torch.float64), compute("reference", case, dtype, dtype)
+        for name, x in ({} if refused else compute(kernel, case, dtype, dtype, not reasons)).items():
+            limit = TOLERANCES[dtype] or 2 * _error(rounded[name], exact[name])
+            measures[name] = {"error": _error(x, exact[name]), "limit": limit}
+    except RuntimeError as error:
+        reasons = refused or (str(error),)
+    passed = measures and max(map(_share, measures.values())) <= 1
+    output = measures.pop("output", None)
+    worst = max(measures, key=lambda name: _share(measures[name]), default="")
+    status = "refused" if refused else "ok" if passed else "failed"
+    about = {"kernel": kernel, "case": case.name, "dtype": str(dtype).removeprefix("torch."), "status": status}
+    return about | {"output": output, "gradient": measures.get(worst), "worst_gradient": worst, "reasons": reasons}
 
 
-def _compute(case: Case, rounded_to: torch.dtype, kernel: str, dtype: torch.dtype, gradients: bool = True) -> Any:
+def _compute(kernel: str, case: Case, rounded_to: torch.dtype, dtype: torch.dtype, gradients: bool = True) -> Any:
     """The output and the gradients by name, or a `RuntimeError` that names the kernel."""
     inputs = case.inputs(rounded_to, dtype)
     try:
         with use_kernel(kernel), torch.set_grad_enabled(gradients):
-            results = {"output": attention(**case.arguments(inputs))}
-            if gradients:
-                learnt = [inputs[name] for name in case.learnt]
-                of_learnt = torch.autograd.grad(results["output"], learnt, inputs["output_gradient"])
-                results |= zip(case.learnt, of_learnt, strict=True)
-            return {name: x.detach() for name, x in results.items()}
+            output, learnt = attention(**case.arguments(inputs)), [inputs[name] for name in case.learnt]
+            of_learnt = torch.autograd.grad(output, learnt, inputs["output_gradient"]) if gradients else ()
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
         raise RuntimeError(f"{kernel} raised {type(error).__name__}: {message}") from error
+    return {"output": output.detach(), **dict(zip(case.learnt, of_learnt, strict=gradients))}
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
@@ -159,23 +147,19 @@ def _share(measure: dict[str, float]) -> float:
 def text_of(report: dict[str, Any]) -> str:
     """What ``clearhead doctor`` prints."""
     checks: list[dict[str, Any]] = report["checks"]
-    cells: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
-    for check in checks:
-        # "3.1e-07 ok" or "2.0e-03 FAIL": the error that uses up more of its limit.
-        worst = max(filter(None, (check["output"], check["gradient"])), key=_share, default=None)
-        error = f"{worst['error']:.1e} " if worst else ""
-        cells[check["kernel"], check["case"]][check["dtype"]] = error + check["status"].replace("failed", "FAIL")
     dtypes = tuple(dict.fromkeys(check["dtype"] for check in checks))
-    table = [(*row, *(of_dtypes.get(dtype, "-") for dtype in dtypes)) for row, of_dtypes in cells.items()]
-    kernels = {name: "; ".join(reasons) or "available" for name, reasons in report["kernels"].items()}
+    table: list[tuple[str, ...]] = [("kernel", "call", *dtypes)]
+    for place, of_place in groupby(checks, itemgetter("kernel", "case")):
+        cells = {check["dtype"]: _cell(check) for check in of_place}
+        table.append((*place, *(cells.get(dtype, "-") for dtype in dtypes)))
     sections: dict[str, Collection[tuple[str, ...]]] = {
         "versions": report["versions"].items(),
         "machine": report["machine"].items(),
-        "kernels": kernels.items(),
-        TITLE: [("kernel", "call", *dtypes), *table],
+        "kernels": [(name, "; ".join(reasons) or "available") for name, reasons in report["kernels"].items()],
+        "checks: largest error of outputs and gradients against the reference in float64, on the CPU": table,
         "statistics by Triton, compared with the reference": report["triton"].items(),
-        "refused": _refusals(checks),
-        "failed": [_failure(check) for check in checks if check["status"] == "failed"],
+        "refused": [(line,) for line in _refusals(checks)],
+        "failed": [(_failure(check),) for check in checks if check["status"] == "failed"],
     }
     paragraphs: list[str] = []
     for title, rows in sections.items():
@@ -191,20 +175,24 @@ def text_of(report: dict[str, Any]) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _failure(check: dict[str, Any]) -> tuple[str]:
+def _cell(check: dict[str, Any]) -> str:
+    """``3.1e-07 ok`` or ``2.0e-03 FAIL``: the error that uses up more of its limit."""
+    worst = max(filter(None, (check["output"], check["gradient"])), key=_share, default=None)
+    return (f"{worst['error']:.1e} " if worst else "") + check["status"].replace("failed", "FAIL")
+
+
+def _failure(check: dict[str, Any]) -> str:
     measures = {"output": check["output"], f"gradient of {check['worst_gradient']}": check["gradient"]}
     wrong = {what: measure.values() for what, measure in measures.items() if measure and _share(measure) > 1}
-    said = [f"error of the {what} {error:.1e}, allowed {limit:.1e}" for what, (error, limit) in wrong.items()]
-    return ("{kernel}, {case}, {dtype}: ".format(**check) + "; ".join(said or check["reasons"]),)
+    errors = [f"error of the {what} {error:.1e}, allowed {limit:.1e}" for what, (error, limit) in wrong.items()]
+    return "{kernel}, {case}, {dtype}: ".format(**check) + "; ".join(errors or check["reasons"])
 
 
-def _refusals(checks: list[dict[str, Any]]) -> list[tuple[str]]:
+def _refusals(checks: list[dict[str, Any]]) -> list[str]:
     """A line for each kernel and its reasons against calls, or against their gradients, in the same dtypes."""
-    dtypes, cases = defaultdict[tuple[str, ...], list[str]](list), defaultdict[tuple[str, str], list[str]](list)
-    for check in checks:
-        if check["reasons"] and (check["output"] or check["status"] == "refused"):
-            first = f"{check['kernel']} refuses {'gradients of ' if check['output'] else ''}"
-            dtypes[first, check["case"], "; ".join(check["reasons"])].append(check["dtype"])
-    for (first, case, reasons), refused in dtypes.items():
-        cases[first, f" in {' and '.join(refused)}: {reasons}"].append(case)
-    return [(f"{first}{', '.join(which)}{last}",) for (first, last), which in cases.items()]
+    cases = defaultdict[tuple[str, str], list[str]](list)
+    refused = [check for check in checks if check["reasons"] and (check["output"] or check["status"] == "refused")]
+    for (kernel, case, status, reasons), group in groupby(refused, itemgetter("kernel", "case", "status", "reasons")):
+        what = f"{kernel} refuses {'' if status == 'refused' else 'gradients of '}"
+        cases[what, f"{' and '.join(check['dtype'] for check in group)}: {'; '.join(reasons)}"].append(case)
+    return [f"{what}{', '.join(of_cases)} in {why}" for (what, why), of_cases in cases.items()]

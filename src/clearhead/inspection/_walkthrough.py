@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import choice, strided
+from .._checks import LANGUAGES, choice, strided
 from .._multihead import MultiHeadAttention
 from .._multihead_checks import complete
 from ..errors import ArgumentError, DTypeError
 from ..masks import Mask
 from ._walkthrough_result import Walkthrough
 from ._walkthrough_steps import Recorder, take_steps
-from ._walkthrough_text import LANGUAGES
 
 # Relative to the largest output; for half precision, a few roundings of the last bit.
 _AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

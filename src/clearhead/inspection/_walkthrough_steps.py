@@ -77,7 +77,7 @@ def take_steps(
 ) -> tuple[Tensor, Tensor]:
     """Compute and record every step. Returns the output (B, L, E) and the fully masked rows (B, H, L)."""
     environment = read_environment()
-    layer = layer_of(module, inputs[0], environment)
+    layer = layer_of(module, environment)
     _name_sizes(recorder, module, inputs)
     projections = _project(recorder, module, layer, inputs)
     operands = _make_heads(recorder, layer, projections, environment)

@@ -1,4 +1,4 @@
-"""The languages of the walkthrough."""
+"""The texts of the walkthrough in each language."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import tomllib
 from functools import cache
 from importlib import resources
 from typing import Any
-
-LANGUAGES = ("en", "zh")
 
 
 @cache

@@ -174,7 +174,7 @@ def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
     """Reasons that depend on the device."""
     if spec.device.type == "cuda":
         reasons: list[Refusal] = []
-        if min(spec.query.shape[-1], spec.value.shape[-1]) < _NARROWEST:
+        if min(spec.query[3], spec.value[3]) < _NARROWEST:
             reasons.append(Refusal("PyTorch takes head sizes of {least} or more", least=_NARROWEST))
         if mask is not None and spec.learns_bias:
             reasons.append(Refusal("it is given no gradient for a bias"))

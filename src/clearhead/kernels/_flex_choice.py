@@ -32,7 +32,7 @@ def leaves_to_flex(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[
     """The reservation of other kernels against calls that `flex` computes faster; empty for all other calls."""
     if mask is None or spec.device.type != "cuda" or spec.tracing or spec.sequences is not None:
         return ()
-    (*_, length, dim), keys, value_dim = spec.query.shape, spec.key.shape[2], spec.value.shape[3]
+    (*_, length, dim), keys, value_dim = spec.query, spec.key[2], spec.value[3]
     if min(length, keys) < FEWEST or max(dim, value_dim) > _LARGEST_DIM or spec.dtype not in _DTYPES:
         return ()
     if spec.softcap is not None or FlexKernel().refusals(spec, mask, grid):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall, Results, zero_hidden
-from .._call.request import WeightsWanted
 from .._call.spec import AttentionSpec
 from .._native import extension
 from ..masks._base import Mask
@@ -46,8 +45,8 @@ class NativeKernel(Kernel):
         # PyTorch's kernel uses every thread, and a graph must not depend on how many there were.
         if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
             return ()
-        batch, heads, length, dim = spec.query.shape
-        if batch * heads * length * spec.key.shape[2] * dim < _WORTH_THREADS:
+        batch, heads, length, dim = spec.query
+        if batch * heads * length * spec.key[2] * dim < _WORTH_THREADS:
             return ()
         return (Refusal("it was built without OpenMP and would run on one thread"),)
 
@@ -85,9 +84,8 @@ def _plan_of_band(spec: AttentionSpec, band: Band) -> NativePlan:
     """The plan of all calls of a spec, whose mask is the same band every time."""
     return NativePlan(
         spec.dtype,
-        spec.query,
-        spec.key,
-        spec.value,
+        (spec.query, spec.key, spec.value),
+        spec.strides,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         dropout_p=spec.dropout_p,
@@ -123,7 +121,7 @@ def arguments_of(call: AttentionCall, planned: NativePlan | None = None) -> Nati
     )
 
 
-def _compute(planned: NativePlan | None, wanted: WeightsWanted, call: AttentionCall) -> Results:
+def _compute(planned: NativePlan | None, wanted: str | None, call: AttentionCall) -> Results:
     """The results of a call. With gradients the output is float32, and lse, which is always returned then, float64."""
     differentiable = bool(call.spec.gradients)
     arguments = arguments_of(call, planned)
@@ -137,7 +135,7 @@ def _compute(planned: NativePlan | None, wanted: WeightsWanted, call: AttentionC
     return Results(output, lse if lse is None or differentiable else lse.float(), weights)
 
 
-def _compute_with_gradients(planned: NativePlan | None, wanted: WeightsWanted, call: AttentionCall) -> Results:
+def _compute_with_gradients(planned: NativePlan | None, wanted: str | None, call: AttentionCall) -> Results:
     output, lse, weights = cast(Any, _Native.apply(call, planned, wanted, *call.inputs))
     return Results(output, lse if call.spec.lse else None, weights)
 
@@ -164,7 +162,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, planned: NativePlan | None, wanted: WeightsWanted, *inputs: Tensor
+        ctx: Any, call: AttentionCall, planned: NativePlan | None, wanted: str | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.rebuild, ctx.planned, ctx.wanted = call.rebuild, planned, wanted
         ctx.set_materialize_grads(False)
@@ -176,7 +174,7 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors[: ctx.count]
-        wanted: WeightsWanted = ctx.wanted
+        wanted: str | None = ctx.wanted
 
         def by_kernel() -> list[Tensor | None]:
             call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients

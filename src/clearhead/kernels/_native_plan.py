@@ -9,10 +9,11 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from .._call.spec import Layout
+from .._call.spec import has_contiguous_rows
 from .._native import extension, instruction_set_number
 from ._native_arguments import BackwardArguments, NativeArguments, address_of
 from ._native_strides import (
+    Strides,
     broadcast_strides,
     contiguous_strides,
     strides_of_bias_gradient,
@@ -33,15 +34,15 @@ class NativePlan:
 
     Args:
         dtype: of query, key and value.
-        query: layout of (B, H, L, D); with `sequences` (1, H, T, D), packed sequences.
-        key: layout of (B, Hkv, S, D).
-        value: layout of (B, Hkv, S, Dv).
+        shapes: of query (B, H, L, D), key (B, Hkv, S, D) and value (B, Hkv, S, Dv). With `sequences` B is 1, and L and
+            S count the tokens of all packed sequences.
+        strides: of these three.
         scale: factor of the scores.
         softcap: 0 is none.
         dropout_p: probability that a weight is dropped, if a call has a seed.
         low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
-        first: layout of `NativeArguments.first` and `last`, or ``None``.
-        visible, bias: layouts of those tensors, or ``None``.
+        first: shape and strides of `NativeArguments.first` and `last`, or ``None``.
+        visible, bias: shapes and strides of those tensors, or ``None``.
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether `backward` may be called; the output is then float32 whatever the dtype.
         contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
@@ -49,23 +50,20 @@ class NativePlan:
 
     Example:
         >>> import torch
-        >>> from clearhead._call.spec import Layout
         >>> from clearhead.kernels._native_arguments import NativeArguments
         >>> from clearhead.kernels._native_plan import NativePlan
         >>> from clearhead._native import extension
         >>> x = torch.randn(2, 3, 5, 4)
         >>> if extension is not None:
-        ...     layout = Layout(x.shape, x.stride())
-        ...     plan = NativePlan(x.dtype, layout, layout, layout, scale=0.5)
+        ...     plan = NativePlan(x.dtype, (x.shape,) * 3, (x.stride(),) * 3, scale=0.5)
         ...     assert plan.forward(NativeArguments(x, x, x)).shape == x.shape
     """
 
     def __init__(
         self,
         dtype: torch.dtype,
-        query: Layout,
-        key: Layout,
-        value: Layout,
+        shapes: tuple[tuple[int, ...], ...],
+        strides: tuple[Strides, ...],
         *,
         scale: float,
         softcap: float = 0.0,
@@ -73,32 +71,33 @@ class NativePlan:
         low: int | None = None,
         high: int | None = None,
         stop: int | None = None,
-        first: Layout | None = None,
-        visible: Layout | None = None,
-        bias: Layout | None = None,
+        first: tuple[tuple[int, ...], Strides] | None = None,
+        visible: tuple[tuple[int, ...], Strides] | None = None,
+        bias: tuple[tuple[int, ...], Strides] | None = None,
         bias_gradient: tuple[int, ...] | None = None,
         differentiable: bool = False,
         contiguous_gradients: bool = False,
         sequences: int = 0,
     ) -> None:
-        (batch, heads, rows, dim), (_, kv_heads, keys, value_dim) = query[0], value[0]
-        inputs = (query, key, value)
+        (batch, heads, rows, dim), _, (_, kv_heads, keys, value_dim) = shapes
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
         self._contiguous: list[bool] = []
-        strides: list[tuple[int, ...]] = []
-        for x in inputs:
-            self._contiguous.append(not x.has_contiguous_rows)
-            strides.append(x.strides if x.has_contiguous_rows else contiguous_strides(x.shape))
+        read: list[Strides] = []
+        for shape, as_passed in zip(shapes, strides, strict=True):
+            copied = not has_contiguous_rows(shape, as_passed)
+            self._contiguous.append(copied)
+            read.append(contiguous_strides(shape) if copied else as_passed)
         self._copies = True in self._contiguous
-        self._gradients: list[Layout] = []
+        self._gradients: list[tuple[tuple[int, ...], Strides]] = []
         gradients: dict[str, tuple[int, ...]] = {}
         if differentiable:
-            for name, x in zip(("query_gradient", "key_gradient", "value_gradient"), inputs, strict=True):
-                laid_out = contiguous_strides(x.shape) if contiguous_gradients else strides_of_gradient(x)
-                self._gradients.append(Layout(x.shape, laid_out))
+            names = "query_gradient", "key_gradient", "value_gradient"
+            for name, shape, as_passed in zip(names, shapes, strides, strict=True):
+                laid_out = contiguous_strides(shape) if contiguous_gradients else strides_of_gradient(shape, as_passed)
+                self._gradients.append((shape, laid_out))
                 gradients[name] = laid_out[:3]
         self._shape = (batch, heads, rows, value_dim)
-        self._strides = strides_of_output(self._shape, query[1])
+        self._strides = strides_of_output(self._shape, strides[0])
         self._output_dtype = torch.float32 if differentiable else dtype
         self._rows_shape = (batch, heads, rows)
         self._bias_shape = bias_gradient
@@ -115,17 +114,17 @@ class NativePlan:
             value_dim=value_dim,
             scale=scale,
             softcap=softcap,
-            query=strides[0][:3],
-            key=strides[1][:3],
-            value=strides[2][:3],
+            query=read[0][:3],
+            key=read[1][:3],
+            value=read[2][:3],
             output=self._strides[:3],
             **gradients,
             low=low,
             high=high,
             stop=stop,
-            spans=None if first is None else broadcast_strides(first),
-            visible=None if visible is None else broadcast_strides(visible),
-            bias=None if bias is None else broadcast_strides(bias),
+            spans=None if first is None else broadcast_strides(*first),
+            visible=None if visible is None else broadcast_strides(*visible),
+            bias=None if bias is None else broadcast_strides(*bias),
             bias_gradient=None if bias_gradient is None else strides_of_bias_gradient(bias_gradient),
             dropout_threshold=round(dropout_p * _LEVELS),
             wide_output=differentiable,
@@ -255,22 +254,21 @@ def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     first, visible, bias, boundaries = arguments.first, arguments.visible, arguments.bias, arguments.cu_seqlens_q
     return _cached_plan(
         query.dtype,
-        Layout(query.shape, query.stride()),
-        Layout(key.shape, key.stride()),
-        Layout(value.shape, value.stride()),
+        (query.shape, key.shape, value.shape),
+        (query.stride(), key.stride(), value.stride()),
         scale=arguments.scale,
         softcap=arguments.softcap,
         dropout_p=0.0 if arguments.seed is None else arguments.dropout_p,
         low=arguments.low,
         high=arguments.high,
         stop=arguments.stop,
-        first=None if first is None else Layout(first.shape, first.stride()),
-        visible=None if visible is None else Layout(visible.shape, visible.stride()),
-        bias=None if bias is None else Layout(bias.shape, bias.stride()),
+        first=None if first is None else (first.shape, first.stride()),
+        visible=None if visible is None else (visible.shape, visible.stride()),
+        bias=None if bias is None else (bias.shape, bias.stride()),
         sequences=0 if boundaries is None else len(boundaries) - 1,
         **options,
     )
 
 
-# Besides the cache of plans by specs, because a spec holds neither the layouts of a lowered mask nor its band.
+# Besides the cache of plans by specs, because a spec holds neither the tensors' strides of a lowered mask nor its band.
 _cached_plan = lru_cache(_PLANS)(NativePlan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._call.spec import Layout
+from .._call.spec import has_contiguous_rows
 
 Strides = tuple[int, ...]
 
@@ -15,10 +15,9 @@ def contiguous_strides(shape: tuple[int, ...]) -> Strides:
     return tuple(reversed(strides))
 
 
-def strides_of_gradient(layout: Layout) -> Strides:
+def strides_of_gradient(shape: tuple[int, ...], strides: Strides) -> Strides:
     """Those of the input where its elements fill its memory and its rows are whole, else contiguous ones."""
-    shape, strides = layout
-    if not layout.has_contiguous_rows or 0 in shape:
+    if not has_contiguous_rows(shape, strides) or 0 in shape:
         return contiguous_strides(shape)
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
@@ -42,6 +41,6 @@ def strides_of_bias_gradient(shape: tuple[int, ...]) -> Strides:
     return 0 if shape[0] == 1 else items, *matrix
 
 
-def broadcast_strides(layout: Layout) -> Strides:
+def broadcast_strides(shape: tuple[int, ...], strides: Strides) -> Strides:
     """Strides, zero where a size of 1 broadcasts."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(*layout, strict=True))
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))

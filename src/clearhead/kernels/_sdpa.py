@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._call.call import AttentionCall, Results
 from .._call.heads import fold_group, unfold_group
-from .._call.spec import AttentionSpec
+from .._call.spec import AttentionSpec, has_contiguous_rows
 from .._environment import is_tracing
 from ..masks._base import Mask
 from ..masks._grid import Grid
@@ -58,7 +58,7 @@ class SdpaKernel(Kernel):
             }
         )
         if spec.tracing:
-            dims = spec.query.shape[3], spec.value.shape[3]
+            dims = spec.query[3], spec.value[3]
             if spec.device.type == "cuda" and not fits_a_kernel(spec.dtype, *dims, masked=spec.masked):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
         elif not spec.lse:
@@ -142,11 +142,11 @@ def _fused_call(spec: AttentionSpec, mask: Mask | None, grid: Grid, grouping: Gr
     causal, dtype = _is_flagged_causal(spec, mask, grid), None
     if mask is not None and not causal and not hides_nothing(mask, grid):
         dtype = spec.compute_dtype if mask.has_bias and spec.device.type == "cpu" else spec.dtype
-    layouts = (spec.query, spec.key, spec.value)
-    shapes, whole_rows = tuple(each.shape for each in layouts), tuple(each.has_contiguous_rows for each in layouts)
+    shapes = (spec.query, spec.key, spec.value)
+    whole_rows = tuple(map(has_contiguous_rows, shapes, spec.strides))
     grouping = grouping or _grouping(spec, mask, grid)
     if grouping == "calls":
-        shapes = ((shapes[0][0], spec.key.shape[1], *shapes[0][2:]), *shapes[1:])
+        shapes = ((spec.query[0], spec.key[1], *spec.query[2:]), spec.key, spec.value)
     options = (spec.dropout_p > 0, bool(spec.gradients), causal, grouping == "rows")
     return FusedCall(shapes, whole_rows, spec.dtype, spec.device, dtype, *options)
 
@@ -160,7 +160,7 @@ def _grouping(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Grouping:
     """
     if spec.group == 1:
         return "none"
-    length, is_float = spec.query.shape[2], spec.dtype == torch.float32
+    length, is_float = spec.query[2], spec.dtype == torch.float32
     on_cuda = spec.device.type == "cuda"
     if spec.tracing:
         return "rows" if length == 1 else "calls" if on_cuda and is_float else "kernel"
@@ -195,7 +195,7 @@ def _share_worth_skipping(mask: Mask, grid: Grid) -> float | None:
 
 def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether PyTorch's causal flag says what the mask says. Not for one row of grouped heads: these become rows."""
-    if mask is None or (spec.group > 1 and spec.query.shape[2] == 1):
+    if mask is None or (spec.group > 1 and spec.query[2] == 1):
         return False
     return is_plain_causal(mask, grid)
 

@@ -27,7 +27,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
     """Every reason against packed sequences."""
-    dim, value_dim = spec.query.shape[-1], spec.value.shape[-1]
+    dim, value_dim = spec.query[3], spec.value[3]
     fits = dim <= _LARGEST_HEAD and dim % 8 == 0 and value_dim == dim
     reasons = {
         "PyTorch has packed sequences on CUDA devices only": spec.device.type != "cuda",
@@ -89,7 +89,7 @@ def gives_lse(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether a batch without padding runs as packed sequences, whose kernel returns the log-sum-exp."""
     if spec.device.type != "cuda" or spec.gradients or spec.tracing or spec.transformed or spec.empty:
         return False
-    dim, value_dim = spec.query.shape[3], spec.value.shape[3]
+    dim, value_dim = spec.query[3], spec.value[3]
     if not is_one_kernel(spec.dtype, dim) or value_dim != dim or spec.softcap is not None or spec.sinks:
         return False
     return spec.dropout_p == 0 and _window(spec, mask, grid, grid.query_length == grid.key_length) is not None

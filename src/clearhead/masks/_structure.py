@@ -180,13 +180,13 @@ class Structure:
             return None
         return Band.whole(grid) if self.band is None else self.band
 
-    def marks(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-        """Bool (1 or B, L) and (1 or B, S): a key is visible where both are true. ``None`` is true everywhere.
+    def real_tokens(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        """The queries and keys that are not padding, bool (1 or B, L) and (1 or B, S). ``None`` is true everywhere.
 
-        Returns ``None`` instead of the pair if the mask is not made of such marks. Reads the values of a bias, because
-        a bias of 0 and −∞ is a mark.
+        Returns ``None`` instead of the pair if the mask hides more than padding. Reads the values of a bias, because a
+        bias of 0 and −∞ can be padding.
         """
-        # Bands and tensors are not per-token marks.
+        # Bands and tensors hide some keys from some queries.
         if not self.exact or self.band is not None or self.tensors or len(self.biases) > 1:
             return None
         keys = self.keys
@@ -194,7 +194,7 @@ class Structure:
             if self.rows.first is not None or self.rows.stop.shape[1] != 1:
                 return None
             keys = joined(torch.arange(grid.key_length, device=grid.device) < self.rows.stop, keys, and_)
-        # A bias of 0 and −∞ for each key is a mark, unless it requires grad.
+        # A bias of 0 and −∞ for each key is padding, unless it requires grad.
         for bias in self.biases:
             if bias.requires_grad or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
                 return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._call.forwards import DropInForward
 from .._call.naming import add_module
-from .._call.request import Request, WeightsWanted, weights_wanted
+from .._call.request import Request, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, read_environment
 from .._layer.layer import Layer
@@ -168,7 +168,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self,
         inputs: Inputs,
         masks: tuple[Tensor | None, Tensor | None, bool],
-        wanted: WeightsWanted,
+        wanted: str | None,
         environment: Environment,
     ) -> tuple[Tensor, Tensor | None]:
         """The output in the layout of `query`, and the weights."""
@@ -189,9 +189,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         heads, projections = self.num_heads, partial(self._project, sequence_first)
         request = Request(dropout_p=self.dropout if self.training else 0.0)
         # Appended keys belong to no token, so packed sequences cannot hold them.
-        width, kdim, vdim = self.embed_dim, cast(int, self.kdim), cast(int, self.vdim)
-        costs = None if appended else (2 * width * width, (kdim + vdim) * width, 2 * width)
-        layer = Layer(projections, self.out_proj, heads, heads, request, costs=costs, batch_first=not sequence_first)
+        layer = Layer(
+            projections, self.out_proj, heads, heads, request, unpads=not appended, batch_first=not sequence_first
+        )
         output, weights = layer.run(query, key, value, mask, environment, weights=wanted)
         if unbatched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)

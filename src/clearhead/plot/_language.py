@@ -9,15 +9,12 @@ from contextvars import ContextVar
 from functools import cache
 from importlib import resources
 
-#: English, and every language that has a file of texts.
-LANGUAGES = ("en", "zh")
-
 _language: ContextVar[str] = ContextVar("language", default="en")
 
 
 @contextmanager
 def speaking(language: str) -> Generator[None]:
-    """Choose the language of `say`: one of `LANGUAGES`."""
+    """Choose the language of `say`: one of `_checks.LANGUAGES`."""
     token = _language.set(language)
     try:
         yield

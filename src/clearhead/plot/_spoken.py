@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from .._checks import choice
+from .._checks import LANGUAGES, choice
 from ._fonts import drawable_language, fonts
-from ._language import LANGUAGES, speaking, words_now
+from ._language import speaking, words_now
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
