@@ -97,8 +97,7 @@ class Layer:
         mask, grid = self.combined(mask), None
         if positions is None and cache is None:
             if mask is not None and key is not None and not environment.tracing:
-                batch = query.shape[0] if query.dim() == 3 else 1
-                grid = Grid(batch, self.num_heads, query.shape[-2], key.shape[-2], query.device)
+                grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
                 # Only a mask marks padding, and returned weights have rows and columns for it.
                 if self.unpads and weights is None and query.dim() == 3 and value is not None:
                     sizes = query.shape[-1], self.num_kv_heads
