@@ -95,6 +95,7 @@ class Layer:
             weights: as in `Request`.
         """
         mask, grid = self.combined(mask), None
+        attended, at, keys_at = None, None, None
         if positions is None and cache is None:
             if mask is not None and key is not None and not environment.tracing:
                 grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
@@ -107,7 +108,6 @@ class Layer:
             q, k, v = self.projected(query, key, value, 0, environment)
             if grid is not None and grid.key_length != k.shape[2]:  # the module has appended keys
                 grid = None
-            attended, at, keys_at = KeyValues(k, v), None, None
         else:
             at = positions_of_queries(positions, cache, query.shape[-2])
             # Where the keys are too, in self-attention, and where a position part rotates both by the same positions.
@@ -119,15 +119,15 @@ class Layer:
             else:  # cross-attention to a memory whose keys are projected already
                 q, attended = self.projected_query(query, environment), memory
             keys_at = positions_of_keys(attended, new_key_positions, self.num_heads)
-            mask = with_hidden(mask, attended, at)
-        form = None if self.form is None else self.form(q, attended.key, cache)
+            mask, k, v = with_hidden(mask, attended, at), attended.key, attended.value
+        form = None if self.form is None else self.form(q, k, cache)
         request = self.request._replace(mask=mask, query_positions=at, key_positions=keys_at, weights=weights)
-        operands = (q, attended.key, attended.value) if form is None else (form.query, form.key, form.value)
+        operands = (q, k, v) if form is None else (form.query, form.key, form.value)
         results = attend(*operands, request, environment, grid=grid)
         returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
         # Afterwards: what the cache evicts now, these queries have still attended to.
         observed = q if form is None else form.observed
-        if cache is not None and at is not None and observed is not None:
+        if cache is not None and attended is not None and at is not None and observed is not None:
             scale, softcap, sinks = request.scale, request.softcap, request.sinks
             cache.observe(observed, attended, mask, at, scale=scale, softcap=softcap, sinks=sinks)
         return returned
