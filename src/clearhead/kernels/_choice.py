@@ -118,7 +118,8 @@ def choose_for_packed(call: AttentionCall, forced: Kernel | None) -> Kernel | No
 def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
     """The first with neither a refusal nor a reservation."""
     spec, mask, grid = call.spec, call.request.mask, call.grid
-    # Apart from a bias that learns, nothing here depends on gradients: what checkpointing computes again is the same.
+    # Gradients matter for a bias that learns, and on a GPU for a log-sum-exp (`return_lse`). All other calls run on the
+    # same kernel when checkpointing computes them again.
     for kernel in kernels:
         if not (kernel.refusals(spec, mask, grid) or kernel.reservations(spec, mask, grid)):
             return kernel
