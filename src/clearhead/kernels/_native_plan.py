@@ -270,5 +270,5 @@ def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     )
 
 
-# Besides the cache of plans by specs, because a spec holds neither the tensors' strides of a lowered mask nor its band.
+# Besides the cache of plans by specs, because a spec has neither the band of a lowered mask nor its tensors' strides.
 _cached_plan = lru_cache(_PLANS)(NativePlan)
