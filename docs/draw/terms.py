@@ -21,7 +21,7 @@ class Term(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What some terms are about: its name in both languages, and the terms."""
+    """A subject: its name in both languages, and its terms."""
 
     en: str
     zh: str
