@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.draw.terms import glossary, terms, with_table
+from docs.draw.terms import glossary, terms, with_tables
 from docs.markdown import HEADING, LINK, blocks, headings, text_of
 
 ROOT = Path(__file__).parent.parent
@@ -107,5 +107,5 @@ def test_no_line_breaks_between_two_chinese_characters(page: Path) -> None:
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_glossary_is_written_from_the_terms(language: str) -> None:
     page = glossary(language).read_text(encoding="utf-8")
-    assert page == with_table(page, language), "run `python -m docs.draw`"
+    assert page == with_tables(page, language), "run `python -m docs.draw`"
     assert HEADING.search(page)

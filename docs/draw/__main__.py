@@ -6,7 +6,7 @@ It names every file that changed.
 from . import IMAGES, pictures
 from .listed import COMMANDS, ERRORS, with_commands, with_errors
 from .statistics import listed
-from .terms import glossary, with_table
+from .terms import glossary, with_tables
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
         texts[page] = write(page.read_text(encoding="utf-8"))
     for language in ("en", "zh"):
         page = glossary(language)
-        texts[page] = with_table(page.read_text(encoding="utf-8"), language)
+        texts[page] = with_tables(page.read_text(encoding="utf-8"), language)
     for path, text in texts.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

@@ -20,9 +20,23 @@ class Term(NamedTuple):
     means_zh: str
 
 
+class Subject(NamedTuple):
+    """A subject: its name in both languages, and its terms."""
+
+    en: str
+    zh: str
+    terms: list[Term]
+
+
+def subjects() -> list[Subject]:
+    """Every subject, in the order of the file."""
+    listed = tomllib.loads((DOCS / "terms.toml").read_text(encoding="utf-8"))["subject"]
+    return [Subject(each["en"], each["zh"], [Term(**term) for term in each["term"]]) for each in listed]
+
+
 def terms() -> list[Term]:
     """Every term, in the order of the file."""
-    return [Term(**term) for term in tomllib.loads((DOCS / "terms.toml").read_text(encoding="utf-8"))["term"]]
+    return [term for subject in subjects() for term in subject.terms]
 
 
 def glossary(language: str) -> Path:
@@ -30,12 +44,20 @@ def glossary(language: str) -> Path:
     return DOCS / language / "glossary.md"
 
 
-def with_table(page: str, language: str) -> str:
-    """The page with the table of its language between its markers."""
-    cells = [
-        (each.en, each.zh, each.means) if language == "en" else (each.zh, each.en, each.means_zh) for each in terms()
-    ]
-    rows = [f"| {' | '.join(row)} |" for row in cells]
+def with_tables(page: str, language: str) -> str:
+    """The page with the tables of its language between its markers, one for each subject."""
     start, end = "<!-- terms -->\n", "<!-- /terms -->"
     before, after = page.split(start)[0], page.split(end)[1]
-    return before + start + "\n" + "\n".join([HEADS[language], "|---|---|---|", *rows]) + "\n\n" + end + after
+    return before + start + "".join(_section(each, language) for each in subjects()) + "\n" + end + after
+
+
+def _section(subject: Subject, language: str) -> str:
+    """The heading of a subject and the table of its terms."""
+    is_english = language == "en"
+    anchor = subject.en.lower().replace(" ", "-")
+    heading = f"### {subject.en}" if is_english else f'<a id="{anchor}"></a>\n### {subject.zh}'
+    cells = [
+        (each.en, each.zh, each.means) if is_english else (each.zh, each.en, each.means_zh) for each in subject.terms
+    ]
+    rows = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n" + "\n".join([heading, "", HEADS[language], "|---|---|---|", *rows]) + "\n"
