@@ -107,9 +107,11 @@ def texts(measured: Figures) -> dict[str, str]:
         found = measured[f"q, k, v: {count} × {width}"]
         ratios = (ratio(found["three"] / found[name]) for name in ("joined", "packed"))
         together.append([f"{count} × {width}", *(significant(one * 1e3) for one in found.values()), *ratios])
+    choice, _, why = measured[RULE].partition(": ")
     header = ("rows × in × out", "product", "PyTorch, ms", "oneDNN, ms", "PyTorch / oneDNN")
     return {
-        "rule": measured[RULE],
+        "choice": choice,
+        "why": why,
         "table": table(header, rows, left=2),
         "joined": table(
             ("rows × E", "three, ms", "joined, ms", "packed, ms", "three / joined", "three / packed"), together

@@ -167,10 +167,10 @@ def _largest(summary: Summary) -> str:
 
 def _gradients(summary: Summary) -> str:
     found = summary["gradients"]
-    worse = len(found["worse"])
     return (
-        f"Gradients of {found['compared']} models are compared with float64: the median error is "
-        f"{found['median ratio']:.2f} times SDPA's, and {f'{worse} are' if worse else 'none is'} above 1.5 times."
+        f"For each of {found['compared']} models, the error of the gradients against float64 is divided by that of "
+        f"SDPA. The median of these ratios is {found['median ratio']:.2f}. Models whose error is above "
+        f"{summary['allowed']:.0e} and more than 1.5 times that of SDPA: {len(found['worse']) or 'none'}."
     )
 
 

@@ -44,7 +44,9 @@ def look(
     ] = None,
     layer: Annotated[int | None, _option("--layer", "The layer shown large, from 0.", AUTOMATIC)] = None,
     head: Annotated[int | None, _option("--head", "The head shown large, from 0.", AUTOMATIC)] = None,
-    stat: Annotated[str | None, _option("--stat", STATISTICS, "entropy, with a map of each head", "NAME")] = None,
+    stat: Annotated[
+        str | None, _option("--stat", STATISTICS, "entropy; in pictures a map of each head", "NAME")
+    ] = None,
     against: Annotated[str | None, _option("--against", "Another text, shown side by side.", metavar="TEXT")] = None,
     against_model: Annotated[
         str | None,

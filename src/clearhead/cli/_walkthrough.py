@@ -31,9 +31,7 @@ def walkthrough(
     lang: Annotated[str, typer.Option(help=LANGUAGE)] = "en",
     embed_dim: Annotated[int, typer.Option(help="E, features of every token.")] = 12,
     num_heads: Annotated[int, typer.Option(help="H, heads; divides E.")] = 3,
-    num_kv_heads: Annotated[
-        int | None, typer.Option(help="Hkv, key/value heads; divides H. Default: H.", show_default=False)
-    ] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="Hkv, key/value heads; divides H.", show_default="H")] = None,
     length: Annotated[int, typer.Option(help="L, tokens of every sequence.")] = 5,
     batch_size: Annotated[int, typer.Option(help="B, sequences.")] = 2,
     causal: Annotated[bool, typer.Option("--causal", help="Hide later tokens from earlier ones.")] = False,
