@@ -67,6 +67,12 @@ def test_drawn_calls(kernel: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("dim", [7, 64])
+def test_few_queries_and_nearly_equal_weights(dim: int, kernel: str) -> None:
+    """Every addition of a value to an output is rounded alike."""
+    compare(Adversary("rising", "equal", 3, 8192, 1e-4, upstream="equal", dim=dim), kernel)
+
+
 @on_every_set({"keys": KEYS}, {"size": LONG}, *KERNELS)
 def test_long_calls(keys: str, size: tuple[int, int], kernel: str) -> None:
     values = sorted(VALUES)[sorted(KEYS).index(keys) % len(VALUES)]

@@ -61,12 +61,11 @@ INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride
 }
 
 // N vectors of the outputs of R rows += Σ_j weights[j] · value_j. Prefetches `fetched` columns of later rows.
+// The sum begins at 0: weights that are nearly equal round each addition alike, so the errors of a longer sum add up.
 template <class T, int N, int R>
 INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
                 int64_t ahead, int64_t fetched, float* output, int64_t width) {
-    Floats acc[R][N];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < N; v++) acc[r][v] = load(output + r * width + v * LANES);
+    Floats acc[R][N] = {};
     for (int64_t t = 0; t < count; t++) {
         fetch(value + t * stride + ahead, fetched);
         UNROLL for (int v = 0; v < N; v++) {
@@ -75,7 +74,10 @@ INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, i
         }
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < N; v++) store(output + r * width + v * LANES, acc[r][v]);
+        for (int v = 0; v < N; v++) {
+            float* place = output + r * width + v * LANES;
+            store(place, load(place) + acc[r][v]);
+        }
 }
 
 template <class T, int R>
