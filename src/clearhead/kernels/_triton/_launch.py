@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._available import interprets
 from ._columns import columns_kernel
-from ._maps import weights_kernel
+from ._maps import map_kernel, weights_kernel
 from ._rows import rows_kernel
 from ._terms import Terms
 from ._tiles import Tiles, block_of, tiles_for, tiles_over
@@ -80,9 +80,6 @@ def columns_launch(
     (batch, heads, _, _), count = query.shape, key.shape[2]
     received = query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
-    rows = _rows_of(lse)
-    if counted is not None:
-        rows.masked_fill_(~counted[:, None], float("inf"))
     ranges = {"first_query": None, "last_query": None, "query_range_b": 0}
     if terms.first_query is not None and terms.last_query is not None:
         first, last = terms.first_query.contiguous(), terms.last_query.contiguous()
@@ -90,7 +87,7 @@ def columns_launch(
     tiles = tiles or tiles_for("columns", query, terms, softcap)
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles), **ranges,
-        "lse": rows, "received_out": received, "viewers_out": viewers, "ALL": counted is None,
+        "lse": _rows_of(lse, counted), "received_out": received, "viewers_out": viewers, "ALL": counted is None,
         "ROWS_ALIKE": terms.last is not None and terms.last.shape[1] == 1,
     }  # fmt: skip
     programs = tiles_over(count, tiles.keys) * batch * heads
@@ -120,10 +117,43 @@ def weights_launch(
     return Launch(weights_kernel, programs if out.numel() else 0, arguments, (out,))
 
 
-def _rows_of(lse: Tensor) -> Tensor:
-    """The log-sum-exp × log2 e, with ∞ for a query without a key, so that its weights are 0."""
+def map_launch(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    *,
+    cells: tuple[int, int],
+    counted: Tensor | None,
+    largest: bool,
+    scale: float,
+    softcap: float,
+    tiles: Tiles | None = None,
+) -> Launch:
+    """Of the pooled weights (B, H, lines, columns)."""
+    (batch, heads, length, _), count = query.shape, key.shape[2]
+    lines, columns = cells
+    out = query.new_empty((batch, heads, lines, columns), dtype=torch.float32)
+    tiles = tiles or tiles_for("map", query, terms, softcap)
+    # The lines and columns that fit into one tile, at least 1.
+    down = max(1, tiles.queries // tiles_over(length, lines)) if out.numel() else 1
+    across = max(1, tiles.keys // tiles_over(count, columns)) if out.numel() else 1
+    arguments = {
+        **arguments_of(query, key, terms, scale, softcap, tiles),
+        "lse": _rows_of(lse, counted), "out": out, "lines": lines, "columns": columns,
+        "lines_at_once": down, "columns_at_once": across, "LARGEST": largest,
+        # Registers for two blocks on a multiprocessor. By itself the compiler spills some for a third one.
+        "maxnreg": min(255, 65536 // (64 * tiles.warps)),
+    }  # fmt: skip
+    programs = tiles_over(lines, down) * tiles_over(columns, across) * batch * heads
+    return Launch(map_kernel, programs if out.numel() else 0, arguments, (out,))
+
+
+def _rows_of(lse: Tensor, counted: Tensor | None = None) -> Tensor:
+    """The log-sum-exp × log2 e. It is ∞ for a query without a key, or not counted (1 or B, L): its weights are 0."""
     rows = lse.contiguous() * math.log2(math.e)
-    return rows.masked_fill_(rows == float("-inf"), float("inf"))
+    rows.masked_fill_(rows == float("-inf"), float("inf"))
+    return rows if counted is None else rows.masked_fill_(~counted[:, None], float("inf"))
 
 
 _NAMES = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")

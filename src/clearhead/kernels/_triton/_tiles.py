@@ -26,7 +26,7 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
     """The tiles of a kernel on a device of this compute capability.
 
     Args:
-        kernel: ``"rows"``, ``"columns"``, ``"largest"``, ``"weights"`` or ``"averaged"``.
+        kernel: ``"rows"``, ``"columns"``, ``"largest"``, ``"weights"``, ``"averaged"`` or ``"map"``.
         dim: features of a head.
         dtype: of query and key.
         capability: compute capability, such as (9, 0).
@@ -37,7 +37,7 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
         return _of_float32(kernel, width, capability)
     if kernel == "largest":
         return _of_largest(width, capability, plain)
-    if kernel in ("weights", "averaged"):
+    if kernel in ("weights", "averaged", "map"):
         return _of_weights(kernel, width, capability)
     if width > 128:
         return Tiles(64 if kernel == "rows" else 32, 32, 4, 2)
@@ -53,8 +53,8 @@ def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
         return Tiles(16, 32, 8, 1)
     if kernel == "largest":
         return Tiles(16, 128 if width <= 64 else 64 if width <= 128 else 32, 8, 1)
-    if kernel in ("weights", "averaged"):
-        return Tiles(32, 32, 8, 1)
+    if kernel in ("weights", "averaged", "map"):
+        return Tiles(16 if kernel == "map" and width > 128 else 32, 32, 8, 1)
     few = width <= 64 or (width <= 128 and kernel == "rows")
     return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
 
@@ -72,7 +72,8 @@ def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
     if width > 128:
         return Tiles(32, 32, 8, 1)
     averaged = kernel == "averaged"
-    return Tiles(64, 32 if averaged and width > 64 else 64, 4, 2 if averaged and capability[0] != 12 else 1)
+    few_keys = kernel == "map" or (averaged and width > 64)
+    return Tiles(64, 32 if few_keys else 64, 4, 2 if averaged and capability[0] != 12 else 1)
 
 
 def tiles_for(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
