@@ -21,8 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch, tiles_of, weights_launch
+from clearhead.kernels._triton._launch import Launch, columns_launch, map_launch, rows_launch, weights_launch
 from clearhead.kernels._triton._terms import Terms
+from clearhead.kernels._triton._tiles import tiles_of
 from clearhead.kernels._triton._top_launch import best_launch, largest_launch
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
@@ -86,16 +87,18 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
     of = (capability // 10, capability % 10)
     for mask, terms in cases.items():
         plain = mask == "causal"
-        tiles = {name: tiles_of(name, dim, dtype, of, plain=plain) for name in ("rows", "columns")}
+        names = ("rows", "columns", "weights", "averaged", "map", "largest")
+        tiles = {name: tiles_of(name, dim, dtype, of, plain=plain) for name in names}
         options: dict[str, Any] = {"scale": 0.1, "softcap": 0.0}
-        yield (
-            "rows",
-            mask,
-            rows_launch(query, key, terms, **options, sinks=None, first_keys=None, want=WANT, tiles=tiles["rows"]),
-        )
+        of_rows = options | {"sinks": None, "first_keys": None, "want": WANT}
+        yield "rows", mask, rows_launch(query, key, terms, **of_rows, tiles=tiles["rows"])
         yield "columns", mask, columns_launch(query, key, lse, terms, **options, counted=None, tiles=tiles["columns"])
-        yield "averaged", mask, weights_launch(query, key, lse, terms, **options, average=True)
-        largest = largest_launch(query, key, terms, **options, row=0, count=64)
+        for name in ("weights", "averaged"):
+            average = name == "averaged"
+            yield name, mask, weights_launch(query, key, lse, terms, **options, average=average, tiles=tiles[name])
+        of_map = options | {"cells": (8, 8), "counted": None, "largest": False}
+        yield "map", mask, map_launch(query, key, lse, terms, **of_map, tiles=tiles["map"])
+        largest = largest_launch(query, key, terms, **options, row=0, count=64, tiles=tiles["largest"])
         yield "largest", mask, largest
         top = torch.empty(1, 4, 64, 4), torch.empty(1, 4, 64, 4, dtype=torch.int64)
         yield "best", mask, best_launch(largest, lse, top)
@@ -104,7 +107,7 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
     """The kernel as a launch on a device would specialise it, and its options."""
     arguments = dict(launch.arguments)
-    options = {"num_warps": arguments.pop("num_warps")}
+    options = {name: arguments.pop(name) for name in ("num_warps", "maxnreg") if name in arguments}
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}

@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_checks import MASKS, errors_of, wrong_numbers
 from clearhead.kernels._triton import Terms, rows, top_k, weights
-from clearhead.kernels._triton._launch import Launch, Tiles, columns_launch, rows_launch, tiles_of
+from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch
+from clearhead.kernels._triton._tiles import Tiles, tiles_of
 
 HEADS = 16
 WANT = ("lse", "entropy", "max_logit", "confidence")

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead.kernels._triton import Terms, columns, rows, top_k
+from clearhead.kernels._triton import Terms, columns, pooled, rows, top_k
 from clearhead.kernels._triton import weights as weights_by_kernel
-from clearhead.kernels._triton._formula import columns_by_formula, rows_by_formula, scores, top_by_formula, weights_of
+from clearhead.kernels._triton._formula import (
+    columns_by_formula,
+    pooled_by_formula,
+    rows_by_formula,
+    scores,
+    top_by_formula,
+    weights_of,
+)
 from clearhead.kernels._triton._operators import ROWS
 from clearhead.kernels._triton._terms import lower
 from clearhead.masks._grid import Grid
@@ -99,6 +106,14 @@ def errors_of(
     of_rows = terms.of_rows(chosen, length, length)
     found_rows = weights_by_kernel(query[:, :, chosen], key, lse[:, :, chosen], of_rows, **options)
     errors["chosen weights"] = _error(found_rows, exact_weights[:, :, chosen], 1.0)
+    # Cells smaller than a tile in one direction, and larger in the other.
+    for each, cells, largest in (("map", (9, 1), False), ("largest of the map", (1, 9), True)):
+        of_map: dict[str, Any] = options | {"counted": counted, "largest": largest}
+        found_map = pooled(query, key, lse, terms, cells, **of_map)
+        errors[each] = _error(found_map, pooled_by_formula(exact_weights, counted, cells, largest), 1.0)
+        if device.type == "cuda" or name == "causal":  # the interpreter is slow
+            same = torch.equal(found_map, pooled(query, key, lse, terms, cells, **of_map))
+            errors["bits"] = errors["bits"] if same else float("inf")
     weights, places = top_k(query, key, lse, terms, TOP, scale=scale, softcap=softcap)
     best, best_places = top_by_formula(query, key, exact_lse, terms, TOP, scale, softcap, dtype=double)
     errors["top"] = _error(weights, best, 1.0)

@@ -232,10 +232,14 @@ class Map(Statistic):
         return pooled.scatter_reduce_(3, tiles.expand_as(rows.terms), rows.terms, "amax") / rows.total
 
     def result(self) -> dict[str, Any]:
+        return self.read({"map": self._map.result()})
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        pooled: Tensor = buffers["map"]
         if self.options.map_pooling == "max":
-            return {"map": self.totals.largest(self._map.result())}
+            return {"map": self.totals.largest(pooled)}
         # The mean over the counted queries of each row of tiles. 0 if there are none.
-        sums, (rows, _), length = self.totals.summed(self._map.result()), self._tiles, self.call.grid.query_length
+        sums, (rows, _), length = self.totals.summed(pooled), self._tiles, self.call.grid.query_length
         tiles = self.totals.rows(length, sums.device) * rows // max(1, length)  # (l,)
         counted = sums.new_ones(1, len(tiles)) if self.counted is None else self.counted[:, 0, :, 0].to(sums.dtype)
         counts = self.totals.summed(sums.new_zeros(counted.shape[0], rows).index_add_(1, tiles, counted))
@@ -246,5 +250,5 @@ class Map(Statistic):
         (rows, columns), largest = self._tiles, self.options.map_pooling == "max"
         return {"map": self._map.run, "map_rows": rows, "map_columns": columns, "map_max": largest}
 
-    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        return self.result()
+    def triton(self) -> dict[str, Any]:
+        return {"map": (self._tiles, self.options.map_pooling == "max")}

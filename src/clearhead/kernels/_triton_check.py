@@ -11,13 +11,15 @@ from .._call.request import Request
 from .._environment import autocast_off
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
-from ._triton import columns, rows, terms_of, top_k
+from ._triton import columns, pooled, rows, terms_of, top_k
 from ._triton import weights as weights_by_kernel
 from ._triton._available import DTYPES, available
+from ._triton._formula import pooled_by_formula
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
 TOLERANCE = 1e-3
 _TOP = 8
+_CELLS = (3, 2)
 
 
 def table() -> dict[str, str]:
@@ -66,6 +68,8 @@ def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
     found["top_k's keys"] = places
     found["weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale)
     found["averaged weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale, average=True)
+    found["map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale)
+    found["largest of the map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale, largest=True)
     return found
 
 
@@ -88,6 +92,8 @@ def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
         "top_k": top,
         "weights": weights,
         "averaged weights": weights.mean(1),
+        "map": pooled_by_formula(weights, None, _CELLS, largest=False),
+        "largest of the map": pooled_by_formula(weights, None, _CELLS, largest=True),
         "top_k's keys": keys.masked_fill(top == 0, -1),
     }
 

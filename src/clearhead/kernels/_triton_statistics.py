@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from ._triton import available, columns, rows, terms_of, top_k
+from ._triton import available, columns, pooled, rows, terms_of, top_k
 from ._triton import weights as weights_by_kernel
 from ._triton_check import CHECK
 
@@ -28,8 +28,9 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     Args:
         call: the validated call.
         wanted: names, with their arguments: ``entropy``, ``visible``, ``confidence`` and ``distance``; ``sink`` with
-            the keys, bool (1 or B, 1 or H, S); ``received``; ``top_k`` with the number of keys; ``head_average``.
-        counted: bool (B, L), the queries that ``received`` includes, or ``None`` for all.
+            the keys, bool (1 or B, 1 or H, S); ``received``; ``top_k`` with the number of keys; ``head_average``;
+            ``map`` with its lines and columns, and whether a cell has its largest weight.
+        counted: bool (B, L), the queries that ``received`` and ``map`` include, or ``None`` for all.
 
     Returns:
         The results under the names of the native buffers (``_native/problem.h``), with ``largest`` (B, H, L).
@@ -37,7 +38,7 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     operands, terms = (call.query, call.key), terms_of(call)
     options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
     names = {"max_logit", *(name for name in _OF_ROWS if name in wanted)}
-    if {"received", "top_k", "head_average"} & wanted.keys():
+    if {"received", "top_k", "map", "head_average"} & wanted.keys():
         names.add("lse")
     buffers: dict[str, Any] = rows(
         *operands, terms, **options, sinks=call.request.sinks, first_keys=wanted.get("sink"), want=tuple(names)
@@ -49,6 +50,9 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     if "top_k" in wanted:
         found = top_k(*operands, buffers["lse"], terms, wanted["top_k"], **options)
         buffers["top_weights"], buffers["top_keys"] = found
+    if "map" in wanted:
+        cells, largest = wanted["map"]
+        buffers["map"] = pooled(*operands, buffers["lse"], terms, cells, **options, counted=counted, largest=largest)
     if "head_average" in wanted:
         buffers["head_average"] = weights_by_kernel(*operands, buffers["lse"], terms, **options, average=True)
     return buffers

@@ -151,6 +151,27 @@ def test_statistics_are_those_of_the_cpu(cuda: PretendedDevice, most: int, name:
 
 
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("pooling", ["mass", "max"])
+def test_a_map_runs_in_one_kernel_after_the_log_sum_exp(cuda: PretendedDevice, name: str, pooling: Any) -> None:
+    query, key, _ = inputs()
+    counted = torch.arange(37) < torch.tensor([[37], [20]])
+    options: dict[str, Any] = {"statistics": ("map",), "map_size": 5, "map_pooling": pooling}
+
+    def pooled(query: Tensor, key: Tensor) -> Tensor:
+        device = query.device.type
+        marks = counted.to(device)
+        return clearhead.attention_statistics(query, key, MASKS[name](device), query_mask=marks, **options).map
+
+    expected, found = pooled(query.double(), key.double()), pooled(query.cuda(), key.cuda())  # checks the kernels
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    operands = query.cuda(), key.cuda()
+    seen = cuda.count(lambda: pooled(*operands))
+    assert [each for each in seen.operators if "triton" in each] == ["triton_rows", "triton_pooled"]
+    assert not [each for each in seen.operators if "mm" in each or "softmax" in each]
+    assert seen.values == seen.shapes == []
+
+
+@pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("average", [False, True])
 def test_weights_and_their_gradients_are_those_of_the_cpu(cuda: PretendedDevice, name: str, average: bool) -> None:
     query, key, _ = inputs()

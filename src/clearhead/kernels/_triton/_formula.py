@@ -106,3 +106,17 @@ def top_by_formula(
     ordered, places = s.sort(dim=-1, descending=True, stable=True)
     ordered, places = ordered[..., :k], places[..., :k]
     return weights_of(ordered, lse.to(dtype)), places.masked_fill(ordered == float("-inf"), -1)
+
+
+def pooled_by_formula(weights: Tensor, counted: Tensor | None, cells: tuple[int, int], largest: bool) -> Tensor:
+    """Weights (B, H, L, S) summed over the cells of a map, or the largest of each cell, (B, H, lines, columns)."""
+    if counted is not None:
+        weights = weights * counted[:, None, :, None]
+    for dim, number in zip((2, 3), cells, strict=True):
+        count = weights.shape[dim]
+        places = torch.arange(count, device=weights.device) * number // max(1, count)
+        shape = list(weights.shape)
+        shape[dim] = number
+        index = (places[:, None] if dim == 2 else places).expand_as(weights)
+        weights = weights.new_zeros(shape).scatter_reduce_(dim, index, weights, "amax" if largest else "sum")
+    return weights

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""From tensors to launches of the kernels: strides, sizes of tiles, and results."""
+"""From tensors to launches of the kernels: strides and results."""
 
 from __future__ import annotations
 
@@ -12,51 +12,10 @@ from torch import Tensor
 
 from ._available import interprets
 from ._columns import columns_kernel
-from ._maps import weights_kernel
+from ._maps import map_kernel, weights_kernel
 from ._rows import rows_kernel
 from ._terms import Terms
-
-
-class Tiles(NamedTuple):
-    """Queries and keys of a tile, warps of a program, and stages of its pipeline."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int], *, plain: bool) -> Tiles:
-    """The tiles of ``"rows"`` or ``"columns"`` on a device of this compute capability.
-
-    `plain` is the answer of `is_plain`.
-    """
-    width = block_of(dim)
-    if dtype == torch.float32:  # multiplied without matrix instructions, from registers
-        few = width <= 64 or (width <= 128 and kernel == "rows")
-        return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
-    if width > 128:
-        return Tiles(64 if kernel == "rows" else 32, 32, 4, 2)
-    if plain and capability[0] == 9:
-        return Tiles(64, 128, 4, 3) if kernel == "rows" else Tiles(128, 64, 4, 3 if width <= 64 else 2)
-    if plain and kernel == "rows" and capability[0] == 10:
-        return Tiles(128, 64, 8, 2)
-    return Tiles(64, 64 if kernel == "rows" and width <= 64 else 32, 4, 2)
-
-
-def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
-    return 1 << (count - 1).bit_length()
-
-
-def block_of(dim: int) -> int:
-    """The features of a tile: a power of two, at least 16."""
-    return max(16, power_of_two(dim))
-
-
-def tiles_over(count: int, size: int) -> int:
-    """How many tiles of this size cover so many rows."""
-    return -(-count // size)
+from ._tiles import Tiles, block_of, tiles_for, tiles_over
 
 
 class Launch(NamedTuple):
@@ -94,7 +53,7 @@ def rows_launch(
     if "sink" in want and first_keys is not None:
         marks = first_keys.expand(batch, heads, count)
         marks = marks if marks.stride(2) == 1 else marks.contiguous()
-    tiles = tiles or _tiles("rows", query, terms, softcap)
+    tiles = tiles or tiles_for("rows", query, terms, softcap)
     numbers = {name.upper(): want.index(name) if name in want else -1 for name in _NAMES}
     numbers["LARGEST"] = numbers.pop("MAX_LOGIT")
     arguments = {
@@ -121,17 +80,14 @@ def columns_launch(
     (batch, heads, _, _), count = query.shape, key.shape[2]
     received = query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
-    rows = _rows_of(lse)
-    if counted is not None:
-        rows.masked_fill_(~counted[:, None], float("inf"))
     ranges = {"first_query": None, "last_query": None, "query_range_b": 0}
     if terms.first_query is not None and terms.last_query is not None:
         first, last = terms.first_query.contiguous(), terms.last_query.contiguous()
         ranges = {"first_query": first, "last_query": last, "query_range_b": 0 if first.shape[0] == 1 else count}
-    tiles = tiles or _tiles("columns", query, terms, softcap)
+    tiles = tiles or tiles_for("columns", query, terms, softcap)
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles), **ranges,
-        "lse": rows, "received_out": received, "viewers_out": viewers, "ALL": counted is None,
+        "lse": _rows_of(lse, counted), "received_out": received, "viewers_out": viewers, "ALL": counted is None,
         "ROWS_ALIKE": terms.last is not None and terms.last.shape[1] == 1,
     }  # fmt: skip
     programs = tiles_over(count, tiles.keys) * batch * heads
@@ -139,13 +95,20 @@ def columns_launch(
 
 
 def weights_launch(
-    query: Tensor, key: Tensor, lse: Tensor, terms: Terms, *, scale: float, softcap: float, average: bool
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    *,
+    scale: float,
+    softcap: float,
+    average: bool,
+    tiles: Tiles | None = None,
 ) -> Launch:
     """Of the weights (B, H, L, S), or of their mean over the heads (B, 1, L, S)."""
-    (batch, heads, length, dim), count = query.shape, key.shape[2]
+    (batch, heads, length, _), count = query.shape, key.shape[2]
     out = query.new_empty((batch, 1 if average else heads, length, count), dtype=torch.float32)
-    small = query.dtype == torch.float32 or dim > 128
-    tiles = Tiles(32, 32, 8, 1) if small else Tiles(64, 32 if average and dim > 64 else 64, 4, 2 if average else 1)
+    tiles = tiles or tiles_for("averaged" if average else "weights", query, terms, softcap)
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles),
         "lse": _rows_of(lse), "out": out, "HEADS": heads if average else 1,
@@ -154,10 +117,43 @@ def weights_launch(
     return Launch(weights_kernel, programs if out.numel() else 0, arguments, (out,))
 
 
-def _rows_of(lse: Tensor) -> Tensor:
-    """The log-sum-exp × log2 e, with ∞ for a query without a key, so that its weights are 0."""
+def map_launch(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    *,
+    cells: tuple[int, int],
+    counted: Tensor | None,
+    largest: bool,
+    scale: float,
+    softcap: float,
+    tiles: Tiles | None = None,
+) -> Launch:
+    """Of the pooled weights (B, H, lines, columns)."""
+    (batch, heads, length, _), count = query.shape, key.shape[2]
+    lines, columns = cells
+    out = query.new_empty((batch, heads, lines, columns), dtype=torch.float32)
+    tiles = tiles or tiles_for("map", query, terms, softcap)
+    # The lines and columns that fit into one tile, at least 1.
+    down = max(1, tiles.queries // tiles_over(length, lines)) if out.numel() else 1
+    across = max(1, tiles.keys // tiles_over(count, columns)) if out.numel() else 1
+    arguments = {
+        **arguments_of(query, key, terms, scale, softcap, tiles),
+        "lse": _rows_of(lse, counted), "out": out, "lines": lines, "columns": columns,
+        "lines_at_once": down, "columns_at_once": across, "LARGEST": largest,
+        # Registers for two blocks on a multiprocessor. By itself the compiler spills some for a third one.
+        "maxnreg": min(255, 65536 // (64 * tiles.warps)),
+    }  # fmt: skip
+    programs = tiles_over(lines, down) * tiles_over(columns, across) * batch * heads
+    return Launch(map_kernel, programs if out.numel() else 0, arguments, (out,))
+
+
+def _rows_of(lse: Tensor, counted: Tensor | None = None) -> Tensor:
+    """The log-sum-exp × log2 e. It is ∞ for a query without a key, or not counted (1 or B, L): its weights are 0."""
     rows = lse.contiguous() * math.log2(math.e)
-    return rows.masked_fill_(rows == float("-inf"), float("inf"))
+    rows.masked_fill_(rows == float("-inf"), float("inf"))
+    return rows if counted is None else rows.masked_fill_(~counted[:, None], float("inf"))
 
 
 _NAMES = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
@@ -214,16 +210,6 @@ def _mask(terms: Terms, batch: int, heads: int, length: int, count: int) -> dict
             arguments[name], arguments[f"{name}_b"] = tensor, 0 if tensor.shape[0] == 1 else tensor.shape[1]
     arguments["slopes"] = terms.slopes
     return arguments
-
-
-def _tiles(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
-    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
-    return tiles_of(kernel, query.shape[3], query.dtype, capability, plain=is_plain(terms, softcap))
-
-
-def is_plain(terms: Terms, softcap: float) -> bool:
-    """Whether the mask is no more than a band, without a soft-cap. Other calls need registers for the mask."""
-    return softcap == 0 and all(tensor is None for tensor in terms.tensors)
 
 
 def _upcasts(query: Tensor) -> bool:

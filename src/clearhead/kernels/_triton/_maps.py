@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
-"""The kernel of `weights`: one program for each tile of queries and keys, which writes that tile once."""
+"""The kernels of `weights` and `pooled`: one program for each tile of the weights, or for each tile of cells."""
 
 from __future__ import annotations
 
@@ -54,3 +54,91 @@ def weights_kernel(
         total += tl.exp2(tl.where(seen, s, float("-inf")) - row[:, None])
     lines = out + (part.to(tl.int64) * L + i) * S
     tl.store(lines[:, None] + j[None, :], total * (1.0 / HEADS), mask=(i < L)[:, None] & (j < S)[None, :])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "L", "S", "low", "high", "stop", "shift", "lines", "columns", "lines_at_once", "columns_at_once",
+    ]
+)  # fmt: skip
+def map_kernel(
+    query, key, lse, out, lines, columns, lines_at_once, columns_at_once,
+    q_b, q_h, q_l, k_b, k_h, k_s,
+    L, S, low, high, stop, shift, scale, softcap,
+    first, last, range_b, range_l, keys, keys_b,
+    visible, visible_b, visible_h, visible_l, visible_s,
+    bias, bias_b, bias_h, bias_l, bias_s,
+    query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    LARGEST: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write the sum, or the largest, of the weights of each cell to `out` (B, H, lines, columns).
+
+    Query i belongs to line ⌊i · lines / L⌋, and key j to column ⌊j · columns / S⌋. A program has `lines_at_once` lines
+    and `columns_at_once` columns. If it has several, their queries or keys fit into one tile. `lse` (B, H, L) is the
+    log-sum-exp × log2 e, and ∞ for queries without a key and for those that are not counted.
+    """
+    across, down = tl.cdiv(columns, columns_at_once), tl.cdiv(lines, lines_at_once)
+    program = tl.program_id(0)
+    column0 = program % across * columns_at_once
+    line0 = program // across % down * lines_at_once
+    bh = program // across // down
+    b, h = bh // H, bh % H
+    line1, column1 = tl.minimum(line0 + lines_at_once, lines), tl.minimum(column0 + columns_at_once, columns)
+    query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
+    key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
+    lse += bh.to(tl.int64) * L
+
+    start, end = _first_of(line0, L, lines), _first_of(line1, L, lines)
+    left, right = _first_of(column0, S, columns), _first_of(column1, S, columns)
+    seen_until = tl.minimum(right, stop)
+    if (left > end - 1 + high) | (seen_until - 1 < start + low):  # the band hides all cells
+        seen_until = left
+    pooled = tl.zeros([M, N], tl.float32)
+    for i0 in range(start, end, M):
+        i = i0 + tl.arange(0, M)
+        q = load_rows(query, i0, L, q_l, D, M, BLOCK_D, True)
+        row = tl.load(lse + i, mask=i < end, other=float("inf"))
+        for j0 in tl.range(left, seen_until, N, num_stages=STAGES):
+            j = j0 + tl.arange(0, N)
+            k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
+            s = changed(
+                products(q, k, UPCAST), i[:, None], j[None, :], b, h, L, S, shift, scale, softcap,
+                bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP,
+            )  # fmt: skip
+            seen = visible_cells(
+                i[:, None], j[None, :], b, h, L, S, low, high, stop,
+                first, last, range_b, range_l, keys, keys_b,
+                visible, visible_b, visible_h, visible_l, visible_s,
+                query_documents, key_documents, query_documents_b, key_documents_b,
+            )  # fmt: skip
+            weights = tl.exp2(tl.where(seen & (j < seen_until)[None, :], s, float("-inf")) - row[:, None])
+            pooled = tl.maximum(pooled, weights) if LARGEST else pooled + weights
+
+    i, j = start + tl.arange(0, M), left + tl.arange(0, N)
+    for column in range(column0, column1):
+        of_column = _belongs(j, column, S, columns, columns_at_once)
+        of_rows = _pool(tl.where(of_column[None, :], pooled, 0.0), 1, LARGEST)
+        for line in range(line0, line1):
+            of_line = _belongs(i, line, L, lines, lines_at_once)
+            number = _pool(tl.where(of_line, of_rows, 0.0), 0, LARGEST)
+            tl.store(out + (bh.to(tl.int64) * lines + line) * columns + column, number)
+
+
+@triton.jit
+def _first_of(cell, count, cells):
+    """The first of `count` queries or keys that belongs to this of so many cells, or to a later one."""
+    return tl.cdiv(tl.cast(cell, tl.int64) * count, cells).to(tl.int32)
+
+
+@triton.jit
+def _belongs(places, cell, count, cells, at_once):
+    """Which places of a tile belong to a cell: all of them if the tile has one cell."""
+    return (places >= _first_of(cell, count, cells)) & (places < _first_of(cell + 1, count, cells)) | (at_once == 1)
+
+
+@triton.jit
+def _pool(numbers, AXIS: tl.constexpr, LARGEST: tl.constexpr):
+    if LARGEST:
+        return tl.max(numbers, AXIS)
+    return tl.sum(numbers, AXIS)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._launch import Launch, Tiles, arguments_of, block_of, is_plain, power_of_two, tiles_over
+from ._launch import Launch, arguments_of
 from ._terms import Terms
+from ._tiles import Tiles, power_of_two, tiles_for, tiles_over
 from ._top import best_kernel, largest_kernel
 
 GROUP_KEYS = 16
@@ -30,22 +31,22 @@ def top_k_by_kernels(
     if results[0].numel() == 0:
         return results
     lse = lse.contiguous()
-    tiles = _tiles(query, terms, softcap)
+    tiles = tiles_for("largest", query, terms, softcap)
     rows = _SCRATCH // (batch * heads * tiles_over(count, GROUP_KEYS))
     rows = max(1, rows // tiles.queries) * tiles.queries
     for row in range(0, length, rows):
-        largest = largest_launch(query, key, terms, scale, softcap, row, min(rows, length - row))
+        largest = largest_launch(query, key, terms, scale, softcap, row, min(rows, length - row), tiles)
         largest.run()
         best_launch(largest, lse, results).run()
     return results
 
 
 def largest_launch(
-    query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float, row: int, count: int
+    query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float, row: int, count: int, tiles: Tiles
 ) -> Launch:
     """Of the largest score of each group of keys, for the rows row … row + count: (B, H, count, groups)."""
     batch, heads = query.shape[:2]
-    tiles, groups = _tiles(query, terms, softcap), tiles_over(key.shape[2], GROUP_KEYS)
+    groups = tiles_over(key.shape[2], GROUP_KEYS)
     largest = query.new_empty((batch, heads, count, groups), dtype=torch.float32)
     programs = tiles_over(count, tiles.queries) * batch * heads
     splits = max(1, min(_PROGRAMS // programs, tiles_over(key.shape[2], 8 * tiles.keys)))
@@ -69,14 +70,3 @@ def best_launch(largest: Launch, lse: Tensor, results: tuple[Tensor, Tensor]) ->
         "num_warps": min(32, max(wide, block // _PER_WARP, slots * GROUP_KEYS // _PER_WARP)),
     }  # fmt: skip
     return Launch(best_kernel, maxima.shape[:3].numel(), arguments, results)
-
-
-def _tiles(query: Tensor, terms: Terms, softcap: float) -> Tiles:
-    width = block_of(query.shape[3])
-    if query.dtype == torch.float32:  # multiplied without matrix instructions, from registers
-        return Tiles(16, 128 if width <= 64 else 64 if width <= 128 else 32, 8, 1)
-    if width > 128:
-        return Tiles(16, 128, 4, 1)
-    if is_plain(terms, softcap):
-        return Tiles(64, 128, 4, 2)
-    return Tiles(64, 64 if width <= 64 else 32, 4, 2)

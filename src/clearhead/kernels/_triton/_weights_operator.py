@@ -1,4 +1,4 @@
-"""`weights`, one operator of PyTorch: a Triton kernel on a GPU, the formula on the CPU."""
+"""`weights` and `pooled`, each one operator of PyTorch: a Triton kernel on a GPU, the formula on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._available import runs_kernels
-from ._formula import scores, weights_of
+from ._formula import pooled_by_formula, scores, weights_of
 from ._operators import MASK_SCHEMA, library, register, terms_from
 from ._terms import Terms
 
@@ -34,6 +34,34 @@ def weights(
     operands = query.detach(), key.detach(), lse.detach()
     found = torch.ops.clearhead.triton_weights(*operands, terms.tensors, terms.numbers, scale, softcap or 0.0, average)
     return found.squeeze(1) if average else found
+
+
+def pooled(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    cells: tuple[int, int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    counted: Tensor | None = None,
+    largest: bool = False,
+) -> Tensor:
+    """The weights summed over the cells of a map, or the largest of each cell, float32 (B, H, lines, columns).
+
+    Query i belongs to line ⌊i · lines / L⌋, and key j to column ⌊j · columns / S⌋.
+
+    Args:
+        query, key, terms, scale, softcap: as for `rows`.
+        lse: float32 (B, H, L), with the sinks.
+        cells: lines and columns of the map, at most L and S.
+        counted: bool (1 or B, L), the queries that are counted; ``None`` for all.
+        largest: whether a cell has its largest weight, not the sum.
+    """
+    operands = query.detach(), key.detach(), lse.detach(), counted
+    mask = terms.tensors, terms.numbers, scale, softcap or 0.0
+    return torch.ops.clearhead.triton_pooled(*operands, *mask, cells, largest)
 
 
 library.define(f"triton_weights(Tensor query, Tensor key, Tensor lse, {MASK_SCHEMA}, bool average) -> Tensor")
@@ -64,3 +92,38 @@ def _fake_weights(query: Tensor, key: Tensor, *others: Any) -> Tensor:
 
 
 register("triton_weights", _weights, _fake_weights)
+
+
+library.define(
+    f"triton_pooled(Tensor query, Tensor key, Tensor lse, Tensor? counted, {MASK_SCHEMA}, SymInt[] cells, bool largest)"
+    " -> Tensor"
+)
+
+
+def _pooled(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    counted: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[int],
+    scale: float,
+    softcap: float,
+    cells: Sequence[int],
+    largest: bool,
+) -> Tensor:
+    terms, (lines, columns) = terms_from(tensors, numbers), cells
+    if not runs_kernels(query):
+        weights = weights_of(scores(query, key, terms, scale, softcap), lse)
+        return pooled_by_formula(weights, counted, (lines, columns), largest)
+    from ._launch import map_launch
+
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "counted": counted, "largest": largest}
+    return map_launch(query, key, lse, terms, cells=(lines, columns), **options).run()[0]
+
+
+def _fake_pooled(query: Tensor, *others: Any) -> Tensor:
+    return query.new_empty((*query.shape[:2], *others[-2]), dtype=torch.float32)
+
+
+register("triton_pooled", _pooled, _fake_pooled)

@@ -1,0 +1,102 @@
+"""The one table of sizes of tiles, by kernel, size of a head, dtype and compute capability."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._terms import Terms
+
+#: Compute capabilities whose multiprocessors have 100 KB of shared memory. Others have at least 164 KB.
+_SMALL = ((8, 6), (8, 9), (12, 0))
+
+
+class Tiles(NamedTuple):
+    """Queries and keys of a tile, warps of a program, and stages of its pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, int], *, plain: bool) -> Tiles:
+    """The tiles of a kernel on a device of this compute capability.
+
+    Args:
+        kernel: ``"rows"``, ``"columns"``, ``"largest"``, ``"weights"``, ``"averaged"`` or ``"map"``.
+        dim: features of a head.
+        dtype: of query and key.
+        capability: compute capability, such as (9, 0).
+        plain: the answer of `is_plain`.
+    """
+    width = block_of(dim)
+    if dtype == torch.float32:  # multiplied without matrix instructions, from registers
+        return _of_float32(kernel, width, capability)
+    if kernel == "largest":
+        return _of_largest(width, capability, plain)
+    if kernel in ("weights", "averaged", "map"):
+        return _of_weights(kernel, width, capability)
+    if width > 128:
+        return Tiles(64 if kernel == "rows" else 32, 32, 4, 2)
+    if plain and capability[0] == 9:
+        return Tiles(64, 128, 4, 3) if kernel == "rows" else Tiles(128, 64, 4, 3 if width <= 64 else 2)
+    if plain and kernel == "rows" and capability[0] == 10:
+        return Tiles(128, 64, 8, 2)
+    return Tiles(64, 64 if kernel == "rows" and width <= 64 else 32, 4, 2)
+
+
+def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
+    if width > 64 and capability[0] == 12:  # whose compiler spills registers in larger tiles
+        return Tiles(16, 32, 8, 1)
+    if kernel == "largest":
+        return Tiles(16, 128 if width <= 64 else 64 if width <= 128 else 32, 8, 1)
+    if kernel in ("weights", "averaged", "map"):
+        return Tiles(16 if kernel == "map" and width > 128 else 32, 32, 8, 1)
+    few = width <= 64 or (width <= 128 and kernel == "rows")
+    return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
+
+
+def _of_largest(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
+    spills = capability[0] == 12
+    if width > 128:
+        return Tiles(16, 64 if spills else 128, 4, 1)
+    if plain and capability not in _SMALL:
+        return Tiles(64, 128, 4, 2)
+    return Tiles(64, 64 if width <= 64 or plain else 32, 4, 1 if spills and width <= 64 else 2)
+
+
+def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
+    if width > 128:
+        return Tiles(32, 32, 8, 1)
+    averaged = kernel == "averaged"
+    few_keys = kernel == "map" or (averaged and width > 64)
+    return Tiles(64, 32 if few_keys else 64, 4, 2 if averaged and capability[0] != 12 else 1)
+
+
+def tiles_for(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
+    """The tiles of a kernel for a call, on the device of its query."""
+    capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
+    return tiles_of(kernel, query.shape[3], query.dtype, capability, plain=is_plain(terms, softcap))
+
+
+def is_plain(terms: Terms, softcap: float) -> bool:
+    """Whether the mask is no more than a band, without a soft-cap. Other calls need registers for the mask."""
+    return softcap == 0 and all(tensor is None for tensor in terms.tensors)
+
+
+def block_of(dim: int) -> int:
+    """The features of a tile: a power of two, at least 16."""
+    return max(16, power_of_two(dim))
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def tiles_over(count: int, size: int) -> int:
+    """How many tiles of this size cover so many rows."""
+    return -(-count // size)
