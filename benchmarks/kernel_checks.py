@@ -106,8 +106,9 @@ def errors_of(
     of_rows = terms.of_rows(chosen, length, length)
     found_rows = weights_by_kernel(query[:, :, chosen], key, lse[:, :, chosen], of_rows, **options)
     errors["chosen weights"] = _error(found_rows, exact_weights[:, :, chosen], 1.0)
-    # Cells smaller than a tile in one direction, and larger in the other.
-    for each, cells, largest in (("map", (9, 1), False), ("largest of the map", (1, 9), True)):
+    # Cells smaller than a tile in one direction, and larger in the other; for "causal" smaller in both.
+    small = (9, 9) if name == "causal" else (9, 1)
+    for each, cells, largest in (("map", small, False), ("largest of the map", (1, 9), True)):
         of_map: dict[str, Any] = options | {"counted": counted, "largest": largest}
         found_map = pooled(query, key, lse, terms, cells, **of_map)
         errors[each] = _error(found_map, pooled_by_formula(exact_weights, counted, cells, largest), 1.0)

@@ -210,6 +210,13 @@ def test_a_missing_kernel_is_reported_with_the_command_that_builds_it(monkeypatc
     assert f"not available: it was not built. To build it: {command}" in doctor.text_of(doctor.examine())
 
 
+@pytest.mark.usefixtures("two_calls")
+def test_devices_that_cannot_be_used_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert doctor.examine()["triton"] == {}
+
+
 def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("no-such-package-clearhead",))
     monkeypatch.setattr(doctor, "CASES", doctor.CASES[:1])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,8 @@ pytest.importorskip("triton", reason="Triton is installed with PyTorch for CUDA,
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, dict[str, float]]:
-    """The errors of every case."""
+def found() -> dict[str, Any]:
+    """What the interpreter computed."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "tests.triton.interpreted"]
     root = Path(__file__).parents[2]
@@ -28,7 +30,15 @@ def errors() -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize(("name", "dtype", "dim"), CASES)
-def test_statistics_are_those_of_float64(errors: dict[str, dict[str, float]], name: str, dtype: str, dim: int) -> None:
-    found = errors[f"{name}, {dtype}, D={dim}"]
-    assert len(found) == 17
-    assert wrong_numbers(found) == {}
+def test_statistics_are_those_of_float64(found: dict[str, Any], name: str, dtype: str, dim: int) -> None:
+    errors = found["errors"][f"{name}, {dtype}, D={dim}"]
+    assert len(errors) == 17
+    assert wrong_numbers(errors) == {}
+
+
+def test_nan_stays_in_its_own_line_of_a_map(found: dict[str, Any]) -> None:
+    mass, largest = found["maps with NaN"]["mass"], found["maps with NaN"]["max"]
+    assert mass[0] == pytest.approx(40)
+    assert largest[0] == pytest.approx(1 / 40)
+    assert math.isnan(mass[1])
+    assert math.isnan(largest[1])

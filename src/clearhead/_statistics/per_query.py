@@ -75,7 +75,7 @@ class Sink(Statistic):
     """The mass on the first keys of the batch item that any query sees."""
 
     name = "sink"
-    meaning = "Σ p_ij over the first t = `sink_keys` keys of the text, padding not counted"
+    meaning = "Σ p_ij over the first t = `sink_keys` keys of the item that any query sees"
 
     def begin(self) -> None:
         super().begin()

@@ -24,7 +24,9 @@ _CELLS = (3, 2)
 
 def table() -> dict[str, str]:
     """``ok`` or what is wrong, on each CUDA device and in each dtype, for ``clearhead doctor``. Empty without any."""
-    devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    # A driver that is too old for PyTorch may count devices that cannot be used.
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", number) for number in range(count)]
     return {
         f"{device} {str(dtype).removeprefix('torch.')}": CHECK.problem(device, dtype) or "ok"
         for device in devices

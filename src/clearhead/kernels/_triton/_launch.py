@@ -142,9 +142,10 @@ def map_launch(
         **arguments_of(query, key, terms, scale, softcap, tiles),
         "lse": _rows_of(lse, counted), "out": out, "lines": lines, "columns": columns,
         "lines_at_once": down, "columns_at_once": across, "LARGEST": largest,
-        # Registers for two blocks on a multiprocessor. By itself the compiler spills some for a third one.
-        "maxnreg": min(255, 65536 // (64 * tiles.warps)),
     }  # fmt: skip
+    if torch.version.hip is None:
+        # Registers for two blocks on a multiprocessor. By itself the compiler spills some for a third one.
+        arguments["maxnreg"] = min(255, 65536 // (64 * tiles.warps))
     programs = tiles_over(lines, down) * tiles_over(columns, across) * batch * heads
     return Launch(map_kernel, programs if out.numel() else 0, arguments, (out,))
 

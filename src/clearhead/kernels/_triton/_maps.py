@@ -112,8 +112,9 @@ def map_kernel(
                 visible, visible_b, visible_h, visible_l, visible_s,
                 query_documents, key_documents, query_documents_b, key_documents_b,
             )  # fmt: skip
-            weights = tl.exp2(tl.where(seen & (j < seen_until)[None, :], s, float("-inf")) - row[:, None])
-            pooled = tl.maximum(pooled, weights) if LARGEST else pooled + weights
+            seen = seen & (i < end)[:, None] & (j < seen_until)[None, :]  # the rest may hold NaN of other cells
+            weights = tl.exp2(tl.where(seen, s, float("-inf")) - row[:, None])
+            pooled = _joined(pooled, weights, LARGEST)
 
     i, j = start + tl.arange(0, M), left + tl.arange(0, N)
     for column in range(column0, column1):
@@ -138,7 +139,16 @@ def _belongs(places, cell, count, cells, at_once):
 
 
 @triton.jit
+def _joined(pooled, weights, LARGEST: tl.constexpr):
+    if LARGEST:
+        return tl.maximum(pooled, weights, propagate_nan=tl.PropagateNan.ALL)
+    return pooled + weights
+
+
+@triton.jit
 def _pool(numbers, AXIS: tl.constexpr, LARGEST: tl.constexpr):
     if LARGEST:
-        return tl.max(numbers, AXIS)
+        # A maximum drops NaN, so it is ∞ for a while. Weights are at most 1.
+        largest = tl.max(tl.where(numbers == numbers, numbers, float("inf")), AXIS)
+        return tl.where(largest == float("inf"), float("nan"), largest)
     return tl.sum(numbers, AXIS)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ._terms import Terms
 
-#: Compute capabilities whose multiprocessors have 100 KB of shared memory. Others have at least 164 KB.
-_SMALL = ((8, 6), (8, 9), (12, 0))
+#: Compute capabilities, beside 12.x, whose multiprocessors have 100 KB of shared memory; 8.0, 9.0 and 10.0 have more.
+_SMALL = ((8, 6), (8, 9))
 
 
 class Tiles(NamedTuple):
@@ -63,7 +63,7 @@ def _of_largest(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
     spills = capability[0] == 12
     if width > 128:
         return Tiles(16, 64 if spills else 128, 4, 1)
-    if plain and capability not in _SMALL:
+    if plain and capability not in _SMALL and capability[0] != 12:
         return Tiles(64, 128, 4, 2)
     return Tiles(64, 64 if width <= 64 or plain else 32, 4, 1 if spills and width <= 64 else 2)
 
