@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._available import interprets
 from ._columns import columns_kernel
+from ._gradients import key_gradient_kernel, query_gradient_kernel
 from ._maps import map_kernel, weights_kernel
 from ._rows import rows_kernel
 from ._terms import Terms
@@ -80,15 +81,10 @@ def columns_launch(
     (batch, heads, _, _), count = query.shape, key.shape[2]
     received = query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
-    ranges = {"first_query": None, "last_query": None, "query_range_b": 0}
-    if terms.first_query is not None and terms.last_query is not None:
-        first, last = terms.first_query.contiguous(), terms.last_query.contiguous()
-        ranges = {"first_query": first, "last_query": last, "query_range_b": 0 if first.shape[0] == 1 else count}
     tiles = tiles or tiles_for("columns", query, terms, softcap)
     arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles), **ranges,
+        **arguments_of(query, key, terms, scale, softcap, tiles), **_ranges_of_keys(terms),
         "lse": _rows_of(lse, counted), "received_out": received, "viewers_out": viewers, "ALL": counted is None,
-        "ROWS_ALIKE": terms.last is not None and terms.last.shape[1] == 1,
     }  # fmt: skip
     programs = tiles_over(count, tiles.keys) * batch * heads
     return Launch(columns_kernel, programs if received.numel() else 0, arguments, (received, viewers))
@@ -148,6 +144,60 @@ def map_launch(
         arguments["maxnreg"] = min(255, 65536 // (64 * tiles.warps))
     programs = tiles_over(lines, down) * tiles_over(columns, across) * batch * heads
     return Launch(map_kernel, programs if out.numel() else 0, arguments, (out,))
+
+
+def gradient_launches(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    gradient: Tensor,
+    terms: Terms,
+    *,
+    scale: float,
+    softcap: float,
+    tiles: Tiles | None = None,
+) -> tuple[Launch, Launch]:
+    """Of the gradient of the query (B, H, L, D) and Σ_j p dp (B, H, L), and then of the gradient of the key.
+
+    `gradient` is that of the weights (B, H, L, S), or of their mean over the heads (B, 1, L, S).
+    """
+    (batch, heads, length, _), (_, kv_heads, count, _) = query.shape, key.shape
+    of_query, of_key = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (query, key))
+    means = query.new_empty((batch, heads, length), dtype=torch.float32)
+    tiles = tiles or tiles_for("gradients", query, terms, softcap)
+    strides = gradient.expand(batch, heads, length, count).stride()
+    arguments = {
+        **arguments_of(query, key, terms, scale, softcap, tiles),
+        **dict(zip(("g_b", "g_h", "g_l", "g_s"), strides, strict=True)),
+        "gradient": gradient.resolve_neg(), "share": gradient.shape[1] / heads, "lse": _rows_of(lse), "means": means,
+        # Three products of TF32 are nearly as exact as one of float32, and use matrix instructions.
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32x3",
+    }  # fmt: skip
+    # The operands may hide the sign of the scale: it belongs to the products with the query, and not to the key.
+    first = Launch(
+        query_gradient_kernel,
+        tiles_over(length, tiles.queries) * batch * heads if of_query.numel() else 0,
+        arguments | {"out": of_query, "factor": scale},
+        (of_query, means),
+    )
+    second = Launch(
+        key_gradient_kernel,
+        tiles_over(count, tiles.keys) * batch * kv_heads if of_key.numel() else 0,
+        arguments | {"out": of_key, **_ranges_of_keys(terms)},
+        (of_key,),
+    )
+    return first, second
+
+
+def _ranges_of_keys(terms: Terms) -> dict[str, Any]:
+    """The queries that may see each key, as arguments of a kernel that passes over the queries."""
+    first, last = terms.first_query, terms.last_query
+    alike = terms.last is not None and terms.last.shape[1] == 1
+    if first is None or last is None:
+        return {"first_query": None, "last_query": None, "query_range_b": 0, "ROWS_ALIKE": alike}
+    stride = 0 if first.shape[0] == 1 else first.shape[1]
+    ranges = {"first_query": first.contiguous(), "last_query": last.contiguous(), "query_range_b": stride}
+    return ranges | {"ROWS_ALIKE": alike}
 
 
 def _rows_of(lse: Tensor, counted: Tensor | None = None) -> Tensor:

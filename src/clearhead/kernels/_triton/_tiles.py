@@ -26,13 +26,16 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
     """The tiles of a kernel on a device of this compute capability.
 
     Args:
-        kernel: ``"rows"``, ``"columns"``, ``"largest"``, ``"weights"``, ``"averaged"`` or ``"map"``.
+        kernel: ``"rows"``, ``"columns"``, ``"largest"``, ``"weights"``, ``"averaged"``, ``"map"`` or
+            ``"gradients"``.
         dim: features of a head.
         dtype: of query and key.
         capability: compute capability, such as (9, 0).
         plain: the answer of `is_plain`.
     """
     width = block_of(dim)
+    if kernel == "gradients":
+        return Tiles(16 if width > 128 else 32, 32, 8, 1)
     if dtype == torch.float32:  # multiplied without matrix instructions, from registers
         return _of_float32(kernel, width, capability)
     if kernel == "largest":

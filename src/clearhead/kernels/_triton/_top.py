@@ -6,21 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import LOG2E, changed, load_rows, products, visible_cells, within
+from ._tile import LOG2E, changed, load_rows, products, visible_cells, visited, within
 
 GROUP_KEYS: tl.constexpr = tl.constexpr(16)
-
-
-@triton.jit
-def _visited(i, i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N: tl.constexpr):
-    """The keys begin … end − 1, from the begin of a tile, that any of the rows i0 … i1 sees."""
-    begin, end = tl.maximum(0, i0 + low), tl.minimum(tl.minimum(S, stop), i1 + high + 1)
-    if last is not None:
-        place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
-        end = tl.minimum(end, tl.max(within(tl.load(last + place), S), 0))
-        if first is not None:
-            begin = tl.maximum(begin, tl.min(within(tl.load(first + place), S), 0))
-    return begin // N * N, end
 
 
 @triton.jit
@@ -87,7 +75,7 @@ def largest_kernel(
     out += (bh.to(tl.int64) * count + (i - row)) * groups
     q = load_rows(query, i0, L, q_l, D, M, BLOCK_D, True)
 
-    begin, end = _visited(i, i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N)
+    begin, end = visited(i, i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N)
     share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), N), splits) * N
     begin += split * share
     end = tl.minimum(end, begin + share)
@@ -157,7 +145,7 @@ def best_kernel(
     i = row + at
     i0 = row + at // M * M
     i1 = tl.minimum(i0 + M, row + count) - 1
-    begin, end = _visited(i0 + tl.arange(0, M), i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N)
+    begin, end = visited(i0 + tl.arange(0, M), i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N)
     query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + i.to(tl.int64) * q_l
     key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
 
