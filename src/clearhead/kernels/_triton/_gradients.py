@@ -69,30 +69,23 @@ def query_gradient_kernel(
     q = load_rows(query, i0, L, q_l, D, M, BLOCK_D, True)
     row = tl.load(lse + line, mask=i < L, other=float("inf"))
     begin, end = visited(i, i0, tl.minimum(i0 + M, L) - 1, b, S, low, high, stop, first, last, range_b, range_l, N)
-    mean = tl.zeros([M], tl.float32)
-    for j0 in tl.range(begin, end, N, num_stages=STAGES):
-        k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
-        weights, of_weights, slope = _weights_of(
-            products(q, k, UPCAST), i[:, None], (j0 + tl.arange(0, N))[None, :], row[:, None],
-            b, h, L, S, low, high, stop, shift, scale, softcap, gradient, g_b, g_h, g_l, g_s, share,
-            first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-            query_documents, key_documents, query_documents_b, key_documents_b, slopes, SOFTCAP,
-        )  # fmt: skip
-        mean += tl.sum(weights * of_weights, 1)
+    mean, total = tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32)
+    for turn in tl.range(0, 2):
+        for j0 in tl.range(begin, end, N, num_stages=STAGES):
+            k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
+            weights, of_weights, slope = _weights_of(
+                products(q, k, UPCAST), i[:, None], (j0 + tl.arange(0, N))[None, :], row[:, None],
+                b, h, L, S, low, high, stop, shift, scale, softcap, gradient, g_b, g_h, g_l, g_s, share,
+                first, last, range_b, range_l, keys, keys_b,
+                visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+                query_documents, key_documents, query_documents_b, key_documents_b, slopes, SOFTCAP,
+            )  # fmt: skip
+            if turn == 0:
+                mean += tl.sum(weights * of_weights, 1)
+            else:
+                of_scores = weights * (of_weights - mean[:, None]) * slope
+                total = tl.dot(of_scores, k.to(tl.float32), total, input_precision=PRECISION)
     tl.store(means + line, mean, mask=i < L)
-    total = tl.zeros([M, BLOCK_D], tl.float32)
-    for j0 in tl.range(begin, end, N, num_stages=STAGES):
-        k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
-        weights, of_weights, slope = _weights_of(
-            products(q, k, UPCAST), i[:, None], (j0 + tl.arange(0, N))[None, :], row[:, None],
-            b, h, L, S, low, high, stop, shift, scale, softcap, gradient, g_b, g_h, g_l, g_s, share,
-            first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-            query_documents, key_documents, query_documents_b, key_documents_b, slopes, SOFTCAP,
-        )  # fmt: skip
-        of_scores = weights * (of_weights - mean[:, None]) * slope
-        total = tl.dot(of_scores, k.to(tl.float32), total, input_precision=PRECISION)
     feature = tl.arange(0, BLOCK_D)
     written = (i < L)[:, None] & (feature < D)[None, :]
     tl.store(out + line[:, None] * D + feature[None, :], total * factor, mask=written)

@@ -62,11 +62,11 @@ def _gradients(
     if not runs_kernels(query):
         weights = weights_of(scores(query, key, terms, scale, softcap), lse)
         return gradients_by_formula(query, key, weights, gradient, scale, softcap)
-    from ._launch import gradient_launches
+    from ._launch import key_gradient_launch, query_gradient_launch
 
-    of_query, of_key = gradient_launches(query, key, lse, gradient, terms, scale=scale, softcap=softcap)
-    query_gradient, means = of_query.run()  # the second launch reads the means
-    return query_gradient, of_key.run()[0], means
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    of_query, means = query_gradient_launch(query, key, lse, gradient, terms, **options).run()
+    return of_query, key_gradient_launch(query, key, lse, gradient, means, terms, **options).run()[0], means
 
 
 def _fake_gradients(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -137,16 +137,13 @@ def map_launch(
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles),
         "lse": _rows_of(lse, counted), "out": out, "lines": lines, "columns": columns,
-        "lines_at_once": down, "columns_at_once": across, "LARGEST": largest,
+        "lines_at_once": down, "columns_at_once": across, "LARGEST": largest, **_registers(tiles, 2),
     }  # fmt: skip
-    if torch.version.hip is None:
-        # Registers for two blocks on a multiprocessor. By itself the compiler spills some for a third one.
-        arguments["maxnreg"] = min(255, 65536 // (64 * tiles.warps))
     programs = tiles_over(lines, down) * tiles_over(columns, across) * batch * heads
     return Launch(map_kernel, programs if out.numel() else 0, arguments, (out,))
 
 
-def gradient_launches(
+def query_gradient_launch(
     query: Tensor,
     key: Tensor,
     lse: Tensor,
@@ -156,37 +153,60 @@ def gradient_launches(
     scale: float,
     softcap: float,
     tiles: Tiles | None = None,
-) -> tuple[Launch, Launch]:
-    """Of the gradient of the query (B, H, L, D) and Σ_j p dp (B, H, L), and then of the gradient of the key.
+) -> Launch:
+    """Of the gradient of the query (B, H, L, D), and Σ_j p dp (B, H, L).
 
     `gradient` is that of the weights (B, H, L, S), or of their mean over the heads (B, 1, L, S).
     """
-    (batch, heads, length, _), (_, kv_heads, count, _) = query.shape, key.shape
-    of_query, of_key = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (query, key))
-    means = query.new_empty((batch, heads, length), dtype=torch.float32)
-    tiles = tiles or tiles_for("gradients", query, terms, softcap)
-    strides = gradient.expand(batch, heads, length, count).stride()
+    tiles = tiles or tiles_for("dq", query, terms, softcap)
+    means = query.new_empty(query.shape[:3], dtype=torch.float32)
+    out = query.new_empty(query.shape, dtype=torch.float32)
     arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles),
-        **dict(zip(("g_b", "g_h", "g_l", "g_s"), strides, strict=True)),
-        "gradient": gradient.resolve_neg(), "share": gradient.shape[1] / heads, "lse": _rows_of(lse), "means": means,
-        # Three products of TF32 are nearly as exact as one of float32, and use matrix instructions.
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32x3",
+        **arguments_of(query, key, terms, scale, softcap, tiles), **_gradient(query, key, lse, gradient, tiles),
+        "means": means, "out": out, "factor": scale,  # the operands may have its sign in the query
     }  # fmt: skip
-    # The operands may hide the sign of the scale: it belongs to the products with the query, and not to the key.
-    first = Launch(
-        query_gradient_kernel,
-        tiles_over(length, tiles.queries) * batch * heads if of_query.numel() else 0,
-        arguments | {"out": of_query, "factor": scale},
-        (of_query, means),
-    )
-    second = Launch(
-        key_gradient_kernel,
-        tiles_over(count, tiles.keys) * batch * kv_heads if of_key.numel() else 0,
-        arguments | {"out": of_key, **_ranges_of_keys(terms)},
-        (of_key,),
-    )
-    return first, second
+    programs = tiles_over(query.shape[2], tiles.queries) * query.shape[0] * query.shape[1]
+    return Launch(query_gradient_kernel, programs if out.numel() else 0, arguments, (out, means))
+
+
+def key_gradient_launch(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    gradient: Tensor,
+    means: Tensor,
+    terms: Terms,
+    *,
+    scale: float,
+    softcap: float,
+    tiles: Tiles | None = None,
+) -> Launch:
+    """Of the gradient of the key (B, Hkv, S, D). `means` is a result of the launch for the query."""
+    tiles = tiles or tiles_for("dk", query, terms, softcap)
+    out = query.new_empty(key.shape, dtype=torch.float32)
+    arguments = {
+        **arguments_of(query, key, terms, scale, softcap, tiles), **_gradient(query, key, lse, gradient, tiles),
+        **_ranges_of_keys(terms), "means": means, "out": out,
+    }  # fmt: skip
+    programs = tiles_over(key.shape[2], tiles.keys) * key.shape[0] * key.shape[1]
+    return Launch(key_gradient_kernel, programs if out.numel() else 0, arguments, (out,))
+
+
+def _gradient(query: Tensor, key: Tensor, lse: Tensor, gradient: Tensor, tiles: Tiles) -> dict[str, Any]:
+    """The arguments that both kernels of gradients have beside those of all kernels."""
+    (batch, heads, length, dim), count = query.shape, key.shape[2]
+    strides = gradient.expand(batch, heads, length, count).stride()
+    return {
+        **dict(zip(("g_b", "g_h", "g_l", "g_s"), strides, strict=True)), "gradient": gradient.resolve_neg(),
+        "share": gradient.shape[1] / heads, "lse": _rows_of(lse),
+        # Three products of TF32 are about as exact as one of float32, and use matrix instructions.
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32x3", **_registers(tiles, 2 if dim <= 128 else 1),
+    }  # fmt: skip
+
+
+def _registers(tiles: Tiles, blocks: int) -> dict[str, int]:
+    """An option of the compiler: registers for so many blocks on a multiprocessor. Else it spills some for more."""
+    return {} if torch.version.hip is not None else {"maxnreg": min(255, 65536 // (32 * blocks * tiles.warps))}
 
 
 def _ranges_of_keys(terms: Terms) -> dict[str, Any]:
