@@ -21,7 +21,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clearhead.kernels._triton._launch import Launch, columns_launch, map_launch, rows_launch, weights_launch
+from clearhead.kernels._triton._launch import (
+    Launch,
+    columns_launch,
+    key_gradient_launch,
+    map_launch,
+    query_gradient_launch,
+    rows_launch,
+    weights_launch,
+)
 from clearhead.kernels._triton._terms import Terms
 from clearhead.kernels._triton._tiles import tiles_of
 from clearhead.kernels._triton._top_launch import best_launch, groups_launch
@@ -86,7 +94,7 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
     of = (capability // 10, capability % 10)
     for mask, terms in cases.items():
         plain = mask == "causal"
-        names = ("rows", "columns", "weights", "averaged", "map", "top")
+        names = ("rows", "columns", "weights", "averaged", "map", "dq", "dk", "top")
         tiles = {name: tiles_of(name, dim, dtype, of, plain=plain) for name in names}
         options: dict[str, Any] = {"scale": 0.1, "softcap": 0.0}
         of_rows = options | {"sinks": None, "first_keys": None, "want": WANT}
@@ -103,6 +111,10 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
         groups = groups_launch(top, maxima, 8)
         yield "groups", mask, groups
         yield "best", mask, best_launch(top, groups.results[0], lse, (places.float(), places))
+        of_weights = lse[..., None].expand(1, 4, 64, 64).contiguous()
+        operands = query, key, lse, of_weights
+        yield "dq", mask, query_gradient_launch(*operands, terms, **options, tiles=tiles["dq"])
+        yield "dk", mask, key_gradient_launch(*operands, lse, terms, **options, tiles=tiles["dk"])
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
@@ -168,7 +180,7 @@ def main() -> int:
     parser.add_argument("--dim", type=int, nargs="*", default=DIMS, help="sizes of a head; default: 64 128 256")
     parser.add_argument("--dtype", nargs="*", choices=("bf16", "fp16", "fp32"), help="default: all")
     parser.add_argument("--mask", nargs="*", help="names of masks; default: all")
-    parser.add_argument("--kernel", nargs="*", help="names of kernels; default: all")
+    parser.add_argument("--kernel", nargs="*", help="names of kernels, as the table has them; default: all")
     options = parser.parse_args()
     faults = 0
     print(f"Triton {triton.__version__}. Tiles: queries, keys, warps, stages.")
@@ -178,7 +190,7 @@ def main() -> int:
                 if options.dtype and _NAMES[dtype] not in options.dtype:
                     continue
                 for kernel, mask, launch in launches(dim, dtype, capability):
-                    if (options.mask and mask not in options.mask) or (options.kernel and kernel not in options.kernel):
+                    if mask not in (options.mask or [mask]) or kernel not in (options.kernel or [kernel]):
                         continue
                     one = compiled(kernel, mask, launch, dim, dtype, capability)
                     faults += bool(one.faults)

@@ -23,13 +23,16 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
     """The tiles of a kernel on a device of this compute capability.
 
     Args:
-        kernel: ``"rows"``, ``"columns"``, ``"top"``, ``"weights"``, ``"averaged"`` or ``"map"``.
+        kernel: ``"rows"``, ``"columns"``, ``"top"``, ``"weights"``, ``"averaged"``, ``"map"``, ``"dq"``
+            or ``"dk"``.
         dim: features of a head.
         dtype: of query and key.
         capability: compute capability, such as (9, 0).
         plain: the answer of `is_plain`.
     """
     width = block_of(dim)
+    if kernel in ("dq", "dk"):
+        return _of_gradient(kernel, width, dtype)
     if dtype == torch.float32:  # multiplied without matrix instructions, from registers
         return _of_float32(kernel, width, capability)
     if kernel == "top":
@@ -50,7 +53,7 @@ def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
         return Tiles(16, 32, 8, 1)
     if kernel in ("weights", "averaged", "map"):
         return Tiles(16 if kernel == "map" and width > 128 else 32, 32, 8, 1)
-    few = width <= 64 or (width <= 128 and kernel == "rows")
+    few = width <= 64 and kernel == "rows"
     return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
 
 
@@ -66,6 +69,14 @@ def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
     averaged = kernel == "averaged"
     few_keys = kernel == "map" or (averaged and width > 64)
     return Tiles(64, 32 if few_keys else 64, 4, 2 if averaged and capability[0] != 12 else 1)
+
+
+def _of_gradient(kernel: str, width: int, dtype: torch.dtype) -> Tiles:
+    if dtype != torch.float32:
+        return Tiles(32, 32, 4 if width <= 128 else 8, 1)
+    if width > 128:
+        return Tiles(16, 16, 8, 1)
+    return Tiles(32, 16, 8, 1) if kernel == "dk" and width > 64 else Tiles(16, 32, 8, 1)
 
 
 def tiles_for(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
