@@ -1,7 +1,7 @@
 """The types of calls of modules, for type checkers: PyTorch declares that calling any module returns `Any`.
 
-Each class has the parameters of the `forward` of the modules that it lists. For an argument of type `bool`, type checkers
-join the results of both literals.
+Each class has the parameters of the `forward` of the modules that it lists. For an argument of type `bool`, type
+checkers join the results of both literals.
 """
 
 from __future__ import annotations
