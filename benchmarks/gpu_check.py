@@ -110,6 +110,8 @@ def _faults_of(check: Check, seen: Seen) -> Iterator[str]:
         yield f"waits {len(seen.waits)}: {', '.join(sorted(set(seen.waits)))}"
     if check.fused and (not seen.backends or "math" in seen.backends):
         yield f"no fused kernel, but {seen.backends or 'blocks of PyTorch operations'}"
+    if check.backend is not None and check.backend not in seen.backends:
+        yield f"{seen.backends or 'no fused kernel'} instead of {check.backend}"
     for chosen, allowed in seen.choices:
         if chosen == "math" and allowed:
             yield f"PyTorch takes math where its predicates allow {allowed}"
