@@ -19,8 +19,8 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     """Let queries attend only to the first `key_lengths` keys of their batch item: right padding.
 
     With `query_lengths`, all keys are masked for queries that are padding. Attention returns zero for them, and a
-    module ``out_proj(0)``. Modules remove them from the batch if that is faster. On a GPU they do so only for lengths on
-    the CPU, which are known without a wait.
+    module ``out_proj(0)``. Modules remove them from the batch if that is faster. On a GPU they do so only for lengths
+    on the CPU, which are known without a wait.
 
     Args:
         key_lengths: integer tensor (B,), one length per batch item, or (B, L), one per query
