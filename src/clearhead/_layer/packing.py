@@ -50,9 +50,10 @@ class Costs(NamedTuple):
     @staticmethod
     def between(inputs: tuple[Tensor, Tensor, Tensor], num_heads: int, num_kv_heads: int, head_dim: int) -> Costs:
         """Those of query, key and value, each (B, length, features), if the output has the features of the query."""
-        inner, (features, of_keys, of_values) = num_heads * head_dim, (x.shape[-1] for x in inputs)
-        of_key = num_kv_heads * head_dim * (of_keys + of_values)
-        return Costs(2 * inner * features, of_key, 2 * inner, _WORTH_OF_A_MOVE * features)
+        query, key, value = inputs
+        features, twice_inner = query.shape[-1], 2 * num_heads * head_dim
+        of_key = num_kv_heads * head_dim * (key.shape[-1] + (features if value is query else value.shape[-1]))
+        return Costs(twice_inner * features, of_key, twice_inner, _WORTH_OF_A_MOVE * features)
 
     def of(self, queries: int, keys: int, pairs: int) -> int:
         """The multiplications of so many queries, keys, and pairs of both."""
