@@ -147,14 +147,18 @@ def unpad(
     grid.memo["validated"] = mask
     if not on_cpu:
         return _find_on_a_gpu(mask, grid, pays, side_by_side)
-    found = _find(mask, grid)
-    if found is None or not pays(found.queries.counts, found.keys.counts):
+    # The layers of a stack share the tokens, as they share their mask.
+    found = mask.lowered(grid, "tokens", lambda: _find(mask, grid))
+    if found is None:
         return None
-    return None if side_by_side and found.queries is not found.keys else found
+    queries, keys, rules, sequences = found
+    if (side_by_side and queries is not keys) or not pays(queries.counts, keys.counts):
+        return None
+    return Unpadded(queries, keys, mask, all_of([*rules]), sequences)
 
 
-def _find(mask: Mask, grid: Grid) -> Unpadded | None:
-    """The real tokens of a batch, by the values of its mask.
+def _find(mask: Mask, grid: Grid) -> tuple[Tokens, Tokens, list[Mask], PackedSequences] | None:
+    """The real queries and keys of a batch by the values of its mask, its rules about positions, and the sequences.
 
     ``None`` if nothing is padding, or if the rules about positions mean something else for the real tokens.
     """
@@ -170,7 +174,7 @@ def _find(mask: Mask, grid: Grid) -> Unpadded | None:
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     queries = _unless_equal(queries, keys)
-    return Unpadded(queries, keys, mask, all_of([*rules]), sequences_between(queries, keys, grid.device))
+    return queries, keys, rules, sequences_between(queries, keys, grid.device)
 
 
 def _find_on_a_gpu(
@@ -201,7 +205,6 @@ def _find_on_a_gpu(
         real_queries = real_keys if same else _first_tokens(of_queries, queries, grid.query_length, grid.device)
         return real_queries, real_keys, sequences_between(real_queries, real_keys, grid.device)
 
-    # The layers of a stack share the tokens, as they share their mask.
     real_queries, real_keys, sequences = mask.lowered(grid, "tokens", make)
     return Unpadded(real_queries, real_keys, mask, all_of([*rules]), sequences)
 
