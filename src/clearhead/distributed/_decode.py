@@ -24,6 +24,7 @@ from ..kernels._some_keys import merge_sinks, merge_some_keys
 from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
+from ..masks._structure import structure_of
 from ._collectives import from_every_rank, step
 from ._layout import Shards
 
@@ -182,6 +183,10 @@ def _attend_to_shard(
 ) -> Results:
     """Attention to the keys that this process holds, with its log-sum-exp and without sinks, which are merged once."""
     key, value = key_values.key, key_values.value
+    # A causal mask hides nothing from the newest token. Without a mask, fused kernels return the log-sum-exp.
+    band = None if request.mask is None else structure_of(request.mask, grid).only_band(grid)
+    if band is not None and band.shows_all(grid):
+        request = request._replace(mask=None)
 
     def attend_to(key: Tensor, value: Tensor, columns: Tensor) -> Results:
         mask = part_of(request.mask, Offset(grid.num_heads), grid, columns)
