@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead.kernels._triton import Terms, columns, pooled, rows, top_k
+from clearhead.kernels._triton import Terms, columns, pooled, rows
 from clearhead.kernels._triton import weights as weights_by_kernel
 from clearhead.kernels._triton._formula import (
     columns_by_formula,
@@ -85,11 +85,14 @@ def errors_of(
     counted = random(BATCH, length) > 0.2
     double = torch.float64
 
-    found = rows(query, key, terms, scale=scale, softcap=softcap, sinks=sinks, first_keys=first, want=ROWS)
-    exact = rows_by_formula(
-        query, key, terms, scale=scale, softcap=softcap, sinks=sinks, first_keys=first, dtype=double
-    )
-    errors = {each: _error(found[each], exact[each], 1.0) for each in found}
+    options = {"scale": scale, "softcap": softcap}
+    of_rows: dict[str, Any] = options | {"sinks": sinks, "first_keys": first}
+    found = rows(query, key, terms, **of_rows, want=ROWS, top=TOP)
+    exact = rows_by_formula(query, key, terms, **of_rows, dtype=double)
+    errors = {each: _error(found[each], exact[each], 1.0) for each in exact}
+    if device.type == "cuda" or name == "causal":  # the interpreter is slow
+        alone = rows(query, key, terms, **of_rows, want=ROWS)
+        errors |= {f"{each} alone": _error(alone[each], exact[each], 1.0) for each in exact}
     lse, exact_lse = found["lse"], exact["lse"]
     received, viewers = columns(query, key, lse, terms, scale=scale, softcap=softcap, counted=counted)
     again, _ = columns(query, key, lse, terms, scale=scale, softcap=softcap, counted=counted)
@@ -98,13 +101,12 @@ def errors_of(
     errors["viewers"] = _error(viewers, of_keys[1], 1.0)
     errors["bits"] = 0.0 if torch.equal(received, again) else float("inf")
     exact_weights = weights_of(scores(query, key, terms, scale, softcap, double), exact_lse)
-    options = {"scale": scale, "softcap": softcap}
     errors["weights"] = _error(weights_by_kernel(query, key, lse, terms, **options), exact_weights, 1.0)
     averaged = weights_by_kernel(query, key, lse, terms, **options, average=True)
     errors["averaged"] = _error(averaged, exact_weights.mean(1), 1.0)
     chosen = (random(9) * length).long()
-    of_rows = terms.of_rows(chosen, length, length)
-    found_rows = weights_by_kernel(query[:, :, chosen], key, lse[:, :, chosen], of_rows, **options)
+    of_chosen = terms.of_rows(chosen, length, length)
+    found_rows = weights_by_kernel(query[:, :, chosen], key, lse[:, :, chosen], of_chosen, **options)
     errors["chosen weights"] = _error(found_rows, exact_weights[:, :, chosen], 1.0)
     # Cells smaller than a tile in one direction, and larger in the other; for "causal" smaller in both.
     small = (9, 9) if name == "causal" else (9, 1)
@@ -112,13 +114,12 @@ def errors_of(
         of_map: dict[str, Any] = options | {"counted": counted, "largest": largest}
         found_map = pooled(query, key, lse, terms, cells, **of_map)
         errors[each] = _error(found_map, pooled_by_formula(exact_weights, counted, cells, largest), 1.0)
-        if device.type == "cuda" or name == "causal":  # the interpreter is slow
+        if device.type == "cuda" or name == "causal":
             same = torch.equal(found_map, pooled(query, key, lse, terms, cells, **of_map))
             errors["bits"] = errors["bits"] if same else float("inf")
-    weights, places = top_k(query, key, lse, terms, TOP, scale=scale, softcap=softcap)
     best, best_places = top_by_formula(query, key, exact_lse, terms, TOP, scale, softcap, dtype=double)
-    errors["top"] = _error(weights, best, 1.0)
-    errors["keys of the top"] = float((places != best_places).sum())
+    errors["top"] = _error(found["top_weights"], best, 1.0)
+    errors["keys of the top"] = float((found["top_keys"] != best_places).sum())
     return errors
 
 
