@@ -38,6 +38,8 @@ MASKS: dict[str, Any] = {
     "prefix": lambda length: masks.causal() | masks.prefix(length // 8),
     "prefix of each item": lambda length: masks.causal() | masks.prefix(torch.tensor([length // 8, 3])),
     "causal lengths": lambda length: masks.causal() & masks.lengths(torch.tensor([length, length * 2 // 3])),
+    "lengths": lambda length: masks.lengths(torch.tensor([length, length // 3])),
+    "prefix without causal": lambda length: masks.prefix(length // 3),
     "window and lengths": lambda length: masks.sliding_window(50, 7) & masks.lengths(torch.tensor([length, 77])),
     "prefix and lengths": lambda length: (
         (masks.causal() | masks.prefix(length // 8)) & masks.lengths(torch.tensor([length, length // 2]))
@@ -95,7 +97,7 @@ def test_values_and_gradients_are_those_of_the_cpu(
 ) -> None:
     inputs, mask = operands(SHORT, heads), MASKS[name](SHORT)
     if "lengths" in name:  # what no query sees holds NaN
-        lengths = {"causal lengths": 200, "window and lengths": 77, "prefix and lengths": 150}
+        lengths = {"causal lengths": 200, "lengths": 100, "window and lengths": 77, "prefix and lengths": 150}
         for x in inputs[1:]:
             x[1, :, lengths[name] :] = torch.nan
     exact = _with_gradients(inputs, mask, torch.float64, "reference")
@@ -146,8 +148,6 @@ def _calls(device: str = "cpu") -> dict[str, tuple[dict[str, Any], Mask, dict[st
         "float32": ({"dtype": torch.float32}, window, {}),
         "a large head": ({"dim": 256}, window, {}),
         "causal": ({}, masks.causal(), {}),
-        "key padding": ({}, masks.lengths(torch.tensor([SHORT, 20])), {}),
-        "a prefix without causal": ({}, masks.prefix(7), {}),
         "a tensor": ({}, masks.keep(torch.ones(SHORT, SHORT, dtype=torch.bool, device=device)), {}),
         "a predicate": ({}, masks.mask_mod(lambda b, h, q, k: q >= k), {}),
         "a bias": ({}, window & masks.bias(torch.zeros(SHORT, SHORT, device=device)), {}),
