@@ -124,13 +124,21 @@ class _SharedMask(_LoweredOnce):
 
     def __init__(self, mask: Mask) -> None:
         super().__init__(mask)
-        self._grids: dict[Hashable, Grid] = {}
+        self._positions: dict[Hashable, tuple[object, object]] = {}
         self._combined: dict[Hashable, Mask] = {}
 
     def _grid_key(self, grid: Grid) -> Hashable:
-        positions = map(_address, (grid.query_positions, grid.key_positions))
-        key = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length, grid.device, *positions
-        self._grids.setdefault(key, grid)  # keeps the positions alive, so that no others get their address
+        positions = grid.query_positions, grid.key_positions
+        key = (
+            grid.batch_size,
+            grid.num_heads,
+            grid.query_length,
+            grid.key_length,
+            grid.device,
+            *map(_address, positions),
+        )
+        # Keeps them alive, so that no others get their address. Not the grid, whose memo may hold this mask.
+        self._positions.setdefault(key, positions)
         return key
 
     def validate(self, grid: Grid) -> None:

@@ -137,6 +137,14 @@ def test_fully_masked_rows_are_zero(cuda: PretendedDevice, causal: bool) -> None
     assert output[0].cpu().abs().min() > 0
 
 
+@pytest.mark.parametrize("fewest", [1, 0])
+def test_rows_are_masked_only_where_one_can_be_empty(cuda: PretendedDevice, fewest: int) -> None:
+    query, key, value = (x.cuda() for x in operands(32, torch.bfloat16))
+    mask = masks.lengths(torch.tensor([20, fewest]))
+    seen = cuda.count(lambda: clearhead.attention(query, key, value, mask))
+    assert seen.operators["masked_fill_"] == (fewest == 0)
+
+
 def _with_gradients(inputs: list[Tensor], mask: Mask | None, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:
     leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
     if kernel is None:
