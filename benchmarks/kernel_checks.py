@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead.kernels._triton import Terms, columns, pooled, rows, top_k
+from clearhead.kernels._triton import Terms, columns, pooled, rows, top_k, weights_gradients
 from clearhead.kernels._triton import weights as weights_by_kernel
 from clearhead.kernels._triton._formula import (
     columns_by_formula,
+    gradients_by_formula,
     pooled_by_formula,
     rows_by_formula,
     scores,
@@ -21,11 +22,14 @@ from clearhead.kernels._triton._formula import (
 )
 from clearhead.kernels._triton._operators import ROWS
 from clearhead.kernels._triton._terms import lower
+from clearhead.kernels._triton._tiles import tiles_for
 from clearhead.masks._grid import Grid
 from clearhead.positions import ALiBi
 
 BAR = 1e-5  # relative above 1, and for a received mass 10 times as much, relative to itself
 BATCH, TOP = 2, 3
+#: Masks with which the gradient is that of averaged weights, if one kind of gradient is enough.
+AVERAGED = ("window", "mixed documents", "bias", "scale 0")
 #: Uniform random numbers of a shape.
 Random = Callable[..., Tensor]
 #: By name: heads, length and random numbers to a mask, and other arguments of the call.
@@ -66,9 +70,13 @@ MASKS: dict[str, Callable[[int, int, Random], tuple[masks.Mask | None, dict[str,
 
 
 def errors_of(
-    name: str, dtype: torch.dtype, dim: int, device: torch.device, *, length: int, heads: int
+    name: str, dtype: torch.dtype, dim: int, device: torch.device, *, length: int, heads: int, thorough: bool
 ) -> dict[str, float]:
-    """The error of each statistic with one mask; 1 for each wrong key of the top, ∞ for other bits the second time."""
+    """The error of each statistic with one mask; 1 for each wrong key of the top, ∞ for other bits the second time.
+
+    What takes long in the interpreter is done only if `thorough`: the top of all rows and not of the last ones,
+    gradients of full and of averaged weights and not of one kind, and maps and gradients a second time.
+    """
     draw = torch.Generator(device=device).manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -106,20 +114,46 @@ def errors_of(
     of_rows = terms.of_rows(chosen, length, length)
     found_rows = weights_by_kernel(query[:, :, chosen], key, lse[:, :, chosen], of_rows, **options)
     errors["chosen weights"] = _error(found_rows, exact_weights[:, :, chosen], 1.0)
-    # Cells smaller than a tile in one direction, and larger in the other; for "causal" smaller in both.
-    small = (9, 9) if name == "causal" else (9, 1)
+    # Cells smaller than a tile in one direction, and larger in the other, or smaller in both.
+    small = (9, 9) if name == "causal" and thorough else (9, 1)
     for each, cells, largest in (("map", small, False), ("largest of the map", (1, 9), True)):
         of_map: dict[str, Any] = options | {"counted": counted, "largest": largest}
         found_map = pooled(query, key, lse, terms, cells, **of_map)
         errors[each] = _error(found_map, pooled_by_formula(exact_weights, counted, cells, largest), 1.0)
-        if device.type == "cuda" or name == "causal":  # the interpreter is slow
+        if thorough:
             same = torch.equal(found_map, pooled(query, key, lse, terms, cells, **of_map))
             errors["bits"] = errors["bits"] if same else float("inf")
-    weights, places = top_k(query, key, lse, terms, TOP, scale=scale, softcap=softcap)
+    weights, places = _top(query, key, lse, terms, scale, softcap, 0 if thorough else length - 6)
     best, best_places = top_by_formula(query, key, exact_lse, terms, TOP, scale, softcap, dtype=double)
-    errors["top"] = _error(weights, best, 1.0)
-    errors["keys of the top"] = float((places != best_places).sum())
+    errors["top"] = _error(weights, best[:, :, -weights.shape[2] :], 1.0)
+    errors["keys of the top"] = float((places != best_places[:, :, -places.shape[2] :]).sum())
+    of_heads = (heads, 1) if thorough else (1,) if name in AVERAGED else (heads,)
+    for of_weights in [random(BATCH, each, length, length) - 0.5 for each in of_heads]:
+        gradients = weights_gradients(query, key, lse, of_weights, terms, **options)
+        exact_gradients = gradients_by_formula(query, key, exact_weights, of_weights, scale, softcap)
+        for each, ours, judge in zip(("dq", "dk", "Σ p dp"), gradients, exact_gradients, strict=True):
+            error = _error(ours, judge, float(judge.abs().max()) or 1.0)
+            errors[each] = max(error, errors.get(each, 0.0))
+        if thorough:
+            again = weights_gradients(query, key, lse, of_weights, terms, **options)
+            errors["bits"] = errors["bits"] if all(map(torch.equal, gradients, again)) else float("inf")
     return errors
+
+
+def _top(
+    query: Tensor, key: Tensor, lse: Tensor, terms: Terms, scale: float, softcap: float, row: int
+) -> tuple[Tensor, Tensor]:
+    """The largest weights of the rows from `row` on, and their keys. Long calls are computed in such parts."""
+    if row == 0:
+        return top_k(query, key, lse, terms, TOP, scale=scale, softcap=softcap)
+    from clearhead.kernels._triton._top_launch import best_launch, largest_launch
+
+    shape, tiles = (*query.shape[:3], TOP), tiles_for("largest", query, terms, softcap)
+    weights, keys = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
+    largest = largest_launch(query, key, terms, scale, softcap, row, query.shape[2] - row, tiles)
+    largest.run()
+    best_launch(largest, lse.contiguous(), (weights, keys)).run()
+    return weights[:, :, row:], keys[:, :, row:]
 
 
 def wrong_numbers(errors: dict[str, float]) -> dict[str, float]:

@@ -26,7 +26,7 @@ _FREE = {
     *("is_same_size", "_unsafe_view", "record_stream", "is_pinned", "_has_same_storage_numel", "_fused_sdp_choice"),
 }
 #: Kernels that our own operators launch, where it is not one.
-_LAUNCHES = {"triton_top_k": 2}
+_LAUNCHES = {"triton_top_k": 2, "triton_weights_gradients": 2}
 #: Operators whose result has a shape that depends on values, or that read values themselves.
 _VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "is_nonzero")
 #: Operators that take tensors of two devices.
