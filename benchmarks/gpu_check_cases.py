@@ -392,8 +392,8 @@ def _weights(
     place: Place,
 ) -> Way:
     query, key, _ = _operands(place, shape, kv)
-    made, sinks = mask(place.device), {}
-    if "sinks" in options:
-        sinks = {"sinks": place.put(options["sinks"]).requires_grad_()}
-    leaves = (query, key, *sinks.values())
-    return lambda: with_gradients(clearhead.attention_weights(query, key, made, **{**options, **sinks}), leaves)
+    leaves, given, made = [query, key], dict(options), mask(place.device)
+    if "sinks" in given:
+        given["sinks"] = place.put(given["sinks"]).requires_grad_()
+        leaves.append(given["sinks"])
+    return lambda: with_gradients(clearhead.attention_weights(query, key, made, **given), leaves)
