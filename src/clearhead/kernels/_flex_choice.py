@@ -45,33 +45,20 @@ def leaves_to_flex(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[
 
 
 def _leaves_out(mask: Mask, grid: Grid) -> bool:
-    """Whether a mask is made of rules about positions and of documents, and differs between queries.
-
-    A mask without differences between queries is (B, 1, 1, S), which PyTorch's kernels read without a cost.
-    """
+    """Whether a mask is made of rules about positions and of documents."""
     if hides_nothing(mask, grid) or is_plain_causal(mask, grid):
         return False
-    differs = False
     for part in mask.parts():
         structure = structure_of(part, grid)
         is_documents = isinstance(part, Documents) and grid.shift is not None
         alternatives = structure.either or (structure,)
         if part.has_bias or not (is_documents or all(map(_is_rule, alternatives))):
             return False
-        differs = differs or is_documents or any(_differs(each, grid) for each in alternatives)
-    return differs
+    return True
 
 
 def _is_rule(structure: Structure) -> bool:
     return structure.exact and not structure.tensors and not structure.biases
-
-
-def _differs(structure: Structure, grid: Grid) -> bool:
-    """Whether queries see different keys."""
-    band, rows = structure.band, structure.rows
-    if band is not None and (band.low > 1 - grid.query_length or band.high < grid.key_length - 1):
-        return True
-    return rows is not None and (rows.first is not None or rows.stop.shape[1] != 1)
 
 
 def _is_trusted(device: torch.device, dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ from .._call.request import Request
 from .._environment import autocast_off
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
-from ._triton import columns, pooled, rows, terms_of, top_k, weights_gradients
+from ._triton import columns, pooled, rows, terms_of, weights_gradients
 from ._triton import weights as weights_by_kernel
 from ._triton._available import DTYPES, available
 from ._triton._formula import gradients_by_formula, pooled_by_formula
@@ -64,10 +64,8 @@ def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
     operands, terms, scale = (call.query, call.key), terms_of(call), call.spec.scale
     names = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
     first = torch.arange(call.key.shape[2], device=call.query.device)[None, None] < 1
-    found = rows(*operands, terms, scale=scale, sinks=call.request.sinks, first_keys=first, want=names)
+    found = rows(*operands, terms, scale=scale, sinks=call.request.sinks, first_keys=first, want=names, top=_TOP)
     found["received"], found["viewers"] = columns(*operands, found["lse"], terms, scale=scale)
-    found["top_k"], places = top_k(*operands, found["lse"], terms, _TOP, scale=scale)
-    found["top_k's keys"] = places
     found["weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale)
     found["averaged weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale, average=True)
     found["map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale)
@@ -95,12 +93,12 @@ def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
         "visible": visible.sum(-1),
         "received": weights.sum(2),
         "viewers": visible.sum(2),
-        "top_k": top,
+        "top_weights": top,
         "weights": weights,
         "averaged weights": weights.mean(1),
         "map": pooled_by_formula(weights, None, _CELLS, largest=False),
         "largest of the map": pooled_by_formula(weights, None, _CELLS, largest=True),
-        "top_k's keys": keys.masked_fill(top == 0, -1),
+        "top_keys": keys.masked_fill(top == 0, -1),
         "gradient of the query": of_query,
         "gradient of the key": of_key,
     }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._call.call import AttentionCall
 from ._second_order import sinks_gradient
-from ._triton import Terms, available, columns, pooled, rows, terms_of, top_k
+from ._triton import Terms, available, columns, pooled, rows, terms_of
 from ._triton import weights as weights_by_kernel
 from ._triton import weights_gradients as gradients_by_kernel
 from ._triton_check import CHECK
@@ -44,15 +44,13 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     if {"received", "top_k", "map", "head_average"} & wanted.keys():
         names.add("lse")
     buffers: dict[str, Any] = rows(
-        *operands, terms, **options, sinks=call.request.sinks, first_keys=wanted.get("sink"), want=tuple(names)
-    )
+        *operands, terms, **options, sinks=call.request.sinks, first_keys=wanted.get("sink"), want=tuple(names),
+        top=wanted.get("top_k", 0),
+    )  # fmt: skip
     buffers["largest"] = buffers.pop("max_logit")
     if "received" in wanted:
         received = columns(*operands, buffers["lse"], terms, **options, counted=counted)
         buffers["received"], buffers["viewers"] = received
-    if "top_k" in wanted:
-        found = top_k(*operands, buffers["lse"], terms, wanted["top_k"], **options)
-        buffers["top_weights"], buffers["top_keys"] = found
     if "map" in wanted:
         cells, largest = wanted["map"]
         buffers["map"] = pooled(*operands, buffers["lse"], terms, cells, **options, counted=counted, largest=largest)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels import _flex_choice
+from clearhead.kernels import _flex_blocks, _flex_choice
 from clearhead.masks import Mask
+from clearhead.masks._grid import Grid
 from tests.support.pretended_cuda.mode import PretendedDevice
 
 L, SHORT = 4096, 300
@@ -76,7 +77,7 @@ def test_a_long_call_runs_on_flex_without_a_wait(
         seen = cuda.count(lambda: clearhead.attention(query, key, value, mask))
     assert first.backends == seen.backends == ["flex"]
     assert first.waits == seen.waits == []
-    assert first.largest <= length**2 * query.element_size()
+    assert first.largest <= query.nbytes
     assert seen.count <= 4
     assert seen.largest <= query.nbytes
 
@@ -105,6 +106,32 @@ def test_values_and_gradients_are_those_of_the_cpu(
     assert not seen.shapes
     for ours, reference, judge in zip(got, same, exact, strict=True):
         assert _error(ours.cpu(), judge) <= 2 * _error(reference, judge)
+
+
+@pytest.mark.parametrize("length", [384, SHORT])
+def test_windows_are_constants_of_the_compiled_kernel(
+    cuda: PretendedDevice, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few windows, and only where they do not depend on sizes and positions."""
+    monkeypatch.setattr(_flex_blocks, "_constants", set())
+    window = masks.causal() & masks.sliding_window(99, 0)
+    assert _rule(window, length) == (set(), (-99, 0))
+    assert _rule(window, length, 0, 0) == (set(), (-99, 0))
+    assert _rule(masks.causal() & masks.sliding_window(length, 0), length) == (set(), (None, 0))
+    assert _rule(window & masks.lengths(torch.tensor([7])), length) == ({"last"}, (-99, 0))
+    assert _rule(window, length, 5) == ({"ends"}, (None, None))
+    assert _rule(window & masks.prefix(7), length) == ({"ends"}, (None, None))
+    found = [_rule(masks.sliding_window(left, 3), length)[0] for left in range(20)]
+    assert found == [set()] * 14 + [{"ends"}] * 6
+    assert _rule(window, length)[0] == set()
+
+
+def _rule(
+    mask: Mask, length: int, query: int | None = None, key: int | None = None
+) -> tuple[set[str], tuple[int | None, int | None]]:
+    """The tensors and the constants of a mask's rule, where positions count up from these."""
+    blocks = _flex_blocks.lower_blocks(mask, Grid(1, 2, length, length, CUDA, query, key))
+    return set(blocks.rule), blocks.limits
 
 
 def _calls(device: str = "cpu") -> dict[str, tuple[dict[str, Any], Mask, dict[str, Any]]]:

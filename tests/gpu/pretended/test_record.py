@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
+from clearhead.cli._doctor import text_of
 from clearhead.errors import KernelError
-from clearhead.inspection._doctor import text_of
 from clearhead.kernels import _triton_check
 from clearhead.masks import Mask
 from tests.support.pretended_cuda.mode import PretendedDevice

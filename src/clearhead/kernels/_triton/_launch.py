@@ -46,10 +46,17 @@ def rows_launch(
     first_keys: Tensor | None,
     want: Sequence[str],
     tiles: Tiles | None = None,
+    out: Tensor | None = None,
+    row: int = 0,
+    maxima: Tensor | None = None,
 ) -> Launch:
-    """Of the statistics (n, B, H, L) in the order of `want`."""
+    """Of the statistics (n, B, H, L) in the order of `want`.
+
+    With `maxima` (B, H, rows, groups), only of so many rows from `row` on. Its numbers are written too.
+    """
     (batch, heads, length, _), count = query.shape, key.shape[2]
-    out = query.new_empty((len(want), batch, heads, length), dtype=torch.float32)
+    if out is None:
+        out = query.new_empty((len(want), batch, heads, length), dtype=torch.float32)
     marks = None
     if "sink" in want and first_keys is not None:
         marks = first_keys.expand(batch, heads, count)
@@ -61,8 +68,10 @@ def rows_launch(
         **arguments_of(query, key, terms, scale, softcap, tiles), **numbers,
         "sinks": sinks, "first_keys": marks, "out": out, "out_n": batch * heads * length,
         "marks_b": 0 if marks is None else marks.stride(0), "marks_h": 0 if marks is None else marks.stride(1),
+        "maxima": maxima, "groups": 0 if maxima is None else maxima.shape[3],
+        "row": row, "count": length if maxima is None else maxima.shape[2],
     }  # fmt: skip
-    programs = tiles_over(length, tiles.queries) * batch * heads
+    programs = tiles_over(arguments["count"], tiles.queries) * batch * heads
     return Launch(rows_kernel, programs if out.numel() else 0, arguments, (out,))
 
 

@@ -8,7 +8,8 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-INT64: tl.constexpr = tl.constexpr(tl.int64)
+#: Neighbouring keys of which `top_k` keeps the largest score.
+GROUP_KEYS: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
