@@ -172,11 +172,11 @@ def _decode(build: Build, kind: str, place: Place) -> Way:
 
 def _derived_twice(place: Place) -> Way:
     """Gradients of the squares of gradients."""
-    leaves = [place.put(drawn(LENGTH, HEADS, 64, seed=seed)).requires_grad_() for seed in (1, 2, 3)]
+    q, k, v = leaves = [place.put(drawn(LENGTH, HEADS, 64, seed=seed)).requires_grad_() for seed in (1, 2, 3)]
     ends = torch.tensor([0, 5, 70, LENGTH], dtype=torch.int32, device=place.device)
 
     def run() -> Outputs:
-        output = clearhead.attention_varlen(*leaves, ends, ends, masks.causal())
+        output = clearhead.attention_varlen(q, k, v, ends, ends, masks.causal())
         first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
         squares = torch.stack([each.float().square().sum() for each in first]).sum()
         return torch.autograd.grad(squares, leaves)
