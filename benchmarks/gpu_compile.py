@@ -21,10 +21,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clearhead.kernels._triton._launch import Launch, columns_launch, map_launch, rows_launch, weights_launch
+from clearhead.kernels._triton._launch import (
+    Launch,
+    columns_launch,
+    key_gradient_launch,
+    map_launch,
+    query_gradient_launch,
+    rows_launch,
+    weights_launch,
+)
 from clearhead.kernels._triton._terms import Terms
 from clearhead.kernels._triton._tiles import tiles_of
-from clearhead.kernels._triton._top_launch import best_launch, largest_launch
+from clearhead.kernels._triton._top_launch import best_launch, groups_launch
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 DIMS = (64, 128, 256)
@@ -61,8 +69,7 @@ class Compiled:
         found = [f"{self.spilled} bytes on the stack"] if self.spilled else []
         if self.blocks < (1 if self.dim > 128 else 2):
             found.append(f"{self.blocks} blocks fit")
-        # `best` has one query for each group of keys, which fills no matrix instruction.
-        if ("fma" if self.dtype == "fp32" or self.kernel == "best" else "mma") != self.product:
+        if self.kernel != "groups" and ("fma" if self.dtype == "fp32" else "mma") != self.product:
             found.append(f"multiplies by {self.product}")
         return found
 
@@ -87,7 +94,7 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
     of = (capability // 10, capability % 10)
     for mask, terms in cases.items():
         plain = mask == "causal"
-        names = ("rows", "columns", "weights", "averaged", "map", "largest")
+        names = ("rows", "columns", "weights", "averaged", "map", "dq", "dk", "top")
         tiles = {name: tiles_of(name, dim, dtype, of, plain=plain) for name in names}
         options: dict[str, Any] = {"scale": 0.1, "softcap": 0.0}
         of_rows = options | {"sinks": None, "first_keys": None, "want": WANT}
@@ -98,10 +105,16 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
             yield name, mask, weights_launch(query, key, lse, terms, **options, average=average, tiles=tiles[name])
         of_map = options | {"cells": (8, 8), "counted": None, "largest": False}
         yield "map", mask, map_launch(query, key, lse, terms, **of_map, tiles=tiles["map"])
-        largest = largest_launch(query, key, terms, **options, row=0, count=64, tiles=tiles["largest"])
-        yield "largest", mask, largest
-        top = torch.empty(1, 4, 64, 4), torch.empty(1, 4, 64, 4, dtype=torch.int64)
-        yield "best", mask, best_launch(largest, lse, top)
+        maxima, places = torch.empty(1, 4, 64, 512), torch.empty(1, 4, 64, 8, dtype=torch.int64)
+        top = rows_launch(query, key, terms, **of_rows, tiles=tiles["top"], maxima=maxima)
+        yield "top", mask, top
+        groups = groups_launch(top, maxima, 8)
+        yield "groups", mask, groups
+        yield "best", mask, best_launch(top, groups.results[0], lse, (places.float(), places))
+        of_weights = lse[..., None].expand(1, 4, 64, 64).contiguous()
+        operands = query, key, lse, of_weights
+        yield "dq", mask, query_gradient_launch(*operands, terms, **options, tiles=tiles["dq"])
+        yield "dk", mask, key_gradient_launch(*operands, lse, terms, **options, tiles=tiles["dk"])
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:
@@ -143,7 +156,7 @@ def compiled(kernel: str, mask: str, launch: Launch, dim: int, dtype: torch.dtyp
     if dtype == torch.float32 and "tf32" in ptx:
         product = "tf32"
     arguments = launch.arguments
-    tiles = arguments["M"], arguments["N"], warps, arguments["STAGES"]
+    tiles = arguments.get("M", 1), arguments.get("N", 1), warps, arguments.get("STAGES", 1)
     spilled = usage["STACK"] + usage["LOCAL"]
     name = _NAMES[dtype]
     return Compiled(kernel, mask, dim, name, capability, tiles, usage["REG"], spilled, shared, blocks, product)
@@ -167,6 +180,7 @@ def main() -> int:
     parser.add_argument("--dim", type=int, nargs="*", default=DIMS, help="sizes of a head; default: 64 128 256")
     parser.add_argument("--dtype", nargs="*", choices=("bf16", "fp16", "fp32"), help="default: all")
     parser.add_argument("--mask", nargs="*", help="names of masks; default: all")
+    parser.add_argument("--kernel", nargs="*", help="names of kernels, as the table has them; default: all")
     options = parser.parse_args()
     faults = 0
     print(f"Triton {triton.__version__}. Tiles: queries, keys, warps, stages.")
@@ -176,7 +190,7 @@ def main() -> int:
                 if options.dtype and _NAMES[dtype] not in options.dtype:
                     continue
                 for kernel, mask, launch in launches(dim, dtype, capability):
-                    if options.mask and mask not in options.mask:
+                    if mask not in (options.mask or [mask]) or kernel not in (options.kernel or [kernel]):
                         continue
                     one = compiled(kernel, mask, launch, dim, dtype, capability)
                     faults += bool(one.faults)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_checks import MASKS, errors_of, wrong_numbers
-from clearhead.kernels._triton import Terms, rows, top_k, weights
+from clearhead.kernels._triton import Terms, rows, weights
 from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch
 from clearhead.kernels._triton._tiles import Tiles, tiles_of
 
@@ -59,7 +59,7 @@ def check(device: torch.device) -> int:
     of_causal = [*of_each, (torch.float32, 128), (torch.float32, 256), (torch.bfloat16, 16), (torch.bfloat16, 256)]
     for name in MASKS:
         for dtype, dim in of_causal if name == "causal" else of_each:
-            wrong = wrong_numbers(errors_of(name, dtype, dim, device, length=333, heads=4))
+            wrong = wrong_numbers(errors_of(name, dtype, dim, device, length=333, heads=4, thorough=True))
             print(f"{name:16} {str(dtype)[6:]:9} D={dim:<4} {f'WRONG {wrong}' if wrong else 'ok'}", flush=True)
             faults += len(wrong)
     return faults
@@ -122,7 +122,7 @@ def attention_ms(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> 
 def compare(device: torch.device, tuned: dict[int, dict[str, Tiles]]) -> None:
     """Print times beside attention's, and their ratios."""
     capability = torch.cuda.get_device_capability(device)
-    print("| D | L | mask | attention ms | received ms | ratio | lse, entropy, max, confidence ms | ratio | top-8 ms |")
+    print("| D | L | mask | attention ms | received ms | ratio | four statistics ms | ratio | with top-8 |")
     print("|---|---|---|---|---|---|---|---|---|")
     for dim, length, causal in itertools.product((64, 128), (8192, 16384), (True, False)):
         query, key, value = operands(dim, length, device)
@@ -133,8 +133,8 @@ def compare(device: torch.device, tuned: dict[int, dict[str, Tiles]]) -> None:
             tiles = tuned.get(dim, {}).get(kernel) or tiles_of(kernel, dim, query.dtype, capability, plain=True)
             times.append(median_ms(launch_of(kernel, query, key, lse, causal=causal, tiles=tiles).run))
         ratios = [each / attention for each in times]
-        terms, options = Terms(-length, 0 if causal else length, length), {"scale": dim**-0.5}
-        top = median_ms(functools.partial(top_k, query, key, lse, terms, 8, **options), 3)
+        terms = Terms(-length, 0 if causal else length, length)
+        top = median_ms(functools.partial(rows, query, key, terms, scale=dim**-0.5, want=WANT, top=8), 3)
         print(
             f"| {dim} | {length} | {'causal' if causal else 'none'} "
             f"| {attention:.3f} | {times[0]:.3f} | {ratios[0]:.2f} | {times[1]:.3f} | {ratios[1]:.2f} | {top:.2f} |",
@@ -143,14 +143,13 @@ def compare(device: torch.device, tuned: dict[int, dict[str, Tiles]]) -> None:
 
 
 def memory(device: torch.device) -> None:
-    """Print what top-8 of 131,072 queries and keys takes beyond query, key and lse."""
+    """Print what top-8 of 131,072 queries and keys takes beyond query and key."""
     length, dim = 131072, 128
     query, key, _ = operands(dim, length, device)
-    lse = torch.full((1, HEADS, length), 9.0, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     begin = time.monotonic()
-    top_k(query, key, lse, Terms(-length, 0, length), 8, scale=dim**-0.5)
+    rows(query, key, Terms(-length, 0, length), scale=dim**-0.5, top=8)
     torch.cuda.synchronize()
     taken = torch.cuda.max_memory_allocated(device) - before
     print(f"top-8 at L={length}, D={dim}: {taken / 1e9:.2f} GB, {time.monotonic() - begin:.2f} s", flush=True)

@@ -150,6 +150,8 @@ def _read(profile: Any, seen: Seen, real: bool) -> None:
         if "CUDA" in str(event.device_type):
             if not _COPIES.match(event.name):
                 count += 1
+                if "flex_attention" in event.name:  # compiled, so no operator says it
+                    seen.backends.append("flex")
                 times[event.name] = times.get(event.name, 0.0) + event.time_range.elapsed_us()
         else:
             backend = _BACKENDS.get(event.name.rpartition("::")[2])

@@ -101,10 +101,10 @@ def _kernels(query: Tensor, key: Tensor, what: str, window: int | None = None) -
     given = kernels.rows(query, key, terms, scale=scale, want=("lse",))["lse"]
 
     def run() -> object:
-        rows = {"lse": given} if what == "columns" else kernels.rows(query, key, terms, scale=scale, want=want)
+        top = {"top": min(8, length)} if what == "all" else {}
+        rows = {"lse": given} if what == "columns" else kernels.rows(query, key, terms, scale=scale, want=want, **top)
         received = kernels.columns(query, key, rows["lse"], terms, scale=scale) if what != "rows" else None
-        top = kernels.top_k(query, key, rows["lse"], terms, min(8, length), scale=scale) if what == "all" else None
-        return rows, received, top
+        return rows, received
 
     return run
 

@@ -282,7 +282,7 @@ def test_the_modules_use_it(onednn_preferred: list[Any]) -> None:
 
 
 def test_explain_and_doctor_name_the_rule() -> None:
-    from clearhead.inspection._doctor import examine
+    from clearhead.cli._doctor import examine
 
     x = torch.randn(1, 2, 3, 4)
     with use_linear("pytorch"):

@@ -107,14 +107,14 @@ def size(name: str, value: object, least: int = 1) -> int:
     return integer(name, value, least=least, got=shown)
 
 
-def index(name: str, value: object, count: int, expected: str = "") -> int:
+def index(name: str, value: object, count: int) -> int:
     """A number out of 0 … count − 1, or from the end −count … −1, as it was given.
 
     Raises:
         DTypeError: if it is no int.
         ArgumentError: if there is no such number.
     """
-    expected = expected or f"0 … {count - 1}"
+    expected = f"0 … {count - 1}"
     given = _python_int(name, value, expected, shown)
     if not -count <= given < count:
         raise ArgumentError(name, expected=expected, got=shown(value))
@@ -198,11 +198,11 @@ def strided(
     return value
 
 
-def strided_or_jagged(name: str, value: object, expected: str = "a torch.Tensor") -> Tensor:
+def strided_or_jagged(name: str, value: object) -> Tensor:
     """As `strided`, or nested with ``layout=torch.jagged``."""
     if isinstance(value, Tensor) and value.is_nested and value.layout is torch.jagged:
         return value
-    return strided(name, value, expected)
+    return strided(name, value)
 
 
 def with_values(name: str, value: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ def sizes_apart() -> Generator[None, None, None]:
     with ExitStack() as settings:
         for module, setting in (
             ("torch.fx.experimental._config", {"use_duck_shape": False}),
-            ("torch._dynamo.config", {"specialize_float": True}),
+            ("torch._dynamo.config", {"specialize_float": True, "specialize_int": True}),
         ):
             try:
                 settings.enter_context(import_module(module).patch(**setting))

@@ -17,12 +17,12 @@ def untested_versions(versions: dict[str, str]) -> str:
         >>> untested_versions({"torch": "2.13.0+cpu", "python": "3.11.7"})
         ''
     """
-    found: list[str] = []
+    untested: list[str] = []
     for name, (first, last) in TESTED.items():
         major, minor = versions[name].split(".")[:2]
         if not first <= (int(major), int(minor)) <= last:
-            found.append(f"{name} {versions[name]} (tested: {_dotted(first)} to {_dotted(last)})")
-    return f"not tested with {' and '.join(found)}" if found else ""
+            untested.append(f"{name} {versions[name]} (tested: {_dotted(first)} to {_dotted(last)})")
+    return f"not tested with {' and '.join(untested)}" if untested else ""
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +10,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import clearhead
+from clearhead.cli import _doctor as doctor
 from clearhead.cli import _output as output
 from clearhead.cli import main
-from clearhead.inspection import _doctor as inspection
-from tests.inspection.test_doctor import ChunkedKernel, break_kernel
+from tests.cli.test_doctor_checks import ChunkedKernel, break_kernel
 from tests.support.native import extension
 
-EVERY_CASE = inspection.CASES
+EVERY_CASE = doctor.CASES
 #: How many of the calls below the native kernel computes: both in float32, none in float64, none if it was not built.
 NATIVE = 0 if extension is None else 2
 
@@ -25,7 +24,8 @@ NATIVE = 0 if extension is None else 2
 @pytest.fixture(autouse=True)
 def _few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     few = [case for case in EVERY_CASE if case.name in ("causal", "soft-cap + sinks")]
-    monkeypatch.setattr(inspection, "CASES", [replace(case, dtypes=(torch.float64, torch.float32)) for case in few])
+    monkeypatch.setattr(doctor, "CASES", few)
+    monkeypatch.setattr(doctor, "TOLERANCES", {torch.float64: 1e-10, torch.float32: 1e-5})
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_json_of_a_broken_kernel_holds_everything_even_nan(monkeypatch: pytest.M
     result = run("--json")
     read = json.loads(result.stdout, parse_constant=pytest.fail)
     assert (result.exit_code, read["passed"]) == (1, False)
-    assert len(read["checks"]) == len(inspection.examine()["checks"])
+    assert len(read["checks"]) == len(doctor.examine()["checks"])
     broken = next(check for check in read["checks"] if check["kernel"] == "chunked" and check["dtype"] == "float32")
     assert broken["status"] == "failed"
     assert broken["output"] == {"error": "nan", "limit": 1e-5}
@@ -75,7 +75,7 @@ def test_json_of_a_broken_kernel_holds_everything_even_nan(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("broken_kernel")
 def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspection, "CASES", EVERY_CASE)
+    monkeypatch.setattr(doctor, "CASES", EVERY_CASE)
     monkeypatch.setattr(
         output, "Console", lambda **options: Console(force_terminal=True, color_system=None, width=80, **options)
     )

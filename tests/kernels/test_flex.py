@@ -6,7 +6,8 @@ key/value heads, more than one item and block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,8 +19,12 @@ import clearhead
 from clearhead import masks
 from clearhead.kernels import _flex as flex
 from clearhead.kernels import _flex_blocks as flex_blocks
-from clearhead.kernels._flex_blocks import Blocks, lower_blocks
+from clearhead.kernels import _flex_rule as flex_rule
+from clearhead.kernels._flex_blocks import Blocks, lower_blocks, term_blocks
+from clearhead.kernels._flex_rule import is_visible
 from clearhead.masks import Mask
+from clearhead.masks._documents import Documents
+from clearhead.masks._structure import UNKNOWN
 from clearhead.positions import ALiBi
 from tests.masks.test_coverage import cases, visible
 from tests.support.requests import Grid
@@ -123,7 +128,7 @@ def test_positions_and_inputs_laid_out_otherwise() -> None:
 def test_one_kind_is_compiled_once_for_all_sizes_and_numbers() -> None:
     forced(*qkv(), mask=masks.causal())
     before = counters["stats"]["unique_graphs"]
-    for batch, length, count in [(3, 211, 401), (5, 499, 499), (2, 149, 157), (6, 257, 1009)]:
+    for batch, length, count in [(3, 211, 401), (5, 499, 499), (2, 149, 157), (6, 256, 1024)]:
         for mask in (masks.causal(), masks.sliding_window(length // 3, 5), masks.prefix(count - 20), None):
             require_equal(*qkv(batch, length, count), mask=mask)
     assert counters["stats"]["unique_graphs"] == before
@@ -184,20 +189,13 @@ def test_it_takes_no_part_in_a_graph() -> None:
 
 
 CPU = torch.device("cpu")
-B, H = 2, 3
 
 
-def rule(blocks: Blocks, grid: Grid, side: int) -> Tensor:
-    """What the rule says of every cell, (1 or B, 1 or H, L, S), read as the compiled kernel reads it."""
-    i = torch.arange(grid.query_length)[:, None]
-    j = torch.arange(grid.key_length)
-    if "ends" in blocks.rule:
-        low, high, stop = blocks.rule["ends"]
-        return ((j >= i + low) & (j <= i + high) & (j < stop))[None, None]
-    b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
-    places, steps = blocks.rule["places"], blocks.rule["place_steps"]
-    place = places[b * steps[0] + h * steps[1] + i // side * steps[2] + j // side * steps[3]]
-    return blocks.rule["cells"][(place * side + i % side) * side + j % side]
+def rule(blocks: Blocks, grid: Grid) -> Tensor:
+    """What the rule says of every cell, (1 or B, 1 or H, L, S)."""
+    i, j = torch.arange(grid.query_length)[:, None], torch.arange(grid.key_length)
+    b, h = torch.arange(grid.batch_size)[:, None, None, None], torch.arange(grid.num_heads)[:, None, None]
+    return is_visible(blocks.rule, blocks.limits, b, h, i, j)
 
 
 def spread(blocks: Tensor, grid: Grid, side: int) -> Tensor:
@@ -206,23 +204,79 @@ def spread(blocks: Tensor, grid: Grid, side: int) -> Tensor:
     return cells[..., : grid.query_length, : grid.key_length]
 
 
+@contextmanager
+def blocks_of(side: int) -> Generator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (flex_blocks, flex_rule):
+            patch.setattr(module, "SIDE", side)
+        yield
+
+
 @pytest.mark.parametrize("side", [1, 2, 3, 5, 16])
 def test_blocks_and_rule_say_what_the_mask_says(side: int) -> None:
     @given(cases())
     def compare(case: tuple[Mask, Grid]) -> None:
         mask, grid = case
         shown = visible(mask, grid)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(flex_blocks, "SIDE", side)
+        with blocks_of(side):
             blocks = lower_blocks(mask, grid)
+            partial = spread(blocks.partial, grid, side) & rule(blocks, grid)
         cells = cells_of_blocks(shown, side)
         seen, full = cells.any(-1), cells.all(-1)
         assert torch.equal(blocks.partial.expand_as(seen), seen & ~full), "a block that shows nothing is computed"
         assert torch.equal(blocks.full.expand_as(full), full), "a whole block asks the rule"
-        partial = spread(blocks.partial, grid, side) & rule(blocks, grid, side)
         assert torch.equal((spread(blocks.full, grid, side) | partial).expand_as(shown), shown)
 
     compare()
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 5, 16])
+def test_blocks_by_terms_and_rule_say_what_the_mask_says(side: int) -> None:
+    @given(cases())
+    def compare(case: tuple[Mask, Grid]) -> None:
+        mask, grid = case
+        shown = visible(mask, grid)
+        with blocks_of(side):
+            blocks = term_blocks(mask, grid)
+            partial = spread(blocks.partial, grid, side) & rule(blocks, grid)
+        assert not (blocks.partial & blocks.full).any()
+        assert torch.equal((spread(blocks.full, grid, side) | partial).expand_as(shown), shown)
+
+    compare()
+
+
+IDS = torch.arange(300) // 37
+LENGTHS = torch.tensor([300, 211])
+
+
+COMMON = {
+    "window": (masks.causal() & masks.sliding_window(41, 3), {"ends"}),
+    "prefix": (masks.causal() | masks.prefix(77), {"ends", "last"}),
+    "prefix of each item": (masks.causal() | masks.prefix(torch.tensor([77, 0])), {"ends", "last"}),
+    "lengths": (masks.causal() & masks.lengths(LENGTHS), {"ends", "last"}),
+    "keys": (masks.causal() & masks.keep(keys=torch.arange(300) < LENGTHS[:, None]), {"ends", "keys"}),
+    "documents": (masks.documents(IDS), {"ends", "query_documents", "key_documents"}),
+    "in another order": (masks.documents(IDS.flip(0)) & masks.causal(), {"ends", "query_documents", "key_documents"}),
+    "of each item": (masks.documents(torch.stack([IDS, IDS // 2])), {"ends", "query_documents", "key_documents"}),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_blocks_by_terms_of_common_masks_are_exact_and_small(name: str) -> None:
+    mask, names = COMMON[name]
+    grid, side = Grid(2, HEADS, 300, 300, CPU), 16
+    shown = visible(mask, grid)
+    for part in mask.parts():
+        if isinstance(part, Documents):
+            grid.memo[part] = UNKNOWN  # as on a GPU, where ids are not read
+    with blocks_of(side):
+        blocks = term_blocks(mask, grid)
+    cells = cells_of_blocks(shown, side)
+    seen, full = cells.any(-1), cells.all(-1)
+    assert torch.equal((blocks.partial | blocks.full).expand_as(seen), seen)
+    assert torch.equal(blocks.full.expand_as(full), full)
+    assert blocks.rule.keys() == names
+    assert max(each.numel() for each in blocks.rule.values()) <= 2 * 300
 
 
 def cells_of_blocks(visible: Tensor, side: int) -> Tensor:

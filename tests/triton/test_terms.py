@@ -8,7 +8,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels._triton import Terms, available, columns, pooled, rows, top_k
+from clearhead.kernels._triton import Terms, available, columns, pooled, rows
 from clearhead.kernels._triton._formula import scores
 from clearhead.kernels._triton._terms import lower
 from clearhead.masks._lowering import dense_mask
@@ -92,7 +92,8 @@ def test_operators_give_what_attention_gives() -> None:
     torch.testing.assert_close(found["confidence"], weights.amax(-1))
     of_cells = torch.stack([part.sum((-2, -1)) for part in weights.split(3, 2)], -1)
     torch.testing.assert_close(pooled(query, key, lse, terms, (3, 1), scale=0.5), of_cells[..., None])
-    largest, places = top_k(query, key, lse, terms, 3, scale=0.5)
+    found = rows(query, key, terms, scale=0.5, top=3)
+    largest, places = found["top_weights"], found["top_keys"]
     torch.testing.assert_close(largest, weights.sort(dim=-1, descending=True, stable=True).values[..., :3])
     torch.testing.assert_close(weights.gather(-1, places.clamp(min=0)).masked_fill(places < 0, 0), largest)
 
@@ -102,10 +103,9 @@ def test_operators_say_the_shapes_of_their_results() -> None:
     mask = terms.tensors, terms.numbers, 0.5, 0.0
     checks = ("test_schema", "test_faketensor")
     of = torch.ops.clearhead
-    torch.library.opcheck(of.triton_rows.default, (query, key, None, None, *mask, [0, 2]), test_utils=checks)
+    torch.library.opcheck(of.triton_rows.default, (query, key, None, None, *mask, [0, 2], 3), test_utils=checks)
     torch.library.opcheck(of.triton_columns.default, (query, key, lse, None, *mask), test_utils=checks)
     torch.library.opcheck(of.triton_pooled.default, (query, key, lse, None, *mask, [3, 2], True), test_utils=checks)
-    torch.library.opcheck(of.triton_top_k.default, (query, key, lse, *mask, 3), test_utils=checks)
 
 
 def test_no_kernel_runs_on_the_cpu() -> None:

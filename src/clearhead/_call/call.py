@@ -123,10 +123,6 @@ class AttentionCall:
 
         return build
 
-    def wanting(self, *, lse: bool) -> AttentionCall:
-        """The call that returns the log-sum-exp too, or not."""
-        return replace(self, spec=self.spec._replace(lse=lse))
-
 
 def make_call(
     query: Tensor,

@@ -1,6 +1,7 @@
 """The types of calls of modules, for type checkers: PyTorch declares that calling any module returns `Any`.
 
-Each class has the parameters of the `forward` of the modules that it lists.
+Each class has the parameters of the `forward` of the modules that it lists. For an argument of type `bool`, type
+checkers join the results of both literals.
 """
 
 from __future__ import annotations
@@ -48,20 +49,6 @@ class AttentionForward(Protocol):
         average_attn_weights: bool = True,
     ) -> tuple[Tensor, Tensor]: ...
 
-    @overload
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: bool,
-        average_attn_weights: bool = True,
-    ) -> Tensor | tuple[Tensor, Tensor]: ...
-
 
 class EncoderForward(Protocol[CacheT, WeightsT]):
     """`EncoderLayer` and `Encoder`."""
@@ -89,18 +76,6 @@ class EncoderForward(Protocol[CacheT, WeightsT]):
         need_weights: Literal[True],
         average_attn_weights: bool = True,
     ) -> tuple[Tensor, WeightsT]: ...
-
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: CacheT | None = None,
-        need_weights: bool,
-        average_attn_weights: bool = True,
-    ) -> Tensor | tuple[Tensor, WeightsT]: ...
 
 
 class DecoderForward(Protocol[CacheT, WeightsT]):
@@ -133,20 +108,6 @@ class DecoderForward(Protocol[CacheT, WeightsT]):
         need_weights: Literal[True],
         average_attn_weights: bool = True,
     ) -> tuple[Tensor, WeightsT]: ...
-
-    @overload
-    def __call__(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        memory_mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: CacheT | None = None,
-        need_weights: bool,
-        average_attn_weights: bool = True,
-    ) -> Tensor | tuple[Tensor, WeightsT]: ...
 
 
 class DropInForward(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import _readings as read
-from ._blocks import Block, Reading
+from ._blocks import Reading, StoredAttention
 from ._deepseek import latent
 from ._namings import Entry, Naming, fused, namings_called
 
@@ -30,32 +30,32 @@ _DEEPSEEK = Naming(
 )
 _BERT_DROPOUT = "attention_probs_dropout_prob"
 _VIT: dict[str, Any] = {"causal": False, "dropout": _BERT_DROPOUT, "bias": "qkv_bias", "out_bias": True}
-_LATENT = Block("layers.{layer}.self_attn.", _DEEPSEEK, build=latent)
+_LATENT = StoredAttention("layers.{layer}.self_attn.", _DEEPSEEK, build=latent)
 
 
-def _like_llama(*readings: Reading, bias: str | bool = "attention_bias") -> tuple[Block, ...]:
+def _like_llama(*readings: Reading, bias: str | bool = "attention_bias") -> tuple[StoredAttention, ...]:
     """A block of Llama's names, with what is read of its configuration."""
-    return (Block("layers.{layer}.self_attn.", _O_PROJ, readings, bias=bias),)
+    return (StoredAttention("layers.{layer}.self_attn.", _O_PROJ, readings, bias=bias),)
 
 
-def _like_t5(part: str, path: str, *readings: Reading, layers: str = "num_decoder_layers") -> Block:
+def _like_t5(part: str, path: str, *readings: Reading, layers: str = "num_decoder_layers") -> StoredAttention:
     """One of T5's three blocks, whose scores are not scaled."""
     naming = _T5_CROSS if part == "cross" else _T5
     options: Any = {"part": part, "causal": part == "decoder", "dropout": "dropout_rate", "bias": False}
-    return Block(path, naming, (read.unscaled, *readings), layers=layers, **options)
+    return StoredAttention(path, naming, (read.unscaled, *readings), layers=layers, **options)
 
 
 #: The attention blocks of each ``model_type``. Several of one part are ways to store the same.
-ARCHITECTURES: dict[str, tuple[Block, ...]] = {
+ARCHITECTURES: dict[str, tuple[StoredAttention, ...]] = {
     "llama": _like_llama(read.rotary),
     "mistral": _like_llama(read.rotary, read.window, bias=False),
     "qwen3": _like_llama(read.rotary, read.head_norms, read.alternating_window),
     "gemma2": _like_llama(read.rotary, read.query_scale, read.softcap, read.alternating_window),
     "gpt_oss": _like_llama(read.rotary, read.sinks, read.alternating_window),
     "gpt_neox": (
-        Block("layers.{layer}.attention.", _FUSED, (read.rotary,), bias="attention_bias", fused_by_head=True),
+        StoredAttention("layers.{layer}.attention.", _FUSED, (read.rotary,), bias="attention_bias", fused_by_head=True),
     ),
-    "bloom": (Block("h.{layer}.self_attention.", _FUSED, (read.alibi,), fused_by_head=True),),
+    "bloom": (StoredAttention("h.{layer}.self_attention.", _FUSED, (read.alibi,), fused_by_head=True),),
     "t5": (
         _like_t5(
             "encoder",
@@ -68,11 +68,11 @@ ARCHITECTURES: dict[str, tuple[Block, ...]] = {
     ),
     "deepseek_v2": (_LATENT,),
     "deepseek_v3": (_LATENT,),
-    "gpt2": (Block("h.{layer}.attn.", _GPT2, (read.gpt2_scale,), dropout="attn_pdrop"),),
-    "bert": (Block("encoder.layer.{layer}.attention.", _BERT, causal=False, dropout=_BERT_DROPOUT),),
+    "gpt2": (StoredAttention("h.{layer}.attn.", _GPT2, (read.gpt2_scale,), dropout="attn_pdrop"),),
+    "bert": (StoredAttention("encoder.layer.{layer}.attention.", _BERT, causal=False, dropout=_BERT_DROPOUT),),
     # In a model, and in its files.
     "vit": (
-        Block("layers.{layer}.attention.", _O_PROJ, **_VIT),
-        Block("encoder.layer.{layer}.attention.", _VIT_FILES, **_VIT),
+        StoredAttention("layers.{layer}.attention.", _O_PROJ, **_VIT),
+        StoredAttention("encoder.layer.{layer}.attention.", _VIT_FILES, **_VIT),
     ),
 }

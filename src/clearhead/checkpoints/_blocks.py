@@ -1,4 +1,4 @@
-"""How one kind of model stores its attention, `Block`; such a block in a checkpoint, `Layer`; and its module."""
+"""How one kind of model stores its attention; such a layer in a checkpoint; and its module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Attention = MultiHeadAttention | MultiHeadLatentAttention
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredAttention:
     """One attention block of a transformers model, as data.
 
     Args:
@@ -44,7 +44,7 @@ class Block:
     naming: Naming
     reads: tuple[Reading, ...] = ()
     part: str = "self"
-    build: Callable[[Layer], Attention] | None = None
+    build: Callable[[StoredLayer], Attention] | None = None
     causal: bool = True
     dropout: str = "attention_dropout"
     bias: bool | str = True
@@ -54,7 +54,7 @@ class Block:
 
 
 @dataclass
-class Layer:
+class StoredLayer:
     """A block of a checkpoint and its configuration. Its methods raise an error if the two do not fit.
 
     Args:
@@ -66,7 +66,7 @@ class Layer:
         shared: modules that all layers of one model share, by name.
     """
 
-    block: Block
+    block: StoredAttention
     config: Any
     number: int
     root: str
@@ -186,7 +186,7 @@ class Layer:
 
 
 #: Reads arguments of `MultiHeadAttention` from a layer.
-Reading = Callable[[Layer], dict[str, Any]]
+Reading = Callable[[StoredLayer], dict[str, Any]]
 
 
 def without_setting(config: Any, name: str) -> ArgumentError:
@@ -200,7 +200,7 @@ def _does_not_fit(what: str, expected: str, got: str) -> CheckpointError:
     return CheckpointError(what, expected=expected, got=got, fix=fix)
 
 
-def multi_head(layer: Layer) -> MultiHeadAttention:
+def multi_head(layer: StoredLayer) -> MultiHeadAttention:
     """Attention with copies of the layer's tensors, and with the settings of its configuration."""
     projections = layer.projections()
     parts: dict[str, Any] = {}
@@ -239,7 +239,7 @@ def multi_head(layer: Layer) -> MultiHeadAttention:
     return module
 
 
-def _dropout(layer: Layer) -> float:
+def _dropout(layer: StoredLayer) -> float:
     name = layer.block.dropout
     dropout = layer.setting(name)
     return 0.0 if dropout is None else number(f"config.{name}", dropout, "a probability in [0, 1]", is_probability)

@@ -8,7 +8,7 @@ from typing import Any
 from .._latent import MultiHeadLatentAttention
 from ..errors import ArgumentError
 from ..positions import rotary_from_config
-from ._blocks import Layer, report
+from ._blocks import StoredLayer, report
 from ._projections import copied
 
 #: The names of transformers and of the original checkpoints, by Clearhead's names.
@@ -24,7 +24,7 @@ _NAMES = {
 }
 
 
-def latent(layer: Layer) -> MultiHeadLatentAttention:
+def latent(layer: StoredLayer) -> MultiHeadLatentAttention:
     """Latent attention with copies of the layer's tensors. Its scale contains YaRN's squared ``mscale_all_dim``."""
     module = _empty(layer)
     ours = module.state_dict()
@@ -45,7 +45,7 @@ def latent(layer: Layer) -> MultiHeadLatentAttention:
     return module
 
 
-def _empty(layer: Layer) -> MultiHeadLatentAttention:
+def _empty(layer: StoredLayer) -> MultiHeadLatentAttention:
     """The module that the configuration describes, with parameters on ``"meta"``."""
     heads, kv_heads = layer.setting("num_attention_heads"), layer.setting("num_key_value_heads")
     if kv_heads not in (None, heads):

@@ -12,7 +12,7 @@ from .._call.naming import remember_name
 from .._checks import shown, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
-from ._blocks import Attention, Block, Layer, multi_head, without_setting
+from ._blocks import Attention, StoredAttention, StoredLayer, multi_head, without_setting
 from ._sources import Source, Tensors, listed, read_source
 
 _LOGGER = logging.getLogger("clearhead")
@@ -105,7 +105,7 @@ def _open(source: Source, config: Any, part: str | None) -> tuple[Callable[[int]
 
     def load(number: int) -> Attention:
         block, root = _find(tensors, config.model_type, blocks, number)
-        loaded = (block.build or multi_head)(Layer(block, config, number, root, tensors, shared))
+        loaded = (block.build or multi_head)(StoredLayer(block, config, number, root, tensors, shared))
         remember_name(loaded, root.removesuffix("."))
         _LOGGER.info("loaded attention from %s", loaded.loaded_from)
         return loaded.train(module is None or module.training)
@@ -113,7 +113,7 @@ def _open(source: Source, config: Any, part: str | None) -> tuple[Callable[[int]
     return load, count
 
 
-def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
+def _blocks_of(config: Any, part: str | None) -> tuple[StoredAttention, ...]:
     """The blocks that may store the part."""
     if config is None:
         fix = "Weights do not say which model they belong to: pass config=model.config."
@@ -152,7 +152,9 @@ def _checked_layer(layer: object, count: int) -> int:
     return layer
 
 
-def _find(tensors: Tensors, model_type: str, blocks: tuple[Block, ...], number: int) -> tuple[Block, str]:
+def _find(
+    tensors: Tensors, model_type: str, blocks: tuple[StoredAttention, ...], number: int
+) -> tuple[StoredAttention, str]:
     """The block that stores the part, and the root of its path."""
     matches = [(block, root) for block in blocks for root in _roots(tensors, block, number)]
     if len(matches) == 1:
@@ -170,7 +172,7 @@ def _find(tensors: Tensors, model_type: str, blocks: tuple[Block, ...], number: 
     )
 
 
-def _roots(tensors: Tensors, block: Block, number: int) -> list[str]:
+def _roots(tensors: Tensors, block: StoredAttention, number: int) -> list[str]:
     """The roots of the block's path at which the tensors include one of its weights."""
     path = block.path.format(layer=number)
     ends = tuple(path + entry.key for entry in block.naming.weights)

@@ -9,11 +9,11 @@ from torch import nn
 from .. import masks
 from ..errors import ArgumentError
 from ..positions import ALiBi, RelativeBias, rotary_from_config
-from ._blocks import Layer, Reading
+from ._blocks import Reading, StoredLayer
 from ._projections import parameter
 
 
-def rotary(layer: Layer) -> dict[str, Any]:
+def rotary(layer: StoredLayer) -> dict[str, Any]:
     """`Rotary` with the base, share and scaling of ``rope_parameters``."""
     part = rotary_from_config(
         layer.setting("rope_parameters"),
@@ -23,7 +23,7 @@ def rotary(layer: Layer) -> dict[str, Any]:
     return {"position": part}
 
 
-def head_norms(layer: Layer) -> dict[str, Any]:
+def head_norms(layer: StoredLayer) -> dict[str, Any]:
     """Root-mean-square norms of every query and key, with the model's weights and eps."""
     norms: dict[str, Any] = {}
     for name in ("q_norm", "k_norm"):
@@ -32,39 +32,39 @@ def head_norms(layer: Layer) -> dict[str, Any]:
     return norms
 
 
-def softcap(layer: Layer) -> dict[str, Any]:
+def softcap(layer: StoredLayer) -> dict[str, Any]:
     """The limit of the scores, if there is one."""
     return {"softcap": layer.setting("attn_logit_softcapping")}
 
 
-def query_scale(layer: Layer) -> dict[str, Any]:
+def query_scale(layer: StoredLayer) -> dict[str, Any]:
     """1/√ of a setting instead of 1/√D."""
     return {"scale": layer.setting("query_pre_attn_scalar") ** -0.5}
 
 
-def gpt2_scale(layer: Layer) -> dict[str, Any]:
+def gpt2_scale(layer: StoredLayer) -> dict[str, Any]:
     """1/√D or 1, which may be divided by the number of the layer, from 1."""
     scale = layer.head_dim**-0.5 if layer.setting("scale_attn_weights") else 1.0
     return {"scale": scale / (layer.number + 1) if layer.setting("scale_attn_by_inverse_layer_idx") else scale}
 
 
-def unscaled(layer: Layer) -> dict[str, Any]:
+def unscaled(layer: StoredLayer) -> dict[str, Any]:
     """Scores as they are."""
     return {"scale": 1.0}
 
 
-def sinks(layer: Layer) -> dict[str, Any]:
+def sinks(layer: StoredLayer) -> dict[str, Any]:
     """A learned logit per head."""
     return {"sinks": parameter(layer.tensor("sinks", (layer.num_heads,)))}
 
 
-def window(layer: Layer) -> dict[str, Any]:
+def window(layer: StoredLayer) -> dict[str, Any]:
     """Each query attends to the last ``sliding_window`` positions, its own included."""
     size = layer.setting("sliding_window")
     return {} if size is None else {"mask": masks.sliding_window(size - 1, 0)}
 
 
-def alternating_window(layer: Layer) -> dict[str, Any]:
+def alternating_window(layer: StoredLayer) -> dict[str, Any]:
     """A window in the layers that ``layer_types`` gives one."""
     if getattr(layer.config, "use_bidirectional_attention", None):
         raise ArgumentError(
@@ -86,7 +86,7 @@ def alternating_window(layer: Layer) -> dict[str, Any]:
     )
 
 
-def alibi(layer: Layer) -> dict[str, Any]:
+def alibi(layer: StoredLayer) -> dict[str, Any]:
     """Scores fall with the distance, at a rate per head."""
     return {"mask": ALiBi(layer.num_heads)}
 
@@ -94,7 +94,7 @@ def alibi(layer: Layer) -> dict[str, Any]:
 def relative_bias(*, bidirectional: bool) -> Reading:
     """A learned bias per head and bucket of distances. All layers use that of the first layer."""
 
-    def read(layer: Layer) -> dict[str, Any]:
+    def read(layer: StoredLayer) -> dict[str, Any]:
         buckets, heads = layer.setting("relative_attention_num_buckets"), layer.num_heads
         weight = layer.tensor("relative_attention_bias.weight", (buckets, heads), layer=0)
         if "relative_bias" not in layer.shared:

@@ -116,7 +116,7 @@ class _Segment(NamedTuple):
     position: int
 
 
-class _Block(NamedTuple):
+class _RingBlock(NamedTuple):
     """Keys and values that this process holds at the moment.
 
     Args:
@@ -133,7 +133,7 @@ class _Block(NamedTuple):
     value: Tensor
 
 
-def _chunks(shared: SharedCall, q: Tensor, block: _Block) -> Iterator[Chunk]:
+def _chunks(shared: SharedCall, q: Tensor, block: _RingBlock) -> Iterator[Chunk]:
     """The chunks of a block that are not fully masked. Each has one interval of queries and one of keys."""
     for rows, _, first_row in _segments(shared.queries, shared.rank):
         for _, columns, first_column in block.segments:
@@ -187,7 +187,7 @@ def _longest(shared: SharedCall) -> int:
     return max(_size(_segments(keys, rank, blocks - 1, blocks)) for rank in range(keys.world_size))
 
 
-def _around(shared: SharedCall, k: Tensor, v: Tensor, name: str) -> Iterator[_Block]:
+def _around(shared: SharedCall, k: Tensor, v: Tensor, name: str) -> Iterator[_RingBlock]:
     """The shard of this process, and then the blocks of the others. Each is computed with while the next one arrives.
 
     A process holds three blocks beside its shard: one is computed with, one is sent, and one is received. Their memory
@@ -210,13 +210,13 @@ def _around(shared: SharedCall, k: Tensor, v: Tensor, name: str) -> Iterator[_Bl
         return _shift(shared, sent, received, name)
 
     works = start(0)
-    yield _Block(rank, None, _segments(shared.keys, rank), k, v)
+    yield _RingBlock(rank, None, _segments(shared.keys, rank), k, v)
     for index, (number, turn) in enumerate(turns):
         _wait(works, name)
         works = start(index + 1)
         sender = (rank - turn) % world
         segments = _segments(shared.keys, sender, number, blocks)
-        yield _Block(sender, number, segments, *_key_and_value(buffers[index % 3, : _size(segments)], k.shape[3]))
+        yield _RingBlock(sender, number, segments, *_key_and_value(buffers[index % 3, : _size(segments)], k.shape[3]))
 
 
 class _Gradients:
@@ -232,7 +232,7 @@ class _Gradients:
         k, v = self._like
         return k.new_zeros((count, *k.shape[:2], k.shape[3] + v.shape[3]), dtype=self._dtype)
 
-    def add(self, block: _Block, gradients: Tensor) -> None:
+    def add(self, block: _RingBlock, gradients: Tensor) -> None:
         """Add the gradients of this process to the received gradients of the same block, and send the sum on."""
         if block.number is None:
             self._of_shard = gradients

@@ -34,7 +34,7 @@ from ._agreement import (
 )
 from ._description import Split, attention_parts
 from ._heads import WHERE
-from ._tensor_plan import Plan
+from ._tensor_plan import Splitting
 
 _STATE = "state of PyTorch's generator"
 
@@ -87,19 +87,19 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
         >>> dist.destroy_process_group()
     """
 
-    def find() -> tuple[dict[str, int], Plan]:
+    def find() -> tuple[dict[str, int], Splitting]:
         require_mesh(mesh)
-        plan = Plan(mesh)
-        return plan.add(module), plan
+        splitting = Splitting(mesh)
+        return splitting.add(module), splitting
 
-    def read(gathered: Gathered, plan: Plan) -> Plan:
+    def read(gathered: Gathered, splitting: Splitting) -> Splitting:
         require_equal(WHERE, gathered, gathered[0], "Build the same module in every process.")
-        return plan
+        return splitting
 
     group, device = group_of(mesh)
-    plan = agree_on(WHERE, (group,), device, find, read)
+    splitting = agree_on(WHERE, (group,), device, find, read)
     if mesh.size() > 1:
-        for change in plan.changes:
+        for change in splitting.changes:
             change()
         same_inputs = SameInputs(mesh, group_for_agreements(group, device))
         module.register_forward_pre_hook(same_inputs, with_kwargs=True)

@@ -39,7 +39,7 @@ _ROWS: Placements = {"weight": Shard(1), "lora_A": Shard(1)}
 
 
 @dataclass
-class Plan:
+class Splitting:
     """The changes that split a module. They are collected first, so that a refusal changes nothing.
 
     Args:

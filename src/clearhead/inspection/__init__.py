@@ -1,6 +1,6 @@
-"""Looking inside: the steps of one call, and the health of the kernels on this machine.
+"""Looking inside: records, interventions, and the steps of one call.
 
-Nothing is imported here: ``clearhead.walkthrough`` is the public name, and ``clearhead doctor`` the command.
+Nothing is imported here: the public names are in ``clearhead``.
 """
 
 __all__: list[str] = []

@@ -245,13 +245,13 @@ class _HeadNumbers:
         """The numbers of modules with a call of `least_keys` keys, and a counted query that sees a key."""
         if self.copied is not None:
             self.copied.synchronize()
-        found: dict[tuple[str, str], Tensor] = {}
+        per_head: dict[tuple[str, str], Tensor] = {}
         numbers = iter(self._numbers.split(self._sizes))
         for name, keys in self._layers:
             sees_any, *heads = (next(numbers) for _ in range(1 + len(self._statistics)))
             if keys >= least_keys and bool(sees_any):
-                found |= {(name, each): values for each, values in zip(self._statistics, heads, strict=True)}
-        return found
+                per_head |= {(name, each): values for each, values in zip(self._statistics, heads, strict=True)}
+        return per_head
 
 
 def _scalars(heads: PerHead) -> dict[str, float]:

@@ -16,7 +16,7 @@ from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 
 
-class _Rows(NamedTuple):
+class _ProjectionRows(NamedTuple):
     """Rows of a projection. The projection starts with the rows of head 0, then head 1, and so on.
 
     Args:
@@ -98,7 +98,7 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
     return factors
 
 
-def _query_rows(module: MultiHeadAttention | nn.MultiheadAttention) -> list[_Rows]:
+def _query_rows(module: MultiHeadAttention | nn.MultiheadAttention) -> list[_ProjectionRows]:
     if isinstance(module, nn.MultiheadAttention):
         names = ["in_proj_weight" if module.in_proj_weight is not None else "q_proj_weight"]
         names += ["in_proj_bias"] if module.in_proj_bias is not None else []
@@ -113,20 +113,23 @@ def _query_rows(module: MultiHeadAttention | nn.MultiheadAttention) -> list[_Row
                 fix="They undo what scales the projection, and bound the logits themselves.",
             )
         parameters = _linear_parameters("q_proj", module.q_proj)
-    return [_Rows(parameter, cast(int, module.head_dim), slice(None), 1) for parameter in parameters]
+    return [_ProjectionRows(parameter, cast(int, module.head_dim), slice(None), 1) for parameter in parameters]
 
 
-def _latent_rows(module: MultiHeadLatentAttention) -> list[_Rows]:
+def _latent_rows(module: MultiHeadLatentAttention) -> list[_ProjectionRows]:
     nope = module.qk_nope_head_dim
     q_proj, name = module.q_proj, "q_proj"
     if isinstance(q_proj, nn.Sequential):
         q_proj, name = q_proj.get_submodule("up"), "q_proj.up"
-    rows: list[_Rows] = []
+    rows: list[_ProjectionRows] = []
     for parameter in _linear_parameters(name, q_proj):
         per_head = nope + module.qk_rope_head_dim
-        rows += [_Rows(parameter, per_head, slice(0, nope), 0.5), _Rows(parameter, per_head, slice(nope, None), 1)]
+        rows += [
+            _ProjectionRows(parameter, per_head, slice(0, nope), 0.5),
+            _ProjectionRows(parameter, per_head, slice(nope, None), 1),
+        ]
     for parameter in _linear_parameters("kv_up", module.kv_up):
-        rows.append(_Rows(parameter, nope + module.v_head_dim, slice(0, nope), 0.5))
+        rows.append(_ProjectionRows(parameter, nope + module.v_head_dim, slice(0, nope), 0.5))
     return rows
 
 
@@ -199,7 +202,7 @@ def _largest(max_logits: Tensor, heads: int) -> Tensor:
     return largest
 
 
-def _scale(rows: _Rows, factors: Tensor) -> None:
+def _scale(rows: _ProjectionRows, factors: Tensor) -> None:
     """Multiply the rows of each head with its factor."""
     parameter, heads = rows.parameter, len(factors)
     row_factors = torch.ones(len(parameter), dtype=parameter.dtype, device=parameter.device)

@@ -35,7 +35,7 @@ def cache_like(
     return kind(batch_size, num_kv_heads, size, head_dim, **options_of_tensors, **options)
 
 
-class _Layer(CacheLayerMixin, Generic[AnyCache]):
+class _CacheLayer(CacheLayerMixin, Generic[AnyCache]):
     """The base of both kinds of layers. `keys` and `values` are those that it holds between two calls."""
 
     is_sliding = False
@@ -100,7 +100,7 @@ class _Layer(CacheLayerMixin, Generic[AnyCache]):
 
 
 @final
-class FullLayer(_Layer[KVCache]):
+class FullLayer(_CacheLayer[KVCache]):
     """Every key and value, written in place.
 
     Args:
@@ -144,7 +144,7 @@ class FullLayer(_Layer[KVCache]):
 
 
 @final
-class BoundedLayer(_Layer[Bounded]):
+class BoundedLayer(_CacheLayer[Bounded]):
     """The keys and values that a window or a budget keeps.
 
     The attribute `mask` is the mask of the last `update`, in absolute positions. `mask_positions` has the positions of

@@ -21,7 +21,8 @@ from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._structure import structure_of
 from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half
-from ._flex_blocks import SIDE, lower_tensors, table
+from ._flex_blocks import lower_tensors
+from ._flex_rule import SIDE, Limits, is_visible, pick, table
 
 _BLOCKS = [f"{full}{of}" for of in ("kv_num_blocks", "kv_indices") for full in ("", "full_")]
 _BLOCKS_OF_KEYS = [name.replace("kv", "q") for name in _BLOCKS]  # its backward pass reads them
@@ -47,7 +48,7 @@ class FlexKernel(Kernel):
         reasons = applicable(
             {
                 "torch.func cannot transform it, or derive it forwards": spec.transformed,
-                "it gives out no log-sum-exp": spec.lse,
+                "it gives out no log-sum-exp": spec.lse and spec.device.type != "cuda",
                 "it has no sinks": spec.sinks,
                 "it has no dropout": spec.dropout_p > 0,
                 "a size is 0": spec.empty,
@@ -65,21 +66,25 @@ class FlexKernel(Kernel):
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
         if not call.spec.gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses inputs that need gradients
-        inputs = [_fixed_heads(tensor) for tensor in inputs]
-        numbers = _numbers(call)
+        whole = call.spec.device.type != "cpu" and call.spec.query[2] % SIDE == call.spec.key[2] % SIDE == 0
+        inputs = [_fixed_sizes(tensor, whole) for tensor in inputs]
+        numbers, limits = _numbers(call)
         for name in _LISTS & numbers.keys():
             numbers[name] = _fixed_size(numbers[name])
-        attend = _compiled(_signature(call, inputs, numbers))
+        attend = _compiled(_signature(call, inputs, numbers, limits))
         with sizes_apart():
-            output = attend(*inputs, numbers, call.spec.scale, bool(call.spec.gradients))
-        if call.coverage.masked_queries is not None:
-            output = output.masked_fill(call.coverage.masked_queries, 0)
-        return Results(output)
+            output, lse = attend(*inputs, numbers, limits, call.spec.scale, call.spec.lse)
+        masked = call.coverage.masked_queries  # (1 or B, 1, L, 1)
+        if masked is not None:
+            output = output.masked_fill(masked, 0)
+            lse = None if lse is None else lse.masked_fill(masked[..., 0], float("-inf"))
+        return Results(output, lse)
 
 
-def _numbers(call: AttentionCall) -> dict[str, Tensor]:
-    """Every tensor that a compiled kernel reads besides query, key and value, by name."""
-    numbers = dict(lower_tensors(call.request.mask, call.grid))
+def _numbers(call: AttentionCall) -> tuple[dict[str, Tensor], Limits]:
+    """Every tensor that a compiled kernel reads besides query, key and value, by name; and constants of its rule."""
+    lowered, limits = lower_tensors(call.request.mask, call.grid)
+    numbers = dict(lowered)
     if not call.spec.gradients:
         numbers = {name: tensor for name, tensor in numbers.items() if name not in _BLOCKS_OF_KEYS}
     if call.spec.softcap is not None:
@@ -87,28 +92,20 @@ def _numbers(call: AttentionCall) -> dict[str, Tensor]:
     bias = None if call.request.mask is None else call.request.mask.bias(Block(call.grid), call.spec.compute_dtype)
     if bias is not None:
         numbers["bias"], numbers["bias_steps"] = table(bias)
-    return numbers
+    return numbers, limits
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, numbers: dict[str, Tensor], scale: float, gradients: bool
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, numbers: dict[str, Tensor], limits: Limits, scale: float, lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """What is compiled. Sizes are symbols, numbers are tensors, so that calls of one signature are compiled once."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-    def pick(flat: Tensor, steps: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return flat[b * steps[0] + h * steps[1] + i * steps[2] + j * steps[3]]
+    if query.dim() == 5:  # whole blocks
+        query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
 
-    def in_band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        ends = numbers["ends"]
-        return (j >= i + ends[0]) & (j <= i + ends[1]) & (j < ends[2])
-
-    def in_cells(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        place = pick(numbers["places"], numbers["place_steps"], b, h, i // SIDE, j // SIDE)
-        return numbers["cells"][(place * SIDE + i % SIDE) * SIDE + j % SIDE]
-
-    def in_table(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return pick(numbers["visible"], numbers["visible_steps"], b, h, i, j)
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return is_visible(numbers, limits, b, h, i, j)
 
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if "softcap" in numbers:
@@ -118,26 +115,26 @@ def _attend(
         return score
 
     named: dict[str, Any] = {name: numbers.get(name) for name in (*_BLOCKS, *_BLOCKS_OF_KEYS)}
-    rule = in_band if "ends" in numbers else in_cells if "cells" in numbers else in_table
     sizes, sides = (query.shape[2], key.shape[2]), (SIDE, SIDE)
     blocks = BlockMask(sizes, BLOCK_SIZE=sides, mask_mod=rule, **named)
     changes = "softcap" in numbers or "bias" in numbers
-    return flex_attention(
-        query,
-        key,
-        value,
-        score_mod=change if changes else None,
-        block_mask=blocks,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    score_mod, grouped = change if changes else None, query.shape[1] != key.shape[1]
+    if not lse:
+        return flex_attention(query, key, value, score_mod, blocks, scale, grouped), None
+    aux = AuxRequest(lse=True)
+    output, results = flex_attention(query, key, value, score_mod, blocks, scale, grouped, return_aux=aux)
+    return output, results.lse
 
 
-def _fixed_heads(tensor: Tensor) -> Tensor:
-    """The tensor (B, H, L, D) with H and D as constants, which generated code for GPUs needs."""
-    seen = tensor.view(tensor.shape)  # the caller's own tensor stays as it is
-    mark_static(seen, 1)
-    mark_static(seen, 3)
+def _fixed_sizes(tensor: Tensor, whole: bool) -> Tensor:
+    """The tensor (B, H, L, D) with H and D as constants, which generated code for GPUs needs.
+
+    Whole blocks become a dimension of their own, (B, H, L / SIDE, SIDE, D). Code for GPUs then checks no edges. PyTorch
+    does not take them on a CPU.
+    """
+    seen = tensor.unflatten(2, (-1, SIDE)) if whole else tensor.view(tensor.shape)  # the caller's own stays as it is
+    for dim in (1, *range(3, seen.dim())):
+        mark_static(seen, dim)
     return seen
 
 
@@ -152,16 +149,19 @@ def _fixed_size(numbers: Tensor) -> Tensor:
     return filled
 
 
-def _signature(call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Tensor]) -> tuple[object, ...]:
+def _signature(
+    call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Tensor], limits: Limits
+) -> tuple[object, ...]:
     """The properties of a call for which the compiler makes one graph: all but sizes, which are symbols unless 1."""
     heads = (call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1])
     fixed = tuple((name, tensor.numel() if name in _LISTS else None) for name, tensor in numbers.items())
-    ones = tuple(size == 1 for tensor in (*inputs, *numbers.values()) for size in tensor.shape)
-    return (call.query.dtype, call.query.device, call.spec.scale, bool(call.spec.gradients), heads, fixed, ones)
+    ones = tuple(tuple(size == 1 for size in tensor.shape) for tensor in (*inputs, *numbers.values()))
+    constants = (call.spec.scale, bool(call.spec.gradients), call.spec.lse, limits)
+    return (call.query.dtype, call.query.device, *constants, heads, fixed, ones)
 
 
 @lru_cache(maxsize=128)
-def _compiled(signature: tuple[object, ...]) -> Callable[..., Tensor]:
+def _compiled(signature: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """A compiled copy of `_attend` for calls of one signature.
 
     A copy, because the compiler counts what it has compiled of one function and gives up at eight.

@@ -1,12 +1,14 @@
 """The lowering of masks for FlexAttention, to blocks of queries and keys and a rule for partial blocks.
 
-Numbers travel as tensors, so that one compiled kernel serves every mask of a kind.
+Numbers travel as tensors, so that one compiled kernel serves every mask of a kind. Only a few bands are constants of
+a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import and_
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +17,16 @@ from torch import Tensor
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._lowering import chosen_cell
-from ..masks._structure import Band, Structure, structure_of
+from ..masks._structure import Band, Structure, joined, structure_of
+from ._flex_rule import SIDE, Limits, numbers_on, table
 
-#: Queries and keys in a block; PyTorch's own default.
-SIDE = 128
+if TYPE_CHECKING:
+    from ._triton import Terms
+
+_NO_LIMITS: Limits = (None, None)
+#: So many bands become constants of compiled kernels. Compiling takes seconds, and models have one band or two.
+_MOST_CONSTANTS = 16
+_constants: set[Limits] = set()
 
 
 @dataclass(frozen=True)
@@ -26,18 +34,15 @@ class Blocks:
     """Which blocks are computed, (1 or B, 1 or H, query blocks, key blocks), bool.
 
     Args:
-        partial: blocks with visible and hidden cells, to which the rule applies.
+        partial: blocks to which the rule applies. They may be without a visible or without a hidden cell.
         full: blocks without hidden cells.
-        rule: tensors that the compiled rule reads. A band has ``ends``, int64 (3,): low, high and stop.
-            On a CPU other masks have ``cells``, bool ((1 + number of partial blocks) · SIDE²,). Block 0 hides
-            everything. ``places`` and ``place_steps`` are a `table` with the number of each partial block, from 1.
-            On other devices they have ``visible`` and ``visible_steps``, a `table` of every cell, because the
-            number of partial blocks would be read.
+        rule, limits: see `is_visible`.
     """
 
     partial: Tensor
     full: Tensor
     rule: dict[str, Tensor]
+    limits: Limits = _NO_LIMITS
 
     def tensors(self) -> dict[str, Tensor]:
         """The rule, and the blocks of each row and of each column, by the names of `BlockMask`'s arguments."""
@@ -48,32 +53,23 @@ class Blocks:
         return named
 
 
-def table(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """A tensor that broadcasts to four dimensions, as its numbers (n,) and the distances between neighbours in each.
-
-    These are int64 (4,), 0 along dimensions that broadcast.
-    """
-    tensor = tensor.contiguous()
-    steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.flatten(), numbers_on(tensor.device, steps)
-
-
-def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
-    """Numbers as int64 (n,). They are written on the device, because a copy to it would wait."""
-    return torch.cat([torch.full((1,), number, dtype=torch.long, device=device) for number in numbers])
-
-
-def lower_tensors(mask: Mask | None, grid: Grid) -> dict[str, Tensor]:
-    """The tensors of the blocks of a mask. A prepared mask is lowered once."""
+def lower_tensors(mask: Mask | None, grid: Grid) -> tuple[dict[str, Tensor], Limits]:
+    """The tensors of the blocks of a mask, and its constants. A prepared mask is lowered once."""
     if mask is None:
-        return lower_blocks(mask, grid).tensors()
-    return mask.lowered(grid, "flex", lambda: lower_blocks(mask, grid).tensors())
+        return _lower(mask, grid)
+    return mask.lowered(grid, "flex", lambda: _lower(mask, grid))
+
+
+def _lower(mask: Mask | None, grid: Grid) -> tuple[dict[str, Tensor], Limits]:
+    blocks = lower_blocks(mask, grid)
+    return blocks.tensors(), blocks.limits
 
 
 def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
     """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks.
 
-    On other devices than a CPU it is L · S for masks that are no band, and no value is read.
+    On other devices than a CPU no value is read. Memory grows with L · S / SIDE² and L + S there, and with L · S for
+    masks that have no other form.
     """
     if mask is None:
         return _band_blocks(Band.whole(grid), grid)
@@ -81,7 +77,7 @@ def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
     band = structure.only_band(grid)
     if band is not None:
         return _band_blocks(band, grid)
-    return _cell_blocks(mask, structure, grid) if grid.device.type == "cpu" else _dense_blocks(mask, grid)
+    return _cell_blocks(mask, structure, grid) if grid.device.type == "cpu" else term_blocks(mask, grid)
 
 
 def _band_blocks(band: Band, grid: Grid) -> Blocks:
@@ -94,21 +90,103 @@ def _band_blocks(band: Band, grid: Grid) -> Blocks:
     every = (columns >= last_row + band.low) & (stop_column <= rows + band.high + 1) & (stop_column <= band.stop)
     inside = (last_row < grid.query_length) & (stop_column <= grid.key_length)
     full = some & every & inside  # those at the edge hide what lies beyond it
-    ends = numbers_on(grid.device, (band.low, band.high, band.stop))
-    return Blocks((some & ~full)[None, None], full[None, None], {"ends": ends})
+    limits = _constant_limits(band, grid)
+    ends = {"ends": numbers_on(grid.device, band_numbers(band, grid), torch.int32)} if limits is None else {}
+    return Blocks((some & ~full)[None, None], full[None, None], ends, limits or _NO_LIMITS)
 
 
-def _dense_blocks(mask: Mask, grid: Grid) -> Blocks:
-    """Evaluate every cell at once."""
-    visible = mask.visible(Block(grid))
-    if visible is None:
-        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=grid.device)
+def band_numbers(band: Band, grid: Grid) -> tuple[int, int, int]:
+    """Low, high and stop, no larger than they have to be."""
+    low, high = max(band.low, -grid.query_length), min(band.high, grid.key_length)
+    return min(low, grid.key_length), max(high, -grid.query_length), band.stop
+
+
+def _constant_limits(band: Band, grid: Grid) -> Limits | None:
+    """The limits of a band that do not depend on sizes and positions, for a compiled rule; else ``None``."""
+    if grid.device.type == "cpu" or grid.shift != 0 or grid.query_length != grid.key_length:
+        return None
+    if band.stop < grid.key_length:
+        return None
+    low, high = band.low, band.high
+    limits = low if low > 1 - grid.query_length else None, high if high < grid.key_length - 1 else None
+    if limits not in _constants:
+        if len(_constants) == _MOST_CONSTANTS:
+            return None
+        _constants.add(limits)
+    return limits
+
+
+def term_blocks(mask: Mask, grid: Grid) -> Blocks:
+    """The blocks of a mask by the extremes of its terms in each block, which reads no value."""
+    from ._triton._terms import conditions_of, with_ranges  # its package registers operators, which only a GPU needs
+
+    terms = conditions_of(mask, grid)
+    for part in mask.parts():
+        if part.has_bias:  # NaN of a hidden key stays out only if its cells are hidden, whatever is added to them
+            terms = terms._replace(visible=joined(terms.visible, part.visible(Block(grid)), and_))
+    blocks = _band_blocks(Band(terms.low, terms.high, terms.stop), grid)
+    some, full = _bounds(with_ranges(terms), blocks, grid)
+    rule = dict(blocks.rule)
+    for name in ("first", "last"):
+        limit: Tensor | None = getattr(terms, name)
+        if limit is not None:
+            rule[name] = _shared(_of_rows(limit, grid))
+    for name in ("keys", "query_documents", "key_documents"):
+        numbers: Tensor | None = getattr(terms, name)
+        if numbers is not None:
+            rule[name] = _shared(numbers)
+    if terms.visible is not None:
+        rule["visible"], rule["visible_steps"] = table(terms.visible)
+    return replace(blocks, partial=some & ~full, full=full, rule=rule)
+
+
+def _bounds(terms: Terms, blocks: Blocks, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The blocks that may have a visible cell, and those without a hidden one."""
+    some, full = blocks.partial | blocks.full, blocks.full
+    columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)
+    if terms.first is not None:
+        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(terms.first, grid)))  # (1 or B, 1, n, 1)
+        some, full = some & (columns + SIDE > least), full & (columns >= most)
+    if terms.last is not None:
+        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(terms.last, grid)))
+        some, full = some & (columns < most), full & (columns + SIDE <= least)
+    if terms.keys is not None:
+        least, most = (each[:, None, None] for each in _extremes(terms.keys.int()))  # (1 or B, 1, 1, m)
+        some, full = some & (most > 0), full & (least > 0)
+    if terms.query_documents is not None and terms.key_documents is not None:
+        least, most = (each[:, None, :, None] for each in _extremes(terms.query_documents))
+        least_key, most_key = (each[:, None, None] for each in _extremes(terms.key_documents))
+        some = some & (least <= most_key) & (least_key <= most)
+        full = full & (least == most) & (least_key == most_key) & (least == least_key)
+    if terms.visible is not None:
+        any_cell, all_cells = _blocks_of_cells(terms.visible, grid)
+        some, full = some & any_cell, full & all_cells
+    return some, full
+
+
+def _of_rows(limit: Tensor, grid: Grid) -> Tensor:
+    """A limit of columns (1 or B, 1 or L) as int32 (1 or B, L)."""
+    return limit.expand(-1, grid.query_length).clamp(0, grid.key_length).int()
+
+
+def _shared(numbers: Tensor) -> Tensor:
+    """Numbers (1 or B, n) without the first dimension if all items share them."""
+    return (numbers[0] if len(numbers) == 1 else numbers).contiguous()
+
+
+def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the largest number (1 or B, blocks) of each block of rows or columns (1 or B, n)."""
+    missing = -numbers.shape[1] % SIDE
+    filled = torch.cat([numbers, numbers[:, -1:].expand(-1, missing)], 1)
+    return torch.aminmax(filled.unflatten(1, (-1, SIDE)), dim=2)
+
+
+def _blocks_of_cells(visible: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Whether any cell, and whether every cell of a block is visible, (1 or B, 1 or H, n, m)."""
     cells = visible.expand(*visible.shape[:2], grid.query_length, grid.key_length)
     blocks = F.pad(cells, (0, -grid.key_length % SIDE, 0, -grid.query_length % SIDE))
     blocks = blocks.unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE))  # (1 or B, 1 or H, n, SIDE, m, SIDE)
-    full, some = blocks.all(-1).all(-2), blocks.any(-1).any(-2)
-    flat, steps = table(visible)
-    return Blocks(_for_all(some & ~full, grid), _for_all(full, grid), {"visible": flat, "visible_steps": steps})
+    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
 
 
 def _for_all(blocks: Tensor, grid: Grid) -> Tensor:

@@ -81,16 +81,16 @@ def _advice(call: FusedCall, chosen: int, settings: tuple[object, ...]) -> list[
     """The fewest changes of a call for which PyTorch takes a faster kernel."""
     changes = _changes(call)
     for count in range(1, len(changes) + 1):
-        found: list[str] = []
+        faster: list[str] = []
         for names in combinations(changes, count):
             changed = call
             for name in names:
                 changed = _changes(changed).get(name, changed)
             other = _choice(changed, settings)
             if _rank(other) < _rank(chosen):
-                found.append(f"{_NAMES[other]} {' and '.join(names)}")
-        if found:
-            return found
+                faster.append(f"{_NAMES[other]} {' and '.join(names)}")
+        if faster:
+            return faster
     return []
 
 

@@ -68,7 +68,7 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     def compute(call: AttentionCall) -> Results:
         sequences = cast(PackedSequences, call.request.sequences)
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))  # (T, H, D)
-        found = varlen.varlen_attn(
+        returned = varlen.varlen_attn(
             query,
             key,
             value,
@@ -79,7 +79,7 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
             window_size=window,
             **grouped,
         )
-        output, lse = found if spec.lse else (found, None)
+        output, lse = returned if spec.lse else (returned, None)
         return Results(output.transpose(0, 1)[None], None if lse is None else _lse(lse, query))
 
     return compute
@@ -140,5 +140,5 @@ def _window(spec: AttentionSpec, mask: Mask | None, grid: Grid, same_lengths: bo
         return -1, -1
     if band is None or not same_lengths or band.low > 0 or band.high < 0 or band.stop < grid.key_length:
         return None
-    whole = Band.whole(grid)
-    return -1 if band.low <= whole.low + 1 else -band.low, -1 if band.high >= whole.high - 1 else band.high
+    widest = Band.whole(grid)
+    return -1 if band.low <= widest.low + 1 else -band.low, -1 if band.high >= widest.high - 1 else band.high

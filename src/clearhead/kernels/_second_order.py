@@ -125,7 +125,8 @@ def recompute_by_reference(rebuild: Callable[..., AttentionCall]) -> Recompute:
     """A function from inputs to output and lse, where `rebuild` is `AttentionCall.rebuild`."""
 
     def recompute(*inputs: Tensor) -> OptionalTensors:
-        call = rebuild(*inputs).wanting(lse=True)
+        call = rebuild(*inputs)
+        call.spec = call.spec._replace(lse=True)
         if call.request.sequences is None or call.request.seed is None:
             return reference_results(zero_hidden(as_one_sequence(call)))[:2]
         results = [reference_results(zero_hidden(sequence))[:2] for sequence in each_sequence(call)]

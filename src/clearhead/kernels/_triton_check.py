@@ -11,10 +11,10 @@ from .._call.request import Request
 from .._environment import autocast_off
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
-from ._triton import columns, pooled, rows, terms_of, top_k
+from ._triton import columns, pooled, rows, terms_of, weights_gradients
 from ._triton import weights as weights_by_kernel
 from ._triton._available import DTYPES, available
-from ._triton._formula import pooled_by_formula
+from ._triton._formula import gradients_by_formula, pooled_by_formula
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
 TOLERANCE = 1e-3
@@ -64,14 +64,15 @@ def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
     operands, terms, scale = (call.query, call.key), terms_of(call), call.spec.scale
     names = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
     first = torch.arange(call.key.shape[2], device=call.query.device)[None, None] < 1
-    found = rows(*operands, terms, scale=scale, sinks=call.request.sinks, first_keys=first, want=names)
+    found = rows(*operands, terms, scale=scale, sinks=call.request.sinks, first_keys=first, want=names, top=_TOP)
     found["received"], found["viewers"] = columns(*operands, found["lse"], terms, scale=scale)
-    found["top_k"], places = top_k(*operands, found["lse"], terms, _TOP, scale=scale)
-    found["top_k's keys"] = places
     found["weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale)
     found["averaged weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale, average=True)
     found["map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale)
     found["largest of the map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale, largest=True)
+    of_weights = _gradient_of(found["weights"])
+    of_query, of_key, _ = weights_gradients(*operands, found["lse"], of_weights, terms, scale=scale)
+    found["gradient of the query"], found["gradient of the key"] = of_query, of_key
     return found
 
 
@@ -81,6 +82,7 @@ def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
     distances = (places[: weights.shape[2], None] - places[: weights.shape[3]]).abs()
     visible = scores > float("-inf")
     top, keys = weights.topk(_TOP, -1)
+    of_query, of_key, _ = gradients_by_formula(call.query, call.key, weights, _gradient_of(weights), call.spec.scale)
     return {
         "lse": lse,
         "entropy": torch.special.entr(weights).sum(-1),
@@ -91,13 +93,20 @@ def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
         "visible": visible.sum(-1),
         "received": weights.sum(2),
         "viewers": visible.sum(2),
-        "top_k": top,
+        "top_weights": top,
         "weights": weights,
         "averaged weights": weights.mean(1),
         "map": pooled_by_formula(weights, None, _CELLS, largest=False),
         "largest of the map": pooled_by_formula(weights, None, _CELLS, largest=True),
-        "top_k's keys": keys.masked_fill(top == 0, -1),
+        "top_keys": keys.masked_fill(top == 0, -1),
+        "gradient of the query": of_query,
+        "gradient of the key": of_key,
     }
+
+
+def _gradient_of(weights: Tensor) -> Tensor:
+    """A gradient of the weights: whole numbers −3 … 3, which every dtype has."""
+    return (torch.arange(weights.numel(), device=weights.device).view(weights.shape) % 7 - 3).to(weights.dtype)
 
 
 def _error(found: Tensor, expected: Tensor) -> Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from ._triton import available, columns, pooled, rows, terms_of, top_k
+from ._second_order import sinks_gradient
+from ._triton import Terms, available, columns, pooled, rows, terms_of
 from ._triton import weights as weights_by_kernel
+from ._triton import weights_gradients as gradients_by_kernel
 from ._triton_check import CHECK
 
 #: Results of `rows` that a statistic can ask for.
@@ -41,15 +44,13 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     if {"received", "top_k", "map", "head_average"} & wanted.keys():
         names.add("lse")
     buffers: dict[str, Any] = rows(
-        *operands, terms, **options, sinks=call.request.sinks, first_keys=wanted.get("sink"), want=tuple(names)
-    )
+        *operands, terms, **options, sinks=call.request.sinks, first_keys=wanted.get("sink"), want=tuple(names),
+        top=wanted.get("top_k", 0),
+    )  # fmt: skip
     buffers["largest"] = buffers.pop("max_logit")
     if "received" in wanted:
         received = columns(*operands, buffers["lse"], terms, **options, counted=counted)
         buffers["received"], buffers["viewers"] = received
-    if "top_k" in wanted:
-        found = top_k(*operands, buffers["lse"], terms, wanted["top_k"], **options)
-        buffers["top_weights"], buffers["top_keys"] = found
     if "map" in wanted:
         cells, largest = wanted["map"]
         buffers["map"] = pooled(*operands, buffers["lse"], terms, cells, **options, counted=counted, largest=largest)
@@ -70,12 +71,42 @@ def weights(call: AttentionCall, chosen: Tensor | None, average: bool, head: int
     Returns:
         (B, H, n, S), or (B, n, S) if averaged, or of one head.
     """
-    query, key, terms, sinks = call.query, call.key, terms_of(call), call.request.sinks
+    query, terms = _chosen(call, chosen)
+    key, sinks = call.key, call.request.sinks
     options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
-    if chosen is not None:
-        query, terms = query.index_select(2, chosen), terms.of_rows(chosen, query.shape[2], key.shape[2])
     if head is not None:
         query, key = query.narrow(1, head, 1), key.narrow(1, head // call.spec.group, 1)
         terms, sinks = terms.of_head(head), None if sinks is None else sinks.narrow(0, head, 1)
     lse = rows(query, key, terms, **options, sinks=sinks)["lse"]
     return weights_by_kernel(query, key, lse, terms, **options, average=average or head is not None)
+
+
+def weights_gradients(
+    call: AttentionCall, chosen: Tensor | None, average: bool, gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of `weights_inputs` from that of the weights, with ``None`` for each bias.
+
+    Args:
+        call, chosen, average: as for `weights`.
+        gradient: (B, H, n, S), or (B, n, S) if averaged.
+    """
+    query, terms = _chosen(call, chosen)
+    key, sinks = call.key, call.request.sinks
+    options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
+    lse = rows(query, key, terms, **options, sinks=sinks)["lse"]
+    of_weights = gradient[:, None] if average else gradient
+    of_query, of_key, means = gradients_by_kernel(query, key, lse, of_weights, terms, **options)
+    if chosen is not None:  # a row may be chosen more than once: its gradients add up
+        of_query = torch.zeros_like(call.query, dtype=of_query.dtype).index_add_(2, chosen, of_query)
+    of_inputs = [of_query.to(query.dtype), of_key.to(key.dtype)]
+    if sinks is not None:
+        of_inputs.append(sinks_gradient(sinks, means, lse.masked_fill(lse == float("-inf"), float("inf"))))
+    return *of_inputs, *(None for _ in call.bias_tensors)
+
+
+def _chosen(call: AttentionCall, chosen: Tensor | None) -> tuple[Tensor, Terms]:
+    """The query of chosen rows, and the mask of these."""
+    query, terms = call.query, terms_of(call)
+    if chosen is None:
+        return query, terms
+    return query.index_select(2, chosen), terms.of_rows(chosen, query.shape[2], call.key.shape[2])

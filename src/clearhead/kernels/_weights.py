@@ -1,4 +1,4 @@
-"""Weights of a validated call, from the native kernel, from a Triton kernel or in blocks."""
+"""Weights of a validated call, from the native kernel, from a Triton kernel or in blocks, and their gradients."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ class _Weights(torch.autograd.Function):
         def call_of(query: Tensor, key: Tensor, *parameters: Tensor) -> AttentionCall:
             return ctx.rebuild(query, key, key, *parameters)
 
-        def by_blocks() -> tuple[Tensor, ...]:
-            return weights_gradients(call_of(*inputs), ctx.chosen.rows, ctx.chosen.average, gradients[0])
+        def fused() -> tuple[Tensor | None, ...]:
+            return _gradients(call_of(*inputs), ctx.chosen, gradients[0])
 
         def recompute(*tensors: Tensor) -> tuple[Tensor]:
             return (weights_by_operations(call_of(*tensors), ctx.chosen.rows, ctx.chosen.average),)
 
-        return backward_pass(ctx, gradients, inputs, by_blocks, recompute)
+        return backward_pass(ctx, gradients, inputs, fused, recompute)
 
 
 def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
@@ -121,3 +121,13 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
         else:
             result[block.batch, block.heads, place, block.columns] = weights
     return result if head is None else result[:, head]  # (B, n, S)
+
+
+def _gradients(call: AttentionCall, chosen: _Chosen, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    # The Triton kernels compute no gradient of a bias.
+    if chosen.natively and call.query.is_cuda and not any(bias.requires_grad for bias in call.bias_tensors):
+        from . import _triton_statistics  # registers operators, which only a GPU needs
+
+        if _triton_statistics.runs(call):
+            return _triton_statistics.weights_gradients(call, chosen.rows, chosen.average, gradient)
+    return weights_gradients(call, chosen.rows, chosen.average, gradient)

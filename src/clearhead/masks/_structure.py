@@ -227,8 +227,6 @@ UNKNOWN = Structure(exact=False)
 
 def structure_of(mask: Any, grid: Grid) -> Structure:
     """The structure of a mask for a grid, computed once for each call."""
-    if is_tracing():
-        return mask.structure(grid)
     if mask not in grid.memo:
         grid.memo[mask] = mask.structure(grid)
     return grid.memo[mask]

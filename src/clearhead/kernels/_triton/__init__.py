@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ._available import available
-from ._operators import columns, rows, top_k
+from ._gradients_operator import weights_gradients
+from ._operators import columns, rows
 from ._terms import Terms, terms_of
 from ._weights_operator import pooled, weights
 
-__all__ = ["Terms", "available", "columns", "pooled", "rows", "terms_of", "top_k", "weights"]
+__all__ = ["Terms", "available", "columns", "pooled", "rows", "terms_of", "weights", "weights_gradients"]

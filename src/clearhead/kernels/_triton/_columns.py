@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import LOG2E, changed, load_rows, products, visible_cells, within
+from ._tile import LOG2E, changed, load_rows, products, viewers_of, visible_cells
 
 
 @triton.jit
@@ -84,19 +84,10 @@ def columns_kernel(
     k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
 
     # The queries that see any key, and those that see every key.
-    begin, end = tl.maximum(0, j0 - high), tl.minimum(L, j1 - low + 1)
     whole, whole_end = tl.maximum(0, j1 - high), tl.minimum(L, j0 - low + 1)
-    limit, from_ = tl.minimum(S, stop), 0
-    if ROWS_ALIKE:
-        limit = tl.minimum(limit, within(tl.load(last + b.to(tl.int64) * range_b), S))
-        if first is not None:
-            from_ = within(tl.load(first + b.to(tl.int64) * range_b), S)
-    if first_query is not None:
-        place = b.to(tl.int64) * query_range_b + tl.minimum(j, j1)
-        begin = tl.maximum(begin, tl.min(tl.load(first_query + place), 0))
-        end = tl.minimum(end, tl.max(tl.load(last_query + place), 0))
-    if (j0 >= limit) | (j1 < from_):
-        end = begin
+    begin, end, from_, limit = viewers_of(
+        j, j0, j1, b, L, S, low, high, stop, first, last, range_b, first_query, last_query, query_range_b, ROWS_ALIKE
+    )
     begin = begin // M * M
     whole, whole_end = tl.cdiv(whole, M) * M, tl.maximum(whole_end, 0) // M * M
     PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)

@@ -120,3 +120,18 @@ def pooled_by_formula(weights: Tensor, counted: Tensor | None, cells: tuple[int,
         index = (places[:, None] if dim == 2 else places).expand_as(weights)
         weights = weights.new_zeros(shape).scatter_reduce_(dim, index, weights, "amax" if largest else "sum")
     return weights
+
+
+def gradients_by_formula(
+    query: Tensor, key: Tensor, weights: Tensor, gradient: Tensor, scale: float, softcap: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query and key from that of the weights (B, H or 1, L, S), and Σ_j p dp (B, H, L), in their dtype."""
+    heads, kv_heads, dtype = query.shape[1], key.shape[1], weights.dtype
+    query, keys = query.to(dtype), key.to(dtype).repeat_interleave(heads // max(1, kv_heads), 1)
+    gradient = gradient.to(dtype) * (gradient.shape[1] / heads)
+    means = (weights * gradient).sum(-1)
+    of_products = weights * (gradient - means[..., None]) * scale
+    if softcap:
+        of_products = of_products * (1 - (query @ keys.mT * (scale / softcap)).tanh().square())
+    of_keys = (of_products.mT @ query).unflatten(1, (kv_heads, -1)).sum(2)
+    return of_products @ keys, of_keys, means

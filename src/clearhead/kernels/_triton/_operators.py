@@ -1,4 +1,4 @@
-"""`rows`, `columns` and `top_k`, each one operator of PyTorch: Triton kernels on a GPU, the formulas on the CPU."""
+"""`rows` and `columns`, each one operator of PyTorch: Triton kernels on a GPU, the formulas on the CPU."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def rows(
     sinks: Tensor | None = None,
     first_keys: Tensor | None = None,
     want: Sequence[str] = ("lse",),
+    top: int = 0,
 ) -> dict[str, Tensor]:
-    """Statistics with one number for each query, in one pass over the keys.
+    """Statistics of each query, in one pass over the keys.
 
     Args:
         query: (B, H, L, D), any strides.
@@ -38,13 +39,16 @@ def rows(
         first_keys: bool (1 or B, 1 or H, S), the keys whose mass is ``sink``.
         want: names out of lse, entropy (nats), max_logit (the largest score), confidence (the largest weight), sink,
             distance (positions) and visible (how many keys the query sees).
+        top: how many of the largest weights, 0 ≤ top ≤ S. Any number above 0 needs ``"lse"`` in `want`.
 
     Returns:
         Each, float32 (B, H, L). A query that sees no key has lse −∞ or its sink, max_logit −∞, and 0 in all others.
+        With `top` also top_weights float32 and top_keys int64, (B, H, L, top) each: the largest weights and the numbers
+        of their keys, largest first, and of equal ones the first key first. Where fewer keys are visible, 0 and −1.
     """
     # Sorted, so that each set of names compiles once.
     names = [name for name in ROWS if name in want]
-    numbers = torch.ops.clearhead.triton_rows(
+    numbers, weights, keys = torch.ops.clearhead.triton_rows(
         query.detach(),
         key.detach(),
         None if sinks is None else sinks.detach(),
@@ -54,8 +58,10 @@ def rows(
         scale,
         softcap or 0.0,
         [ROWS.index(name) for name in names],
+        top,
     )
-    return dict(zip(names, numbers.unbind(0), strict=True))
+    found = dict(zip(names, numbers.unbind(0), strict=True))
+    return found | {"top_weights": weights, "top_keys": keys} if top else found
 
 
 def columns(
@@ -85,40 +91,15 @@ def columns(
     return received, viewers
 
 
-def top_k(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    terms: Terms,
-    k: int,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The k largest weights of each query, largest first; of equal ones the first key first.
-
-    Args:
-        query, key, terms, scale, softcap: as for `rows`.
-        lse: float32 (B, H, L), with the sinks.
-        k: how many, 1 ≤ k ≤ S.
-
-    Returns:
-        Weights float32 and numbers of keys int64, (B, H, L, k) each. Where fewer keys are visible, 0 and −1.
-    """
-    operands = query.detach(), key.detach(), lse.detach()
-    weights, keys = torch.ops.clearhead.triton_top_k(*operands, terms.tensors, terms.numbers, scale, softcap or 0.0, k)
-    return weights, keys
-
-
 MASK_SCHEMA = "Tensor?[] terms, SymInt[] numbers, float scale, float softcap"
 library = torch.library.Library("clearhead", "FRAGMENT")
 library.define(
-    f"triton_rows(Tensor query, Tensor key, Tensor? sinks, Tensor? first_keys, {MASK_SCHEMA}, int[] want) -> Tensor"
+    f"triton_rows(Tensor query, Tensor key, Tensor? sinks, Tensor? first_keys, {MASK_SCHEMA}, int[] want, SymInt top)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 library.define(
     f"triton_columns(Tensor query, Tensor key, Tensor lse, Tensor? counted, {MASK_SCHEMA}) -> (Tensor, Tensor)"
 )
-library.define(f"triton_top_k(Tensor query, Tensor key, Tensor lse, {MASK_SCHEMA}, SymInt k) -> (Tensor, Tensor)")
 
 
 def terms_from(tensors: Sequence[Tensor | None], numbers: Sequence[int]) -> Terms:
@@ -136,15 +117,23 @@ def _rows(
     scale: float,
     softcap: float,
     want: Sequence[int],
-) -> Tensor:
+    top: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     terms, names = terms_from(tensors, numbers), [ROWS[number] for number in want]
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "first_keys": first_keys}
     if not runs_kernels(query):
         found = rows_by_formula(query, key, terms, **options)
-        return torch.stack([found[name] for name in names])
+        weights, keys = top_by_formula(query, key, found["lse"], terms, top, scale, softcap)
+        return torch.stack([found[name] for name in names]), weights, keys
+    if top:
+        from ._top_launch import rows_and_top
+
+        return rows_and_top(query, key, terms, top, **options, want=names)
     from ._launch import rows_launch
 
-    return rows_launch(query, key, terms, **options, want=names).run()[0]
+    empty = query.new_empty((*query.shape[:3], 0), dtype=torch.float32)
+    found = rows_launch(query, key, terms, **options, want=names).run()
+    return found[0], empty, torch.empty_like(empty, dtype=torch.int64)
 
 
 def _columns(
@@ -167,37 +156,17 @@ def _columns(
     return received, viewers
 
 
-def _top_k(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    tensors: Sequence[Tensor | None],
-    numbers: Sequence[int],
-    scale: float,
-    softcap: float,
-    k: int,
-) -> tuple[Tensor, Tensor]:
-    terms = terms_from(tensors, numbers)
-    if not runs_kernels(query):
-        return top_by_formula(query, key, lse, terms, k, scale, softcap)
-    from ._top_launch import top_k_by_kernels
-
-    return top_k_by_kernels(query, key, lse, terms, k, scale=scale, softcap=softcap)
-
-
-def _fake_rows(query: Tensor, *others: Any) -> Tensor:
-    want = others[-1]
-    return query.new_empty((len(want), *query.shape[:3]), dtype=torch.float32)
+def _fake_rows(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    want, top = others[-2:]
+    shape = query.shape[:3]
+    numbers = query.new_empty((len(want), *shape), dtype=torch.float32)
+    weights = query.new_empty((*shape, top), dtype=torch.float32)
+    return numbers, weights, torch.empty_like(weights, dtype=torch.int64)
 
 
 def _fake_columns(query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     shape = (*query.shape[:2], key.shape[2])
     return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
-
-
-def _fake_top_k(query: Tensor, key: Tensor, lse: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    shape = (*query.shape[:3], others[-1])
-    return query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
 
 
 def register(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -209,4 +178,3 @@ def register(name: str, compute: Callable[..., Any], fake: Callable[..., Any]) -
 
 register("triton_rows", _rows, _fake_rows)
 register("triton_columns", _columns, _fake_columns)
-register("triton_top_k", _top_k, _fake_top_k)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import LN2, LOG2E, changed, load_rows, products, visible_cells, within
+from ._tile import GROUP_KEYS, LN2, LOG2E, changed, load_rows, products, visible_cells, within
 
 
 @triton.jit
 def _over_keys(
     m, z, t, d, f, v, q, start, end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-    key, k_s, first_keys,
+    key, k_s, first_keys, maxima, groups, i0, i1,
     first, last, range_b, range_l, keys, keys_b,
     visible, visible_b, visible_h, visible_l, visible_s,
     bias, bias_b, bias_h, bias_l, bias_s,
@@ -21,7 +21,10 @@ def _over_keys(
     ENTROPY: tl.constexpr, SINK: tl.constexpr, DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
     SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The running numbers of each row: largest score, Σ e, Σ e·x, Σ e·distance, mass on first keys, visible keys."""
+    """The running numbers of each row: largest score, Σ e, Σ e·x, Σ e·distance, mass on first keys, visible keys.
+
+    With `maxima`, also write the largest score of each row and group of keys there.
+    """
     for begin in tl.range(start, end, N, num_stages=STAGES):
         k = load_rows(key, begin, S, k_s, D, N, BLOCK_D, HIDES)
         j = begin + tl.arange(0, N)
@@ -41,7 +44,15 @@ def _over_keys(
                 query_documents, key_documents, query_documents_b, key_documents_b,
             )  # fmt: skip
             s = tl.where(seen, s, float("-inf"))
-        largest = tl.maximum(m, tl.max(s, 1) * factor)
+        if maxima is None:
+            of_row = tl.max(s, 1) * factor
+        else:
+            of_groups = tl.max(tl.reshape(s, [s.shape[0], N // GROUP_KEYS, GROUP_KEYS]), 2) * factor
+            group = begin // GROUP_KEYS + tl.arange(0, N // GROUP_KEYS)
+            inside = (i <= i1)[:, None] & (group < groups)[None, :]
+            tl.store(maxima + (i - i0)[:, None] * groups + group[None, :], of_groups, mask=inside)
+            of_row = tl.max(of_groups, 1)
+        largest = tl.maximum(m, of_row)
         anchor = tl.where(largest == float("-inf"), 0.0, largest)
         x = s * factor - anchor[:, None]
         if HIDES:
@@ -67,11 +78,11 @@ def _over_keys(
 
 
 @triton.jit(
-    do_not_specialize=["L", "S", "low", "high", "stop", "shift", "out_n"],
+    do_not_specialize=["L", "S", "low", "high", "stop", "shift", "out_n", "row", "count", "groups"],
 )
 def rows_kernel(
-    query, key, sinks, first_keys, out,
-    q_b, q_h, q_l, k_b, k_h, k_s, marks_b, marks_h, out_n,
+    query, key, sinks, first_keys, out, maxima,
+    q_b, q_h, q_l, k_b, k_h, k_s, marks_b, marks_h, out_n, row, count, groups,
     L, S, low, high, stop, shift, scale, softcap,
     first, last, range_b, range_l, keys, keys_b,
     visible, visible_b, visible_h, visible_l, visible_s,
@@ -82,15 +93,21 @@ def rows_kernel(
     DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the statistics whose number is ≥ 0 to that part of `out` (n, B, H, L)."""
-    tiles = tl.cdiv(L, M)
+    """Write the statistics whose number is ≥ 0 to that part of `out` (n, B, H, L), for the rows row … row + count.
+
+    With `maxima` (B, H, count, groups), also write the largest score, times log2 e, of each of those rows and each
+    group of keys. Groups of tiles that none of a tile's rows sees are not written.
+    """
+    tiles = tl.cdiv(count, M)
     program = tl.program_id(0)
     # Under a causal mask the last rows have the most keys, so they begin first.
     tile, bh = tiles - 1 - program % tiles, program // tiles
     b, h = bh // H, bh % H
-    i0 = tile * M
-    i1 = tl.minimum(i0 + M, L) - 1
+    i0 = row + tile * M
+    i1 = tl.minimum(i0 + M, row + count) - 1
     i = i0 + tl.arange(0, M)
+    if maxima is not None:
+        maxima += (bh.to(tl.int64) * count + tile * M) * groups
     query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
     key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
     if SINK >= 0:
@@ -124,7 +141,7 @@ def rows_kernel(
     f, v = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     m, z, t, d, f, v = _over_keys(
         m, z, t, d, f, v, q, begin, whole, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-        key, k_s, first_keys, first, last, range_b, range_l, keys, keys_b,
+        key, k_s, first_keys, maxima, groups, i0, i1, first, last, range_b, range_l, keys, keys_b,
         visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
         query_documents, key_documents, query_documents_b, key_documents_b, slopes,
         D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, True, UPCAST, STAGES,
@@ -132,20 +149,20 @@ def rows_kernel(
     if not NEVER_WHOLE:
         m, z, t, d, f, v = _over_keys(
             m, z, t, d, f, v, q, whole, whole_end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-            key, k_s, first_keys, first, last, range_b, range_l, keys, keys_b,
+            key, k_s, first_keys, maxima, groups, i0, i1, first, last, range_b, range_l, keys, keys_b,
             visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
             query_documents, key_documents, query_documents_b, key_documents_b, slopes,
             D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, False, UPCAST, STAGES,
         )  # fmt: skip
         m, z, t, d, f, v = _over_keys(
             m, z, t, d, f, v, q, whole_end, end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-            key, k_s, first_keys, first, last, range_b, range_l, keys, keys_b,
+            key, k_s, first_keys, maxima, groups, i0, i1, first, last, range_b, range_l, keys, keys_b,
             visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
             query_documents, key_documents, query_documents_b, key_documents_b, slopes,
             D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, True, UPCAST, STAGES,
         )  # fmt: skip
     _write(
-        out + bh.to(tl.int64) * L + i, i < L, out_n.to(tl.int64), m, z, t, d, f, v, sinks, h,
+        out + bh.to(tl.int64) * L + i, i <= i1, out_n.to(tl.int64), m, z, t, d, f, v, sinks, h,
         LSE, ENTROPY, LARGEST, CONFIDENCE, SINK, DISTANCE, VISIBLE,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..._call.call import AttentionCall
 from ...masks._base import Mask
+from ...masks._combined import Or
 from ...masks._documents import Documents
 from ...masks._grid import Block, Grid
 from ...masks._structure import Band, RowRanges, Structure, structure_of
@@ -98,10 +99,17 @@ def terms_of(call: AttentionCall) -> Terms:
 
 
 def lower(mask: Mask, grid: Grid) -> Terms:
+    """The terms of a mask, with the ranges in which documents lie, so that kernels skip what lies outside."""
+    return with_ranges(conditions_of(mask, grid))
+
+
+def conditions_of(mask: Mask, grid: Grid) -> Terms:
     """The terms of a mask. A part without a structure is evaluated for the whole grid."""
     structure, slopes, documents = Structure(), None, None
     for part in mask.parts():
         exact = structure_of(part, grid)
+        if isinstance(part, Or):
+            exact = _longer(exact, grid) or exact
         if exact.exact:
             structure = structure.meet(exact)
         elif isinstance(part, ALiBi) and grid.shift is not None and slopes is None:
@@ -114,6 +122,19 @@ def lower(mask: Mask, grid: Grid) -> Terms:
             structure = structure.meet(evaluated)
     terms = _of_structure(structure, grid)._replace(slopes=slopes)
     return terms if documents is None else _with_documents(terms, documents, grid)
+
+
+def _longer(structure: Structure, grid: Grid) -> Structure | None:
+    """The exact structure of `|` where both masks show the first keys to each query, as in ``causal() | prefix(n)``."""
+    stops: list[Tensor] = []
+    for mask in structure.either:
+        band, rows = mask.band or Band.whole(grid), mask.rows
+        is_marked = mask.queries is not None or mask.keys is not None or mask.tensors or mask.biases
+        if is_marked or not mask.exact or band.low > 1 - grid.query_length or (rows and rows.first is not None):
+            return None
+        stop = (torch.arange(grid.query_length, device=grid.device)[None] + (band.high + 1)).clamp(max=band.stop)
+        stops.append(stop if rows is None else torch.minimum(stop, rows.stop))
+    return Structure(rows=RowRanges(None, reduce(torch.maximum, stops)))
 
 
 def _of_structure(structure: Structure, grid: Grid) -> Terms:
@@ -141,27 +162,26 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
 
 
 def _with_documents(terms: Terms, ids: Tensor, grid: Grid) -> Terms:
-    """Terms with documents, and with the ranges in which each document lies."""
     query, key = (
         position if isinstance(position, int) else 0 for position in (grid.query_positions, grid.key_positions)
     )
     of_queries = ids[:, query : query + grid.query_length].long().contiguous()
     of_keys = ids[:, key : key + grid.key_length].long().contiguous()
-    first, last = _range_of(of_queries, of_keys)
+    return terms._replace(query_documents=of_queries, key_documents=of_keys)
+
+
+def with_ranges(terms: Terms) -> Terms:
+    """The terms with the ranges in which each document lies. They hide nothing that the documents do not hide."""
+    if terms.query_documents is None or terms.key_documents is None:
+        return terms
+    first, last = _range_of(terms.query_documents, terms.key_documents)
     if terms.first is not None:
         first = torch.maximum(first, terms.first)
     if terms.last is not None:
         last = torch.minimum(last, terms.last)
     first, last = torch.broadcast_tensors(first, last)
-    first_query, last_query = _range_of(of_keys, of_queries)
-    return terms._replace(
-        first=first,
-        last=last,
-        query_documents=of_queries,
-        key_documents=of_keys,
-        first_query=first_query,
-        last_query=last_query,
-    )
+    first_query, last_query = _range_of(terms.key_documents, terms.query_documents)
+    return terms._replace(first=first, last=last, first_query=first_query, last_query=last_query)
 
 
 def _range_of(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:

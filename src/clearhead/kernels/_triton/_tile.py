@@ -8,7 +8,8 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-INT64: tl.constexpr = tl.constexpr(tl.int64)
+#: Neighbouring keys of which `top_k` keeps the largest score.
+GROUP_KEYS: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
@@ -36,6 +37,14 @@ def products(left, right, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def tanh_of(s, softcap):
+    """tanh(s / softcap)."""
+    t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / softcap))
+    magnitude = (1.0 - t) / (1.0 + t)
+    return tl.where(s < 0, -magnitude, magnitude)
+
+
+@triton.jit
 def changed(
     s, i, j, b, h, L, S, shift, scale, softcap,
     bias, bias_b, bias_h, bias_l, bias_s, slopes,
@@ -44,9 +53,7 @@ def changed(
     """Products as scores × log2 e: soft-capped, with ALiBi and bias."""
     s = s * scale
     if SOFTCAP:
-        t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / softcap))
-        magnitude = softcap * (1.0 - t) / (1.0 + t)
-        s = tl.where(s < 0, -magnitude, magnitude)
+        s = softcap * tanh_of(s, softcap)
     if slopes is not None:
         s -= tl.load(slopes + h) * tl.abs(i + shift - j).to(tl.float32)
     s *= LOG2E
@@ -87,3 +94,39 @@ def visible_cells(
         offset = offset + i.to(tl.int64) * visible_l + j.to(tl.int64) * visible_s
         seen &= tl.load(visible + offset, mask=(i < L) & (j < S), other=0) != 0
     return seen
+
+
+@triton.jit
+def visited(i, i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N: tl.constexpr):
+    """The keys begin … end − 1, from the begin of a tile, that any of the rows i0 … i1 sees."""
+    begin, end = tl.maximum(0, i0 + low), tl.minimum(tl.minimum(S, stop), i1 + high + 1)
+    if last is not None:
+        place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
+        end = tl.minimum(end, tl.max(within(tl.load(last + place), S), 0))
+        if first is not None:
+            begin = tl.maximum(begin, tl.min(within(tl.load(first + place), S), 0))
+    return begin // N * N, end
+
+
+@triton.jit
+def viewers_of(
+    j, j0, j1, b, L, S, low, high, stop, first, last, range_b,
+    first_query, last_query, query_range_b, ROWS_ALIKE: tl.constexpr,
+):  # fmt: skip
+    """The queries begin … end − 1 that may see any of the keys j0 … j1, and the keys `from_` … `limit` − 1 of all rows.
+
+    Rows share one range of keys if `ROWS_ALIKE`. Otherwise these are all keys.
+    """
+    begin, end = tl.maximum(0, j0 - high), tl.minimum(L, j1 - low + 1)
+    limit, from_ = tl.minimum(S, stop), 0
+    if ROWS_ALIKE:
+        limit = tl.minimum(limit, within(tl.load(last + b.to(tl.int64) * range_b), S))
+        if first is not None:
+            from_ = within(tl.load(first + b.to(tl.int64) * range_b), S)
+    if first_query is not None:
+        place = b.to(tl.int64) * query_range_b + tl.minimum(j, j1)
+        begin = tl.maximum(begin, tl.min(tl.load(first_query + place), 0))
+        end = tl.minimum(end, tl.max(tl.load(last_query + place), 0))
+    if (j0 >= limit) | (j1 < from_):
+        end = begin
+    return begin, end, from_, limit

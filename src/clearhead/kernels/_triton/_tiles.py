@@ -9,9 +9,6 @@ from torch import Tensor
 
 from ._terms import Terms
 
-#: Compute capabilities, beside 12.x, whose multiprocessors have 100 KB of shared memory; 8.0, 9.0 and 10.0 have more.
-_SMALL = ((8, 6), (8, 9))
-
 
 class Tiles(NamedTuple):
     """Queries and keys of a tile, warps of a program, and stages of its pipeline."""
@@ -26,23 +23,26 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
     """The tiles of a kernel on a device of this compute capability.
 
     Args:
-        kernel: ``"rows"``, ``"columns"``, ``"largest"``, ``"weights"``, ``"averaged"`` or ``"map"``.
+        kernel: ``"rows"``, ``"columns"``, ``"top"``, ``"weights"``, ``"averaged"``, ``"map"``, ``"dq"``
+            or ``"dk"``.
         dim: features of a head.
         dtype: of query and key.
         capability: compute capability, such as (9, 0).
         plain: the answer of `is_plain`.
     """
     width = block_of(dim)
+    if kernel in ("dq", "dk"):
+        return _of_gradient(kernel, width, dtype)
     if dtype == torch.float32:  # multiplied without matrix instructions, from registers
         return _of_float32(kernel, width, capability)
-    if kernel == "largest":
-        return _of_largest(width, capability, plain)
+    if kernel == "top":
+        return _of_top(width, capability, plain)
     if kernel in ("weights", "averaged", "map"):
         return _of_weights(kernel, width, capability)
     if width > 128:
         return Tiles(64 if kernel == "rows" else 32, 32, 4, 2)
     if plain and capability[0] == 9:
-        return Tiles(64, 128, 4, 3) if kernel == "rows" else Tiles(128, 64, 4, 3 if width <= 64 else 2)
+        return Tiles(64, 128, 4, 3) if kernel == "rows" else Tiles(128, 64, 4, 3)
     if plain and kernel == "rows" and capability[0] == 10:
         return Tiles(128, 64, 8, 2)
     return Tiles(64, 64 if kernel == "rows" and width <= 64 else 32, 4, 2)
@@ -51,21 +51,17 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
 def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
     if width > 64 and capability[0] == 12:  # whose compiler spills registers in larger tiles
         return Tiles(16, 32, 8, 1)
-    if kernel == "largest":
-        return Tiles(16, 128 if width <= 64 else 64 if width <= 128 else 32, 8, 1)
     if kernel in ("weights", "averaged", "map"):
         return Tiles(16 if kernel == "map" and width > 128 else 32, 32, 8, 1)
-    few = width <= 64 or (width <= 128 and kernel == "rows")
-    return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
+    if kernel == "columns":
+        return Tiles(16 if width > 128 else 32, 32, 8, 1)
+    return Tiles(16, 32, 4 if width <= 64 else 8, 1)
 
 
-def _of_largest(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
-    spills = capability[0] == 12
-    if width > 128:
-        return Tiles(16, 64 if spills else 128, 4, 1)
-    if plain and capability not in _SMALL and capability[0] != 12:
-        return Tiles(64, 128, 4, 2)
-    return Tiles(64, 64 if width <= 64 or plain else 32, 4, 1 if spills and width <= 64 else 2)
+def _of_top(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
+    if plain and width <= 128 and capability[0] == 9:
+        return Tiles(64, 64, 4, 3)
+    return Tiles(64, 64 if width <= 64 or (plain and width <= 128) else 32, 4, 2)
 
 
 def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
@@ -74,6 +70,14 @@ def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
     averaged = kernel == "averaged"
     few_keys = kernel == "map" or (averaged and width > 64)
     return Tiles(64, 32 if few_keys else 64, 4, 2 if averaged and capability[0] != 12 else 1)
+
+
+def _of_gradient(kernel: str, width: int, dtype: torch.dtype) -> Tiles:
+    if dtype != torch.float32:
+        return Tiles(32, 32, 4 if width <= 128 else 8, 1)
+    if width > 128:
+        return Tiles(16, 16, 8, 1)
+    return Tiles(32, 16, 8, 1) if kernel == "dk" and width > 64 else Tiles(16, 32, 8, 1)
 
 
 def tiles_for(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:

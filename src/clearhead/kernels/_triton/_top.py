@@ -1,187 +1,126 @@
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportCallIssue=false
-"""The kernels of `top_k`: the largest score of each group of keys, and the best keys of the best groups."""
+"""The kernels of `top_k`, after `rows_kernel` has written the largest score of each group of keys.
+
+The k largest scores of a row lie in the k groups with the largest maxima: each of those groups has a score that goes
+before any score of another group. The same holds for groups and for runs of groups.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from ._tile import LOG2E, changed, load_rows, products, visible_cells, within
+from ._tile import GROUP_KEYS, LOG2E, changed, visible_cells, within
 
-GROUP_KEYS: tl.constexpr = tl.constexpr(16)
-
-
-@triton.jit
-def _visited(i, i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N: tl.constexpr):
-    """The keys begin … end − 1, from the begin of a tile, that any of the rows i0 … i1 sees."""
-    begin, end = tl.maximum(0, i0 + low), tl.minimum(tl.minimum(S, stop), i1 + high + 1)
-    if last is not None:
-        place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
-        end = tl.minimum(end, tl.max(within(tl.load(last + place), S), 0))
-        if first is not None:
-            begin = tl.maximum(begin, tl.min(within(tl.load(first + place), S), 0))
-    return begin // N * N, end
+#: Neighbouring groups of which `groups_kernel` looks for the largest first.
+RUN: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def _over_tiles(
-    out, q, start, end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-    key, k_s, written, groups,
-    first, last, range_b, range_l, keys, keys_b,
-    visible, visible_b, visible_h, visible_l, visible_s,
-    bias, bias_b, bias_h, bias_l, bias_s,
-    query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+def _largest(values, numbers):
+    """The largest value of each row, and its number; of equal ones the smallest number."""
+    best = tl.max(values, 1)
+    return best, tl.min(tl.where(values == best[:, None], numbers, 0x7FFFFFFF), 1)
+
+
+@triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "row", "count", "groups", "chosen_count"])
+def groups_kernel(
+    maxima, chosen, row, count, groups, chosen_count,
+    L, S, low, high, stop,
+    first, last, range_b, range_l,
+    H: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest score of each row and group of the keys start … end."""
-    for begin in tl.range(start, end, N, num_stages=STAGES):
-        s = products(q, load_rows(key, begin, S, k_s, D, N, BLOCK_D, HIDES), UPCAST)
-        j = begin + tl.arange(0, N)
-        factor = scale * LOG2E
-        if not PLAIN:
-            s = changed(
-                s, i[:, None], j[None, :], b, h, L, S, shift, scale, softcap,
-                bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP,
-            )  # fmt: skip
-            factor = 1.0
-        if HIDES:
-            seen = visible_cells(
-                i[:, None], j[None, :], b, h, L, S, low, high, stop,
-                first, last, range_b, range_l, keys, keys_b,
-                visible, visible_b, visible_h, visible_l, visible_s,
-                query_documents, key_documents, query_documents_b, key_documents_b,
-            )  # fmt: skip
-            s = tl.where(seen, s, float("-inf"))
-        largest = tl.max(tl.reshape(s, [M, N // GROUP_KEYS, GROUP_KEYS]), 2) * factor  # (rows, groups)
-        group = begin // GROUP_KEYS + tl.arange(0, N // GROUP_KEYS)
-        tl.store(out[:, None] + group[None, :], largest, mask=written[:, None] & (group < groups)[None, :])
+    """Write the numbers of the groups with the largest maxima, (B, H, count, chosen_count).
 
-
-@triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift", "row", "count", "groups", "splits"])
-def largest_kernel(
-    query, key, out, row, count, groups, splits,
-    q_b, q_h, q_l, k_b, k_h, k_s,
-    L, S, low, high, stop, shift, scale, softcap,
-    first, last, range_b, range_l, keys, keys_b,
-    visible, visible_b, visible_h, visible_l, visible_s,
-    bias, bias_b, bias_h, bias_l, bias_s,
-    query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Write the largest score, times log2 e, of the rows row … row + count and each group of keys.
-
-    `out` is (B, H, count, groups). Groups of tiles that none of a tile's rows sees are not written. The keys of a tile
-    of rows are divided among `splits` programs.
+    It is −1 where a row sees keys of fewer groups.
     """
-    tiles = tl.cdiv(count, M)
-    program = tl.program_id(0)
-    split, tile, bh = program % splits, program // splits % tiles, program // splits // tiles
-    b, h = bh // H, bh % H
-    i0 = row + tile * M
-    i1 = tl.minimum(i0 + M, row + count) - 1
-    i = i0 + tl.arange(0, M)
-    query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-    key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
-    out += (bh.to(tl.int64) * count + (i - row)) * groups
-    q = load_rows(query, i0, L, q_l, D, M, BLOCK_D, True)
-
-    begin, end = _visited(i, i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N)
-    share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), N), splits) * N
-    begin += split * share
-    end = tl.minimum(end, begin + share)
-    # The keys of that share that every row sees.
-    whole, whole_end = tl.maximum(0, i1 + low), tl.minimum(tl.minimum(S, stop), i0 + high + 1)
+    tiles = tl.cdiv(count, ROWS)
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    at = tile * ROWS + tl.arange(0, ROWS)
+    i, inside = row + at, at < count
+    # Groups outside the keys that a row sees may not have been written.
+    begin, end = i + low, tl.minimum(tl.minimum(S, stop), i + high + 1)
     if last is not None:
-        place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
-        whole_end = tl.minimum(whole_end, tl.min(within(tl.load(last + place), S), 0))
+        place = (bh // H).to(tl.int64) * range_b + i.to(tl.int64) * range_l
+        end = tl.minimum(end, within(tl.load(last + place, mask=inside, other=0), S))
         if first is not None:
-            whole = tl.maximum(whole, tl.max(within(tl.load(first + place), S), 0))
-    whole = tl.maximum(tl.cdiv(whole, N) * N, begin)
-    whole_end = tl.minimum(tl.maximum(whole_end, 0) // N * N, begin + share)
-    PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)
-    NEVER_WHOLE: tl.constexpr = (
-        (keys is not None) or (visible is not None) or (bias is not None) or (query_documents is not None)
-    )
-    if NEVER_WHOLE:
-        whole, whole_end = end, end
-    if whole_end <= whole:
-        whole, whole_end = end, end
-    written = i <= i1
-    _over_tiles(
-        out, q, begin, whole, i, b, h, L, S, low, high, stop, shift, scale, softcap, key, k_s, written, groups,
-        first, last, range_b, range_l, keys, keys_b,
-        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-        D, BLOCK_D, M, N, SOFTCAP, PLAIN, True, UPCAST, STAGES,
-    )  # fmt: skip
-    if not NEVER_WHOLE:
-        _over_tiles(
-            out, q, whole, whole_end, i, b, h, L, S, low, high, stop, shift, scale, softcap, key, k_s, written, groups,
-            first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-            query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-            D, BLOCK_D, M, N, SOFTCAP, PLAIN, False, UPCAST, STAGES,
-        )  # fmt: skip
-        _over_tiles(
-            out, q, whole_end, end, i, b, h, L, S, low, high, stop, shift, scale, softcap, key, k_s, written, groups,
-            first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-            query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-            D, BLOCK_D, M, N, SOFTCAP, PLAIN, True, UPCAST, STAGES,
-        )  # fmt: skip
+            begin = tl.maximum(begin, within(tl.load(first + place, mask=inside, other=0), S))
+    end = tl.where(inside, end, 0)
+    line = bh.to(tl.int64) * count + at
+    maxima += line[:, None, None] * groups
+    begin, end = begin[:, None, None], end[:, None, None]
+
+    run, member, slot = tl.arange(0, RUNS), tl.arange(0, RUN), tl.arange(0, SLOTS)
+    group = run[None, :, None] * RUN + member[None, None, :]
+    written = (group < groups) & (group * GROUP_KEYS + GROUP_KEYS > begin) & (group * GROUP_KEYS < end)
+    of_runs = tl.max(tl.load(maxima + group, mask=written, other=float("-inf")), 2)
+    runs = tl.zeros([ROWS, SLOTS], tl.int32) - 1
+    for n in range(0, chosen_count):
+        best, number = _largest(of_runs, run[None, :])
+        runs = tl.where((slot == n)[None, :] & (best > float("-inf"))[:, None], number[:, None], runs)
+        of_runs = tl.where(run[None, :] == number[:, None], float("-inf"), of_runs)
+
+    group = runs[:, :, None] * RUN + member[None, None, :]
+    written = (runs >= 0)[:, :, None] & (group < groups)
+    written &= (group * GROUP_KEYS + GROUP_KEYS > begin) & (group * GROUP_KEYS < end)
+    values = tl.load(maxima + group, mask=written, other=float("-inf"))
+    values, group = tl.reshape(values, [ROWS, SLOTS * RUN]), tl.reshape(group, [ROWS, SLOTS * RUN])
+    for n in range(0, chosen_count):
+        best, number = _largest(values, group)
+        tl.store(chosen + line * chosen_count + n, tl.where(best > float("-inf"), number, -1), mask=inside)
+        values = tl.where(group == number[:, None], float("-inf"), values)
 
 
-@triton.jit(
-    do_not_specialize=["L", "S", "low", "high", "stop", "shift", "row", "count", "groups", "wanted", "chosen_count"]
-)
+@triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift", "row", "count", "wanted", "chosen_count"])
 def best_kernel(
-    query, key, lse, largest, weights_out, keys_out, row, count, groups, wanted, chosen_count,
+    query, key, lse, chosen, weights_out, keys_out, row, count, wanted, chosen_count,
     q_b, q_h, q_l, k_b, k_h, k_s,
     L, S, low, high, stop, shift, scale, softcap,
     first, last, range_b, range_l, keys, keys_b,
     visible, visible_b, visible_h, visible_l, visible_s,
     bias, bias_b, bias_h, bias_l, bias_s,
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BLOCK_GROUPS: tl.constexpr, SLOTS: tl.constexpr,
-    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    SLOTS: tl.constexpr, AT_ONCE: tl.constexpr, MATRIX: tl.constexpr,
+    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Write the `wanted` largest weights of one row and their keys, from `largest` of `largest_kernel`.
+    """Write the `wanted` largest weights of one row and their keys, which lie in the `chosen` groups.
 
-    They lie in the `chosen_count` groups with the largest maxima. Of equal ones the first key goes first.
+    Of equal ones the first key goes first. `AT_ONCE` groups are multiplied at a time, by matrix instructions if
+    `MATRIX`.
     """
     at, bh = tl.program_id(0) % count, tl.program_id(0) // count
     b, h = bh // H, bh % H
     i = row + at
-    i0 = row + at // M * M
-    i1 = tl.minimum(i0 + M, row + count) - 1
-    begin, end = _visited(i0 + tl.arange(0, M), i0, i1, b, S, low, high, stop, first, last, range_b, range_l, N)
     query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + i.to(tl.int64) * q_l
     key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
-
-    group, slot = tl.arange(0, BLOCK_GROUPS), tl.arange(0, SLOTS)
-    written = (group >= begin // GROUP_KEYS) & (group < tl.cdiv(end, N) * (N // GROUP_KEYS)) & (group < groups)
-    largest += (bh.to(tl.int64) * count + at) * groups
-    maxima = tl.load(largest + group, mask=written, other=float("-inf"))
-    chosen = tl.full([SLOTS], -1, tl.int32)
-    for n in range(0, chosen_count):
-        best = tl.max(maxima, 0)
-        place = tl.min(tl.where(maxima == best, group, BLOCK_GROUPS), 0)
-        chosen = tl.where(slot == n, tl.where(best > float("-inf"), place, -1), chosen)
-        maxima = tl.where(group == place, float("-inf"), maxima)
-
+    chosen += (bh.to(tl.int64) * count + at) * chosen_count
     feature, of_group = tl.arange(0, BLOCK_D), tl.arange(0, GROUP_KEYS)
-    q = tl.load(query + feature, mask=feature < D, other=0.0).to(tl.float32)
-    scores = tl.full([SLOTS, GROUP_KEYS], float("-inf"), tl.float32)
+    q = tl.load(query + feature, mask=feature < D, other=0.0)
+    if UPCAST:  # the interpreter multiplies the bits of bfloat16
+        q = q.to(tl.float32)
     # Triton 3.9's interpreter gives `scalar & block` the wrong type.
     row_block = i + tl.zeros([1], tl.int32)
-    for n in range(0, chosen_count):
-        number = tl.max(tl.where(slot == n, chosen, -1), 0)
-        start = tl.maximum(number, 0) * GROUP_KEYS
-        j = start + of_group
-        s = tl.sum(load_rows(key, start, S, k_s, D, GROUP_KEYS, BLOCK_D, True).to(tl.float32) * q[None, :], 1)
+
+    KEYS: tl.constexpr = AT_ONCE * GROUP_KEYS
+    PARTS: tl.constexpr = SLOTS // AT_ONCE
+    part = tl.arange(0, PARTS)
+    scores = tl.full([PARTS, KEYS], float("-inf"), tl.float32)
+    places = tl.zeros([PARTS, KEYS], tl.int32)
+    for n in range(0, PARTS):
+        slot = n * AT_ONCE + tl.arange(0, AT_ONCE)
+        number = tl.load(chosen + slot, mask=slot < chosen_count, other=-1)
+        # A slot without a group has keys beyond the last.
+        first_key = tl.where(number < 0, S, number * GROUP_KEYS)
+        j = tl.reshape(first_key[:, None] + of_group[None, :], [KEYS])
+        pointers = key + j[:, None].to(tl.int64) * k_s + feature[None, :]
+        k = tl.load(pointers, mask=(j < S)[:, None] & (feature < D)[None, :], other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+        if MATRIX:
+            s = tl.max(tl.dot(k, tl.broadcast_to(q[:, None], [BLOCK_D, 16]), input_precision="ieee"), 1)
+        else:
+            s = tl.sum(k * q[None, :], 1)
         s = changed(
             s, row_block, j, b, h, L, S, shift, scale, softcap, bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP
         )  # fmt: skip
@@ -192,17 +131,16 @@ def best_kernel(
             query_documents, key_documents, query_documents_b, key_documents_b,
         )  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
-        s = tl.where(number >= 0, s, float("-inf"))
-        scores = tl.where((slot == n)[:, None], s[None, :], scores)
+        scores = tl.where((part == n)[:, None], s[None, :], scores)
+        places = tl.where((part == n)[:, None], j[None, :], places)
 
-    scores = tl.reshape(scores, [SLOTS * GROUP_KEYS])
-    j = tl.reshape(chosen[:, None] * GROUP_KEYS + of_group[None, :], [SLOTS * GROUP_KEYS])
+    scores, places = tl.reshape(scores, [1, SLOTS * GROUP_KEYS]), tl.reshape(places, [1, SLOTS * GROUP_KEYS])
     line = bh.to(tl.int64) * L + i
     row_lse = tl.load(lse + line) * LOG2E
+    none = tl.zeros([1], tl.int32)
     for n in range(0, wanted):
-        best = tl.max(scores, 0)
-        place = tl.min(tl.where(scores == best, j, 0x7FFFFFFF), 0)
+        best, place = _largest(scores, places)
         found = best > float("-inf")
-        tl.store(weights_out + line * wanted + n, tl.where(found, tl.exp2(best - row_lse), 0.0))
-        tl.store(keys_out + line * wanted + n, tl.where(found, place, -1).to(tl.int64))
-        scores = tl.where(j == place, float("-inf"), scores)
+        tl.store(weights_out + line * wanted + n + none, tl.where(found, tl.exp2(best - row_lse), 0.0))
+        tl.store(keys_out + line * wanted + n + none, tl.where(found, place, -1).to(tl.int64))
+        scores = tl.where(places == place[:, None], float("-inf"), scores)

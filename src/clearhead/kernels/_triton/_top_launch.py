@@ -1,72 +1,87 @@
 # pyright: basic, reportMissingImports=false
-"""The k largest weights in two steps: the largest score of each group of keys, then the keys of the k best groups."""
+"""Statistics of rows with the k largest weights: `rows_kernel` also keeps the largest score of each group of keys."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._launch import Launch, arguments_of
+from ._launch import Launch, rows_launch
 from ._terms import Terms
-from ._tiles import Tiles, power_of_two, tiles_for, tiles_over
-from ._top import best_kernel, largest_kernel
+from ._tiles import power_of_two, tiles_for, tiles_over
+from ._top import best_kernel, groups_kernel
 
-GROUP_KEYS = 16
+GROUP_KEYS, RUN = 16, 16  # those of the kernels
 _SCRATCH = 1 << 26  # largest scores at a time, 256 MB
-_PROGRAMS = 1024  # that fill a device
-_PER_WARP = 1024  # groups
+_PER_WARP = 4096  # largest scores that `groups_kernel` holds
+_TILE = 2048  # numbers of 16 bits of keys that `best_kernel` multiplies at a time
 
 
-def top_k_by_kernels(
-    query: Tensor, key: Tensor, lse: Tensor, terms: Terms, k: int, *, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Weights and numbers of keys, (B, H, L, k) each.
+def rows_and_top(
+    query: Tensor, key: Tensor, terms: Terms, k: int, *, want: Sequence[str], **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics (n, B, H, L) of `want`, and the k largest weights and their keys, (B, H, L, k) each.
 
-    The k largest lie in the k groups with the largest maxima: each of those groups has a score that goes before any
-    score of another group.
+    Args:
+        query, key, terms, want: as for `rows_launch`. ``"lse"`` is in `want`.
+        k: how many weights, at least 1.
+        options: the others of `rows_launch`.
     """
     (batch, heads, length, _), count = query.shape, key.shape[2]
     shape = (batch, heads, length, k)
     results = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
+    out = query.new_empty((len(want), *shape[:3]), dtype=torch.float32)
     if results[0].numel() == 0:
-        return results
-    lse = lse.contiguous()
-    tiles = tiles_for("largest", query, terms, softcap)
-    rows = _SCRATCH // (batch * heads * tiles_over(count, GROUP_KEYS))
-    rows = max(1, rows // tiles.queries) * tiles.queries
-    for row in range(0, length, rows):
-        largest = largest_launch(query, key, terms, scale, softcap, row, min(rows, length - row), tiles)
-        largest.run()
-        best_launch(largest, lse, results).run()
-    return results
+        return out, *results
+    options["tiles"] = tiles = options.get("tiles") or tiles_for("top", query, terms, options["softcap"])
+    groups = tiles_over(count, GROUP_KEYS)
+    at_once = max(1, _SCRATCH // (batch * heads * groups) // tiles.queries) * tiles.queries
+    for row in range(0, length, at_once):
+        rows = min(at_once, length - row)
+        maxima = query.new_empty((batch, heads, rows, groups), dtype=torch.float32)
+        launch = rows_launch(query, key, terms, want=want, **options, out=out, row=row, maxima=maxima)
+        launch.run()
+        (chosen,) = groups_launch(launch, maxima, min(k, groups)).run()
+        best_launch(launch, chosen, out[want.index("lse")], results).run()
+    return out, *results
 
 
-def largest_launch(
-    query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float, row: int, count: int, tiles: Tiles
-) -> Launch:
-    """Of the largest score of each group of keys, for the rows row … row + count: (B, H, count, groups)."""
-    batch, heads = query.shape[:2]
-    groups = tiles_over(key.shape[2], GROUP_KEYS)
-    largest = query.new_empty((batch, heads, count, groups), dtype=torch.float32)
-    programs = tiles_over(count, tiles.queries) * batch * heads
-    splits = max(1, min(_PROGRAMS // programs, tiles_over(key.shape[2], 8 * tiles.keys)))
-    own = {"out": largest, "row": row, "count": count, "groups": groups, "splits": splits}
-    arguments = arguments_of(query, key, terms, scale, softcap, tiles) | own
-    return Launch(largest_kernel, programs * splits, arguments, (largest,))
-
-
-def best_launch(largest: Launch, lse: Tensor, results: tuple[Tensor, Tensor]) -> Launch:
-    """Of the weights and keys (B, H, L, k), written to those of the rows of a launch of the largest scores."""
-    (maxima,), k = largest.results, results[0].shape[3]
+def groups_launch(rows: Launch, maxima: Tensor, count: int) -> Launch:
+    """Of the numbers of the groups with the largest maxima, (B, H, rows, count)."""
     groups = maxima.shape[3]
-    chosen = min(k, groups)
-    block, slots = max(_PER_WARP, power_of_two(groups)), power_of_two(chosen)
-    arguments = dict(largest.arguments)
-    del arguments["out"], arguments["splits"]
-    wide = 2 if arguments["BLOCK_D"] > 128 else 1
-    arguments |= {
-        "lse": lse, "largest": maxima, "weights_out": results[0], "keys_out": results[1],
-        "wanted": k, "chosen_count": chosen, "BLOCK_GROUPS": block, "SLOTS": slots,
-        "num_warps": min(32, max(wide, block // _PER_WARP, slots * GROUP_KEYS // _PER_WARP)),
+    chosen = maxima.new_empty((*maxima.shape[:3], count), dtype=torch.int32)
+    runs, slots = power_of_two(tiles_over(groups, RUN)), power_of_two(count)
+    of_row = max(runs, slots) * RUN
+    at_once = max(1, min(4, 8 * _PER_WARP // of_row))
+    arguments = _shared(groups_kernel, rows) | {
+        "maxima": maxima, "chosen": chosen, "groups": groups, "chosen_count": count,
+        "ROWS": at_once, "RUNS": runs, "SLOTS": slots, "num_warps": _warps(at_once * of_row, _PER_WARP),
     }  # fmt: skip
-    return Launch(best_kernel, maxima.shape[:3].numel(), arguments, results)
+    programs = tiles_over(maxima.shape[2], at_once) * maxima.shape[:2].numel()
+    return Launch(groups_kernel, programs, arguments, (chosen,))
+
+
+def best_launch(rows: Launch, chosen: Tensor, lse: Tensor, results: tuple[Tensor, Tensor]) -> Launch:
+    """Of the weights and keys (B, H, L, k) in the chosen groups, written to those of the rows of a launch."""
+    count, is_float = chosen.shape[3], rows.arguments["query"].dtype == torch.float32
+    slots = power_of_two(count)
+    arguments = _shared(best_kernel, rows) | {
+        "lse": lse, "chosen": chosen, "weights_out": results[0], "keys_out": results[1],
+        "wanted": results[0].shape[3], "chosen_count": count, "SLOTS": slots, "MATRIX": not is_float,
+        "AT_ONCE": max(1, min(slots, _TILE // (2 if is_float else 1) // (GROUP_KEYS * rows.arguments["BLOCK_D"]))),
+        "num_warps": _warps(slots * GROUP_KEYS, _PER_WARP // 2),
+    }  # fmt: skip
+    return Launch(best_kernel, chosen.shape[:3].numel(), arguments, results)
+
+
+def _shared(kernel: Any, launch: Launch) -> dict[str, Any]:
+    """The arguments of a launch that another kernel has too."""
+    return {name: launch.arguments[name] for name in signature(kernel.fn).parameters if name in launch.arguments}
+
+
+def _warps(numbers: int, of_one: int) -> int:
+    return max(1, min(32, power_of_two(tiles_over(numbers, of_one))))
