@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ._labels import printable
 from ._language import language_now, speaking, words_now
@@ -39,7 +39,7 @@ BOXES = re.compile(r"\.?Last ?Resort")  # fonts that have a box for every charac
 MISSING = re.compile(r"Glyph (\d+) .*missing from")
 MOST_NAMED = 5
 #: Options of `savefig` by the kind of a file. A PNG takes half of the time of the default level, and is 5 % larger.
-SAVED = {"png": {"pil_kwargs": {"compress_level": 4}}}
+SAVED: dict[str, dict[str, Any]] = {"png": {"pil_kwargs": {"compress_level": 4}}}
 
 
 def fonts(text: str = "") -> list[str]:
