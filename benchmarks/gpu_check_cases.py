@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ __all__ = [
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADS, HEAD_DIM = 4, 64
 #: No multiple of 8, so that the rows of masks need padding.
-LENGTH, LONG = 515, 4096
+SHORT, LENGTH, LONG = 131, 515, 4096
 #: Mixed with the rest, masks of these names run in `chunked`.
 UNFUSED = ("ALiBi",)
 
@@ -76,6 +77,7 @@ class Check:
         same: the same in the same dtype, whose error ours may have twice. ``None``: `most`.
         most: the largest error, relative to the largest entry of a tensor.
         fused: whether one of PyTorch's fused kernels has to run.
+        backend: the one that has to run, as `Seen` names it; ``None`` for any.
         waits: how often Python may wait for the device; ``None`` for any number.
         memory: the most megabytes at the peak.
         stock: PyTorch's own call of the same operands, on a device. Where it is less exact than `same` allows, ours may
@@ -90,6 +92,7 @@ class Check:
     same: Callable[[str], Outputs] | None = None
     most: float = 1e-5
     fused: bool = True
+    backend: str | None = None
     waits: int | None = 0
     memory: float | None = None
     stock: Callable[[str], Outputs] | None = None
@@ -235,6 +238,7 @@ def attention_checks() -> Iterator[Check]:
     yield from _options()
     yield from _shapes()
     yield from _packed()
+    yield from _of_weights()
 
 
 def _options() -> Iterator[Check]:
@@ -257,8 +261,6 @@ def _options() -> Iterator[Check]:
         yield rounded("causal, lse", dtype, partial(_with_lse, causal), fused=False)
         yield rounded("causal, sinks", dtype, partial(_with_sinks, causal), fused=False)
     yield Check("dropout runs", _with_dropout, None)
-    yield rounded("weights", torch.float32, partial(_weights, False), fused=False)
-    yield rounded("averaged weights", half, partial(_weights, True), fused=False)
     for name in ("none", "causal", "lengths", "window"):
         # (B, H, L, S) in the inputs' dtype would take 268 MB.
         mask = partial(named, name, LONG)
@@ -293,17 +295,6 @@ def _with_sinks(mask: Callable[[str], Mask | None], place: Place) -> Way:
 def _with_dropout(device: str) -> Way:
     leaves = query, key, value = _operands(Place(device, torch.bfloat16, torch.bfloat16))
     return lambda: with_gradients(clearhead.attention(query, key, value, masks.causal(), dropout_p=0.1), leaves)
-
-
-def _weights(average: bool, place: Place) -> Way:
-    query, key, _ = _operands(place)
-    causal = masks.causal()
-
-    def run() -> Outputs:
-        weights = clearhead.attention_weights(query, key, causal, average_attn_weights=average)
-        return with_gradients(weights, (query, key))
-
-    return run
 
 
 def _long(mask: Callable[[str], Mask | None], device: str) -> Way:
@@ -373,3 +364,38 @@ def _sequences_lse(mask: Mask | None, place: Place) -> Way:
     tokens, ends = [x.detach() for x in _tokens(place, HEADS)], _boundaries(place.device)
     attend: Any = clearhead.attention_varlen
     return lambda: attend(*tokens, ends, ends, mask, max_seqlen_q=259, max_seqlen_k=259, return_lse=True)
+
+
+def _of_weights() -> Iterator[Check]:
+    """Weights and their gradients: each mask, then options and shapes."""
+    square, half = ((2, HEADS, SHORT, HEAD_DIM), (HEADS, SHORT)), torch.bfloat16
+    causal = partial(named, "causal", SHORT)
+    for dtype in DTYPES:
+        yield rounded("weights", dtype, partial(_weights, *square, causal, {}), fused=False)
+        average = {"average_attn_weights": True}
+        yield rounded("averaged weights", dtype, partial(_weights, *square, causal, average), fused=False)
+    for name in MASKS:
+        mask = partial(named, name, SHORT)
+        yield rounded(f"weights, {name}", torch.float32, partial(_weights, *square, mask, {}), fused=False)
+    chosen = {"queries": [3, SHORT - 1, 3, 0]}
+    yield rounded("weights, chosen", half, partial(_weights, *square, causal, chosen), fused=False, waits=None)
+    capped = {"softcap": 5.0, "sinks": drawn(HEADS, seed=5)}
+    yield rounded("weights, soft-cap and sinks", half, partial(_weights, *square, causal, capped), fused=False)
+    for dtype, dim in itertools.product((torch.float32, half), (16, 80, 128, 256)):
+        make = partial(_weights, (1, 8, 67, dim), (2, SHORT), lambda _: masks.causal("bottom_right"), {})
+        yield rounded(f"weights, grouped heads, D={dim}", dtype, make, fused=False)
+
+
+def _weights(
+    shape: tuple[int, int, int, int],
+    kv: tuple[int, int],
+    mask: Callable[[str], Mask | None],
+    options: dict[str, Any],
+    place: Place,
+) -> Way:
+    query, key, _ = _operands(place, shape, kv)
+    leaves, given, made = [query, key], dict(options), mask(place.device)
+    if "sinks" in given:
+        given["sinks"] = place.put(given["sinks"]).requires_grad_()
+        leaves.append(given["sinks"])
+    return lambda: with_gradients(clearhead.attention_weights(query, key, made, **given), leaves)

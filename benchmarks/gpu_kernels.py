@@ -59,7 +59,7 @@ def check(device: torch.device) -> int:
     of_causal = [*of_each, (torch.float32, 128), (torch.float32, 256), (torch.bfloat16, 16), (torch.bfloat16, 256)]
     for name in MASKS:
         for dtype, dim in of_causal if name == "causal" else of_each:
-            wrong = wrong_numbers(errors_of(name, dtype, dim, device, length=333, heads=4))
+            wrong = wrong_numbers(errors_of(name, dtype, dim, device, length=333, heads=4, thorough=True))
             print(f"{name:16} {str(dtype)[6:]:9} D={dim:<4} {f'WRONG {wrong}' if wrong else 'ok'}", flush=True)
             faults += len(wrong)
     return faults

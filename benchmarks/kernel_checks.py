@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from clearhead import masks
-from clearhead.kernels._triton import Terms, columns, pooled, rows
+from clearhead.kernels._triton import Terms, columns, pooled, rows, weights_gradients
 from clearhead.kernels._triton import weights as weights_by_kernel
 from clearhead.kernels._triton._formula import (
     columns_by_formula,
+    gradients_by_formula,
     pooled_by_formula,
     rows_by_formula,
     scores,
@@ -21,11 +22,14 @@ from clearhead.kernels._triton._formula import (
 )
 from clearhead.kernels._triton._operators import ROWS
 from clearhead.kernels._triton._terms import lower
+from clearhead.kernels._triton._tiles import tiles_for, tiles_over
 from clearhead.masks._grid import Grid
 from clearhead.positions import ALiBi
 
 BAR = 1e-5  # relative above 1, and for a received mass 10 times as much, relative to itself
 BATCH, TOP = 2, 3
+#: Masks with which the gradient is that of averaged weights, if one kind of gradient is enough.
+AVERAGED = ("window", "mixed documents", "bias", "scale 0")
 #: Uniform random numbers of a shape.
 Random = Callable[..., Tensor]
 #: By name: heads, length and random numbers to a mask, and other arguments of the call.
@@ -66,9 +70,13 @@ MASKS: dict[str, Callable[[int, int, Random], tuple[masks.Mask | None, dict[str,
 
 
 def errors_of(
-    name: str, dtype: torch.dtype, dim: int, device: torch.device, *, length: int, heads: int
+    name: str, dtype: torch.dtype, dim: int, device: torch.device, *, length: int, heads: int, thorough: bool
 ) -> dict[str, float]:
-    """The error of each statistic with one mask; 1 for each wrong key of the top, ∞ for other bits the second time."""
+    """The error of each statistic with one mask; 1 for each wrong key of the top, ∞ for other bits the second time.
+
+    What takes long in the interpreter is done only if `thorough`: the top of all rows, together with the statistics,
+    and not of the last rows alone; gradients of full and of averaged weights; maps and gradients a second time.
+    """
     draw = torch.Generator(device=device).manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -87,10 +95,10 @@ def errors_of(
 
     options = {"scale": scale, "softcap": softcap}
     of_rows: dict[str, Any] = options | {"sinks": sinks, "first_keys": first}
-    found = rows(query, key, terms, **of_rows, want=ROWS, top=TOP)
+    found = rows(query, key, terms, **of_rows, want=ROWS, top=TOP if thorough else 0)
     exact = rows_by_formula(query, key, terms, **of_rows, dtype=double)
     errors = {each: _error(found[each], exact[each], 1.0) for each in exact}
-    if device.type == "cuda" or name == "causal":  # the interpreter is slow
+    if thorough:
         alone = rows(query, key, terms, **of_rows, want=ROWS)
         errors |= {f"{each} alone": _error(alone[each], exact[each], 1.0) for each in exact}
     lse, exact_lse = found["lse"], exact["lse"]
@@ -108,19 +116,72 @@ def errors_of(
     of_chosen = terms.of_rows(chosen, length, length)
     found_rows = weights_by_kernel(query[:, :, chosen], key, lse[:, :, chosen], of_chosen, **options)
     errors["chosen weights"] = _error(found_rows, exact_weights[:, :, chosen], 1.0)
-    # Cells smaller than a tile in one direction, and larger in the other; for "causal" smaller in both.
-    small = (9, 9) if name == "causal" else (9, 1)
+    # Cells smaller than a tile in one direction, and larger in the other, or smaller in both.
+    small = (9, 9) if name == "causal" and thorough else (9, 1)
     for each, cells, largest in (("map", small, False), ("largest of the map", (1, 9), True)):
         of_map: dict[str, Any] = options | {"counted": counted, "largest": largest}
         found_map = pooled(query, key, lse, terms, cells, **of_map)
         errors[each] = _error(found_map, pooled_by_formula(exact_weights, counted, cells, largest), 1.0)
-        if device.type == "cuda" or name == "causal":
+        if thorough:
             same = torch.equal(found_map, pooled(query, key, lse, terms, cells, **of_map))
             errors["bits"] = errors["bits"] if same else float("inf")
     best, best_places = top_by_formula(query, key, exact_lse, terms, TOP, scale, softcap, dtype=double)
-    errors["top"] = _error(found["top_weights"], best, 1.0)
-    errors["keys of the top"] = float((found["top_keys"] != best_places).sum())
+    top = (found["top_weights"], found["top_keys"]) if thorough else _top_of_last(query, key, terms, 6, **of_rows)
+    errors["top"] = _error(top[0], best[:, :, -top[0].shape[2] :], 1.0)
+    errors["keys of the top"] = float((top[1] != best_places[:, :, -top[0].shape[2] :]).sum())
+    of_heads = (heads, 1) if thorough else (1,) if name in AVERAGED else (heads,)
+    operands = query, key, lse, terms, exact_weights
+    for of_weights in [random(BATCH, each, length, length) - 0.5 for each in of_heads]:
+        of_gradients = _errors_of_gradients(*operands, of_weights, scale, softcap, repeated=thorough)
+        errors |= {each: max(error, errors.get(each, 0.0)) for each, error in of_gradients.items()}
     return errors
+
+
+def _errors_of_gradients(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    terms: Terms,
+    exact_weights: Tensor,
+    of_weights: Tensor,
+    scale: float,
+    softcap: float,
+    *,
+    repeated: bool,
+) -> dict[str, float]:
+    """The errors of gradients relative to their largest number; if `repeated`, also ∞ for other bits the next time."""
+
+    def gradients() -> tuple[Tensor, ...]:
+        return weights_gradients(query, key, lse, of_weights, terms, scale=scale, softcap=softcap)
+
+    found = gradients()
+    exact = gradients_by_formula(query, key, exact_weights, of_weights, scale, softcap)
+    errors = {
+        name: _error(ours, judge, float(judge.abs().max()) or 1.0)
+        for name, ours, judge in zip(("dq", "dk", "Σ p dp"), found, exact, strict=True)
+    }
+    if repeated and not all(map(torch.equal, found, gradients())):
+        errors["bits"] = float("inf")
+    return errors
+
+
+def _top_of_last(
+    query: Tensor, key: Tensor, terms: Terms, count: int, *, scale: float, softcap: float, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The largest weights of the last rows, and their keys: the last part of `rows_and_top`."""
+    from clearhead.kernels._triton._launch import rows_launch
+    from clearhead.kernels._triton._top_launch import GROUP_KEYS, best_launch, groups_launch
+
+    shape, row = query.shape[:3], query.shape[2] - count
+    weights, keys = (query.new_empty((*shape, TOP), dtype=dtype) for dtype in (torch.float32, torch.int64))
+    out = query.new_empty((1, *shape), dtype=torch.float32)
+    maxima = query.new_empty((*shape[:2], count, tiles_over(key.shape[2], GROUP_KEYS)), dtype=torch.float32)
+    options |= {"scale": scale, "softcap": softcap, "tiles": tiles_for("top", query, terms, softcap)}
+    launch = rows_launch(query, key, terms, want=("lse",), **options, out=out, row=row, maxima=maxima)
+    launch.run()
+    (chosen,) = groups_launch(launch, maxima, min(TOP, maxima.shape[3])).run()
+    best_launch(launch, chosen, out[0], (weights, keys)).run()
+    return weights[:, :, row:], keys[:, :, row:]
 
 
 def wrong_numbers(errors: dict[str, float]) -> dict[str, float]:

@@ -11,10 +11,10 @@ from .._call.request import Request
 from .._environment import autocast_off
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
-from ._triton import columns, pooled, rows, terms_of
+from ._triton import columns, pooled, rows, terms_of, weights_gradients
 from ._triton import weights as weights_by_kernel
 from ._triton._available import DTYPES, available
-from ._triton._formula import pooled_by_formula
+from ._triton._formula import gradients_by_formula, pooled_by_formula
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
 TOLERANCE = 1e-3
@@ -70,6 +70,9 @@ def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
     found["averaged weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale, average=True)
     found["map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale)
     found["largest of the map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale, largest=True)
+    of_weights = _gradient_of(found["weights"])
+    of_query, of_key, _ = weights_gradients(*operands, found["lse"], of_weights, terms, scale=scale)
+    found["gradient of the query"], found["gradient of the key"] = of_query, of_key
     return found
 
 
@@ -79,6 +82,7 @@ def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
     distances = (places[: weights.shape[2], None] - places[: weights.shape[3]]).abs()
     visible = scores > float("-inf")
     top, keys = weights.topk(_TOP, -1)
+    of_query, of_key, _ = gradients_by_formula(call.query, call.key, weights, _gradient_of(weights), call.spec.scale)
     return {
         "lse": lse,
         "entropy": torch.special.entr(weights).sum(-1),
@@ -95,7 +99,14 @@ def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
         "map": pooled_by_formula(weights, None, _CELLS, largest=False),
         "largest of the map": pooled_by_formula(weights, None, _CELLS, largest=True),
         "top_keys": keys.masked_fill(top == 0, -1),
+        "gradient of the query": of_query,
+        "gradient of the key": of_key,
     }
+
+
+def _gradient_of(weights: Tensor) -> Tensor:
+    """A gradient of the weights: whole numbers −3 … 3, which every dtype has."""
+    return (torch.arange(weights.numel(), device=weights.device).view(weights.shape) % 7 - 3).to(weights.dtype)
 
 
 def _error(found: Tensor, expected: Tensor) -> Tensor:

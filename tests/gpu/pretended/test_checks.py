@@ -9,8 +9,8 @@ from benchmarks.gpu_check_cases import Check
 from tests.support.pretended_cuda.mode import PretendedDevice
 
 #: A pretended device captures and compiles nothing, and has no dropout.
-ABSENT = ("captured", "compiled", "MHA, ", "L=4096", "ALiBi", "dropout")
-#: `test_masks.py` has the other masks, in other shapes.
+ABSENT = ("captured", "compiled", "MHA, ", "L=4096", "ALiBi", "dropout", "weights, ")
+#: `test_masks.py` and `test_record.py` have the other masks, in other shapes.
 CHECKS = [
     check
     for check in all_checks()

@@ -173,18 +173,58 @@ def test_a_map_runs_in_one_kernel_after_the_log_sum_exp(cuda: PretendedDevice, n
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("average", [False, True])
-def test_weights_and_their_gradients_are_those_of_the_cpu(cuda: PretendedDevice, name: str, average: bool) -> None:
+@pytest.mark.parametrize("chosen", [None, [3, 36, 3]], ids=["all", "chosen"])
+def test_weights_and_their_gradients_are_those_of_the_cpu(
+    cuda: PretendedDevice, name: str, average: bool, chosen: list[int] | None
+) -> None:
     query, key, _ = inputs()
+    sinks = torch.linspace(-1, 2, 6) if average else None
+    if "lengths" in name:
+        key[1, :, 11:] = torch.nan
+    options: dict[str, Any] = {"average_attn_weights": average, "queries": chosen, "softcap": 3.0 if average else None}
 
-    def results(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-        query, key = query.requires_grad_(), key.requires_grad_()
-        weights = clearhead.attention_weights(query, key, MASKS[name](query.device.type), average_attn_weights=average)
+    def results(query: Tensor, key: Tensor, sinks: Tensor | None) -> tuple[Tensor, ...]:
+        leaves = [each.requires_grad_() for each in (query, key, sinks) if each is not None]
+        weights = clearhead.attention_weights(query, key, MASKS[name](query.device.type), sinks=sinks, **options)
         slope = torch.linspace(-1, 1, 41, device=weights.device, dtype=weights.dtype)
-        return weights.detach(), *torch.autograd.grad((weights * slope).sum(), (query, key))
+        return weights.detach(), *torch.autograd.grad((weights * slope).sum(), leaves)
 
-    expected, got = results(query.double(), key.double()), results(query.cuda(), key.cuda())
+    expected = results(query.double(), key.double(), None if sinks is None else sinks.double())
+    on_device = query.cuda(), key.cuda(), None if sinks is None else sinks.cuda()
+    got = results(*on_device)  # checks the kernels
     for ours, judge in zip(got, expected, strict=True):
         assert float((ours.cpu() - judge).abs().max()) <= 1e-5 * max(1.0, float(judge.abs().max()))
+    seen = cuda.count(lambda: results(*on_device))
+    triton = ["triton_rows", "triton_weights", "triton_weights_gradients"]
+    assert [each for each in seen.operators if "triton" in each] == triton
+    assert seen.operators["triton_rows"] == 2
+    assert not [each for each in seen.operators if "mm" in each or "softmax" in each]
+    assert seen.values == seen.shapes == []
+
+
+def test_gradients_of_a_bias_and_second_gradients_are_those_of_the_cpu(cuda: PretendedDevice) -> None:
+    query, key, _ = inputs()
+    numbers = torch.linspace(-2, 2, 37 * 41).view(37, 41)
+
+    def results(query: Tensor, key: Tensor, numbers: Tensor, *, twice: bool) -> tuple[Tensor, ...]:
+        leaves = [each.requires_grad_() for each in (query, key, numbers)]
+        mask = masks.bias(numbers if not twice else numbers.detach())
+        weights = clearhead.attention_weights(query, key, mask)
+        slope = torch.linspace(-1, 1, 41, device=weights.device, dtype=weights.dtype)
+        if not twice:
+            return torch.autograd.grad((weights * slope).sum(), leaves)
+        first = torch.autograd.grad((weights * slope).sum(), leaves[:2], create_graph=True)
+        return torch.autograd.grad(first[0].square().sum() + first[1].square().sum(), leaves[:2])
+
+    for twice in (False, True):
+        expected = results(query.double(), key.double(), numbers.double(), twice=twice)
+        on_device = query.cuda(), key.cuda(), numbers.cuda()
+        got: list[Tensor] = []
+        seen = cuda.count(lambda twice=twice, got=got, on=on_device: got.extend(results(*on, twice=twice)))
+        assert "triton_weights" in seen.operators
+        assert "triton_weights_gradients" not in seen.operators
+        for ours, judge in zip(got, expected, strict=True):
+            assert float((ours.cpu() - judge).abs().max()) <= 1e-5 * max(1.0, float(judge.abs().max()))
 
 
 def test_the_kernels_pass_their_check_on_every_device(cuda: PretendedDevice) -> None:

@@ -25,6 +25,8 @@ _FREE = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"),
     *("is_same_size", "_unsafe_view", "record_stream", "is_pinned", "_has_same_storage_numel", "_fused_sdp_choice"),
 }
+#: Kernels that our own operators launch, where it is not one.
+_LAUNCHES = {"triton_weights_gradients": 2}
 #: Operators whose result has a shape that depends on values, or that read values themselves.
 _VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "is_nonzero")
 #: Operators that take tensors of two devices.

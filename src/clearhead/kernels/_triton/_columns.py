@@ -84,10 +84,10 @@ def columns_kernel(
     k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
 
     # The queries that see any key, and those that see every key.
+    whole, whole_end = tl.maximum(0, j1 - high), tl.minimum(L, j0 - low + 1)
     begin, end, from_, limit = viewers_of(
         j, j0, j1, b, L, S, low, high, stop, first, last, range_b, first_query, last_query, query_range_b, ROWS_ALIKE
     )
-    whole, whole_end = tl.maximum(0, j1 - high), tl.minimum(L, j0 - low + 1)
     begin = begin // M * M
     whole, whole_end = tl.cdiv(whole, M) * M, tl.maximum(whole_end, 0) // M * M
     PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)

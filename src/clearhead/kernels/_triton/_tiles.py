@@ -53,8 +53,9 @@ def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
         return Tiles(16, 32, 8, 1)
     if kernel in ("weights", "averaged", "map"):
         return Tiles(16 if kernel == "map" and width > 128 else 32, 32, 8, 1)
-    few = width <= 64 and kernel == "rows"
-    return Tiles(16 if width > 128 else 32, 32, 4 if few else 8, 1)
+    if kernel == "columns":
+        return Tiles(16 if width > 128 else 32, 32, 8, 1)
+    return Tiles(16, 32, 4 if width <= 64 else 8, 1)
 
 
 def _of_top(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
