@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import clearhead
@@ -99,8 +99,10 @@ def all_cases(
             )
     for backward in (False, True):
         yield _packed_case(device, lengths[0] * 4, heads, backward)
-    for train, need_weights in ((False, False), (True, False), (False, True)):
-        yield _module_case(device, lengths[0] // 4, heads, train, need_weights)
+    for case in (_module_case, _padded_case):
+        for train in (False, True):
+            yield case(device, lengths[0] // 4, heads, train)
+    yield _module_case(device, lengths[0] // 4, heads, False, need_weights=True)
 
 
 def _case(section: str, setting: Setting, peers: bool) -> Case:
@@ -300,7 +302,7 @@ def _packed_contest(device: str, tokens: int, heads: int, backward: bool) -> Con
     return contest
 
 
-def _module_case(device: str, length: int, heads: int, train: bool, need_weights: bool) -> Case:
+def _module_case(device: str, length: int, heads: int, train: bool, need_weights: bool = False) -> Case:
     what = f"{'training step' if train else 'eval'}{', averaged weights' if need_weights else ''}"
     section = f"module, bf16, B=8 L={length:,} E={heads * HEAD_DIM:,} H={heads}"
     prepare = partial(_module_contest, device, length, heads, train, need_weights)
@@ -322,20 +324,54 @@ def _module_contest(device: str, length: int, heads: int, train: bool, need_weig
         output, weights = theirs(x, x, x, need_weights=need_weights)
         return (output,) if weights is None else (output, weights)
 
-    def way(run: Callable[[], Outputs], module: nn.Module) -> Way:
-        parameters = [x, *module.parameters()]
-
-        def step() -> Outputs:
-            with torch.set_grad_enabled(train):
-                outputs = run()
-                if train:
-                    outputs = (*outputs, torch.autograd.grad(outputs[0], parameters, gradient)[0])
-            return outputs
-
-        return step
-
     head = x.new_zeros(8, heads, length, HEAD_DIM)
     contest = Contest(kernel=clearhead.explain(head, head, head).kernel or "none")
-    enter(contest, OURS, lambda: way(run_ours, ours))
-    enter(contest, "nn.MultiheadAttention", lambda: way(run_theirs, theirs))
+    enter(contest, OURS, lambda: _trained(train, run_ours, [x, *ours.parameters()], gradient))
+    enter(contest, "nn.MultiheadAttention", lambda: _trained(train, run_theirs, [x, *theirs.parameters()], gradient))
+    return contest
+
+
+def _trained(train: bool, run: Callable[[], Outputs], leaves: list[Tensor], gradient: Tensor) -> Way:
+    """A forward, and in training its gradients; the outputs, and the gradient of the input."""
+
+    def step() -> Outputs:
+        with torch.set_grad_enabled(train):
+            outputs = run()
+            if train:
+                outputs = (*outputs, torch.autograd.grad(outputs[0], leaves, gradient)[0])
+        return outputs
+
+    return step
+
+
+def _padded_case(device: str, length: int, heads: int, train: bool) -> Case:
+    section = f"module, bf16, B=8 L={length:,} E={heads * HEAD_DIM:,} H={heads}"
+    what = f"half the tokens padding, {'training step' if train else 'eval'}"
+    prepare = partial(_padded_contest, device, length, heads, train)
+    return TimedCase(section, what, prepare, tolerance=TOLERANCE, budget=BUDGET, sample=device_samples)
+
+
+def _padded_contest(device: str, length: int, heads: int, train: bool) -> Contest:
+    """Lengths between an eighth and seven eighths of L. Compared are the positions that no item pads."""
+    torch.manual_seed(0)
+    pair: list[Any] = [module.to(device, torch.bfloat16).train(train) for module in twins(heads * HEAD_DIM, heads)]
+    ours, theirs = pair
+    n = torch.linspace(length // 8, length * 7 // 8, 8).long()
+    padding = (torch.arange(length) >= n[:, None]).to(device)
+    x = torch.randn(8, length, heads * HEAD_DIM, device=device).bfloat16().requires_grad_(train)
+    real = slice(0, int(n[0]))
+    gradient = torch.randn_like(x[:, real])
+
+    def run_ours(mask: Mask) -> Outputs:
+        return (ours(x, mask=mask)[:, real],)
+
+    def run_theirs() -> Outputs:
+        return (theirs(x, x, x, padding, need_weights=False)[0][:, real],)
+
+    contest = Contest()
+    ways = {OURS: masks.lengths(n, n), "Clearhead, padded": masks.lengths(n.to(device), n.to(device))}
+    for name, mask in ways.items():
+        run = partial(run_ours, mask)
+        enter(contest, name, lambda run=run: _trained(train, run, [x, *ours.parameters()], gradient))
+    enter(contest, "nn.MultiheadAttention", lambda: _trained(train, run_theirs, [x, *theirs.parameters()], gradient))
     return contest

@@ -82,6 +82,8 @@ def _compare(check: Check, device: str, found: dict[str, Any]) -> None:
         found["kernel"] = said.kernel
         if seen.backends and said.backend not in ("", seen.backends[0]):
             faults.append(f"explain names {said.backend}, and {seen.backends[0]} runs")
+    if device != "cpu" and check.backend is not None and check.backend not in seen.backends:
+        faults.append(f"{seen.backends or 'no fused kernel'} instead of {check.backend}")
     if is_real(device):
         faults += _faults_of(check, seen)
 

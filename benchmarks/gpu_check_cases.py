@@ -77,6 +77,7 @@ class Check:
         same: the same in the same dtype, whose error ours may have twice. ``None``: `most`.
         most: the largest error, relative to the largest entry of a tensor.
         fused: whether one of PyTorch's fused kernels has to run.
+        backend: the one that has to run, as `Seen` names it; ``None`` for any.
         waits: how often Python may wait for the device; ``None`` for any number.
         memory: the most megabytes at the peak.
         stock: PyTorch's own call of the same operands, on a device. Where it is less exact than `same` allows, ours may
@@ -91,6 +92,7 @@ class Check:
     same: Callable[[str], Outputs] | None = None
     most: float = 1e-5
     fused: bool = True
+    backend: str | None = None
     waits: int | None = 0
     memory: float | None = None
     stock: Callable[[str], Outputs] | None = None

@@ -23,6 +23,8 @@ from clearhead.positions import Rotary
 __all__ = ["model_checks"]
 
 EMBED, HEADS, LENGTH = 256, 4, 130
+#: A batch whose padding is worth leaving out: E, L and the real tokens of its items.
+WIDE, LONG, REAL = 1024, 256, (256, 30, 9)
 HALF = torch.bfloat16
 STATISTICS = ("entropy", "received", "max_logit", "top_k")
 Build = Callable[[], nn.Module]
@@ -31,6 +33,7 @@ Build = Callable[[], nn.Module]
 def model_checks() -> Iterator[Check]:
     """Modules, caches, layers, statistics, transformers' models, states around a call, and compiled calls at last."""
     yield from _modules()
+    yield from _unpadded()
     yield from _statistics()
     yield from _transformers()
     yield from _states()
@@ -40,6 +43,11 @@ def model_checks() -> Iterator[Check]:
 def _attention(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     return clearhead.MultiHeadAttention(EMBED, HEADS, **options)
+
+
+def _wide(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return clearhead.MultiHeadAttention(WIDE, WIDE // 64, **options)
 
 
 def _rotary() -> nn.Module:
@@ -108,6 +116,35 @@ def _modules() -> Iterator[Check]:
         yield rounded(f"8 decoding steps{label}", HALF, partial(_decode, build, "whole"))
     yield rounded("8 steps, sliding cache", HALF, partial(_decode, _attention, "sliding"))
     yield rounded("need_weights", HALF, partial(_need_weights), fused=False)
+    yield Check(
+        "second derivatives, packed bf16",
+        lambda device: _derived_twice(Place(device, HALF, HALF)),
+        lambda: _derived_twice(Place("cpu", torch.float64, HALF))(),
+        most=0.05,
+        backend="varlen",
+    )
+
+
+def _unpadded() -> Iterator[Check]:
+    """Batches of which only the real tokens are computed, because their lengths lie on the CPU."""
+    n = torch.tensor(REAL)
+    for name, dtype, mask, parts in (
+        ("keys", HALF, masks.lengths(n), dict[str, Any]()),
+        ("window", torch.float16, masks.lengths(n, n) & masks.sliding_window(30, 9), dict[str, Any]()),
+        ("rotary, grouped", HALF, masks.lengths(n, n) & masks.causal(), {"position": Rotary(64), "num_kv_heads": 4}),
+    ):
+        yield rounded(f"MHA without padding, {name}", dtype, partial(_run_unpadded, parts, mask), backend="varlen")
+
+
+def _run_unpadded(parts: dict[str, Any], mask: Mask, place: Place) -> Way:
+    """Forward and every gradient. On the device padding that is left out holds NaN."""
+    model = _placed(partial(_wide, **parts), place)
+    leaves_queries_out = len(mask.parts()) > 1
+    padding = (torch.arange(LONG) >= torch.tensor(REAL)[:, None])[..., None]
+    fill = torch.nan if place.device != "cpu" and leaves_queries_out else 0.0
+    x = place.put(drawn(len(REAL), LONG, WIDE).masked_fill(padding, fill)).requires_grad_()
+    parameters = [each for name, each in model.named_parameters() if not name.endswith("k_proj.bias")]
+    return lambda: with_gradients(model(x, mask=mask), (x, *parameters))
 
 
 def _decode(build: Build, kind: str, place: Place) -> Way:
@@ -131,6 +168,20 @@ def _decode(build: Build, kind: str, place: Place) -> Way:
         return (torch.cat(parts, 1),)
 
     return whole if place.device == "cpu" and place.dtype == torch.float64 else steps
+
+
+def _derived_twice(place: Place) -> Way:
+    """Gradients of the squares of gradients."""
+    q, k, v = leaves = [place.put(drawn(LENGTH, HEADS, 64, seed=seed)).requires_grad_() for seed in (1, 2, 3)]
+    ends = torch.tensor([0, 5, 70, LENGTH], dtype=torch.int32, device=place.device)
+
+    def run() -> Outputs:
+        output = clearhead.attention_varlen(q, k, v, ends, ends, masks.causal())
+        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        squares = torch.stack([each.float().square().sum() for each in first]).sum()
+        return torch.autograd.grad(squares, leaves)
+
+    return run
 
 
 def _need_weights(place: Place) -> Way:
@@ -189,6 +240,7 @@ def _states() -> Iterator[Check]:
         # Autocast rounds in each product; only errors are looked for.
         yield Check(f"MHA, {name}", partial(_in_state, state), None, waits=None if name == "check_values" else 0)
     yield Check("captured graph, lengths & causal", _captured, None, waits=None)
+    yield Check("captured graph, MHA without padding", _captured_module, None, waits=None)
     yield Check("captured graph, decoding", _captured_decoding, None, waits=None, fused=False)
 
 
@@ -245,6 +297,19 @@ def _captured(device: str) -> Way:
         LENGTH, LENGTH, batch_size=2, num_heads=HEADS, device=torch.device(device)
     )
     return _replaying(lambda: clearhead.attention(x, x, x, mask), partial(x.mul_, 0.5), device)
+
+
+def _captured_module(device: str) -> Way:
+    """A module that leaves padding out, whose lengths are those of the capture."""
+    model: Any = _wide().to(device).to(HALF)
+    x, n = drawn(len(REAL), LONG, WIDE).to(HALF).to(device), torch.tensor(REAL)
+    mask = masks.lengths(n, n)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return model(x, mask=mask)
+
+    return _replaying(call, partial(x.mul_, 0.5), device)
 
 
 def _captured_decoding(device: str) -> Way:

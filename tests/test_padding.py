@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
@@ -315,3 +317,33 @@ def test_traced_graphs_never_look_at_lengths(unpadded: list[Any]) -> None:
     assert unpadded == []
     torch.testing.assert_close(result, module(x, mask=masks.keep(keys=LEFT)))
     assert len(unpadded) == 1
+
+
+def test_the_layers_of_a_stack_share_the_tokens_which_end_with_the_forward(
+    monkeypatch: pytest.MonkeyPatch, unpadded: list[packing.Unpadded]
+) -> None:
+    found: list[weakref.ref[Any]] = []
+    find_tokens = packing.find_tokens
+
+    def noted(*args: Any) -> Any:
+        tokens = find_tokens(*args)
+        found.append(weakref.ref(tokens))
+        return tokens
+
+    monkeypatch.setattr(packing, "find_tokens", noted)
+    layers = [
+        clearhead.transformer.EncoderLayer(
+            E, clearhead.MultiHeadAttention(E, H), clearhead.transformer.FeedForward(E, E)
+        )
+        for _ in range(3)
+    ]
+    gc.disable()  # a mask on a GPU must not wait for the garbage collector
+    try:
+        with torch.no_grad():
+            clearhead.transformer.Encoder(layers).eval()(torch.randn(B, S, E), mask=masks.lengths(KEYS, KEYS))
+        assert len(unpadded) == 3
+        unpadded.clear()
+        assert len(found) == 2  # queries and keys
+        assert [each() for each in found] == [None, None]
+    finally:
+        gc.enable()

@@ -292,6 +292,6 @@ def layer_of(module: MultiHeadAttention, environment: Environment) -> Layer:
         module.position,
         # Within the sequences of an unpadded batch dropout counts anew, which an offset among the heads of the whole
         # module does not describe: each process would drop different weights. Padding then stays in.
-        unpads=offset is None,
+        head_dim=module.head_dim if offset is None else None,
         all_heads=None if shard is None else shard.all_weights,
     )

@@ -198,6 +198,7 @@ def test_a_part_of_an_attention_sees_what_the_whole_sees_there(case: tuple[Mask,
     whole = visible(mask, grid)
     expected = whole[:, heads, rows, columns]
     assert torch.equal(visible(part, own), expected)
+    require_structure(part, own, expected)
     # No visible key is outside of the columns that a structure leaves.
     for structure, size, cells in ((mask.structure(grid), grid, whole), (part.structure(own), own, expected)):
         for chosen in pieces(data, size.query_length):
@@ -205,6 +206,48 @@ def test_a_part_of_an_attention_sees_what_the_whole_sees_there(case: tuple[Mask,
             assert 0 <= start <= stop <= size.key_length
             assert not cells[:, :, chosen, :start].any()
             assert not cells[:, :, chosen, stop:].any()
+
+
+@given(cases(), st.data())
+def test_a_part_with_every_nth_column_sees_what_the_whole_sees_there(
+    case: tuple[Mask, Grid], data: st.DataObject
+) -> None:
+    mask, grid = case
+    rows = data.draw(st.sampled_from(pieces(data, grid.query_length)))
+    start = data.draw(st.integers(0, grid.key_length - 1))
+    columns = range(start, grid.key_length, data.draw(st.integers(1, 5)))
+    own = Grid(B, H, rows.stop - rows.start, len(columns), CPU)
+    part = part_of(mask, Offset(H, row=rows.start), grid, columns)
+    assert part is not None
+    expected = visible(mask, grid)[:, :, rows, columns.start : columns.stop : columns.step]
+    assert torch.equal(visible(part, own), expected)
+    require_structure(part, own, expected)
+    exact = part_of(mask, Offset(H, row=rows.start), grid, torch.tensor(columns))
+    assert exact is not None
+    assert torch.equal(visible(exact, own), expected)
+
+
+def require_structure(mask: Mask, grid: Grid, shown: Tensor) -> None:
+    """Require that a structure hides no visible key, and if it is exact, shows nothing else."""
+    structure = mask.structure(grid)
+    block, seen = Block(grid), torch.ones_like(shown)
+    if structure.band is not None:
+        distance = block.j - block.i
+        seen &= (distance >= structure.band.low) & (distance <= structure.band.high) & (block.j < structure.band.stop)
+    if structure.rows is not None:
+        seen &= block.j < structure.rows.stop[:, None, :, None]
+        if structure.rows.first is not None:
+            seen &= block.j >= structure.rows.first[:, None, :, None]
+    if structure.queries is not None:
+        seen &= structure.queries[:, None, :, None]
+    if structure.keys is not None:
+        seen &= structure.keys[:, None, None]
+    for tensor in structure.tensors:
+        seen &= tensor
+    for bias in structure.biases:
+        seen &= bias != -torch.inf
+    assert not (shown & ~seen).any()
+    assert not structure.exact or torch.equal(seen, shown)
 
 
 @pytest.mark.parametrize(("heads", "rows", "columns"), [(1, 0, 0), (0, 1, 0), (0, 0, 1)])

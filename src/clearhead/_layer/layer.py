@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._call.caching import Cache, KeyValues, Positions
@@ -14,10 +15,11 @@ from .._call.heads import merge_heads, split_heads
 from .._call.request import Request
 from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
+from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
-from .packing import Unpadded, unpad
+from .packing import Costs, Unpadded, unpad
 from .plan import Show, attend
 from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
 from .unmodified import apply_linear
@@ -52,7 +54,7 @@ class Layer:
         request: the module's mask, scale, soft-cap, sinks and dropout, and the offset of its heads.
         q_norm, k_norm: of every head's query and key.
         position: applied to queries and keys after the norms.
-        unpads: whether padding is removed where that is faster.
+        head_dim: D = Dv of a module whose padding is removed where that is faster. ``None`` keeps the padding.
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
         form: makes attention's operands from the projected query, the key and the cache. ``None`` uses the projections
             as they are.
@@ -67,7 +69,7 @@ class Layer:
     q_norm: nn.Module | None = None
     k_norm: nn.Module | None = None
     position: PositionPart | None = None
-    unpads: bool = False
+    head_dim: int | None = None
     batch_first: bool = True
     form: Callable[[Tensor, Tensor, Cache | None], Form] | None = None
     all_heads: Callable[[Tensor], Tensor] | None = None
@@ -100,11 +102,11 @@ class Layer:
             if mask is not None and key is not None and not environment.tracing:
                 grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
                 # Only a mask marks padding, and returned weights have rows and columns for it.
-                if self.unpads and weights is None and query.dim() == 3 and value is not None:
-                    sizes = query.shape[-1], self.num_kv_heads
-                    unpadded = unpad(mask, grid, *sizes, environment, side_by_side=self.position is not None)
+                if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
+                    inputs = query, key, value
+                    unpadded = self._unpadded(mask, grid, inputs, self.head_dim, environment)
                     if unpadded is not None:
-                        return self._run_unpadded(unpadded, query, key, value, environment), None
+                        return self._run_unpadded(unpadded, *inputs, environment), None
             q, k, v = self.projected(query, key, value, 0, environment)
             if grid is not None and grid.key_length != k.shape[2]:  # the module has appended keys
                 grid = None
@@ -204,6 +206,23 @@ class Layer:
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
         results = attend(q, k, v, self.request._replace(mask=mask, sequences=sequences), environment, show)
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
+
+    def _unpadded(
+        self, mask: Mask, grid: Grid, inputs: tuple[Tensor, Tensor, Tensor], head_dim: int, environment: Environment
+    ) -> Unpadded | None:
+        """The tokens of a padded batch, if it is faster without its padding."""
+        in_one_kernel = inputs[0].is_cuda and self._is_one_kernel(inputs[0], head_dim, environment)
+        costs = Costs.between(inputs, self.num_heads, self.num_kv_heads, head_dim)
+        side_by_side = self.position is not None
+        return unpad(mask, grid, costs, environment, side_by_side=side_by_side, in_one_kernel=in_one_kernel)
+
+    def _is_one_kernel(self, query: Tensor, head_dim: int, environment: Environment) -> bool:
+        """Whether a CUDA device computes packed sequences of this module in one kernel."""
+        request, dtype = self.request, query.dtype
+        if environment.autocast and torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+        plain = request.softcap is None and request.sinks is None and not request.dropout_p
+        return plain and environment.kernel is None and is_one_kernel(dtype, head_dim)
 
     def _run_unpadded(
         self, unpadded: Unpadded, query: Tensor, key: Tensor, value: Tensor, environment: Environment

@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .._call.sequences import PackedSequences
 
@@ -19,7 +18,7 @@ class Tokens:
 
     Args:
         shape: B and the length of an item with its padding.
-        real: bool (B, length), the tokens that are not padding, on the CPU; ``None`` for all.
+        real: bool (B, length), the tokens that are not padding, on the CPU; ``None`` if each item begins with its own.
         indices: (T,) which of the B · length tokens; ``None`` for all.
         counts: how many of each item.
     """
@@ -48,6 +47,12 @@ class Tokens:
         """(T,) the positions in their items."""
         batch, length = self.shape
         return (torch.arange(batch * length, device="cpu") if self.indices is None else self.indices) % length
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """(B + 1,) how many tokens there are before each item, and in all, computed on the device."""
+        batch, length = self.shape
+        firsts = torch.arange(0, (batch + 1) * length, length, device=device)
+        return firsts if self.indices is None else torch.searchsorted(self.indices, firsts)
 
     def unpad(self, x: Tensor) -> Tensor:
         """(1 or B, length, …) → (T, …)."""
@@ -89,29 +94,42 @@ def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
     real = real.expand(batch, length)
     real_on_cpu = real.cpu()  # whose values are read
     counts: list[int] = real_on_cpu.sum(1).tolist()
-    total = sum(counts)
+    return Tokens((batch, length), real_on_cpu, _indices(real, sum(counts)), counts)
+
+
+def first_tokens(counts: list[int], lengths: Tensor, length: int) -> Tokens:
+    """The first tokens of each item, found on an accelerator without a wait.
+
+    Args:
+        counts: how many of each item.
+        lengths: (1 or B,) the same, on the accelerator.
+        length: of an item with its padding.
+    """
+    batch = len(counts)
+    real = torch.arange(length, device=lengths.device) < lengths[:, None]
+    return Tokens((batch, length), None, _indices(real.expand(batch, length), sum(counts)), counts)
+
+
+def _indices(real: Tensor, total: int) -> Tensor | None:
+    """(T,) the numbers of the real tokens, whose number is known; ``None`` for all."""
     # Where nothing is padding the tokens are a view, which costs no gathering.
-    if total == batch * length:
-        indices = None
-    elif real.is_cpu:
-        indices = real.flatten().nonzero()[:, 0]
-    else:  # with a known number of results nobody waits
-        indices = torch.nonzero_static(real.flatten(), size=total)[:, 0]
-    return Tokens((batch, length), real_on_cpu, indices, counts)
-
-
-def sequences_between(queries: Tokens, keys: Tokens) -> PackedSequences:
-    """The sequences in which each item's queries attend to its keys."""
-    q_bounds, k_bounds = (tuple(accumulate(tokens.counts, initial=0)) for tokens in (queries, keys))
-    cu_seqlens_q = torch.tensor(q_bounds, device="cpu")
-    cu_seqlens_k = cu_seqlens_q if keys is queries else torch.tensor(k_bounds, device="cpu")
-    return PackedSequences(cu_seqlens_q, cu_seqlens_k, q_bounds, k_bounds, (q_bounds[-1], k_bounds[-1]))
-
-
-def sequences_of(tokens: Tokens, real: Tensor) -> PackedSequences:
-    """The sequences in which each item's tokens attend to each other, with boundaries on the device of `real`."""
+    if total == real.numel():
+        return None
     if real.is_cpu:
-        return sequences_between(tokens, tokens)
-    total, longest = sum(tokens.counts), max(tokens.counts)
-    bounds = pad(real.sum(1).cumsum(0), (1, 0))  # (n + 1,), computed on the device and not copied to it
-    return PackedSequences(bounds, bounds, (), (), (total, total), (longest, longest))
+        return real.flatten().nonzero()[:, 0]
+    # With a known number of results nobody waits. If it is wrong, the indices are still in order and in the batch.
+    return torch.nonzero_static(real.flatten(), size=total, fill_value=real.numel() - 1)[:, 0]
+
+
+def sequences_between(queries: Tokens, keys: Tokens, device: torch.device) -> PackedSequences:
+    """The sequences in which each item's queries attend to its keys, with boundaries on the device."""
+    tokens = sum(queries.counts), sum(keys.counts)
+    if device.type == "cpu":
+        q_bounds, k_bounds = (tuple(accumulate(each.counts, initial=0)) for each in (queries, keys))
+        cu_seqlens_q = torch.tensor(q_bounds, device="cpu")
+        cu_seqlens_k = cu_seqlens_q if keys is queries else torch.tensor(k_bounds, device="cpu")
+        return PackedSequences(cu_seqlens_q, cu_seqlens_k, q_bounds, k_bounds, tokens)
+    cu_seqlens_q = queries.bounds(device)
+    cu_seqlens_k = cu_seqlens_q if keys is queries else keys.bounds(device)
+    longest = max(queries.counts), max(keys.counts)
+    return PackedSequences(cu_seqlens_q, cu_seqlens_k, (), (), tokens, longest)

@@ -23,7 +23,7 @@ from ..errors import CacheError
 from ..kernels._some_keys import merge_sinks, merge_some_keys
 from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
-from ..masks._part import part_of
+from ..masks._part import Columns, part_of
 from ._collectives import from_every_rank, step
 from ._layout import Shards
 
@@ -165,30 +165,30 @@ def decode(
 
 def _grid_and_columns(
     num_heads: int, query: Tensor, key: Tensor, cache: SplitCache, memory: list[Shards], group: dist.ProcessGroup
-) -> tuple[Grid, Tensor]:
+) -> tuple[Grid, Columns]:
     """The grid of the new tokens and the keys of all processes, and the keys that this process then holds."""
     (batch, count, _), device = query.shape, query.device
     if isinstance(cache, ShardedKVCache):
         length, first = cache.length + key.shape[1], cache.length
-        columns = torch.arange(cache.rank, max(cache.rank, length), cache.world, device=device)
+        columns = range(cache.rank, max(cache.rank, length), cache.world)
     else:
         (keys,) = memory
-        length, first, columns = keys.length, 0, keys.positions(dist.get_rank(group), device)
+        length, first, columns = keys.length, 0, keys.columns(dist.get_rank(group), device)
     return Grid(batch, num_heads, count, length, device, first), columns
 
 
 def _attend_to_shard(
-    request: Request, q: Tensor, key_values: KeyValues, grid: Grid, columns: Tensor, environment: Environment
+    request: Request, q: Tensor, key_values: KeyValues, grid: Grid, columns: Columns, environment: Environment
 ) -> Results:
     """Attention to the keys that this process holds, with its log-sum-exp and without sinks, which are merged once."""
     key, value = key_values.key, key_values.value
 
-    def attend_to(key: Tensor, value: Tensor, columns: Tensor) -> Results:
+    def attend_to(key: Tensor, value: Tensor, columns: Columns) -> Results:
         mask = part_of(request.mask, Offset(grid.num_heads), grid, columns)
         return attend(q, key, value, request._replace(mask=mask, sinks=None), environment)
 
     if environment.kernel is not None and key.shape[2] == 0 < grid.key_length:
         # Without keys a forced kernel may run a call that it refuses in the other processes. Here it refuses too.
         one_key, one_value = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (key, value))
-        attend_to(one_key, one_value, columns.new_zeros(1))
+        attend_to(one_key, one_value, range(1))
     return attend_to(key, value, columns)

@@ -66,6 +66,11 @@ class Shards:
         """The positions of a process, (length of its shard,)."""
         return self.take(torch.arange(self.length, device=device), 0, rank)
 
+    def columns(self, rank: int, device: torch.device) -> range | Tensor:
+        """The positions of a process, as a range if they are one interval."""
+        intervals = self.intervals[rank] or (slice(0, 0),)
+        return range(intervals[0].start, intervals[0].stop) if len(intervals) == 1 else self.positions(rank, device)
+
     def take(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
         """The shard of a process, from a tensor with the whole sequence. It is a view if it is one interval."""
         intervals = self.intervals[rank] or (slice(0, 0),)

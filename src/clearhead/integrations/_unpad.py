@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._environment import is_tracing, read_environment
-from .._layer.tokens import Tokens, find_tokens, sequences_of
+from .._layer.tokens import Tokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
 from ._packed_row import boundaries_of
 from ._unpad_checks import OF_TOKENS, has_windows, runs_in_one_kernel, takes_tokens, works_token_by_token
@@ -224,7 +224,7 @@ def _pack(encoder: nn.Module, reads_first: bool, arguments: dict[str, Any]) -> t
     return_dict = arguments.pop("return_dict", getattr(encoder.config, "return_dict", True))
     arguments["position_ids"] = _positions(encoder, arguments, mask)
     row = {name: tokens.unpad(value)[None] if name in OF_TOKENS else value for name, value in arguments.items()}
-    boundaries, longest = boundaries_of(sequences_of(tokens, real)), max(tokens.counts)
+    boundaries, longest = boundaries_of(sequences_between(tokens, tokens, mask.device)), max(tokens.counts)
     return _Packed(encoder, tokens, return_dict is False), {
         **row,
         "attention_mask": _no_mask(encoder),

@@ -48,7 +48,7 @@ class FlexKernel(Kernel):
         reasons = applicable(
             {
                 "torch.func cannot transform it, or derive it forwards": spec.transformed,
-                "it gives out no log-sum-exp": spec.lse,
+                "it gives out no log-sum-exp": spec.lse and spec.device.type != "cuda",
                 "it has no sinks": spec.sinks,
                 "it has no dropout": spec.dropout_p > 0,
                 "a size is 0": spec.empty,
@@ -73,10 +73,12 @@ class FlexKernel(Kernel):
             numbers[name] = _fixed_size(numbers[name])
         attend = _compiled(_signature(call, inputs, numbers, limits))
         with sizes_apart():
-            output = attend(*inputs, numbers, limits, call.spec.scale)
-        if call.coverage.masked_queries is not None:
-            output = output.masked_fill(call.coverage.masked_queries, 0)
-        return Results(output)
+            output, lse = attend(*inputs, numbers, limits, call.spec.scale, call.spec.lse)
+        masked = call.coverage.masked_queries  # (1 or B, 1, L, 1)
+        if masked is not None:
+            output = output.masked_fill(masked, 0)
+            lse = None if lse is None else lse.masked_fill(masked[..., 0], float("-inf"))
+        return Results(output, lse)
 
 
 def _numbers(call: AttentionCall) -> tuple[dict[str, Tensor], Limits]:
@@ -94,10 +96,10 @@ def _numbers(call: AttentionCall) -> tuple[dict[str, Tensor], Limits]:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, numbers: dict[str, Tensor], limits: Limits, scale: float
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, numbers: dict[str, Tensor], limits: Limits, scale: float, lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """What is compiled. Sizes are symbols, numbers are tensors, so that calls of one signature are compiled once."""
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     if query.dim() == 5:  # whole blocks
         query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
@@ -116,15 +118,12 @@ def _attend(
     sizes, sides = (query.shape[2], key.shape[2]), (SIDE, SIDE)
     blocks = BlockMask(sizes, BLOCK_SIZE=sides, mask_mod=rule, **named)
     changes = "softcap" in numbers or "bias" in numbers
-    return flex_attention(
-        query,
-        key,
-        value,
-        score_mod=change if changes else None,
-        block_mask=blocks,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    score_mod, grouped = change if changes else None, query.shape[1] != key.shape[1]
+    if not lse:
+        return flex_attention(query, key, value, score_mod, blocks, scale, grouped), None
+    aux = AuxRequest(lse=True)
+    output, results = flex_attention(query, key, value, score_mod, blocks, scale, grouped, return_aux=aux)
+    return output, results.lse
 
 
 def _fixed_sizes(tensor: Tensor, whole: bool) -> Tensor:
@@ -157,12 +156,12 @@ def _signature(
     heads = (call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1])
     fixed = tuple((name, tensor.numel() if name in _LISTS else None) for name, tensor in numbers.items())
     ones = tuple(tuple(size == 1 for size in tensor.shape) for tensor in (*inputs, *numbers.values()))
-    constants = (call.spec.scale, bool(call.spec.gradients), limits)
+    constants = (call.spec.scale, bool(call.spec.gradients), call.spec.lse, limits)
     return (call.query.dtype, call.query.device, *constants, heads, fixed, ones)
 
 
 @lru_cache(maxsize=128)
-def _compiled(signature: tuple[object, ...]) -> Callable[..., Tensor]:
+def _compiled(signature: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """A compiled copy of `_attend` for calls of one signature.
 
     A copy, because the compiler counts what it has compiled of one function and gives up at eight.

@@ -1,6 +1,11 @@
-"""Which calls run on `flex` without being forced: those on a GPU whose long mask rules out blocks of keys."""
+"""Which calls run on `flex` without being forced, on a GPU only.
+
+These are calls whose long mask rules out blocks of keys, and large calls that ask for the log-sum-exp.
+"""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,41 +23,53 @@ from ..masks._structure import Structure, structure_of
 from ._base import Refusal
 from ._first_check import FirstCheck
 from ._flex import FlexKernel
+from ._flex_rule import SIDE
 from ._reference import ReferenceKernel
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
 FEWEST = 4096
+#: From this many scores (B · H · L · S) on, `flex` computes the log-sum-exp where `sdpa` does not. Below it the many
+#: operators of `chunked` take milliseconds, and compiled code takes seconds to make.
+FEWEST_SCORES = 1 << 22
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_DIM = 128
-#: The largest error of an output or gradient of the check, relative to the largest number.
+#: The largest error of a result or gradient of the check, relative to the largest number.
 _TOLERANCE = 5e-2
 
 
 def leaves_to_flex(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
     """The reservation of other kernels against calls that `flex` computes faster; empty for all other calls."""
-    if mask is None or spec.device.type != "cuda" or spec.tracing or spec.sequences is not None:
+    if spec.device.type != "cuda" or spec.tracing or spec.sequences is not None:
         return ()
-    (*_, length, dim), keys, value_dim = spec.query, spec.key[2], spec.value[3]
-    if min(length, keys) < FEWEST or max(dim, value_dim) > _LARGEST_DIM or spec.dtype not in _DTYPES:
+    (batch, heads, length, dim), keys, value_dim = spec.query, spec.key[2], spec.value[3]
+    if spec.lse:
+        is_large = min(length, keys) >= SIDE and batch * heads * length * keys >= FEWEST_SCORES
+    else:
+        is_large = mask is not None and min(length, keys) >= FEWEST
+    if not is_large or max(dim, value_dim) > _LARGEST_DIM or spec.dtype not in _DTYPES:
         return ()
     if spec.softcap is not None or FlexKernel().refusals(spec, mask, grid):
         return ()
-    if not mask.lowered(grid, "leaves keys out", lambda: _leaves_out(mask, grid)):
+    fits = _has_rules_alone if spec.lse else _leaves_out
+    if mask is not None and not mask.lowered(grid, fits.__name__, lambda: fits(mask, grid)):
         return ()
     if not _is_trusted(spec.device, spec.dtype):
         return ()
-    return (Refusal("`flex` skips the keys that the mask rules out"),)
+    computes = "computes the log-sum-exp in one kernel" if spec.lse else "skips the keys that the mask rules out"
+    return (Refusal(f"`flex` {computes}"),)
 
 
 def _leaves_out(mask: Mask, grid: Grid) -> bool:
+    """Whether a mask is made of rules about positions and of documents, and hides more than `causal` alone."""
+    return not hides_nothing(mask, grid) and not is_plain_causal(mask, grid) and _has_rules_alone(mask, grid)
+
+
+def _has_rules_alone(mask: Mask, grid: Grid) -> bool:
     """Whether a mask is made of rules about positions and of documents."""
-    if hides_nothing(mask, grid) or is_plain_causal(mask, grid):
-        return False
     for part in mask.parts():
         structure = structure_of(part, grid)
         is_documents = isinstance(part, Documents) and grid.shift is not None
-        alternatives = structure.either or (structure,)
-        if part.has_bias or not (is_documents or all(map(_is_rule, alternatives))):
+        if part.has_bias or not (is_documents or all(map(_is_rule, structure.either or (structure,)))):
             return False
     return True
 
@@ -77,7 +94,7 @@ CHECK = FirstCheck("FlexAttention", "`sdpa` runs long masks.", _compare)
 
 
 def _error(device: torch.device, dtype: torch.dtype) -> float:
-    """The largest error of the output and the gradients of a small call, relative to the largest number."""
+    """The largest error of the results and the gradients of a small call, relative to the largest number."""
     generator, shape = torch.Generator().manual_seed(0), (2, 2, 300, 64)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
     ids = torch.arange(300, device=device) // 110
@@ -90,9 +107,11 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _results(kernel: FlexKernel | ReferenceKernel, mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
-    """The output, and the gradients of query, key and value."""
+    """The output and the log-sum-exp, and the gradients of query, key and value."""
     *leaves, gradient = (each.clone().requires_grad_() for each in inputs)
     query, key, value = leaves
-    call = valid_call(query, key, value, Request(mask))
-    output = kernel.plan(call.spec, mask, call.grid)(call).output
-    return [output.detach(), *torch.autograd.grad(output, leaves, gradient.detach())]
+    call = valid_call(query, key, value, Request(mask, lse=True))
+    results = kernel.plan(call.spec, mask, call.grid)(call)
+    output, lse = results.output, cast(Tensor, results.lse)
+    gradients = gradient.detach(), gradient.detach()[..., 0].to(lse.dtype)
+    return [output.detach(), lse.detach(), *torch.autograd.grad((output, lse), leaves, gradients)]

@@ -68,7 +68,7 @@ class SdpaKernel(Kernel):
         return tuple(reasons)
 
     def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        return leaves_to_flex(spec, mask, grid)
+        return () if spec.lse else leaves_to_flex(spec, mask, grid)
 
     def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
         if spec.device.type == "cpu" or spec.tracing:

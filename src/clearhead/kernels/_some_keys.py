@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, zero_hidden
+from .._call.call import AttentionCall, valid_call, zero_hidden
+from .._environment import autocast_off
 from ._chunked import chunked_gradients
+from ._flex import FlexKernel
+from ._flex_choice import leaves_to_flex
 from ._native import native_gradients_of_some_keys
 from ._native_support import native_refusals
 
@@ -50,5 +55,35 @@ def gradients_of_some_keys(
     """
     if not learns and not native_refusals(call.spec, call.request.mask, call.grid):
         return native_gradients_of_some_keys(call, output, lse.double().contiguous(), output_gradient)
+    if not learns and _runs_on_flex(call):
+        return _flex_gradients(call, lse, correction, output_gradient)
     gradients = chunked_gradients(zero_hidden(call), lse, output_gradient, None, correction)
     return gradients if learns else gradients[:3]
+
+
+def _runs_on_flex(call: AttentionCall) -> bool:
+    """Whether `flex` returns this call's log-sum-exp, and takes its gradient."""
+    spec = call.spec._replace(lse=True, gradients=(True,) * 3)
+    return bool(leaves_to_flex(spec, call.request.mask, call.grid))
+
+
+def _flex_gradients(
+    call: AttentionCall, lse: Tensor, correction: Tensor, output_gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value through the output o' and the lse' of these keys.
+
+    The output of all keys is the sum of w o' with w = exp(lse' − lse) over its parts, so ``dO' = w dO`` and
+    ``dlse' = w (dO·o' − δ)``.
+    """
+    hidden = zero_hidden(call)
+    query, key, value = leaves = [x.detach().requires_grad_() for x in (hidden.query, hidden.key, hidden.value)]
+    request = call.request._replace(lse=True)
+    with torch.inference_mode(False), torch.enable_grad(), autocast_off(call.query):
+        part = valid_call(query, key, value, request)
+        results = FlexKernel().plan(part.spec, request.mask, part.grid)(part)
+        output, part_lse = results.output, cast(Tensor, results.lse)
+    share = (part_lse.detach() - lse).exp().nan_to_num_(0.0)  # of −∞ − −∞: the query has no key
+    of_output = (output_gradient * share[..., None]).to(output.dtype)
+    # By the rounded gradient, whose product with o' the kernel subtracts.
+    of_lse = torch.linalg.vecdot(of_output.to(lse.dtype), output.detach().to(lse.dtype)) - share * correction
+    return torch.autograd.grad((output, part_lse), leaves, (of_output, of_lse))

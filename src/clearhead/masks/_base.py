@@ -189,6 +189,9 @@ class Mask(ABC):
         a function of `masks.mask_mod` reads besides its arguments are not copied, and must not change.) The stacks of
         `clearhead.transformer` already share the lowerings of their masks among their layers.
 
+        On a GPU this waits once, to read whether the mask hides a query or a key completely. Calls with a mask that
+        hides none copy no keys and values.
+
         Args:
             query_length, key_length, query_positions, key_positions: of the calls; as for `dense`.
             batch_size, num_heads: B and H of the calls. By default they stay open if the mask does not depend on them;

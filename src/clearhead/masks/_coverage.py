@@ -52,11 +52,13 @@ class Coverage:
 
 
 COVERS_ALL = Coverage(None, None)
+#: The name of this lowering.
+COVERAGE = "coverage"
 
 
 def coverage(mask: Mask, grid: Grid) -> Coverage:
     """The fully masked rows and the keys masked for every query, computed once for a prepared mask."""
-    return mask.lowered(grid, "coverage", lambda: _find_coverage(mask, grid))
+    return mask.lowered(grid, COVERAGE, lambda: _find_coverage(mask, grid))
 
 
 def _find_coverage(mask: Mask, grid: Grid) -> Coverage:

@@ -19,7 +19,8 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     """Let queries attend only to the first `key_lengths` keys of their batch item: right padding.
 
     With `query_lengths`, all keys are masked for queries that are padding. Attention returns zero for them, and a
-    module ``out_proj(0)``. Modules remove them from the batch if that is faster.
+    module ``out_proj(0)``. Modules remove them from the batch if that is faster. On a GPU they do so only for lengths
+    on the CPU, which are known without a wait.
 
     Args:
         key_lengths: integer tensor (B,), one length per batch item, or (B, L), one per query
@@ -49,10 +50,10 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     if query_lengths.dim() != 1:
         raise ShapeError("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape))
     # Two masks, because padded queries can be removed without padded keys, and keys without queries.
-    return of_keys & _QueryLengths(query_lengths)
+    return of_keys & QueryLengths(query_lengths)
 
 
-class _Counts(OfTensor):
+class Counts(OfTensor):
     """The number of first positions of each batch item that are no padding."""
 
     def __init__(self, name: str, argument: str, counts: Tensor) -> None:
@@ -60,6 +61,11 @@ class _Counts(OfTensor):
         self._argument = argument
         self._largest = 0
         self._read()
+
+    def known(self, batch: int) -> list[int] | None:
+        """The number of each item, if the mask has one per item and reading them waits for no device."""
+        counts = self._tensor
+        return counts.expand(batch).tolist() if counts.is_cpu and counts.dim() == 1 else None
 
     def _read(self) -> None:
         """Check the values and keep the largest one."""
@@ -85,7 +91,7 @@ class _Counts(OfTensor):
 
 
 @final
-class Lengths(_Counts):
+class Lengths(Counts):
     """`lengths` and `prefix` with a tensor: the number of first keys that are visible to each query."""
 
     def __init__(self, lengths: Tensor, name: Literal["lengths", "prefix"]) -> None:
@@ -125,7 +131,7 @@ class Lengths(_Counts):
 
 
 @final
-class _QueryLengths(_Counts):
+class QueryLengths(Counts):
     """Hides all keys from padded queries. See `lengths`."""
 
     def __init__(self, lengths: Tensor) -> None:

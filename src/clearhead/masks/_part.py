@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import cast, final
+from typing import TypeVar, cast, final
 
+import torch
 from torch import Tensor
 
 from ..errors import ShapeError
 from ._base import Mask, Result
 from ._combined import Wrapping
 from ._grid import Block, Grid, Index, Offset, Sizes, ends_of, take
-from ._structure import UNKNOWN, Band, RowRanges, Structure
+from ._structure import UNKNOWN, Band, RowRanges, Structure, joined
+
+Columns = range | Tensor
+Number = TypeVar("Number", int, Tensor)
 
 
 def part_of(
-    mask: Mask | None, offset: Offset, full_grid: Grid | None = None, columns: Tensor | None = None
+    mask: Mask | None, offset: Offset, full_grid: Grid | None = None, columns: Columns | None = None
 ) -> Mask | None:
     """The mask of a call that is a part of a larger attention.
 
@@ -24,7 +28,8 @@ def part_of(
         mask: of the larger attention; its tensors line up with all heads, rows and columns.
         offset: the place of the call in the larger attention.
         full_grid: sizes and positions of the larger attention. Default: those of the call, with all rows and columns.
-        columns: (s,) the call's columns, ascending. Default: consecutive columns from the offset's column on.
+        columns: the call's columns, ascending: a range, or (s,). Default: consecutive columns from the offset's column
+            on. Columns in a tensor have no structure, because their values are not read.
 
     Returns:
         ``None`` for ``None``, and the mask itself if it is the same for every part.
@@ -38,7 +43,7 @@ def part_of(
 class PartMask(Wrapping):
     """See `part_of`. It translates block coordinates, then delegates."""
 
-    def __init__(self, mask: Mask, offset: Offset, full_grid: Grid | None, columns: Tensor | None) -> None:
+    def __init__(self, mask: Mask, offset: Offset, full_grid: Grid | None, columns: Columns | None) -> None:
         super().__init__(mask)
         self._offset, self._full_grid, self._columns = offset, full_grid, columns
 
@@ -50,7 +55,7 @@ class PartMask(Wrapping):
         if self._columns is None:
             columns = _moved(block.columns, offset.column, grid.key_length)
         else:
-            columns = self._columns[block.columns]
+            columns = _taken(self._columns, block.columns, grid.device)
         return Block(self._grid(grid), block.batch, heads, rows, columns)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
@@ -80,7 +85,7 @@ class PartMask(Wrapping):
         return Sizes(self._mask.sizes().batch_size)
 
     def structure(self, grid: Grid) -> Structure:
-        if self._columns is not None:
+        if isinstance(self._columns, Tensor):
             return UNKNOWN
         return self._cut(self._mask.structure(self._grid(grid)), grid)
 
@@ -119,17 +124,17 @@ class PartMask(Wrapping):
     def _cut(self, structure: Structure, grid: Grid) -> Structure:
         """The call's part of a structure of the larger attention."""
         _, head, row, column, _ = self._offset
-        rows, columns = slice(row, row + grid.query_length), slice(column, column + grid.key_length)
+        chosen = range(column, column + grid.key_length) if self._columns is None else cast(range, self._columns)
+        rows, columns = slice(row, row + grid.query_length), slice(chosen.start, chosen.stop, chosen.step)
         heads = slice(head, head + grid.num_heads)
         block = Block(grid, heads=heads, rows=rows, columns=columns)
         band, ranges = structure.band, structure.rows
-        if band is not None:
-            # The band is relative to row numbers: the row offset moves it right, and the column offset moves it left.
-            moved = Band(band.low + row - column, band.high + row - column, max(0, band.stop - column))
-            band = Band.whole(grid).meet(moved)
         if ranges is not None:
-            first = None if ranges.first is None else take(ranges.first, 1, rows) - column  # (1 or B, 1 or l)
-            ranges = RowRanges(first, take(ranges.stop, 1, rows) - column)
+            first = None if ranges.first is None else _from(take(ranges.first, 1, rows), chosen)  # (1 or B, 1 or l)
+            ranges = RowRanges(first, _from(take(ranges.stop, 1, rows), chosen))
+        if band is not None:
+            band, of_band = _moved_band(band, grid, row, chosen)
+            ranges = joined(ranges, of_band, RowRanges.meet)
         return Structure(
             structure.exact,
             band,
@@ -140,6 +145,33 @@ class PartMask(Wrapping):
             tuple(block.cut(bias) for bias in structure.biases),
             tuple(self._cut(alternative, grid) for alternative in structure.either),
         )
+
+
+def _moved_band(band: Band, grid: Grid, row: int, columns: range) -> tuple[Band, RowRanges | None]:
+    """A band of the larger attention as a band of the call, or as a range of each row where columns are left out."""
+    whole, stop = Band.whole(grid), max(0, _from(band.stop, columns))
+    if columns.step == 1 or grid.query_length == 1:
+        # The band is relative to row numbers: the row offset moves it right, and the first column moves it left.
+        low, high = _from(band.low + row, columns), _from(band.high + row + 1, columns) - 1
+        return whole.meet(Band(low, high, stop)), None
+    rows = torch.arange(row, row + grid.query_length, device=grid.device)[None]
+    first = None if band.low + row + grid.query_length <= columns.start + 1 else _from(rows + band.low, columns)
+    return whole.meet(Band(whole.low, whole.high, stop)), RowRanges(first, _from(rows + (band.high + 1), columns))
+
+
+def _from(column: Number, columns: range) -> Number:
+    """The number, among the chosen columns, of the first one that is not before a column."""
+    return -((columns.start - column) // columns.step)
+
+
+def _taken(columns: Columns, index: Index, device: torch.device) -> Tensor:
+    """Some of the chosen columns, as numbers of the larger attention."""
+    if isinstance(columns, Tensor):
+        return columns[index]
+    if isinstance(index, Tensor):
+        return index * columns.step + columns.start
+    some = columns[index]
+    return torch.arange(some.start, some.stop, some.step, device=device)
 
 
 def _layout(value: Tensor | int | None) -> Hashable:

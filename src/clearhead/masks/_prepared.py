@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .._environment import is_tracing, is_transformed, reads_values
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ._base import Mask, Result
 from ._combined import And, Wrapping
+from ._coverage import COVERAGE, Coverage, coverage
 from ._grid import Grid, Sizes
 from ._lowering import computed_sizes
 from ._structure import Structure
@@ -75,6 +76,20 @@ class PreparedMask(_LoweredOnce):
         super().__init__(mask)
         self._grid, self._open_sizes = grid, open_sizes
         self._device = None if open_device else grid.device
+        self._coverage: Coverage | None = None
+
+    def read_coverage(self) -> None:
+        """Find out, once, whether every query sees a key and every key is seen. Calls then hide no more than needed."""
+        found = coverage(self, self._grid)
+        marks = found.queries, found.keys
+        if all(each is None or type(each) is Tensor for each in marks):  # others, such as fake ones, have no values
+            self._coverage = Coverage.of(*(None if each is None or bool(each.all()) else each for each in marks))
+
+    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
+        """The result of `make`, which runs once per grid and key, and in every call while tracing."""
+        if key == COVERAGE and self._coverage is not None and not is_tracing():
+            return cast(Result, self._coverage)
+        return super().lowered(grid, key, make)
 
     def _grid_key(self, grid: Grid) -> Hashable:
         # Those that can be open. The lowerings depend on them.
@@ -124,13 +139,21 @@ class _SharedMask(_LoweredOnce):
 
     def __init__(self, mask: Mask) -> None:
         super().__init__(mask)
-        self._grids: dict[Hashable, Grid] = {}
+        self._positions: dict[Hashable, tuple[object, object]] = {}
         self._combined: dict[Hashable, Mask] = {}
 
     def _grid_key(self, grid: Grid) -> Hashable:
-        positions = map(_address, (grid.query_positions, grid.key_positions))
-        key = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length, grid.device, *positions
-        self._grids.setdefault(key, grid)  # keeps the positions alive, so that no others get their address
+        positions = grid.query_positions, grid.key_positions
+        key = (
+            grid.batch_size,
+            grid.num_heads,
+            grid.query_length,
+            grid.key_length,
+            grid.device,
+            *map(_address, positions),
+        )
+        # Keeps them alive, so that no others get their address. Not the grid, whose memo may hold this mask.
+        self._positions.setdefault(key, positions)
         return key
 
     def validate(self, grid: Grid) -> None:
@@ -184,7 +207,13 @@ def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> Prep
         two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={})
         for batch, heads in computed_sizes(mask, two):
             open_sizes = open_sizes.replace("B", "" if batch > 1 else "B").replace("H", "" if heads > 1 else "H")
-    return PreparedMask(mask, grid, open_sizes, open_device)
+    made = PreparedMask(mask, grid, open_sizes, open_device)
+    # On a CPU calls read it themselves. On a GPU they would wait, and a graph of CUDA cannot.
+    if grid.device.type == "cuda" and not (
+        is_tracing() or is_transformed() or torch.cuda.is_current_stream_capturing()
+    ):
+        made.read_coverage()
+    return made
 
 
 def shared(mask: Mask | None) -> Mask | None:

@@ -189,8 +189,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         heads, projections = self.num_heads, partial(self._project, sequence_first)
         request = Request(dropout_p=self.dropout if self.training else 0.0)
         # Appended keys belong to no token, so packed sequences cannot hold them.
+        head_dim = None if appended else self.embed_dim // heads
         layer = Layer(
-            projections, self.out_proj, heads, heads, request, unpads=not appended, batch_first=not sequence_first
+            projections, self.out_proj, heads, heads, request, head_dim=head_dim, batch_first=not sequence_first
         )
         output, weights = layer.run(query, key, value, mask, environment, weights=wanted)
         if unbatched:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead._call.call import valid_call
+from clearhead._call.request import Request
 from clearhead.kernels import _flex_blocks, _flex_choice
+from clearhead.kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from clearhead.masks import Mask
-from clearhead.masks._grid import Grid
+from clearhead.masks._grid import Grid, Offset
+from clearhead.masks._part import part_of
 from tests.support.pretended_cuda.mode import PretendedDevice
 
 L, SHORT = 4096, 300
@@ -33,6 +38,8 @@ MASKS: dict[str, Any] = {
     "prefix": lambda length: masks.causal() | masks.prefix(length // 8),
     "prefix of each item": lambda length: masks.causal() | masks.prefix(torch.tensor([length // 8, 3])),
     "causal lengths": lambda length: masks.causal() & masks.lengths(torch.tensor([length, length * 2 // 3])),
+    "lengths": lambda length: masks.lengths(torch.tensor([length, length // 3])),
+    "prefix without causal": lambda length: masks.prefix(length // 3),
     "window and lengths": lambda length: masks.sliding_window(50, 7) & masks.lengths(torch.tensor([length, 77])),
     "prefix and lengths": lambda length: (
         (masks.causal() | masks.prefix(length // 8)) & masks.lengths(torch.tensor([length, length // 2]))
@@ -90,7 +97,7 @@ def test_values_and_gradients_are_those_of_the_cpu(
 ) -> None:
     inputs, mask = operands(SHORT, heads), MASKS[name](SHORT)
     if "lengths" in name:  # what no query sees holds NaN
-        lengths = {"causal lengths": 200, "window and lengths": 77, "prefix and lengths": 150}
+        lengths = {"causal lengths": 200, "lengths": 100, "window and lengths": 77, "prefix and lengths": 150}
         for x in inputs[1:]:
             x[1, :, lengths[name] :] = torch.nan
     exact = _with_gradients(inputs, mask, torch.float64, "reference")
@@ -141,8 +148,6 @@ def _calls(device: str = "cpu") -> dict[str, tuple[dict[str, Any], Mask, dict[st
         "float32": ({"dtype": torch.float32}, window, {}),
         "a large head": ({"dim": 256}, window, {}),
         "causal": ({}, masks.causal(), {}),
-        "key padding": ({}, masks.lengths(torch.tensor([SHORT, 20])), {}),
-        "a prefix without causal": ({}, masks.prefix(7), {}),
         "a tensor": ({}, masks.keep(torch.ones(SHORT, SHORT, dtype=torch.bool, device=device)), {}),
         "a predicate": ({}, masks.mask_mod(lambda b, h, q, k: q >= k), {}),
         "a bias": ({}, window & masks.bias(torch.zeros(SHORT, SHORT, device=device)), {}),
@@ -180,7 +185,7 @@ def test_a_wrong_kernel_is_found_by_the_check(
     cuda: PretendedDevice, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, key, value = (x.to(CUDA) for x in operands(SHORT))
-    monkeypatch.setattr("clearhead.kernels._flex._compiled", lambda _: lambda q, k, v, *others: q + k + v)
+    monkeypatch.setattr("clearhead.kernels._flex._compiled", lambda _: lambda q, k, v, *others: (q + k + v, q[..., 0]))
     with pytest.warns(RuntimeWarning, match="its numbers are wrong by"):
         assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
 
@@ -205,6 +210,115 @@ def test_nothing_is_compiled_while_a_graph_is_captured(
     assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "sdpa"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert clearhead.explain(query, key, value, MASKS["window"](SHORT)).kernel == "flex"
+
+
+WITH_LSE: dict[str, Any] = {
+    "none": lambda length: None,
+    "window": MASKS["window"],
+    "causal documents": MASKS["causal documents"],
+    "prefix of each item": MASKS["prefix of each item"],
+    "an empty item": lambda length: masks.causal() & masks.lengths(torch.tensor([length, 0])),
+}
+
+
+@pytest.fixture(name="small")
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small calls that ask for the log-sum-exp stand for large ones."""
+    monkeypatch.setattr(_flex_choice, "FEWEST_SCORES", 1)
+
+
+@pytest.mark.parametrize("name", WITH_LSE)
+def test_the_log_sum_exp_and_its_gradient_are_those_of_the_cpu(cuda: PretendedDevice, small: None, name: str) -> None:
+    inputs, mask = operands(SHORT), WITH_LSE[name](SHORT)
+    exact = _with_lse(inputs, mask, torch.float64, "reference")
+    same = _with_lse(inputs, mask, torch.bfloat16, "reference")
+    on_device = [x.to(CUDA) for x in inputs]
+    clearhead.explain(on_device[0], on_device[1], on_device[2], mask, return_lse=True)  # the check of the device
+    got: list[Tensor] = []
+    seen = cuda.count(lambda: got.extend(_with_lse(on_device, mask, torch.bfloat16, None)))
+    assert seen.backends == ["flex"]
+    assert not seen.values
+    assert not seen.shapes
+    for ours, reference, judge in zip(got, same, exact, strict=True):
+        assert torch.equal(ours.cpu().isinf(), judge.isinf())
+        finite = (x.double().cpu().nan_to_num(neginf=0.0) for x in (ours, reference, judge))
+        ours, reference, judge = finite
+        assert _error(ours, judge) <= max(2 * _error(reference, judge), 1e-6)
+
+
+def _with_lse(inputs: list[Tensor], mask: Mask | None, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:
+    leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+    with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
+        output, lse = clearhead.attention(leaves[0], leaves[1], leaves[2], mask, return_lse=True)
+    generator = torch.Generator().manual_seed(2)
+    of_results = [torch.randn(x.shape, generator=generator).to(x) for x in (output, lse)]
+    return [output.detach(), lse.detach(), *torch.autograd.grad((output, lse), leaves, of_results)]
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients", "kernel"),
+    [
+        ("none", False, "sdpa"),
+        ("none", True, "flex"),
+        ("window", False, "sdpa"),
+        ("window", True, "flex"),
+        ("causal documents", False, "flex"),
+        ("a tensor", False, "chunked"),
+        ("a predicate", True, "chunked"),
+    ],
+)
+def test_which_kernel_returns_the_log_sum_exp(
+    cuda: PretendedDevice, small: None, name: str, gradients: bool, kernel: str
+) -> None:
+    mask = WITH_LSE[name](SHORT) if name in WITH_LSE else _calls("cuda")[name][1]
+    query, key, value = (x.to(CUDA).requires_grad_(gradients) for x in operands(SHORT))
+    explanation = clearhead.explain(query, key, value, mask, return_lse=True)
+    assert explanation.kernel == kernel
+    if kernel == "flex":
+        assert explanation.reasons["chunked"] == ("`flex` computes the log-sum-exp in one kernel",)
+    few = [x[:, :, :100] for x in (query, key, value)]
+    if name not in ("a tensor", "causal documents", "prefix of each item"):
+        assert clearhead.explain(few[0], few[1], few[2], mask, return_lse=True).kernel != "flex"
+
+
+def test_few_scores_stay_on_chunked(cuda: PretendedDevice) -> None:
+    query, key, value = (x.to(CUDA).requires_grad_() for x in operands(SHORT))
+    assert clearhead.explain(query, key, value, return_lse=True).kernel == "chunked"
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("name", ["none", "window", "prefix of each item", "an empty item"])
+def test_gradients_of_some_keys_are_those_of_the_cpu(cuda: PretendedDevice, small: None, name: str, heads: int) -> None:
+    """In two parts, as a ring computes them."""
+    inputs, mask = operands(SHORT, heads), WITH_LSE[name](SHORT)
+    on_device = [x.to(CUDA).requires_grad_() for x in inputs]
+    clearhead.explain(on_device[0], on_device[1], on_device[2], mask, return_lse=True)  # the check of the device
+    exact = _with_gradients(inputs, mask, torch.float64, "reference")
+    same = _with_gradients(inputs, mask, torch.bfloat16, "reference")
+    generator = torch.Generator().manual_seed(2)
+    gradient = torch.randn(exact[0].shape, generator=generator).to(torch.bfloat16).to(CUDA)
+    query, key, value = (x.to(CUDA) for x in inputs)
+    grid = Grid(2, 2, SHORT, SHORT, CUDA)
+    output, lse = torch.zeros(2, 2, SHORT, 16, device=CUDA), torch.full((2, 2, SHORT), -torch.inf, device=CUDA)
+    calls = []
+    for columns in (slice(0, 170), slice(170, SHORT)):
+        part = part_of(mask, Offset(2, column=columns.start), grid)
+        part_key, part_value = key[:, :, columns], value[:, :, columns]
+        results = clearhead.attention(query, part_key, part_value, part, return_lse=True)
+        merge_some_keys(output, lse, *results)
+        calls.append(valid_call(query, part_key, part_value, Request(part)))
+    correction = (gradient.float() * output).sum(-1)
+    parts: list[tuple[Tensor, ...]] = []
+    for call in calls:
+        rows = output, lse, correction, gradient
+        seen = cuda.count(lambda call=call, rows=rows: parts.append(gradients_of_some_keys(call, *rows, learns=False)))
+        assert seen.backends == ["flex"]
+        assert not seen.waits
+    (of_query, of_key, of_value), (of_query_too, *of_others) = parts
+    of_keys = (torch.cat(pair, 2) for pair in zip((of_key, of_value), of_others, strict=True))
+    got = output, of_query + of_query_too, *of_keys
+    for ours, reference, judge in zip(got, same, exact, strict=True):
+        assert _error(ours.cpu(), judge) <= 2 * _error(reference, judge)
 
 
 def _with_gradients(inputs: list[Tensor], mask: Mask, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:

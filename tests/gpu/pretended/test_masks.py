@@ -77,6 +77,27 @@ def test_a_mask_takes_one_fused_kernel_and_no_wait(
     assert seen.largest <= max(query.numel(), cells) * query.element_size()
 
 
+@pytest.mark.parametrize(
+    ("make", "hidden"),
+    [
+        (lambda: masks.bias(_bias(L).cuda()), 0),
+        (lambda: masks.lengths(LENGTHS), 2),  # keys and values
+        (lambda: masks.lengths(torch.tensor([L, 0])), 3),  # and the output of the empty item
+        (lambda: masks.keep((torch.arange(L) > 0)[:, None].expand(L, L).cuda()), 1),  # the output of the first query
+    ],
+)
+def test_a_prepared_mask_hides_no_more_than_it_has_to(
+    cuda: PretendedDevice, make: Callable[[], Mask], hidden: int
+) -> None:
+    query, key, value = (x.to("cuda") for x in operands(L, torch.bfloat16))
+    ready = make().prepare(L, L, batch_size=B, num_heads=H, device="cuda")
+    with torch.no_grad():
+        clearhead.attention(query, key, value, ready)
+        seen = cuda.count(lambda: clearhead.attention(query, key, value, ready))
+    assert seen.waits == []
+    assert sum(count for name, count in seen.operators.items() if name.startswith("masked_fill")) == hidden
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", MASKS)
@@ -135,6 +156,14 @@ def test_fully_masked_rows_are_zero(cuda: PretendedDevice, causal: bool) -> None
     assert output[1].cpu().abs().max() == 0
     assert all(each[1].cpu().abs().max() == 0 for each in gradients)
     assert output[0].cpu().abs().min() > 0
+
+
+@pytest.mark.parametrize("fewest", [1, 0])
+def test_rows_are_masked_only_where_one_can_be_empty(cuda: PretendedDevice, fewest: int) -> None:
+    query, key, value = (x.cuda() for x in operands(32, torch.bfloat16))
+    mask = masks.lengths(torch.tensor([20, fewest]))
+    seen = cuda.count(lambda: clearhead.attention(query, key, value, mask))
+    assert seen.operators["masked_fill_"] == (fewest == 0)
 
 
 def _with_gradients(inputs: list[Tensor], mask: Mask | None, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.attention import varlen
 import clearhead
 from clearhead import masks
 from clearhead.masks import Mask
+from clearhead.positions import ALiBi
 from tests.support.pretended_cuda.mode import PretendedDevice, Seen
 
 TOKENS, H, D = 640, 4, 64
@@ -98,6 +100,44 @@ def test_lse_and_sequences_without_keys(cuda: PretendedDevice) -> None:
     assert bool((lse[:5].cpu() == float("-inf")).all())
     assert _error(output.cpu(), expected.double()) <= 1e-2
     assert _error(lse[5:].cpu(), expected_lse[5:].double()) <= 1e-5
+
+
+#: As the page has them: the call, and its kernel in half precision and in float32. Blocks have no fused kernel.
+_ONE, _FUSED, _BLOCKS = {"flash, variable lengths"}, {"cuDNN", "efficient"}, set[str]()
+TABLE: dict[str, tuple[Callable[[], Mask | None], dict[str, Any], set[str], set[str]]] = {
+    "window": (lambda: masks.sliding_window(3, 2), {}, _ONE, _FUSED),
+    "prefix": (lambda: masks.prefix(3), {}, _FUSED, _FUSED),
+    "keep": (lambda: masks.keep(torch.ones(TOKENS, TOKENS, dtype=torch.bool).cuda()), {}, _FUSED, _FUSED),
+    "dropout": (lambda: None, {"dropout_p": 0.5}, _FUSED, _FUSED),
+    "lse": (lambda: None, {"return_lse": True}, _ONE, _BLOCKS),
+    "lse, gradients": (lambda: None, {"return_lse": True}, _BLOCKS, _BLOCKS),
+    "bias": (lambda: masks.bias(zeros()), {}, _FUSED, _FUSED),
+    "bias per head": (lambda: masks.bias(zeros(1, H)), {}, _FUSED, _FUSED),
+    "bias that learns": (lambda: masks.bias(zeros().requires_grad_()), {}, _BLOCKS, _BLOCKS),
+    "heads differ": (lambda: masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 > 0), {}, _BLOCKS, _BLOCKS),
+    "ALiBi": (lambda: ALiBi(H), {}, _BLOCKS, _BLOCKS),
+    "softcap": (lambda: None, {"softcap": 2.0}, _BLOCKS, _BLOCKS),
+    "sinks": (lambda: None, {"sinks": True}, _BLOCKS, _BLOCKS),
+}
+
+
+def zeros(*outer: int) -> Tensor:
+    return torch.zeros(*outer, TOKENS, TOKENS, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", TABLE)
+def test_the_kernel_is_the_one_in_the_table_of_the_page(cuda: PretendedDevice, name: str, dtype: torch.dtype) -> None:
+    make, options, *kernels = TABLE[name]
+    allowed = kernels[0] if dtype == torch.bfloat16 else kernels[1]
+    query, key, value, bounds = (x.detach() for x in packed(9, "cuda", dtype))
+    query.requires_grad_(name.endswith("gradients"))
+    more: Any = {"sinks": torch.zeros(H, device="cuda")} if "sinks" in options else options
+    mask = make()
+    seen = cuda.count(lambda: clearhead.attention_varlen(query, key, value, bounds, bounds, mask, **more))
+    assert set(seen.backends) <= allowed
+    assert len(seen.backends) == bool(allowed)
+    assert seen.waits == []
 
 
 _BANDS = {

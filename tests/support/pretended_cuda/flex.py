@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 if TYPE_CHECKING:
     from .mode import PretendedDevice
@@ -29,7 +29,9 @@ def connect(mode: PretendedDevice) -> None:
         block_mask: BlockMask | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
+        *,
+        return_aux: AuxRequest | None = None,
+    ) -> Tensor | tuple[Tensor, AuxOutput]:
         if score_mod is not None or block_mask is None or scale is None:
             raise NotImplementedError("the stand-in computes calls with a block mask, and without a score_mod")
         _require_supported(query, key, value, block_mask, enable_gqa)
@@ -39,7 +41,8 @@ def connect(mode: PretendedDevice) -> None:
             by_keys = _cells(block_mask, by_keys=True) if wants_gradients else visible
         if not wants_gradients and any(each.requires_grad for each in (query, key, value)):
             raise RuntimeError("the backward pass needs the blocks of each column")
-        return _Flex.apply(query, key, value, visible, by_keys, scale)  # pyright: ignore
+        output, lse = _Flex.apply(query, key, value, visible, by_keys, scale)  # pyright: ignore
+        return output if return_aux is None else (output, AuxOutput(lse if return_aux.lse else None))
 
     library.flex_attention = flex_attention
     compiled = flex._compiled
@@ -48,14 +51,14 @@ def connect(mode: PretendedDevice) -> None:
 
 class _Flex(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*arguments[:5])
         ctx.scale = arguments[5]
         return operators.flex(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        found = operators.flex_backward(gradients[0], *ctx.saved_tensors, ctx.scale)
+        found = operators.flex_backward(*gradients, *ctx.saved_tensors, ctx.scale)
         return *found, None, None, None
 
 

@@ -40,7 +40,7 @@ def _attend(
 
 
 def _gradients(
-    gradient: Tensor,
+    gradient: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -48,15 +48,19 @@ def _gradients(
     is_causal: bool,
     scale: float | None,
     bias_wanted: bool = False,
+    of_lse: Tensor | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of query, key, value and, where it is wanted, of the bias: dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O))."""
+    """Gradients of query, key, value and, where it is wanted, of the bias: dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O) + dlse)."""
+    if gradient is None:  # as PyTorch's kernels return nothing where another node has computed all gradients
+        return [None] * 3
     group = query.shape[1] // key.shape[1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     weights, _ = _weights(query, key, bias, is_causal, scale)
     all_keys, all_values = (x.float().repeat_interleave(group, 1) for x in (key, value))
     gradient = gradient.float()
     of_weights = gradient @ all_values.transpose(-2, -1)
-    of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    of_rows = (weights * of_weights).sum(-1, keepdim=True)
+    of_scores = weights * (of_weights - (of_rows if of_lse is None else of_rows - of_lse[..., None]))
     of_query = factor * of_scores @ all_keys
     of_key = factor * of_scores.transpose(-2, -1) @ query.float()
     of_value = weights.transpose(-2, -1) @ gradient
@@ -162,13 +166,23 @@ def _bias_of_window(length: int, keys: int, window: tuple[int, int], dtype: torc
     return torch.zeros(length, keys, dtype=dtype).masked_fill(~visible, float("-inf"))[None, None]
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, by_keys: Tensor, scale: float) -> Tensor:
-    """FlexAttention, of the cells that its block mask shows. Rows without a key are zero."""
-    return _attend(query, key, value, _bias_of_cells(visible, query.dtype), False, scale)[0].nan_to_num(nan=0.0)
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, by_keys: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """FlexAttention, of the cells that its block mask shows, and its log-sum-exp. Rows without a key are zero."""
+    output, lse = _attend(query, key, value, _bias_of_cells(visible, query.dtype), False, scale)
+    return output.nan_to_num(nan=0.0), lse
 
 
 def flex_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, visible: Tensor, by_keys: Tensor, scale: float
+    gradient: Tensor,
+    lse_gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    by_keys: Tensor,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     """The gradient of the query from the blocks of each row, the others from the blocks of each column."""
     found: list[list[Tensor | None]] = []
@@ -176,7 +190,8 @@ def flex_backward(
         # In the stand-in a row without a key sees every key, and gets no gradient.
         empty = ~cells.any(-1, keepdim=True)
         bias = _bias_of_cells(cells | empty, query.dtype)
-        found.append(_gradients(gradient.masked_fill(empty, 0), query, key, value, bias, False, scale))
+        of_lse = lse_gradient.masked_fill(empty[..., 0], 0)
+        found.append(_gradients(gradient.masked_fill(empty, 0), query, key, value, bias, False, scale, of_lse=of_lse))
     return tuple(cast("list[Tensor]", [found[0][0], *found[1][1:3]]))
 
 
@@ -186,8 +201,8 @@ def _bias_of_cells(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 _library = torch.library.Library("pretended_cuda", "DEF")
 _operands = "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor by_keys, float scale"
-_library.define(f"flex({_operands}) -> Tensor")
-_library.define(f"flex_backward(Tensor gradient, {_operands}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"flex({_operands}) -> (Tensor, Tensor)")
+_library.define(f"flex_backward(Tensor gradient, Tensor lse_gradient, {_operands}) -> (Tensor, Tensor, Tensor)")
 
 
 def _counter() -> Tensor:
