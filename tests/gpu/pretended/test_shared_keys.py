@@ -61,13 +61,13 @@ def test_a_ring_runs_on_fused_kernels_forward_and_backward(
         cast(Any, None), rank, shards, shards, Grid(2, HEADS, L, L, CUDA), Request(mask, lse=True), environment
     )
 
-    def around(shared: SharedCall, k: Tensor, v: Tensor, name: str) -> Iterator[_ring._Block]:
-        yield _ring._Block(rank, None, _ring._segments(shards, rank), k, v)
+    def around(shared: SharedCall, k: Tensor, v: Tensor, name: str) -> Iterator[_ring._RingBlock]:
+        yield _ring._RingBlock(rank, None, _ring._segments(shards, rank), k, v)
         others = [shards.take(x, 2, 1) for x in (key, value)]
         for number in range(2):
             segments = _ring._segments(shards, 1, number, 2)
             parts = (torch.cat([x[:, :, each.of_shard] for each in segments], 2) for x in others)
-            yield _ring._Block(1, number, segments, *parts)
+            yield _ring._RingBlock(1, number, segments, *parts)
 
     monkeypatch.setattr(_ring, "_around", around)
     monkeypatch.setattr(_ring, "_shift", lambda *_: [])  # the gradients of keys stay here
