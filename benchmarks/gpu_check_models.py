@@ -116,6 +116,13 @@ def _modules() -> Iterator[Check]:
         yield rounded(f"8 decoding steps{label}", HALF, partial(_decode, build, "whole"))
     yield rounded("8 steps, sliding cache", HALF, partial(_decode, _attention, "sliding"))
     yield rounded("need_weights", HALF, partial(_need_weights), fused=False)
+    yield Check(
+        "second derivatives, packed bf16",
+        lambda device: _derived_twice(Place(device, HALF, HALF)),
+        lambda: _derived_twice(Place("cpu", torch.float64, HALF))(),
+        most=0.05,
+        backend="varlen",
+    )
 
 
 def _unpadded() -> Iterator[Check]:
@@ -161,6 +168,20 @@ def _decode(build: Build, kind: str, place: Place) -> Way:
         return (torch.cat(parts, 1),)
 
     return whole if place.device == "cpu" and place.dtype == torch.float64 else steps
+
+
+def _derived_twice(place: Place) -> Way:
+    """Gradients of the squares of gradients."""
+    q, k, v = leaves = [place.put(drawn(LENGTH, HEADS, 64, seed=seed)).requires_grad_() for seed in (1, 2, 3)]
+    ends = torch.tensor([0, 5, 70, LENGTH], dtype=torch.int32, device=place.device)
+
+    def run() -> Outputs:
+        output = clearhead.attention_varlen(q, k, v, ends, ends, masks.causal())
+        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        squares = torch.stack([each.float().square().sum() for each in first]).sum()
+        return torch.autograd.grad(squares, leaves)
+
+    return run
 
 
 def _need_weights(place: Place) -> Way:

@@ -19,6 +19,7 @@ from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._structure import Band, structure_of
 from ._base import Plan, Refusal, applicable
+from ._second_order import without_second_derivatives
 
 _MODULE = "torch.nn.attention.varlen"
 _LARGEST_HEAD = 256
@@ -68,6 +69,8 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     def compute(call: AttentionCall) -> Results:
         sequences = cast(PackedSequences, call.request.sequences)
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))  # (T, H, D)
+        if spec.gradients:
+            query, key, value = without_second_derivatives(query, key, value)
         returned = varlen.varlen_attn(
             query,
             key,

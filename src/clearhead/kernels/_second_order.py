@@ -64,6 +64,23 @@ class _Identity(torch.autograd.Function):
         return (None,) * (3 + len(gradients)) + of_inputs
 
 
+def without_second_derivatives(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The inputs of an operator whose backward pass runs even where `_Identity` has computed all gradients."""
+    return cast("tuple[Tensor, ...]", _NoGraph.apply(*tensors))
+
+
+class _NoGraph(torch.autograd.Function):
+    """Inputs that get no gradient under ``create_graph=True``, where it would be zero and could not be derived."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None,) * len(gradients) if torch.is_grad_enabled() else gradients
+
+
 def backward_pass(
     ctx: Any,
     gradients: OptionalTensors,

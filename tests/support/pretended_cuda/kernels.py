@@ -40,7 +40,7 @@ def _attend(
 
 
 def _gradients(
-    gradient: Tensor,
+    gradient: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -51,6 +51,8 @@ def _gradients(
     of_lse: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of query, key, value and, where it is wanted, of the bias: dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O) + dlse)."""
+    if gradient is None:  # as PyTorch's kernels return nothing where another node has computed all gradients
+        return [None] * 3
     group = query.shape[1] // key.shape[1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     weights, _ = _weights(query, key, bias, is_causal, scale)
