@@ -100,7 +100,11 @@ def terms_of(call: AttentionCall) -> Terms:
 
 def lower(mask: Mask, grid: Grid) -> Terms:
     """The terms of a mask, with the ranges in which documents lie, so that kernels skip what lies outside."""
-    return with_ranges(conditions_of(mask, grid))
+    terms = with_ranges(conditions_of(mask, grid))
+    if terms.query_documents is None or terms.key_documents is None:
+        return terms
+    first_query, last_query = _range_of(terms.key_documents, terms.query_documents)
+    return terms._replace(first_query=first_query, last_query=last_query)
 
 
 def conditions_of(mask: Mask, grid: Grid) -> Terms:
@@ -165,7 +169,7 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
 
 
 def with_ranges(terms: Terms) -> Terms:
-    """The terms with the ranges in which each document lies. They hide nothing that the documents do not hide."""
+    """The terms with the range of keys of each document. It hides nothing that the documents do not hide."""
     if terms.query_documents is None or terms.key_documents is None:
         return terms
     first, last = _range_of(terms.query_documents, terms.key_documents)
@@ -174,8 +178,7 @@ def with_ranges(terms: Terms) -> Terms:
     if terms.last is not None:
         last = torch.minimum(last, terms.last)
     first, last = torch.broadcast_tensors(first, last)
-    first_query, last_query = _range_of(terms.key_documents, terms.query_documents)
-    return terms._replace(first=first, last=last, first_query=first_query, last_query=last_query)
+    return terms._replace(first=first, last=last)
 
 
 def _range_of(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
