@@ -204,12 +204,13 @@ def key_gradient_launch(
 def _gradient(query: Tensor, key: Tensor, lse: Tensor, gradient: Tensor, tiles: Tiles) -> dict[str, Any]:
     """The arguments that both kernels of gradients have beside those of all kernels."""
     (batch, heads, length, dim), count = query.shape, key.shape[2]
+    is_exact = query.dtype == torch.float32 or torch.version.hip is not None
     strides = gradient.expand(batch, heads, length, count).stride()
     return {
         **dict(zip(("g_b", "g_h", "g_l", "g_s"), strides, strict=True)), "gradient": gradient.resolve_neg(),
         "share": gradient.shape[1] / heads, "lse": _rows_of(lse),
         # Three products of TF32 are about as exact as one of float32, and use matrix instructions.
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32x3", **_registers(tiles, 2 if dim <= 128 else 1),
+        "PRECISION": "ieee" if is_exact else "tf32x3", **_registers(tiles, 2 if dim <= 128 else 1),
     }  # fmt: skip
 
 
