@@ -258,8 +258,12 @@ def _options() -> Iterator[Check]:
     yield rounded("causal, float64", torch.float64, partial(_attend, causal, False, {}), fused=False)
     yield rounded("causal, soft-cap", half, partial(_attend, causal, False, {"softcap": 20.0}), fused=False)
     for dtype in (torch.float32, half):
-        yield rounded("causal, lse", dtype, partial(_with_lse, causal), fused=False)
+        yield rounded("causal, lse", dtype, partial(_with_lse, causal, LENGTH), fused=False)
         yield rounded("causal, sinks", dtype, partial(_with_sinks, causal), fused=False)
+    # Enough scores for FlexAttention, and a length of whole blocks and another.
+    for name, length in (("causal", 768), ("documents", 771), ("lengths", 768), ("lengths", 771)):
+        mask = partial(mask_of, "none" if name == "causal" else name, True, length)
+        yield rounded(f"{name}, lse, L={length}", half, partial(_with_lse, mask, length), backend="flex")
     yield Check("dropout runs", _with_dropout, None)
     for name in ("none", "causal", "lengths", "window"):
         # (B, H, L, S) in the inputs' dtype would take 268 MB.
@@ -272,8 +276,8 @@ def _prepared(device: str) -> Mask:
     return mask.prepare(LENGTH, LENGTH, batch_size=2, num_heads=HEADS, device=device)
 
 
-def _with_lse(mask: Callable[[str], Mask | None], place: Place) -> Way:
-    query, key, value = _operands(place)
+def _with_lse(mask: Callable[[str], Mask | None], length: int, place: Place) -> Way:
+    query, key, value = _operands(place, (2, HEADS, length, HEAD_DIM))
     made = mask(place.device)
 
     def run() -> Outputs:

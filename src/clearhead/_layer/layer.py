@@ -19,7 +19,7 @@ from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
-from .packing import Costs, Unpadded, unpad
+from .packing import Unpadded, unpad
 from .plan import Show, attend
 from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
 from .unmodified import apply_linear
@@ -103,8 +103,11 @@ class Layer:
                 grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
                 # Only a mask marks padding, and returned weights have rows and columns for it.
                 if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
-                    inputs = query, key, value
-                    unpadded = self._unpadded(mask, grid, inputs, self.head_dim, environment)
+                    inputs, heads = (query, key, value), (self.num_heads, self.num_kv_heads, self.head_dim)
+                    in_one_kernel = query.is_cuda and self._is_one_kernel(query, self.head_dim, environment)
+                    side_by_side = self.position is not None
+                    options = {"side_by_side": side_by_side, "in_one_kernel": in_one_kernel}
+                    unpadded = unpad(mask, grid, inputs, heads, environment, **options)
                     if unpadded is not None:
                         return self._run_unpadded(unpadded, *inputs, environment), None
             q, k, v = self.projected(query, key, value, 0, environment)
@@ -206,15 +209,6 @@ class Layer:
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
         results = attend(q, k, v, self.request._replace(mask=mask, sequences=sequences), environment, show)
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
-
-    def _unpadded(
-        self, mask: Mask, grid: Grid, inputs: tuple[Tensor, Tensor, Tensor], head_dim: int, environment: Environment
-    ) -> Unpadded | None:
-        """The tokens of a padded batch, if it is faster without its padding."""
-        in_one_kernel = inputs[0].is_cuda and self._is_one_kernel(inputs[0], head_dim, environment)
-        costs = Costs.between(inputs, self.num_heads, self.num_kv_heads, head_dim)
-        side_by_side = self.position is not None
-        return unpad(mask, grid, costs, environment, side_by_side=side_by_side, in_one_kernel=in_one_kernel)
 
     def _is_one_kernel(self, query: Tensor, head_dim: int, environment: Environment) -> bool:
         """Whether a CUDA device computes packed sequences of this module in one kernel."""

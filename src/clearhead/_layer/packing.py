@@ -6,11 +6,10 @@ They are removed if this saves more arithmetic than it costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, mul
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,41 +22,17 @@ from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._lengths import Counts, QueryLengths
-from ..masks._positional import Causal, SlidingWindow
+from ..masks._positional import Causal
 from ..masks._structure import joined, structure_of
-from .tokens import Tokens, find_tokens, first_tokens, sequences_between
+from .tokens import Tokens, find_tokens, sequences_between
 from .unmodified import apply_linear, is_unmodified
 
 #: Multiplications saved per batch item that pay for taking tokens out and putting them back.
 _WORTH_UNPADDING = 1 << 23
 #: Multiplications that take a GPU as long as taking a feature of a token out and putting it back.
 _WORTH_OF_A_MOVE = 1 << 10
-
-
-class Costs(NamedTuple):
-    """The work of the tokens of a module.
-
-    Args:
-        query, key, pair: multiplications of a query and of a key in the projections, and of a query with a key.
-        moved: multiplications that take as long on a GPU as taking a token out and putting it back.
-    """
-
-    query: int
-    key: int
-    pair: int
-    moved: int
-
-    @staticmethod
-    def between(inputs: tuple[Tensor, Tensor, Tensor], num_heads: int, num_kv_heads: int, head_dim: int) -> Costs:
-        """Those of query, key and value, each (B, length, features), if the output has the features of the query."""
-        query, key, value = inputs
-        features, twice_inner = query.shape[-1], 2 * num_heads * head_dim
-        of_key = num_kv_heads * head_dim * (key.shape[-1] + (features if value is query else value.shape[-1]))
-        return Costs(twice_inner * features, of_key, twice_inner, _WORTH_OF_A_MOVE * features)
-
-    def of(self, queries: int, keys: int, pairs: int) -> int:
-        """The multiplications of so many queries, keys, and pairs of both."""
-        return queries * self.query + keys * self.key + pairs * self.pair
+#: Multiplications of a query and of a key in the projections, and of a query with a key.
+_Costs = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -112,13 +87,21 @@ class Unpadded:
 
 
 def unpad(
-    mask: Mask, grid: Grid, costs: Costs, environment: Environment, *, side_by_side: bool, in_one_kernel: bool
+    mask: Mask,
+    grid: Grid,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    heads: tuple[int, int, int],
+    environment: Environment,
+    *,
+    side_by_side: bool,
+    in_one_kernel: bool,
 ) -> Unpadded | None:
     """Find the padding of a batch in its mask, if leaving it out is faster.
 
     Args:
         mask, grid: of the call.
-        costs: of its tokens.
+        inputs: query, key and value of the module, (B, length, features) each. Its output has the query's features.
+        heads: H, Hkv and D of the module.
         environment: of the call.
         side_by_side: whether a position part needs queries and keys to be the same tokens.
         in_one_kernel: whether a CUDA device computes packed sequences of these queries and keys in one kernel.
@@ -134,34 +117,24 @@ def unpad(
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
     if (side_by_side and length != keys_length) or (environment.observed and changes_outputs()):
         return None
-    of_all = batch * costs.of(length, keys_length, length * keys_length)
-    worth = batch * (_WORTH_UNPADDING if on_cpu else length * costs.moved)
-    if 0 in (batch, length, keys_length) or of_all < worth:
+    query, key, value = inputs
+    num_heads, num_kv_heads, head_dim = heads
+    features = query.shape[-1]
+    of_key = num_kv_heads * head_dim * (key.shape[-1] + (features if value is query else value.shape[-1]))
+    costs: _Costs = 2 * num_heads * head_dim * features, of_key, 2 * num_heads * head_dim
+    cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
+    worth = _WORTH_UNPADDING if on_cpu else length * features * _WORTH_OF_A_MOVE
+    if 0 in (batch, length, keys_length) or cost_of_item < worth:
         return None
-
-    def pays(queries: list[int], keys: list[int]) -> bool:
-        return of_all - costs.of(sum(queries), sum(keys), sum(map(mul, queries, keys))) >= worth
-
     # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
     grid.memo["validated"] = mask
-    if not on_cpu:
-        return _find_on_a_gpu(mask, grid, pays, side_by_side)
-    # The layers of a stack share the tokens, as they share their mask.
-    found = mask.lowered(grid, "tokens", lambda: _find(mask, grid))
-    if found is None:
-        return None
-    queries, keys, rules, sequences = found
-    if (side_by_side and queries is not keys) or not pays(queries.counts, keys.counts):
-        return None
-    return Unpadded(queries, keys, mask, all_of([*rules]), sequences)
+    find = _find if on_cpu else _find_on_a_gpu
+    return find(mask, grid, costs, batch * (cost_of_item - worth), side_by_side)
 
 
-def _find(mask: Mask, grid: Grid) -> tuple[Tokens, Tokens, list[Mask], PackedSequences] | None:
-    """The real queries and keys of a batch by the values of its mask, its rules about positions, and the sequences.
-
-    ``None`` if nothing is padding, or if the rules about positions mean something else for the real tokens.
-    """
+def _find(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
+    """The real tokens of a batch on the CPU, by the values of its mask, if they cost at most that."""
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
     real_queries, real_keys, rules = _real_tokens(mask, grid)
     if rules is None or (real_queries is None and real_keys is None):
@@ -171,15 +144,18 @@ def _find(mask: Mask, grid: Grid) -> tuple[Tokens, Tokens, list[Mask], PackedSeq
         after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
         real_queries = after if real_queries is None else real_queries & after
     keys, queries = find_tokens(real_keys, batch, keys_length), find_tokens(real_queries, batch, length)
+    real = sum(queries.counts), sum(keys.counts), sum(map(mul, queries.counts, keys.counts))
+    if sum(map(mul, costs, real)) > most:
+        return None
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     queries = _unless_equal(queries, keys)
-    return queries, keys, rules, sequences_between(queries, keys, grid.device)
+    if side_by_side and queries is not keys:
+        return None
+    return Unpadded(queries, keys, mask, all_of([*rules]), sequences_between(queries, keys, grid.device))
 
 
-def _find_on_a_gpu(
-    mask: Mask, grid: Grid, pays: Callable[[list[int], list[int]], bool], side_by_side: bool
-) -> Unpadded | None:
+def _find_on_a_gpu(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
     """The real tokens of a batch, if the lengths of its items lie on the CPU, so that nothing waits for the device."""
     of_queries: list[Counts] = []
     of_keys: list[Counts] = []
@@ -187,13 +163,16 @@ def _find_on_a_gpu(
     for part in mask.parts():
         if isinstance(part, Counts):
             (of_queries if isinstance(part, QueryLengths) else of_keys).append(part)
-        elif _is_rule(part):
+        elif part.holds_for_runs:
             rules.append(part)
         else:
             return None
     queries = _known_counts(of_queries, grid.batch_size, grid.query_length)
     keys = _known_counts(of_keys, grid.batch_size, grid.key_length)
-    if queries is None or keys is None or not (any(queries) and any(keys) and pays(queries, keys)):
+    if queries is None or keys is None or not (any(queries) and any(keys)):
+        return None
+    real = sum(queries), sum(keys), sum(map(mul, queries, keys))
+    if sum(map(mul, costs, real)) > most:
         return None
     same = grid.query_length == grid.key_length and queries == keys
     # The kernel aligns rules at the last tokens of an item, which are beside each other if there are as many of both.
@@ -225,7 +204,8 @@ def _first_tokens(parts: list[Counts], counts: list[int], length: int, device: t
     if not parts:
         return find_tokens(None, len(counts), length)
     lengths = reduce(torch.minimum, [part.on(device) for part in parts])
-    return first_tokens(counts, lengths, length)
+    real = torch.arange(length, device=device) < lengths[:, None]
+    return find_tokens(real, len(counts), length, counts)
 
 
 def _begin_alike(queries: Tokens, keys: Tokens) -> bool:
@@ -247,18 +227,13 @@ def _real_tokens(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, 
     for part in mask.parts():
         real = structure_of(part, grid).real_tokens(grid)
         if real is None:
-            if not _is_rule(part):
+            if not part.holds_for_runs:
                 return None, None, None
             rules.append(part)
         else:
             real_queries = joined(real_queries, real[0], and_)
             real_keys = joined(real_keys, real[1], and_)
     return real_queries, real_keys, rules
-
-
-def _is_rule(part: Mask) -> bool:
-    """Whether a part of a mask means the same for a run of tokens as for the whole item."""
-    return isinstance(part, SlidingWindow) or (isinstance(part, Causal) and part.align == "top_left")
 
 
 def _unless_equal(queries: Tokens, keys: Tokens) -> Tokens:

@@ -82,43 +82,30 @@ class Tokens:
         return indices % length * batch + indices // length
 
 
-def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
-    """Find the tokens that are not padding. On an accelerator this reads values, once.
+def find_tokens(real: Tensor | None, batch: int, length: int, counts: list[int] | None = None) -> Tokens:
+    """Find the tokens that are not padding.
 
     Args:
         real: bool (1 or B, length), true for them; ``None`` for all.
         batch, length: of the padded batch.
+        counts: how many of each item, which are its first ones. Without them, an accelerator is waited for.
     """
     if real is None:
         return Tokens((batch, length), None, None, [length] * batch)
-    real = real.expand(batch, length)
-    real_on_cpu = real.cpu()  # whose values are read
-    counts: list[int] = real_on_cpu.sum(1).tolist()
-    return Tokens((batch, length), real_on_cpu, _indices(real, sum(counts)), counts)
-
-
-def first_tokens(counts: list[int], lengths: Tensor, length: int) -> Tokens:
-    """The first tokens of each item, found on an accelerator without a wait.
-
-    Args:
-        counts: how many of each item.
-        lengths: (1 or B,) the same, on the accelerator.
-        length: of an item with its padding.
-    """
-    batch = len(counts)
-    real = torch.arange(length, device=lengths.device) < lengths[:, None]
-    return Tokens((batch, length), None, _indices(real.expand(batch, length), sum(counts)), counts)
-
-
-def _indices(real: Tensor, total: int) -> Tensor | None:
-    """(T,) the numbers of the real tokens, whose number is known; ``None`` for all."""
+    real, real_on_cpu = real.expand(batch, length), None
+    if counts is None:
+        real_on_cpu = real.cpu()  # whose values are read
+        counts = real_on_cpu.sum(1).tolist()
+    total = sum(counts)
     # Where nothing is padding the tokens are a view, which costs no gathering.
-    if total == real.numel():
-        return None
-    if real.is_cpu:
-        return real.flatten().nonzero()[:, 0]
-    # With a known number of results nobody waits. If it is wrong, the indices are still in order and in the batch.
-    return torch.nonzero_static(real.flatten(), size=total, fill_value=real.numel() - 1)[:, 0]
+    if total == batch * length:
+        indices = None
+    elif real.is_cpu:
+        indices = real.flatten().nonzero()[:, 0]
+    else:
+        # With a known number of results nobody waits. If it is wrong, the indices are still in order and in the batch.
+        indices = torch.nonzero_static(real.flatten(), size=total, fill_value=batch * length - 1)[:, 0]
+    return Tokens((batch, length), real_on_cpu, indices, counts)
 
 
 def sequences_between(queries: Tokens, keys: Tokens, device: torch.device) -> PackedSequences:

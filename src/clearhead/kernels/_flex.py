@@ -83,10 +83,8 @@ class FlexKernel(Kernel):
 
 def _numbers(call: AttentionCall) -> tuple[dict[str, Tensor], Limits]:
     """Every tensor that a compiled kernel reads besides query, key and value, by name; and constants of its rule."""
-    lowered, limits = lower_tensors(call.request.mask, call.grid)
+    lowered, limits = lower_tensors(call.request.mask, call.grid, bool(call.spec.gradients))
     numbers = dict(lowered)
-    if not call.spec.gradients:
-        numbers = {name: tensor for name, tensor in numbers.items() if name not in _BLOCKS_OF_KEYS}
     if call.spec.softcap is not None:
         numbers["softcap"] = torch.tensor(call.spec.softcap, device=call.query.device)
     bias = None if call.request.mask is None else call.request.mask.bias(Block(call.grid), call.spec.compute_dtype)

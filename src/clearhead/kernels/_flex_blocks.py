@@ -44,25 +44,27 @@ class Blocks:
     rule: dict[str, Tensor]
     limits: Limits = _NO_LIMITS
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The rule, and the blocks of each row and of each column, by the names of `BlockMask`'s arguments."""
+    def tensors(self, backward: bool) -> dict[str, Tensor]:
+        """The rule, and the blocks of each row, by the names of `BlockMask`'s arguments.
+
+        With `backward` also the blocks of each column, which the backward pass reads.
+        """
         named = dict(self.rule)
         for prefix, blocks in (("", self.partial), ("full_", self.full)):
             named[f"{prefix}kv_num_blocks"], named[f"{prefix}kv_indices"] = _ordered(blocks)
-            named[f"{prefix}q_num_blocks"], named[f"{prefix}q_indices"] = _ordered(blocks.mT)
+            if backward:
+                named[f"{prefix}q_num_blocks"], named[f"{prefix}q_indices"] = _ordered(blocks.mT)
         return named
 
 
-def lower_tensors(mask: Mask | None, grid: Grid) -> tuple[dict[str, Tensor], Limits]:
+def lower_tensors(mask: Mask | None, grid: Grid, backward: bool) -> tuple[dict[str, Tensor], Limits]:
     """The tensors of the blocks of a mask, and its constants. A prepared mask is lowered once."""
-    if mask is None:
-        return _lower(mask, grid)
-    return mask.lowered(grid, "flex", lambda: _lower(mask, grid))
 
+    def lower() -> tuple[dict[str, Tensor], Limits]:
+        blocks = lower_blocks(mask, grid)
+        return blocks.tensors(backward), blocks.limits
 
-def _lower(mask: Mask | None, grid: Grid) -> tuple[dict[str, Tensor], Limits]:
-    blocks = lower_blocks(mask, grid)
-    return blocks.tensors(), blocks.limits
+    return lower() if mask is None else mask.lowered(grid, ("flex", backward), lower)
 
 
 def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:

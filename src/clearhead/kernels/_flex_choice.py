@@ -16,9 +16,9 @@ from .._call.request import Request
 from .._call.spec import AttentionSpec
 from .._environment import autocast_off
 from ..masks._base import Mask
-from ..masks._documents import Documents
 from ..masks._grid import Grid
 from ..masks._lowering import hides_nothing, is_plain_causal
+from ..masks._part import document_ids
 from ..masks._structure import Structure, structure_of
 from ._base import Refusal
 from ._first_check import FirstCheck
@@ -68,8 +68,9 @@ def _has_rules_alone(mask: Mask, grid: Grid) -> bool:
     """Whether a mask is made of rules about positions and of documents."""
     for part in mask.parts():
         structure = structure_of(part, grid)
-        is_documents = isinstance(part, Documents) and grid.shift is not None
-        if part.has_bias or not (is_documents or all(map(_is_rule, structure.either or (structure,)))):
+        if part.has_bias or not (
+            document_ids(part, grid) is not None or all(map(_is_rule, structure.either or (structure,)))
+        ):
             return False
     return True
 

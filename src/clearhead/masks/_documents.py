@@ -64,6 +64,13 @@ class Documents(OfTensor):
         first, stop = (numbers[:, query : query + grid.query_length] - key for numbers in ranges)
         return Structure(rows=RowRanges(first, stop), diagonal=grid.shift == 0)
 
+    def ids(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        """The document of each query (1 or B, L) and key (1 or B, S). ``None`` unless positions count up."""
+        if grid.shift is None:
+            return None
+        ids, query, key = self.on(grid.device), int(grid.query_positions or 0), int(grid.key_positions or 0)
+        return ids[:, query : query + grid.query_length], ids[:, key : key + grid.key_length]
+
     def visible(self, block: Block) -> Tensor:
         # At absolute positions: with a cache, the rows of the call are only the last tokens.
         ids = take(self.on(block.grid.device), 0, block.batch)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from ._base import Mask, Result
 from ._combined import Wrapping
+from ._documents import Documents
 from ._grid import Block, Grid, Index, Offset, Sizes, ends_of, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure, joined
 
@@ -39,6 +40,19 @@ def part_of(
     return PartMask(mask, offset, full_grid, columns)
 
 
+def whole_mask(mask: Mask) -> Mask:
+    """The mask of the larger attention, if a mask is a part of it; else the mask itself."""
+    return whole_mask(mask.whole) if isinstance(mask, PartMask) else mask
+
+
+def document_ids(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor] | None:
+    """The document of each query (1 or B, L) and key (1 or B, S), if a mask is `documents` or a part of it.
+
+    Each key is visible to the queries of its document. ``None`` unless positions count up.
+    """
+    return mask.ids(grid) if isinstance(mask, Documents | PartMask) else None
+
+
 @final
 class PartMask(Wrapping):
     """See `part_of`. It translates block coordinates, then delegates."""
@@ -46,6 +60,19 @@ class PartMask(Wrapping):
     def __init__(self, mask: Mask, offset: Offset, full_grid: Grid | None, columns: Columns | None) -> None:
         super().__init__(mask)
         self._offset, self._full_grid, self._columns = offset, full_grid, columns
+
+    @property
+    def whole(self) -> Mask:
+        """The mask of the larger attention."""
+        return self._mask
+
+    def ids(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        """See `document_ids`."""
+        found = None if isinstance(self._columns, Tensor) else document_ids(self._mask, self._grid(grid))
+        if found is None:
+            return None
+        rows, columns = self._slices(grid)
+        return found[0][:, rows], found[1][:, columns]
 
     def inner_block(self, block: Block) -> Block:
         grid, offset = block.grid, self._offset
@@ -121,11 +148,20 @@ class PartMask(Wrapping):
             grid.memo[self._offset.num_heads] = replace(grid, num_heads=self._offset.num_heads, memo={})
         return grid.memo[self._offset.num_heads]
 
+    def _chosen(self, grid: Grid) -> range:
+        """The columns of the larger attention, which are no tensor."""
+        column = self._offset.column
+        return range(column, column + grid.key_length) if self._columns is None else cast(range, self._columns)
+
+    def _slices(self, grid: Grid) -> tuple[slice, slice]:
+        """The rows and the columns of the larger attention, which are no tensor."""
+        row, chosen = self._offset.row, self._chosen(grid)
+        return slice(row, row + grid.query_length), slice(chosen.start, chosen.stop, chosen.step)
+
     def _cut(self, structure: Structure, grid: Grid) -> Structure:
         """The call's part of a structure of the larger attention."""
-        _, head, row, column, _ = self._offset
-        chosen = range(column, column + grid.key_length) if self._columns is None else cast(range, self._columns)
-        rows, columns = slice(row, row + grid.query_length), slice(chosen.start, chosen.stop, chosen.step)
+        head, row, chosen = self._offset.head, self._offset.row, self._chosen(grid)
+        rows, columns = self._slices(grid)
         heads = slice(head, head + grid.num_heads)
         block = Block(grid, heads=heads, rows=rows, columns=columns)
         band, ranges = structure.band, structure.rows

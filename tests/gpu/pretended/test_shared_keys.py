@@ -29,6 +29,7 @@ MASKS: dict[str, tuple[Mask | None, set[str]]] = {
     "causal": (masks.causal(), {"flash, variable lengths"}),
     "window": (masks.causal() & masks.sliding_window(100, 0), {"flash, variable lengths", "flex"}),
     "prefix": (masks.causal() | masks.prefix(60), {"flex"}),
+    "documents": (masks.causal() & masks.documents(torch.arange(L) // 150), {"flex"}),
     "lengths": (masks.causal() & masks.lengths(torch.tensor([L, 400])), {"flex"}),
 }
 

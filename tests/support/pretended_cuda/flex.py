@@ -54,7 +54,7 @@ class _Flex(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*arguments[:5])
         ctx.scale = arguments[5]
-        return operators.flex(*arguments)
+        return operators.flex_attention(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:

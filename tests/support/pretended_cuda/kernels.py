@@ -201,7 +201,7 @@ def _bias_of_cells(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 _library = torch.library.Library("pretended_cuda", "DEF")
 _operands = "Tensor query, Tensor key, Tensor value, Tensor visible, Tensor by_keys, float scale"
-_library.define(f"flex({_operands}) -> (Tensor, Tensor)")
+_library.define(f"flex_attention({_operands}) -> (Tensor, Tensor)")
 _library.define(f"flex_backward(Tensor gradient, Tensor lse_gradient, {_operands}) -> (Tensor, Tensor, Tensor)")
 
 
@@ -298,7 +298,7 @@ FUSED: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
     aten._scaled_dot_product_cudnn_attention.default: cudnn,
     aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
-    torch.ops.pretended_cuda.flex.default: flex,
+    torch.ops.pretended_cuda.flex_attention.default: flex,
     torch.ops.pretended_cuda.flex_backward.default: flex_backward,
     torch.ops.torch_attn._varlen_attn.default: varlen,
     torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward,

@@ -12,8 +12,8 @@ from torch import Tensor
 from ..._call.call import AttentionCall
 from ...masks._base import Mask
 from ...masks._combined import Or
-from ...masks._documents import Documents
 from ...masks._grid import Block, Grid
+from ...masks._part import document_ids, whole_mask
 from ...masks._structure import Band, RowRanges, Structure, structure_of
 from ...positions._alibi import ALiBi, slopes_of
 
@@ -100,7 +100,11 @@ def terms_of(call: AttentionCall) -> Terms:
 
 def lower(mask: Mask, grid: Grid) -> Terms:
     """The terms of a mask, with the ranges in which documents lie, so that kernels skip what lies outside."""
-    return with_ranges(conditions_of(mask, grid))
+    terms = with_ranges(conditions_of(mask, grid))
+    if terms.query_documents is None or terms.key_documents is None:
+        return terms
+    first_query, last_query = _range_of(terms.key_documents, terms.query_documents)
+    return terms._replace(first_query=first_query, last_query=last_query)
 
 
 def conditions_of(mask: Mask, grid: Grid) -> Terms:
@@ -108,20 +112,23 @@ def conditions_of(mask: Mask, grid: Grid) -> Terms:
     structure, slopes, documents = Structure(), None, None
     for part in mask.parts():
         exact = structure_of(part, grid)
-        if isinstance(part, Or):
+        if isinstance(whole_mask(part), Or):
             exact = _longer(exact, grid) or exact
         if exact.exact:
             structure = structure.meet(exact)
         elif isinstance(part, ALiBi) and grid.shift is not None and slopes is None:
             slopes = slopes_of(torch.arange(grid.num_heads, device=grid.device), grid.num_heads, torch.float32)
-        elif isinstance(part, Documents) and grid.shift is not None and documents is None:
-            documents = part.on(grid.device)
+        elif documents is None and (ids := document_ids(part, grid)) is not None:
+            documents = ids
         else:
             visible, bias = part.visible(Block(grid)), part.bias(Block(grid), torch.float32)
             evaluated = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
             structure = structure.meet(evaluated)
     terms = _of_structure(structure, grid)._replace(slopes=slopes)
-    return terms if documents is None else _with_documents(terms, documents, grid)
+    if documents is None:
+        return terms
+    of_queries, of_keys = (ids.long().contiguous() for ids in documents)
+    return terms._replace(query_documents=of_queries, key_documents=of_keys)
 
 
 def _longer(structure: Structure, grid: Grid) -> Structure | None:
@@ -161,17 +168,8 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
     )
 
 
-def _with_documents(terms: Terms, ids: Tensor, grid: Grid) -> Terms:
-    query, key = (
-        position if isinstance(position, int) else 0 for position in (grid.query_positions, grid.key_positions)
-    )
-    of_queries = ids[:, query : query + grid.query_length].long().contiguous()
-    of_keys = ids[:, key : key + grid.key_length].long().contiguous()
-    return terms._replace(query_documents=of_queries, key_documents=of_keys)
-
-
 def with_ranges(terms: Terms) -> Terms:
-    """The terms with the ranges in which each document lies. They hide nothing that the documents do not hide."""
+    """The terms with the range of keys of each document. It hides nothing that the documents do not hide."""
     if terms.query_documents is None or terms.key_documents is None:
         return terms
     first, last = _range_of(terms.query_documents, terms.key_documents)
@@ -180,8 +178,7 @@ def with_ranges(terms: Terms) -> Terms:
     if terms.last is not None:
         last = torch.minimum(last, terms.last)
     first, last = torch.broadcast_tensors(first, last)
-    first_query, last_query = _range_of(terms.key_documents, terms.query_documents)
-    return terms._replace(first=first, last=last, first_query=first_query, last_query=last_query)
+    return terms._replace(first=first, last=last)
 
 
 def _range_of(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
