@@ -211,6 +211,7 @@ def test_a_module_with_weights_has_the_gradients_of_the_cpu(cuda: PretendedDevic
     def gradients(x: Tensor) -> list[Tensor]:
         options: dict[str, Any] = {"need_weights": True, "average_attn_weights": average}
         output, weights = module(x, x, x, key_padding_mask=padding.to(x.device), **options)
+        assert weights is not None
         return list(torch.autograd.grad(output.sum() + weights.square().sum(), list(module.parameters())))
 
     module.double()
