@@ -25,7 +25,7 @@ DRIVER = ROOT / "tests" / "native" / "aarch64" / "driver.cpp"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FLAGS = ["-std=gnu++17", "-O3", "-fopenmp", "-w"]
 #: Sources that include Python's headers.
-OF_PYTHON = {"call.cpp", "module.cpp", "plan.cpp"}
+OF_PYTHON = {"call.cpp", "module.cpp", "problem.cpp"}
 
 
 def build(compiler: str, folder: Path, *options: str) -> Path:

@@ -23,11 +23,6 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "if positions.shape[2] == self.budget + 1: → if positions.shape[2] == self.budget - 1:",
     ): "both branches keep the same tokens, in another order of the slots",
     (
-        "src/clearhead/_layer/packing.py",
-        "return queries * self.query + keys * self.key + pairs * self.pair → "
-        "return queries * self.query + keys + self.key + pairs * self.pair",
-    ): "an estimate of time, which decides between two paths with the same results",
-    (
         "src/clearhead/_layer/unmodified.py",
         "return len(shape) in (2, 3) and shape[-1] == weight.shape[1] → "
         "return len(shape) in (2, 2) and shape[-1] == weight.shape[1]",

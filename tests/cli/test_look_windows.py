@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from clearhead.cli import _demo as demo
 from clearhead.cli._choice import Choice
@@ -128,3 +129,13 @@ def test_parts_are_counted_before_and_advance_as_often() -> None:
         done: list[None] = []
         see(loaded, windows, Choice(), lambda done=done: done.append(None))
         assert len(done) == parts_of(loaded, windows) == 7 * batches
+
+
+def test_the_number_of_threads_is_as_before(model_folder: Callable[[str], Path]) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert look("the animal", "--model", str(model_folder("llama")), "--no-png").exit_code == 0
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

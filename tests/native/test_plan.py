@@ -1,4 +1,4 @@
-"""`_attention.Plan` takes its arguments by name, checks them once, and names what is wrong."""
+"""`_attention.Problem` takes its arguments by name, checks them once, and names what is wrong."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ ARGUMENTS: dict[str, Any] = {
 
 def make(**changes: Any) -> Any:
     given = {name: value for name, value in (ARGUMENTS | changes).items() if value is not ...}
-    return extension.Plan(**given)  # type: ignore[union-attr]
+    return extension.Problem(**given)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"batch": ...}, TypeError, "Plan: batch is missing"),
-        ({"query": ...}, TypeError, "Plan: query is missing"),
-        ({"rows": -1}, ValueError, "Plan: rows is too small"),
-        ({"rows": 1 << 40}, ValueError, "Plan: rows, keys or heads are too many"),
-        ({"keys": "7"}, TypeError, "Plan: keys is not a whole number"),
-        ({"heads": 7}, ValueError, "Plan: heads is not a multiple of kv_heads"),
-        ({"kv_heads": 0}, ValueError, "Plan: heads is not a multiple of kv_heads"),
-        ({"dtype": "float64"}, ValueError, "Plan: dtype is not 'float32', 'bfloat16' or 'float16'"),
-        ({"query": (1, 1)}, TypeError, "Plan: query is not a tuple with a stride for each of its dimensions"),
-        ({"scale": "1"}, TypeError, "Plan: scale is not a number"),
-        ({"dropout_threshold": 65537}, ValueError, "Plan: dropout_threshold is above 65536"),
-        ({"sequences": 1}, ValueError, "Plan: sequences lie in a batch of 1"),
-        ({"softcpa": 1.0}, TypeError, "Plan: unknown argument 'softcpa'"),
+        ({"batch": ...}, TypeError, "Problem: batch is missing"),
+        ({"query": ...}, TypeError, "Problem: query is missing"),
+        ({"rows": -1}, ValueError, "Problem: rows is too small"),
+        ({"rows": 1 << 40}, ValueError, "Problem: rows, keys or heads are too many"),
+        ({"keys": "7"}, TypeError, "Problem: keys is not a whole number"),
+        ({"heads": 7}, ValueError, "Problem: heads is not a multiple of kv_heads"),
+        ({"kv_heads": 0}, ValueError, "Problem: heads is not a multiple of kv_heads"),
+        ({"dtype": "float64"}, ValueError, "Problem: dtype is not 'float32', 'bfloat16' or 'float16'"),
+        ({"query": (1, 1)}, TypeError, "Problem: query is not a tuple with a stride for each of its dimensions"),
+        ({"scale": "1"}, TypeError, "Problem: scale is not a number"),
+        ({"dropout_threshold": 65537}, ValueError, "Problem: dropout_threshold is above 65536"),
+        ({"sequences": 1}, ValueError, "Problem: sequences lie in a batch of 1"),
+        ({"softcpa": 1.0}, TypeError, "Problem: unknown argument 'softcpa'"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -22,7 +22,7 @@ from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._lengths import Counts, QueryLengths
-from ..masks._positional import Causal, SlidingWindow
+from ..masks._positional import Causal
 from ..masks._structure import joined, structure_of
 from .tokens import Tokens, find_tokens, sequences_between
 from .unmodified import apply_linear, is_unmodified
@@ -163,7 +163,7 @@ def _find_on_a_gpu(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_sid
     for part in mask.parts():
         if isinstance(part, Counts):
             (of_queries if isinstance(part, QueryLengths) else of_keys).append(part)
-        elif isinstance(part, SlidingWindow) or getattr(part, "align", None) == "top_left":
+        elif part.holds_for_runs:
             rules.append(part)
         else:
             return None
@@ -227,7 +227,7 @@ def _real_tokens(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, 
     for part in mask.parts():
         real = structure_of(part, grid).real_tokens(grid)
         if real is None:
-            if not (isinstance(part, SlidingWindow) or getattr(part, "align", None) == "top_left"):
+            if not part.holds_for_runs:
                 return None, None, None
             rules.append(part)
         else:

@@ -38,7 +38,7 @@ constexpr Argument EXTRAS[] = {
     {"seed", read_seed},
     {"cu_seqlens_q", TO(row_starts)},
     {"cu_seqlens_k", TO(key_starts)},
-    {"num_heads", TO(all_heads)},  // 0: those of the plan
+    {"num_heads", TO(all_heads)},  // 0: those of the problem
     {"head", TO(first_head)},
     {"row", TO(first_row)},
     {"column", TO(first_key)},

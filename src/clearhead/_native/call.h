@@ -1,4 +1,4 @@
-// `_attention.Plan`: all properties of a call except addresses, checked once; and the arguments of its calls.
+// `_attention.Problem`: a problem without addresses, checked once; and the arguments of its calls.
 #pragma once
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -11,8 +11,8 @@ namespace clearhead {
 extern const Kernels* const INSTRUCTION_SETS[];
 extern const int64_t INSTRUCTION_SET_COUNT;
 
-// Adds the type `Plan` to a module. False with a Python error.
-bool add_plan_type(PyObject* module);
+// Adds the type `Problem` to a module. False with a Python error.
+bool add_problem_type(PyObject* module);
 
 // Read sequences of numbers and addresses into a problem. Return false with a Python error.
 bool read_operands(PyObject* values, Problem& problem);

@@ -3,7 +3,7 @@
 namespace clearhead {
 namespace {
 
-constexpr int64_t KEYS_OF_PART = 1024;  // of a backward pass in parts of the keys
+constexpr int64_t KEYS_OF_CHUNK = 1024;  // of a backward pass in chunks of the keys
 constexpr int64_t TILES_OF_RUN = 128;   // whose sums over rows are added up before they go to a total,
 constexpr int64_t ITEMS_OF_RUN = 64;    // or items of a batch, where they share a bias
 
@@ -12,7 +12,7 @@ void add(const float* from, int64_t count, float* to) {
 }
 
 // The number of chunks of a head's rows, each with separate sums, that keeps all threads busy.
-int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t heads) {
+int64_t chunks_of_backward(const Kernels& kernels, const Problem& p, int64_t heads) {
     if (p.threads == 1 || heads % p.threads == 0 || heads >= TASKS_PER_THREAD * p.threads) return 1;
     const int64_t tiles = larger(1, divide_up(p.folded_rows(), kernels.tile_rows));
     return smaller(tiles, divide_up(TASKS_PER_THREAD * p.threads, heads));
@@ -44,28 +44,28 @@ void backward_in_runs(const Kernels& kernels, const Problem& p, const SharedMask
 
 // The backward pass of the key/value heads [first, first + heads), which count through the batch.
 void run_backward_of(const Kernels& kernels, const Problem& p, const SharedMasks& masks, int64_t first, int64_t heads) {
-    const int64_t rows = p.folded_rows(), parts = parts_of_backward(kernels, p, heads);
-    const int64_t step = round_up(divide_up(rows, parts), kernels.tile_rows);
+    const int64_t rows = p.folded_rows(), chunks = chunks_of_backward(kernels, p, heads);
+    const int64_t step = round_up(divide_up(rows, chunks), kernels.tile_rows);
     const int64_t levels = step > rows_of_run(kernels, p) ? 2 : 1;
     const int64_t floats = round_up(kernels.backward_scratch(p, step), 16), size = levels * kernels.sums_size(p);
     const auto write_sums = [&](int64_t head, const float* sums) {
-        kernels.write_sums[p.type](p, head / p.kv_heads, head % p.kv_heads, sums, parts * levels);
+        kernels.write_sums[p.type](p, head / p.kv_heads, head % p.kv_heads, sums, chunks * levels);
     };
-    if (parts == 1)
+    if (chunks == 1)
         return parallel_for(heads, p.threads, floats + size, [&](int64_t index, float* memory) {
             float* sums = memory + floats;
             memset(sums, 0, static_cast<size_t>(size) * sizeof(float));
             backward_in_runs(kernels, p, masks, task_of(p, first + index, 0, rows), sums, memory);
             write_sums(first + index, sums);
         });
-    const auto all = zeros<float>(heads * parts * size);
-    parallel_for(heads * parts, p.threads, floats, [&](int64_t index, float* memory) {
-        const int64_t head = index % heads, part = parts - 1 - index / heads, start = part * step;
+    const auto all = zeros<float>(heads * chunks * size);
+    parallel_for(heads * chunks, p.threads, floats, [&](int64_t index, float* memory) {
+        const int64_t head = index % heads, chunk = chunks - 1 - index / heads, start = chunk * step;
         backward_in_runs(kernels, p, masks, task_of(p, first + head, start, smaller(start + step, rows)),
-                         all.get() + (head * parts + part) * size, memory);
+                         all.get() + (head * chunks + chunk) * size, memory);
     });
     parallel_for(heads, p.threads, 16, [&](int64_t index, float*) {
-        write_sums(first + index, all.get() + index * parts * size);
+        write_sums(first + index, all.get() + index * chunks * size);
     });
 }
 
@@ -74,18 +74,18 @@ void run_backward_of(const Kernels& kernels, const Problem& p, const SharedMasks
 //
 // Some keys of one key/value head as a separate problem, in float32 without dropout, row ranges and a bias's gradient.
 // It writes the gradients of the queries (folded rows × D) and then δ − dl to `of_queries`, and heavy keys.
-Problem part_of_keys(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, float* of_queries,
+Problem chunk_of_keys(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, float* of_queries,
                      HeavyKey* heavy_keys) {
-    Problem part = part_of(p, batch, kv_head * p.group(), kv_head, 0, start);
-    part.batch = part.kv_heads = 1, part.heads = p.group(), part.keys = stop - start;
-    part.low -= start, part.high -= start, part.stop -= start;
-    part.query_gradient = {of_queries, 0, p.rows * p.dim, p.dim, 1};
-    part.correction = of_queries + p.folded_rows() * p.dim, part.heavy_keys = heavy_keys;
-    return part;
+    Problem chunk = part_of(p, batch, kv_head * p.group(), kv_head, 0, start);
+    chunk.batch = chunk.kv_heads = 1, chunk.heads = p.group(), chunk.keys = stop - start;
+    chunk.low -= start, chunk.high -= start, chunk.stop -= start;
+    chunk.query_gradient = {of_queries, 0, p.rows * p.dim, p.dim, 1};
+    chunk.correction = of_queries + p.folded_rows() * p.dim, chunk.heavy_keys = heavy_keys;
+    return chunk;
 }
 
 // Adds up the results of `count` chunks of `keys` keys each. They lie `size` floats apart.
-void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const float* of_queries, int64_t count,
+void join_chunks(const Problem& p, int64_t batch, int64_t kv_head, const float* of_queries, int64_t count,
                        int64_t size, const HeavyKey* heavy_keys, int64_t keys) {
     for (int64_t r = 0; r < p.folded_rows(); r++) {
         const int64_t head = kv_head * p.group() + r / p.rows, row = r % p.rows;
@@ -98,9 +98,9 @@ void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const float* o
         p.correction[p.row_place(batch, head, row)] = of_queries[p.folded_rows() * p.dim + r];
         HeavyKey heavy = {0, -1, 1};
         for (int64_t n = 0; n < count; n++) {
-            const HeavyKey& of_part = heavy_keys[n * p.folded_rows() + r];
-            heavy.light_sum += of_part.light_sum;
-            if (of_part.key >= 0) heavy.key = n * keys + of_part.key, heavy.slope = of_part.slope;
+            const HeavyKey& of_chunk = heavy_keys[n * p.folded_rows() + r];
+            heavy.light_sum += of_chunk.light_sum;
+            if (of_chunk.key >= 0) heavy.key = n * keys + of_chunk.key, heavy.slope = of_chunk.slope;
         }
         if (heavy.key < 0) continue;
         const double ds = p.sum_of_score_gradients(batch, head, row) - heavy.light_sum;
@@ -115,30 +115,30 @@ void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const float* o
 bool goes_by_keys(const Kernels& kernels, const Problem& p) {
     const bool simple = p.type == Type::float32 && !p.drop_below && !p.first && !p.bias_gradient.data;
     const bool whole = p.group() == 1 || p.lse_head == p.rows;  // numbers per row are contiguous in a chunk
-    return simple && whole && p.folded_rows() <= kernels.tile_rows && p.keys >= 4 * KEYS_OF_PART;
+    return simple && whole && p.folded_rows() <= kernels.tile_rows && p.keys >= 4 * KEYS_OF_CHUNK;
 }
 
 void run_backward_by_keys(const Kernels& kernels, const Problem& p) {
-    const int64_t heads = p.batch * p.kv_heads, rows = p.folded_rows(), parts = divide_up(p.keys, KEYS_OF_PART);
+    const int64_t heads = p.batch * p.kv_heads, rows = p.folded_rows(), chunks = divide_up(p.keys, KEYS_OF_CHUNK);
     const int64_t size = rows * (p.dim + 1), floats = round_up(kernels.backward_scratch(p, rows), 16);
     Problem longest = p;
-    longest.keys = KEYS_OF_PART;
+    longest.keys = KEYS_OF_CHUNK;
     const int64_t sums_size = kernels.sums_size(longest);
-    const std::unique_ptr<float[]> of_queries(new float[static_cast<size_t>(heads * parts * size)]);
-    const std::unique_ptr<HeavyKey[]> heavy_keys(new HeavyKey[static_cast<size_t>(heads * parts * rows)]);
-    parallel_for(heads * parts, p.threads, floats + sums_size, [&](int64_t index, float* memory) {
-        const int64_t head = index / parts, start = index % parts * KEYS_OF_PART;
-        const int64_t stop = smaller(start + KEYS_OF_PART, p.keys);
-        const Problem part = part_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, stop,
+    const std::unique_ptr<float[]> of_queries(new float[static_cast<size_t>(heads * chunks * size)]);
+    const std::unique_ptr<HeavyKey[]> heavy_keys(new HeavyKey[static_cast<size_t>(heads * chunks * rows)]);
+    parallel_for(heads * chunks, p.threads, floats + sums_size, [&](int64_t index, float* memory) {
+        const int64_t head = index / chunks, start = index % chunks * KEYS_OF_CHUNK;
+        const int64_t stop = smaller(start + KEYS_OF_CHUNK, p.keys);
+        const Problem chunk = chunk_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, stop,
                                           of_queries.get() + index * size, heavy_keys.get() + index * rows);
         float* sums = memory + floats;
         memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
-        kernels.backward[p.type](part, task_of(part, 0, 0, rows), sums, memory);
-        kernels.write_sums[p.type](part, 0, 0, sums, 1);
+        kernels.backward[p.type](chunk, task_of(chunk, 0, 0, rows), sums, memory);
+        kernels.write_sums[p.type](chunk, 0, 0, sums, 1);
     });
     for (int64_t head = 0; head < heads; head++)
-        join_parts(p, head / p.kv_heads, head % p.kv_heads, of_queries.get() + head * parts * size, parts, size,
-                   heavy_keys.get() + head * parts * rows, KEYS_OF_PART);
+        join_chunks(p, head / p.kv_heads, head % p.kv_heads, of_queries.get() + head * chunks * size, chunks, size,
+                   heavy_keys.get() + head * chunks * rows, KEYS_OF_CHUNK);
 }
 
 void compute_backward(const Kernels& kernels, const Problem& problem) {

@@ -50,7 +50,7 @@ struct SharedMasks {
     // Floats of `rows` rows of one plane.
     int64_t size(int64_t rows) const { return divide_up(rows, kernels.tile_rows) * kernels.masks_size(p); }
 
-    // Packs `count` runs of `rows` rows. place(index) returns the plane and first row of a run.
+    // Packs `count` chunks of `rows` rows. place(index) returns the plane and first row of a chunk.
     template <class Place>
     void pack(int64_t count, int64_t rows, const Place& place) {
         const int64_t tiles = divide_up(rows, kernels.tile_rows);

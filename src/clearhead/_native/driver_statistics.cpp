@@ -8,24 +8,24 @@ constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one
 
 // Sums over rows. Each chunk of a head's rows has separate sums, so no two threads add to the same numbers. The chunks
 // are added in the same order for any number of threads.
-class PartSums {
+class ChunkSums {
   public:
-    PartSums(const Problem& p, const Statistics& s, int64_t parts, int64_t step)
-        : p_(p), s_(s), parts_(parts), step_(step), columns_(s.received ? columns_of(p) : 0),
-          memory_(zeros<float>(3 * p.batch * p.heads * parts * columns_)),
-          maps_(zeros<double>(s.map ? (p.batch * p.heads * (s.map_rows + parts) + s.map_rows) * s.map_columns : 0)) {}
+    ChunkSums(const Problem& p, const Statistics& s, int64_t chunks, int64_t step)
+        : p_(p), s_(s), chunks_(chunks), step_(step), columns_(s.received ? columns_of(p) : 0),
+          memory_(zeros<float>(3 * p.batch * p.heads * chunks * columns_)),
+          maps_(zeros<double>(s.map ? (p.batch * p.heads * (s.map_rows + chunks) + s.map_rows) * s.map_columns : 0)) {}
 
-    TaskSums of(int64_t head, int64_t part) const {
+    TaskSums of(int64_t head, int64_t chunk) const {
         TaskSums sums = {};
         if (s_.received) {
-            sums.received = memory_.get() + 3 * (head * parts_ + part) * columns_;
+            sums.received = memory_.get() + 3 * (head * chunks_ + chunk) * columns_;
             sums.lost = sums.received + columns_;
             sums.viewers = sums.lost + columns_;
         }
         if (!s_.map) return sums;
-        sums.first_map_row = s_.map_row(p_, part * step_);
+        sums.first_map_row = s_.map_row(p_, chunk * step_);
         // The last row of a chunk and the first of the next may go to the same row of the map.
-        const int64_t row = head * (s_.map_rows + parts_) + sums.first_map_row + part;
+        const int64_t row = head * (s_.map_rows + chunks_) + sums.first_map_row + chunk;
         sums.map = maps_.get() + row * s_.map_columns;
         return sums;
     }
@@ -42,11 +42,11 @@ class PartSums {
 
     void add_up_keys(int64_t head, int64_t start) const {
         double received[KEYS] = {}, viewers[KEYS] = {};
-        for (int64_t part = 0; part < parts_; part++) {
-            const float* of_part = memory_.get() + 3 * (head * parts_ + part) * columns_ + start;
+        for (int64_t chunk = 0; chunk < chunks_; chunk++) {
+            const float* of_chunk = memory_.get() + 3 * (head * chunks_ + chunk) * columns_ + start;
             for (int64_t j = 0; j < KEYS; j++) {
-                received[j] += static_cast<double>(of_part[j]) + of_part[j + columns_];
-                viewers[j] += of_part[j + 2 * columns_];
+                received[j] += static_cast<double>(of_chunk[j]) + of_chunk[j + columns_];
+                viewers[j] += of_chunk[j + 2 * columns_];
             }
         }
         for (int64_t j = start; j < p_.keys && j < start + KEYS; j++) {
@@ -57,15 +57,15 @@ class PartSums {
 
     void add_up_map(int64_t head) const {
         const int64_t cells = s_.map_rows * s_.map_columns;
-        double* total = maps_.get() + p_.batch * p_.heads * (s_.map_rows + parts_) * s_.map_columns;  // behind all maps
+        double* total = maps_.get() + p_.batch * p_.heads * (s_.map_rows + chunks_) * s_.map_columns;  // behind maps
         memset(total, 0, static_cast<size_t>(cells) * sizeof(double));
-        for (int64_t part = 0; part < parts_; part++) {
-            const TaskSums of_part = of(head, part);
-            const int64_t stop = smaller((part + 1) * step_, p_.rows);
-            const int64_t count = (s_.map_row(p_, stop - 1) + 1 - of_part.first_map_row) * s_.map_columns;
-            double* to = total + of_part.first_map_row * s_.map_columns;
+        for (int64_t chunk = 0; chunk < chunks_; chunk++) {
+            const TaskSums of_chunk = of(head, chunk);
+            const int64_t stop = smaller((chunk + 1) * step_, p_.rows);
+            const int64_t count = (s_.map_row(p_, stop - 1) + 1 - of_chunk.first_map_row) * s_.map_columns;
+            double* to = total + of_chunk.first_map_row * s_.map_columns;
             for (int64_t i = 0; i < count; i++) {
-                const double x = of_part.map[i];
+                const double x = of_chunk.map[i];
                 to[i] = !s_.map_max ? to[i] + x : x > to[i] || x != x ? x : to[i];
             }
         }
@@ -74,8 +74,8 @@ class PartSums {
 
     const Problem& p_;
     const Statistics& s_;
-    int64_t parts_, step_, columns_;  // columns: of one sum over rows
-    const std::unique_ptr<float[], Free> memory_;  // of each part received, lost and viewers
+    int64_t chunks_, step_, columns_;  // columns: of one sum over rows
+    const std::unique_ptr<float[], Free> memory_;  // of each chunk received, lost and viewers
     const std::unique_ptr<double[], Free> maps_;
 };
 
@@ -87,15 +87,15 @@ void compute_statistics(const Kernels& kernels, const Problem& p, const Statisti
     const int64_t most = s.received || s.map ? STATISTICS_TASKS : p.threads > 1 ? TASKS_PER_THREAD * p.threads : 1;
     const int64_t tiles = divide_up(p.rows, kernels.tile_rows);
     const int64_t step = divide_up(tiles, smaller(tiles, divide_up(smaller(fitting, most), groups))) * kernels.tile_rows;
-    const int64_t parts = divide_up(p.rows, step), floats = kernels.statistics_scratch(p, s);
-    const PartSums sums(p, s, parts, step);
-    parallel_for(groups * parts, p.threads, floats, [&](int64_t index, float* memory) {
-        const int64_t group = index % groups, part = parts - 1 - index / groups, start = part * step;
+    const int64_t chunks = divide_up(p.rows, step), floats = kernels.statistics_scratch(p, s);
+    const ChunkSums sums(p, s, chunks, step);
+    parallel_for(groups * chunks, p.threads, floats, [&](int64_t index, float* memory) {
+        const int64_t group = index % groups, chunk = chunks - 1 - index / groups, start = chunk * step;
         const int64_t stop = smaller(start + step, p.rows);
         for (int64_t head = group * together; head < (group + 1) * together; head++) {
             const int64_t kv_head = head % p.heads / p.group(), folded = head % p.heads % p.group() * p.rows;
             const Task task = {head / p.heads, kv_head, folded + start, folded + stop, 0, p.keys, nullptr};
-            kernels.statistics[p.type](p, s, task, sums.of(head, part), memory);
+            kernels.statistics[p.type](p, s, task, sums.of(head, chunk), memory);
         }
     });
     sums.add_up();

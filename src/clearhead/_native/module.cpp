@@ -125,7 +125,7 @@ bool add_constants(PyObject* module) {
 PyMODINIT_FUNC PyInit__attention() {
     clearhead::stay_alone_after_fork();
     PyObject* module = PyModule_Create(&clearhead::definition);
-    if (module && clearhead::add_plan_type(module) && clearhead::add_constants(module)) return module;
+    if (module && clearhead::add_problem_type(module) && clearhead::add_constants(module)) return module;
     Py_XDECREF(module);
     return nullptr;
 }

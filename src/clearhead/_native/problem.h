@@ -86,6 +86,7 @@ struct Problem {
     int64_t range_batch, range_row;
     View visible;  // bytes, or null
     View bias;     // float32, or null
+    bool takes_ranges, takes_visible, takes_bias;  // whether calls may pass these
 
     // Packed sequences in a batch of one: rows [row_starts[d], row_starts[d + 1]) see only the keys [key_starts[d],
     // key_starts[d + 1]). Masks and dropout count within a sequence, as if it were item d of a batch.

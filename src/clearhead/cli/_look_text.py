@@ -29,7 +29,7 @@ from ._demo import PretrainedModel
 from ._errors import UsageProblem, warn
 from ._output import Look
 from ._progress import Work
-from ._running import about_the_model, after_each, blocks_of, run_recorded
+from ._running import about_the_model, after_each, blocks_of, one_thread, run_recorded
 from ._windows import Window, cut_into_windows, joined_inputs, unknown_note
 
 TITLE = 400  # characters of the text, of which the picture shows fewer
@@ -144,11 +144,12 @@ def see(
     for batch in _batches(loaded, windows):
         with after_each(blocks, next_part):
             rec = run_recorded(loaded, joined_inputs(batch), choice.recorded, warned)
-        with about_the_model(loaded):
-            items = collect(rec, [window.tokens for window in batch])
-        if seen is None:
-            seen = Seen(windows, items[0], choice.clearest(summarize(items[0].sections[0])))
-        seen.add(rec, items, batch)
+        with one_thread():
+            with about_the_model(loaded):
+                items = collect(rec, [window.tokens for window in batch])
+            if seen is None:
+                seen = Seen(windows, items[0], choice.clearest(summarize(items[0].sections[0])))
+            seen.add(rec, items, batch)
         del rec, items  # before the next ones take as much memory
         next_part()
     if seen is None:

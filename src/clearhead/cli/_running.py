@@ -99,6 +99,17 @@ def after_each(blocks: Sequence[nn.Module], advance: Callable[[], None]) -> Gene
         ran()
 
 
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Compute on one thread. On the small tensors of a picture, waking a second one takes longer than it saves."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def as_table(values: Sequence[Tensor]) -> list[list[float]]:
     """Layer → head → number."""
     return [row.tolist() for row in values]

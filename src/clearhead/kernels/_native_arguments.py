@@ -54,7 +54,7 @@ class NativeArguments(NamedTuple):
     offset: Sequence[int] | None = None
 
     def addresses(self, output: Tensor | None, lse: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """`OPERANDS` and the others, as `Plan`'s methods take them. The tensors must outlive the call."""
+        """`OPERANDS` and the others, as the compiled methods take them. The tensors must outlive the call."""
         query, key, value, sinks, first, _, visible, bias, seed, cu_seqlens_q, *_ = self
         operands = query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)
         if sinks is first is visible is bias is seed is cu_seqlens_q is None:

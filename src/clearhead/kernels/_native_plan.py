@@ -103,7 +103,7 @@ class NativePlan:
         self._bias_shape = bias_gradient
         # Starting threads, and asking PyTorch how many there are, would take longer than such a call.
         self._one_thread = batch * heads * rows * keys * dim <= _WORK_OF_ONE
-        plan = cast(Any, extension).Plan(
+        problem = cast(Any, extension).Problem(
             dtype=DTYPES[dtype],
             batch=batch,
             heads=heads,
@@ -131,7 +131,7 @@ class NativePlan:
             sequences=sequences,
         )
         # Looked up once: tiny calls would notice.
-        self._forward, self._backward, self._statistics = plan.forward, plan.backward, plan.statistics
+        self._forward, self._backward, self._statistics = problem.forward, problem.backward, problem.statistics
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -235,7 +235,7 @@ class NativePlan:
         *others: object,
         **wanted: object,
     ) -> None:
-        """Call a method of the compiled plan with addresses, the number of threads and the instruction set."""
+        """Call a method of the compiled problem with addresses, the number of threads and the instruction set."""
         query, key, value = arguments[:3]
         # The kernel reads rows whose elements lie side by side. It would read x where a negated view means −x.
         if self._copies or query.is_neg() or key.is_neg() or value.is_neg():

@@ -63,9 +63,11 @@ def native_weights(
     """
     if refuses(call) or (rows is not None and not reads_in_place(call.request.mask, call.grid)):
         return None
-    request = arguments_of(call) if rows is None else _of_rows(arguments_of(call), rows)
+    request = arguments_of(call)
     if head is not None:
         request = _of_head(request, head)
+    if rows is not None:
+        request = _of_rows(request, rows)
     weights = empty_weights(request, average=average)
     strides = weights_strides(weights)
     plan_of(request).statistics(request, weights=weights, weights_strides=strides, exact=exact)

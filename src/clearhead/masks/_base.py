@@ -36,6 +36,9 @@ class Mask(ABC):
                 [0, 1, 1]], dtype=torch.int32)
     """
 
+    #: Whether it means the same for a run of an item's tokens as for the whole item.
+    holds_for_runs: bool = False
+
     @abstractmethod
     def visible(self, block: Block) -> Tensor | None:
         """Bool tensor that broadcasts to the block's (b, h, l, s), or ``None`` where nothing is hidden."""

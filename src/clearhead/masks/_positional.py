@@ -165,6 +165,7 @@ class Causal(_Diagonals):
 
     def __init__(self, align: Align) -> None:
         self.align = align
+        self.holds_for_runs = align == "top_left"
 
     def limits(self, grid: Grid) -> tuple[int | None, int]:
         # Explicit positions need no alignment.
@@ -178,6 +179,8 @@ class Causal(_Diagonals):
 @final
 class SlidingWindow(_Diagonals):
     """See `sliding_window`."""
+
+    holds_for_runs = True
 
     def __init__(self, left: int, right: int) -> None:
         self.left = left

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ._labels import printable
 from ._language import language_now, speaking, words_now
@@ -38,6 +38,8 @@ PREFERRED = (
 BOXES = re.compile(r"\.?Last ?Resort")  # fonts that have a box for every character
 MISSING = re.compile(r"Glyph (\d+) .*missing from")
 MOST_NAMED = 5
+#: Options of `savefig` by the kind of a file. A PNG takes half of the time of the default level, and is 5 % larger.
+SAVED: dict[str, dict[str, Any]] = {"png": {"pil_kwargs": {"compress_level": 4}}}
 
 
 def fonts(text: str = "") -> list[str]:
@@ -102,7 +104,7 @@ def figure_bytes(figure: Figure, kind: str, notify: Callable[[str], None] = lamb
     target = BytesIO()
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", MISSING.pattern)
-        figure.savefig(target, dpi=150, format=kind)
+        figure.savefig(target, dpi=150, format=kind, **SAVED.get(kind, {}))
     lacking: dict[str, None] = {}
     for warning in caught:
         found = MISSING.match(str(warning.message))

@@ -70,6 +70,7 @@ def rows_launch(
         "marks_b": 0 if marks is None else marks.stride(0), "marks_h": 0 if marks is None else marks.stride(1),
         "maxima": maxima, "groups": 0 if maxima is None else maxima.shape[3],
         "row": row, "count": length if maxima is None else maxima.shape[2],
+        **(_registers(tiles, 2) if tiles.warps == 8 else {}),
     }  # fmt: skip
     programs = tiles_over(arguments["count"], tiles.queries) * batch * heads
     return Launch(rows_kernel, programs if out.numel() else 0, arguments, (out,))

@@ -61,7 +61,8 @@ def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
 def _of_top(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
     if plain and width <= 128 and capability[0] == 9:
         return Tiles(64, 64, 4, 3)
-    return Tiles(64, 64 if width <= 64 or (plain and width <= 128) else 32, 4, 2)
+    keys = 64 if width <= 64 or (plain and width <= 128) else 32
+    return Tiles(64, keys, 4, 1 if capability[0] == 12 and width <= 64 else 2)
 
 
 def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
@@ -74,7 +75,7 @@ def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
 
 def _of_gradient(kernel: str, width: int, dtype: torch.dtype) -> Tiles:
     if dtype != torch.float32:
-        return Tiles(32, 32, 4 if width <= 128 else 8, 1)
+        return Tiles(32, 32, 4, 1) if width <= 128 else Tiles(16 if kernel == "dk" else 32, 32, 8, 1)
     if width > 128:
         return Tiles(16, 16, 8, 1)
     return Tiles(32, 16, 8, 1) if kernel == "dk" and width > 64 else Tiles(16, 32, 8, 1)

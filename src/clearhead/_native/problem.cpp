@@ -11,14 +11,13 @@ namespace {
 
 constexpr int64_t NO_LIMIT = int64_t(1) << 40;  // of a band: more than any distance of a row and a key
 
-// The properties that all calls share, with null addresses.
-struct PlanObject {
+// A problem with null addresses, which many calls share.
+struct ProblemObject {
     PyObject_HEAD
     Problem problem;
-    bool spans, visible, bias;  // whether calls may pass these tensors
 };
 
-PlanObject* plan_of(PyObject* self) { return reinterpret_cast<PlanObject*>(self); }
+Problem& problem_of(PyObject* self) { return reinterpret_cast<ProblemObject*>(self)->problem; }
 
 // Reads the strides of batch, heads, rows and, if `count` is 4, columns. False if they are not given.
 bool read_view(NamedArguments& args, const char* name, View& to, Py_ssize_t count = 3) {
@@ -46,28 +45,26 @@ void read_sizes(NamedArguments& args, Problem& p) {
     p.lse_head = p.rows, p.lse_batch = p.heads * p.rows;
 }
 
-void read_masks(NamedArguments& args, PlanObject& plan) {
-    Problem& p = plan.problem;
+void read_masks(NamedArguments& args, Problem& p) {
     p.low = args.integer_or("low", -NO_LIMIT), p.high = args.integer_or("high", NO_LIMIT);
     p.stop = args.integer_or("stop", p.keys);
     int64_t ranges[2] = {};
-    plan.spans = args.strides("spans", ranges, 2);
+    p.takes_ranges = args.strides("spans", ranges, 2);
     p.range_batch = ranges[0], p.range_row = ranges[1];
-    plan.visible = read_view(args, "visible", p.visible, 4);
-    plan.bias = read_view(args, "bias", p.bias, 4);
+    p.takes_visible = read_view(args, "visible", p.visible, 4);
+    p.takes_bias = read_view(args, "bias", p.bias, 4);
     read_view(args, "bias_gradient", p.bias_gradient);
 }
 
-void read_sequences(NamedArguments& args, PlanObject& plan) {
-    plan.problem.sequences = args.integer_or("sequences", 0, 0);
-    if (plan.problem.sequences == 0) return;
-    if (plan.problem.batch != 1) args.fail(PyExc_ValueError, "sequences", "lie in a batch of 1");
-    if (plan.spans || plan.visible || plan.bias)
+void read_sequences(NamedArguments& args, Problem& p) {
+    p.sequences = args.integer_or("sequences", 0, 0);
+    if (p.sequences == 0) return;
+    if (p.batch != 1) args.fail(PyExc_ValueError, "sequences", "lie in a batch of 1");
+    if (p.takes_ranges || p.takes_visible || p.takes_bias)
         args.fail(PyExc_ValueError, "sequences", "take no tensors of masks");
 }
 
-void read_plan(NamedArguments& args, PlanObject& plan) {
-    Problem& p = plan.problem;
+void read_problem(NamedArguments& args, Problem& p) {
     read_sizes(args, p);
     p.exact_scale = args.real_or("scale", 1), p.exact_softcap = args.real_or("softcap", 0);
     p.scale = static_cast<float>(p.exact_scale), p.softcap = static_cast<float>(p.exact_softcap);
@@ -79,25 +76,24 @@ void read_plan(NamedArguments& args, PlanObject& plan) {
     read_view(args, "query_gradient", p.query_gradient);
     read_view(args, "key_gradient", p.key_gradient), read_view(args, "value_gradient", p.value_gradient);
     p.wide_output = args.flag("wide_output") || p.type == Type::float32;
-    read_masks(args, plan);
+    read_masks(args, p);
     const int64_t threshold = args.integer_or("dropout_threshold", 0, 0);
     if (threshold > 65536) args.fail(PyExc_ValueError, "dropout_threshold", "is above 65536");
     p.drop_below = static_cast<uint32_t>(threshold);
     p.kept_factor = threshold < 65536 ? 65536.f / static_cast<float>(65536 - threshold) : 0;
-    read_sequences(args, plan);
+    read_sequences(args, p);
 }
 
 PyObject* create(PyTypeObject* type, PyObject* positional, PyObject* names) {
     if (PyTuple_Size(positional) != 0) {
-        PyErr_SetString(PyExc_TypeError, "Plan takes its arguments by name");
+        PyErr_SetString(PyExc_TypeError, "Problem takes its arguments by name");
         return nullptr;
     }
     PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!self) return nullptr;
-    PlanObject& plan = *plan_of(self);
-    plan.problem = Problem();
-    NamedArguments args("Plan", names);
-    read_plan(args, plan);
+    problem_of(self) = Problem();
+    NamedArguments args("Problem", names);
+    read_problem(args, problem_of(self));
     if (args.finished()) return self;
     Py_DECREF(self);
     return nullptr;
@@ -126,13 +122,13 @@ bool rise(const int64_t* starts, int64_t count, int64_t all) {
     return true;
 }
 
-// Adds the addresses of a call to the problem of its plan. Returns the functions to run it with, or null with a Python error.
-const Kernels* read_call(const PlanObject& plan, PyObject* const* items, Py_ssize_t count, Py_ssize_t expected, Problem& p) {
+// Adds the addresses of a call to its problem. Returns the functions to run it with, or null with a Python error.
+const Kernels* read_call(PyObject* self, PyObject* const* items, Py_ssize_t count, Py_ssize_t expected, Problem& p) {
     if (count != expected) {
         PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
         return nullptr;
     }
-    p = plan.problem;
+    p = problem_of(self);
     if (!read_operands(items[0], p)) return nullptr;
     if (items[1] != Py_None && !read_extras(items[1], p)) return nullptr;
     p.threads = PyLong_AsLongLong(items[2]);
@@ -141,8 +137,8 @@ const Kernels* read_call(const PlanObject& plan, PyObject* const* items, Py_ssiz
     if (p.all_heads == 0) p.all_heads = p.heads;
     if (!p.visible.data) p.visible = View();  // without strides, which would count as a mask
     if (!p.bias.data) p.bias = View();
-    if (!accept(p.first, plan.spans, "spans") || !accept(p.visible.data, plan.visible, "visible") ||
-        !accept(p.bias.data, plan.bias, "bias"))
+    if (!accept(p.first, p.takes_ranges, "spans") || !accept(p.visible.data, p.takes_visible, "visible") ||
+        !accept(p.bias.data, p.takes_bias, "bias"))
         return nullptr;
     if (set < 0 || set >= INSTRUCTION_SET_COUNT || !INSTRUCTION_SETS[set]->supported())
         PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
@@ -168,14 +164,14 @@ PyObject* run_without_gil(const Run& run) {
 
 PyObject* forward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
     Problem p;
-    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON, p);
+    const Kernels* kernels = read_call(self, items, count, COMMON, p);
     return kernels ? run_without_gil([&] { run_forward(*kernels, p); }) : nullptr;
 }
 
 // Also takes the sequence of arguments of the backward pass.
 PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
     Problem p;
-    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON + 1, p);
+    const Kernels* kernels = read_call(self, items, count, COMMON + 1, p);
     if (!kernels || !read_backward(items[COMMON], p)) return nullptr;
     p.exact_output = p.output;
     if (!p.bias_gradient.data) p.bias_gradient = View();
@@ -209,7 +205,7 @@ PyObject* statistics(PyObject* self, PyObject* positional, PyObject* names) {
     const Py_ssize_t count = PyTuple_Size(positional);
     for (Py_ssize_t n = 0; n < count && n < COMMON; n++) items[n] = PyTuple_GetItem(positional, n);
     Problem p;
-    const Kernels* kernels = read_call(*plan_of(self), items, count, COMMON, p);
+    const Kernels* kernels = read_call(self, items, count, COMMON, p);
     if (!kernels) return nullptr;
     if (p.sequences) {
         PyErr_SetString(PyExc_ValueError, "statistics are not computed for packed sequences");
@@ -229,7 +225,7 @@ PyCFunction method(Function function) {
 
 }  // namespace
 
-bool add_plan_type(PyObject* module) {
+bool add_problem_type(PyObject* module) {
     static PyMethodDef methods[] = {
         {"forward", method(forward), METH_FASTCALL, nullptr},
         {"backward", method(backward), METH_FASTCALL, nullptr},
@@ -242,9 +238,10 @@ bool add_plan_type(PyObject* module) {
         {Py_tp_methods, methods},
         {0, nullptr},
     };
-    static PyType_Spec spec = {"clearhead._native._attention.Plan", sizeof(PlanObject), 0, Py_TPFLAGS_DEFAULT, slots};
+    static PyType_Spec spec = {"clearhead._native._attention.Problem", sizeof(ProblemObject), 0, Py_TPFLAGS_DEFAULT,
+                               slots};
     PyObject* type = PyType_FromSpec(&spec);
-    const bool added = type && PyModule_AddObjectRef(module, "Plan", type) == 0;
+    const bool added = type && PyModule_AddObjectRef(module, "Problem", type) == 0;
     Py_XDECREF(type);
     return added;
 }
