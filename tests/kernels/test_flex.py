@@ -253,6 +253,10 @@ COMMON = {
     "window": (masks.causal() & masks.sliding_window(41, 3), {"ends"}),
     "prefix": (masks.causal() | masks.prefix(77), {"ends", "last"}),
     "prefix of each item": (masks.causal() | masks.prefix(torch.tensor([77, 0])), {"ends", "last"}),
+    "window or prefix": (
+        (masks.causal() & masks.sliding_window(41, 3)) | masks.prefix(4),
+        {"ends", "one_first", "one_last", "other_last"},
+    ),
     "lengths": (masks.causal() & masks.lengths(LENGTHS), {"ends", "last"}),
     "keys": (masks.causal() & masks.keep(keys=torch.arange(300) < LENGTHS[:, None]), {"ends", "keys"}),
     "documents": (masks.documents(IDS), {"ends", "query_documents", "key_documents"}),

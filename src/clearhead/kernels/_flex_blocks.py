@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import and_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..masks._base import Mask
+from ..masks._combined import Or
 from ..masks._grid import Block, Grid
 from ..masks._lowering import chosen_cell
+from ..masks._part import whole_mask
 from ..masks._structure import Band, Structure, joined, structure_of
-from ._flex_rule import SIDE, Limits, numbers_on, table
+from ._flex_rule import PREFIXES, SIDE, Limits, numbers_on, table
 
 if TYPE_CHECKING:
     from ._triton import Terms
@@ -122,17 +124,22 @@ def term_blocks(mask: Mask, grid: Grid) -> Blocks:
     """The blocks of a mask by the extremes of its terms in each block, which reads no value."""
     from ._triton._terms import conditions_of, with_ranges  # its package registers operators, which only a GPU needs
 
-    terms = conditions_of(mask, grid)
-    for part in mask.parts():
+    parts = mask.parts()
+    union, either = next(((each, runs) for each in parts if (runs := _runs_of(each, grid))), (None, []))
+    terms = conditions_of([each for each in parts if each is not union], grid)
+    for part in parts:
         if part.has_bias:  # NaN of a hidden key stays out only if its cells are hidden, whatever is added to them
             terms = terms._replace(visible=joined(terms.visible, part.visible(Block(grid)), and_))
     blocks = _band_blocks(Band(terms.low, terms.high, terms.stop), grid)
     some, full = _bounds(with_ranges(terms), blocks, grid)
     rule = dict(blocks.rule)
-    for name in ("first", "last"):
-        limit: Tensor | None = getattr(terms, name)
-        if limit is not None:
-            rule[name] = _shared(_of_rows(limit, grid))
+    for prefix, run in zip(PREFIXES, [(terms.first, terms.last), *either], strict=False):
+        for name, limit in zip(("first", "last"), run, strict=True):
+            if limit is not None:
+                rule[prefix + name] = _shared(_of_rows(limit, grid))
+    if either:
+        bounds = [_bounds_of_run(*run, grid) for run in either]
+        some, full = some & (bounds[0][0] | bounds[1][0]), full & (bounds[0][1] | bounds[1][1])
     for name in ("keys", "query_documents", "key_documents"):
         numbers: Tensor | None = getattr(terms, name)
         if numbers is not None:
@@ -142,16 +149,36 @@ def term_blocks(mask: Mask, grid: Grid) -> Blocks:
     return replace(blocks, partial=some & ~full, full=full, rule=rule)
 
 
+def _runs_of(part: Mask, grid: Grid) -> list[tuple[Tensor | None, Tensor]]:
+    """The run of keys that each of two masks shows, joined with `|`. Empty for all other masks, and for single runs."""
+    from ._triton._terms import longer, run_of
+
+    structure = structure_of(part, grid)
+    if not isinstance(whole_mask(part), Or) or longer(structure, grid) is not None:
+        return []
+    runs = [run_of(each, grid) for each in structure.either]
+    return [] if None in runs else cast("list[tuple[Tensor | None, Tensor]]", runs)
+
+
+def _bounds_of_run(first: Tensor | None, last: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The blocks in which a run of keys of each query may have a key, and those that lie in it, (1 or B, 1, n, m)."""
+    columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)
+    some = full = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=grid.device)
+    if first is not None:
+        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(first, grid)))  # (1 or B, 1, n, 1)
+        some, full = some & (columns + SIDE > least), full & (columns >= most)
+    if last is not None:
+        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(last, grid)))
+        some, full = some & (columns < most), full & (columns + SIDE <= least)
+    return some, full
+
+
 def _bounds(terms: Terms, blocks: Blocks, grid: Grid) -> tuple[Tensor, Tensor]:
     """The blocks that may have a visible cell, and those without a hidden one."""
     some, full = blocks.partial | blocks.full, blocks.full
-    columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)
-    if terms.first is not None:
-        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(terms.first, grid)))  # (1 or B, 1, n, 1)
-        some, full = some & (columns + SIDE > least), full & (columns >= most)
-    if terms.last is not None:
-        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(terms.last, grid)))
-        some, full = some & (columns < most), full & (columns + SIDE <= least)
+    if terms.first is not None or terms.last is not None:
+        some_of_run, full_of_run = _bounds_of_run(terms.first, terms.last, grid)
+        some, full = some & some_of_run, full & full_of_run
     if terms.keys is not None:
         least, most = (each[:, None, None] for each in _extremes(terms.keys.int()))  # (1 or B, 1, 1, m)
         some, full = some & (most > 0), full & (least > 0)

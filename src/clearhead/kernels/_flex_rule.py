@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from operator import and_
+from operator import and_, or_
 
 import torch
 from torch import Tensor
 
 #: Queries and keys in a block; PyTorch's own default.
 SIDE = 128
+#: The names of runs of keys begin with these: one run, and two of which either shows a key.
+PREFIXES = ("", "one_", "other_")
 #: The lowest and the highest visible j − i. ``None`` hides nothing.
 Limits = tuple[int | None, int | None]
 
@@ -21,7 +23,8 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
     Args:
         rule: the terms.
             ``ends``, int32 (3,), are the low, high and stop of a band.
-            ``first`` and ``last``, int32 ((B,) L), are the first key and one past the last key of each query.
+            ``first`` and ``last``, int32 ((B,) L), are the first key and one past the last key of each query. Either
+            the keys of ``one_first`` and ``one_last`` or those of ``other_first`` and ``other_last`` are visible.
             ``keys``, bool ((B,) S), are the visible keys.
             ``query_documents`` ((B,) L) and ``key_documents`` ((B,) S) must be equal.
             ``visible`` and ``visible_steps`` are a `table` of cells.
@@ -39,10 +42,11 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
     if "ends" in rule:
         ends = rule["ends"]
         conditions += [j >= i + ends[0], j <= i + ends[1], j < ends[2]]
-    if "first" in rule:
-        conditions.append(j >= _pick_one(rule["first"], b, i))
-    if "last" in rule:
-        conditions.append(j < _pick_one(rule["last"], b, i))
+    of_all, *of_either = PREFIXES
+    conditions += _in_run(rule, of_all, b, i, j)
+    either = [reduce(and_, found) for prefix in of_either if (found := _in_run(rule, prefix, b, i, j))]
+    if either:
+        conditions.append(reduce(or_, either))
     if "keys" in rule:
         conditions.append(_pick_one(rule["keys"], b, j))
     if "query_documents" in rule:
@@ -58,6 +62,16 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
 def pick(flat: Tensor, steps: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     """A number of a `table`."""
     return flat[b * steps[0] + h * steps[1] + i * steps[2] + j * steps[3]]
+
+
+def _in_run(rule: Mapping[str, Tensor], prefix: str, b: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+    """Whether a key lies in a run of keys of each query: what has to hold for that."""
+    conditions: list[Tensor] = []
+    if prefix + "first" in rule:
+        conditions.append(j >= _pick_one(rule[prefix + "first"], b, i))
+    if prefix + "last" in rule:
+        conditions.append(j < _pick_one(rule[prefix + "last"], b, i))
+    return conditions
 
 
 def _pick_one(numbers: Tensor, b: Tensor, place: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ MASKS: dict[str, Any] = {
     "documents": documents,
     "causal documents": lambda length: documents(length) & masks.causal(),
     "prefix": lambda length: masks.causal() | masks.prefix(length // 8),
+    "window or prefix": lambda length: masks.sliding_window(length // 5, 0) | masks.prefix(4),
     "prefix of each item": lambda length: masks.causal() | masks.prefix(torch.tensor([length // 8, 3])),
     "causal lengths": lambda length: masks.causal() & masks.lengths(torch.tensor([length, length * 2 // 3])),
     "lengths": lambda length: masks.lengths(torch.tensor([length, length // 3])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 from operator import add, and_
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from ...masks._base import Mask
 from ...masks._combined import Or
 from ...masks._grid import Block, Grid
 from ...masks._part import document_ids, whole_mask
-from ...masks._structure import Band, RowRanges, Structure, structure_of
+from ...masks._structure import Band, RowRanges, Structure, joined, structure_of
 from ...positions._alibi import ALiBi, slopes_of
 
 
@@ -100,20 +101,20 @@ def terms_of(call: AttentionCall) -> Terms:
 
 def lower(mask: Mask, grid: Grid) -> Terms:
     """The terms of a mask, with the ranges in which documents lie, so that kernels skip what lies outside."""
-    terms = with_ranges(conditions_of(mask, grid))
+    terms = with_ranges(conditions_of(mask.parts(), grid))
     if terms.query_documents is None or terms.key_documents is None:
         return terms
     first_query, last_query = _range_of(terms.key_documents, terms.query_documents)
     return terms._replace(first_query=first_query, last_query=last_query)
 
 
-def conditions_of(mask: Mask, grid: Grid) -> Terms:
-    """The terms of a mask. A part without a structure is evaluated for the whole grid."""
+def conditions_of(parts: Iterable[Mask], grid: Grid) -> Terms:
+    """The terms of masks that must all allow a key. One without a structure is evaluated for the whole grid."""
     structure, slopes, documents = Structure(), None, None
-    for part in mask.parts():
+    for part in parts:
         exact = structure_of(part, grid)
         if isinstance(whole_mask(part), Or):
-            exact = _longer(exact, grid) or exact
+            exact = longer(exact, grid) or exact
         if exact.exact:
             structure = structure.meet(exact)
         elif isinstance(part, ALiBi) and grid.shift is not None and slopes is None:
@@ -131,17 +132,31 @@ def conditions_of(mask: Mask, grid: Grid) -> Terms:
     return terms._replace(query_documents=of_queries, key_documents=of_keys)
 
 
-def _longer(structure: Structure, grid: Grid) -> Structure | None:
+def longer(structure: Structure, grid: Grid) -> Structure | None:
     """The exact structure of `|` where both masks show the first keys to each query, as in ``causal() | prefix(n)``."""
-    stops: list[Tensor] = []
-    for mask in structure.either:
-        band, rows = mask.band or Band.whole(grid), mask.rows
-        is_marked = mask.queries is not None or mask.keys is not None or mask.tensors or mask.biases
-        if is_marked or not mask.exact or band.low > 1 - grid.query_length or (rows and rows.first is not None):
-            return None
-        stop = (torch.arange(grid.query_length, device=grid.device)[None] + (band.high + 1)).clamp(max=band.stop)
-        stops.append(stop if rows is None else torch.minimum(stop, rows.stop))
-    return Structure(rows=RowRanges(None, reduce(torch.maximum, stops)))
+    runs = [run_of(each, grid) for each in structure.either]
+    stops = [run[1] for run in runs if run is not None and run[0] is None]
+    return Structure(rows=RowRanges(None, reduce(torch.maximum, stops))) if len(stops) == len(runs) else None
+
+
+def run_of(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor] | None:
+    """The one run of keys that a structure shows to each query; ``None`` if it is no run.
+
+    Returns:
+        The first key, ``None`` for 0, and one past the last key, integers (1 or B, L) each. They may lie outside the
+        keys.
+    """
+    band, rows = structure.band or Band.whole(grid), structure.rows
+    is_marked = structure.queries is not None or structure.keys is not None or structure.tensors or structure.biases
+    if is_marked or not structure.exact:
+        return None
+    queries = torch.arange(grid.query_length, device=grid.device)[None]
+    first, last = None, (queries + (band.high + 1)).clamp(max=band.stop)
+    if band.low > 1 - grid.query_length:
+        first = queries + band.low
+    if rows is not None:
+        first, last = joined(first, rows.first, torch.maximum), torch.minimum(last, rows.stop)
+    return first, last
 
 
 def _of_structure(structure: Structure, grid: Grid) -> Terms:
