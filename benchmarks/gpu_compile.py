@@ -21,12 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from clearhead.kernels._triton._gradients_launch import key_gradient_launch, query_gradient_launch
 from clearhead.kernels._triton._launch import (
     Launch,
     columns_launch,
-    key_gradient_launch,
     map_launch,
-    query_gradient_launch,
     rows_launch,
     weights_launch,
 )

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_checks import MASKS, errors_of, wrong_numbers
-from clearhead.kernels._triton import Terms, rows, weights
+from clearhead.kernels._triton import Terms, rows, weights, weights_gradients
 from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch
 from clearhead.kernels._triton._tiles import Tiles, tiles_of
 
@@ -156,7 +156,10 @@ def memory(device: torch.device) -> None:
 
 
 def averaged(device: torch.device) -> None:
-    """Print the time of averaged and of full weights with their log-sum-exp: B=8, H=16, D=64, L 2,048, no mask."""
+    """Print the times of averaged and of full weights and of their gradients: B=8, H=16, D=64, L 2,048, no mask.
+
+    Each includes the log-sum-exp.
+    """
     length, dim = 2048, 64
     query, key = (torch.randn(8, HEADS, length, dim, device=device).bfloat16() for _ in range(2))
     terms, options = Terms(-length, length, length), {"scale": dim**-0.5}
@@ -165,8 +168,17 @@ def averaged(device: torch.device) -> None:
         lse = rows(query, key, terms, **options)["lse"]
         return weights(query, key, lse, terms, **options, average=average)
 
-    times = [median_ms(functools.partial(run, average)) for average in (True, False)]
-    print(f"B=8 L={length} D={dim}: averaged weights {times[0]:.2f} ms, full weights {times[1]:.2f} ms", flush=True)
+    def backward(of_weights: Tensor) -> object:
+        lse = rows(query, key, terms, **options)["lse"]
+        return weights_gradients(query, key, lse, of_weights, terms, **options)
+
+    for average in (True, False):
+        of_weights = torch.randn(8, 1 if average else HEADS, length, length, device=device)
+        times = median_ms(functools.partial(run, average)), median_ms(functools.partial(backward, of_weights))
+        name = "averaged" if average else "full"
+        print(
+            f"B=8 L={length} D={dim}: {name} weights {times[0]:.2f} ms, their gradients {times[1]:.2f} ms", flush=True
+        )
 
 
 def main() -> int:

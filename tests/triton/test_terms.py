@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels._triton import Terms, available, columns, pooled, rows
+from clearhead.kernels._triton import Terms, available, columns, pooled, rows, weights_gradients
 from clearhead.kernels._triton._formula import scores
 from clearhead.kernels._triton._terms import lower
 from clearhead.masks._lowering import dense_mask
@@ -98,6 +100,24 @@ def test_operators_give_what_attention_gives() -> None:
     torch.testing.assert_close(weights.gather(-1, places.clamp(min=0)).masked_fill(places < 0, 0), largest)
 
 
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_gradients_of_weights_are_those_of_attention(average: bool, softcap: float | None) -> None:
+    query, key, _, terms = _operands()
+    sinks = torch.linspace(-1, 1, H)
+    leaves = [each.requires_grad_() for each in (query, key, sinks)]
+    mask = masks.causal("bottom_right") & masks.lengths(torch.tensor([13, 11]))
+    options: dict[str, Any] = {"scale": 0.5, "softcap": softcap}
+    found = clearhead.attention_weights(query, key, mask, sinks=sinks, average_attn_weights=average, **options)
+    of_weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad(found, leaves, of_weights)
+    lse = rows(query, key, terms, sinks=sinks, **options)["lse"]
+    gradient = of_weights[:, None] if average else of_weights
+    of_query, of_key, means = weights_gradients(query, key, lse, gradient, terms, **options)
+    of_sinks = -((sinks[:, None] - lse).exp() * means).sum((0, 2))
+    torch.testing.assert_close((of_query, of_key, of_sinks.detach()), expected)
+
+
 def test_operators_say_the_shapes_of_their_results() -> None:
     query, key, lse, terms = _operands()
     mask = terms.tensors, terms.numbers, 0.5, 0.0
@@ -106,6 +126,9 @@ def test_operators_say_the_shapes_of_their_results() -> None:
     torch.library.opcheck(of.triton_rows.default, (query, key, None, None, *mask, [0, 2], 3), test_utils=checks)
     torch.library.opcheck(of.triton_columns.default, (query, key, lse, None, *mask), test_utils=checks)
     torch.library.opcheck(of.triton_pooled.default, (query, key, lse, None, *mask, [3, 2], True), test_utils=checks)
+    of_weights = torch.randn(B, 1, L, S)
+    operands = query, key, lse, of_weights
+    torch.library.opcheck(of.triton_weights_gradients.default, (*operands, *mask), test_utils=checks)
 
 
 def test_no_kernel_runs_on_the_cpu() -> None:

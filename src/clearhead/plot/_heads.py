@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ KINDS = {
 }
 
 BROAD = 0.85
-#: Largest weights that are summarised together. A few large operations take less time than many small ones.
-NUMBERS_AT_ONCE = 1 << 19
 
 
 def kinds_of(unit: str) -> dict[str, str]:
@@ -75,11 +72,7 @@ Summaries = list[list[HeadSummary]]
 
 def summarize(picture: SectionPicture) -> Summaries:
     """Describe every head of every layer of one section."""
-    layers = picture.layers
-    count = max(1, NUMBERS_AT_ONCE // max(layers[0].weights.numel(), 1))
-    parts = (_summarize_layers(layers[first : first + count], picture) for first in range(0, len(layers), count))
-    heads = chain.from_iterable(parts)
-    return [list(islice(heads, len(layer.heads))) for layer in layers]
+    return [_summarize_layer(layer, picture) for layer in picture.layers]
 
 
 def average(summaries: Sequence[Sequence[Sequence[HeadSummary]]]) -> list[list[HeadSummary]]:
@@ -119,12 +112,10 @@ def _average(heads: Sequence[HeadSummary]) -> HeadSummary:
     )
 
 
-def _summarize_layers(layers: Sequence[LayerPicture], picture: SectionPicture) -> list[HeadSummary]:
-    """All heads of some layers, layer after layer."""
+def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadSummary]:
     same, length = picture.section.same, len(picture.queries)
     is_special = torch.tensor(picture.keys.special, dtype=torch.bool)
-    keys = torch.cat([layer.indices for layer in layers]).clamp_(min=0)  # (heads, l, k); without a key the weight is 0
-    weights = torch.cat([layer.weights for layer in layers])
+    keys = layer.indices.clamp(min=0)  # (H, l, k); where there is no key the weight is 0
     if same:
         names = ("special", "itself", "previous", "next", "far")
         offset = (keys - torch.arange(length)[:, None]).clamp_(-2, 2).add_(2)
@@ -136,18 +127,14 @@ def _summarize_layers(layers: Sequence[LayerPicture], picture: SectionPicture) -
         place[..., :1] = 1
     place.masked_fill_(_looked_up(is_special, keys), 0)
     far = place == 4 if same else place > 0
-    shares = torch.zeros(len(keys), len(names))
-    shares.scatter_add_(1, place.flatten(1), weights.flatten(1)).div_(max(length, 1))
+    shares = torch.zeros(len(layer.heads), len(names))
+    shares.scatter_add_(1, place.flatten(1), layer.weights.flatten(1)).div_(max(length, 1))
     if picture.tiles is None:
-        received = torch.cat([layer.received for layer in layers])
-        queries = ~is_special if same else torch.ones(length, dtype=torch.bool)
-        contrast = _contrast(weights, received, keys, far, queries)
+        contrast = _contrast(layer, keys, far, ~is_special if same else torch.ones(length, dtype=torch.bool))
     else:
-        contrast = torch.cat([_beyond_even(layer.map, picture.tiles) for layer in layers])
+        contrast = _beyond_even(layer.map, picture.tiles)
     counted = names if same else names[:2]
-    entropy = torch.cat([layer.entropy for layer in layers]).mean(-1)
-    spread = torch.cat([layer.spread for layer in layers]).mean(-1).clamp(max=1)
-    columns = (entropy, spread, contrast.nan_to_num(0), *shares.unbind(-1))
+    columns = (layer.entropy.mean(-1), layer.spread.mean(-1).clamp(max=1), contrast.nan_to_num(0), *shares.unbind(-1))
     return [
         HeadSummary(entropy, spread, dict(zip(counted, found, strict=False)), head_contrast, length)
         for entropy, spread, head_contrast, *found in torch.stack(columns, -1).tolist()
@@ -159,10 +146,10 @@ def _looked_up(table: Tensor, places: Tensor) -> Tensor:
     return table.index_select(0, places.flatten()).view_as(places)
 
 
-def _contrast(weights: Tensor, received: Tensor, keys: Tensor, far: Tensor, queries: Tensor) -> Tensor:
-    usual = received / max(keys.shape[1], 1)  # (heads, s)
-    beyond = weights - usual.gather(1, keys.flatten(1)).view_as(weights)  # (heads, l, k)
-    largest = (beyond * far).amax(-1).clamp(min=0)  # (heads, l)
+def _contrast(layer: LayerPicture, keys: Tensor, far: Tensor, queries: Tensor) -> Tensor:
+    usual = layer.received / max(keys.shape[1], 1)  # (H, s)
+    beyond = layer.weights - usual.gather(1, keys.flatten(1)).view_as(layer.weights)  # (H, l, k)
+    largest = (beyond * far).amax(-1).clamp(min=0)  # (H, l)
     return largest[:, queries].mean(-1)
 
 

@@ -202,6 +202,31 @@ def test_weights_and_their_gradients_are_those_of_the_cpu(
     assert seen.values == seen.shapes == []
 
 
+@pytest.mark.parametrize("average", [False, True])
+def test_a_module_with_weights_has_the_gradients_of_the_cpu(cuda: PretendedDevice, average: bool) -> None:
+    torch.manual_seed(0)
+    module, x = clearhead.nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 21, 32)
+    padding = torch.arange(21) >= torch.tensor([[21], [13]])
+
+    def gradients(x: Tensor) -> list[Tensor]:
+        options: dict[str, Any] = {"need_weights": True, "average_attn_weights": average}
+        output, weights = module(x, x, x, key_padding_mask=padding.to(x.device), **options)
+        assert weights is not None
+        return list(torch.autograd.grad(output.sum() + weights.square().sum(), list(module.parameters())))
+
+    module.double()
+    expected = gradients(x.double())
+    module.float().to("cuda")
+    got: list[Tensor] = []
+    on_device = x.cuda()
+    gradients(on_device)  # checks the kernels
+    seen = cuda.count(lambda: got.extend(gradients(on_device)))
+    assert seen.operators["triton_weights_gradients"] == 2
+    assert seen.values == seen.shapes == []
+    for ours, judge in zip(got, expected, strict=True):
+        assert float((ours.cpu() - judge).abs().max()) <= 1e-5 * max(1.0, float(judge.abs().max()))
+
+
 def test_gradients_of_a_bias_and_second_gradients_are_those_of_the_cpu(cuda: PretendedDevice) -> None:
     query, key, _ = inputs()
     numbers = torch.linspace(-2, 2, 37 * 41).view(37, 41)

@@ -25,8 +25,6 @@ _FREE = {
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh"),
     *("is_same_size", "_unsafe_view", "record_stream", "is_pinned", "_has_same_storage_numel", "_fused_sdp_choice"),
 }
-#: Kernels that our own operators launch, where it is not one.
-_LAUNCHES = {"triton_weights_gradients": 2}
 #: Operators whose result has a shape that depends on values, or that read values themselves.
 _VALUES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "is_nonzero")
 #: Operators that take tensors of two devices.
@@ -119,8 +117,7 @@ class PretendedDevice(TorchDispatchMode):
         result = run(*cpu_args, **cpu_kwargs)
         free = func.is_view or name in _FREE
         if not free:
-            # With the largest weights, that operator launches three kernels.
-            self.seen.operators[name] += 3 if name == "triton_rows" and args[-1] else 1
+            self.seen.operators[name] += _launches(name, args)
         same = {id(memory[id(each)]): each for each in on_device if id(each) in memory}
         base = args[0] if func.is_view and isinstance(args[0], Tensor) and args[0].is_cuda else None
         index = target.index or 0
@@ -185,6 +182,13 @@ def _choice(
     enable_gqa: bool = False,
 ) -> tuple[Any, ...]:
     return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+
+def _launches(name: str, args: tuple[Any, ...]) -> int:
+    """How many kernels an operator launches. One of ours has several."""
+    if name == "triton_rows" and args[-1]:  # with the largest weights
+        return 3
+    return 2 if name == "triton_weights_gradients" else 1
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -40,7 +40,7 @@ def _weights_of(
     return weights, of_weights, slope
 
 
-@triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift"])
+@triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift", "g_b", "g_h", "g_l"])
 def query_gradient_kernel(
     query, key, lse, gradient, means, out, g_b, g_h, g_l, g_s, share, factor,
     q_b, q_h, q_l, k_b, k_h, k_s,
@@ -91,7 +91,7 @@ def query_gradient_kernel(
     tl.store(out + line[:, None] * D + feature[None, :], total * factor, mask=written)
 
 
-@triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift"])
+@triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift", "g_b", "g_h", "g_l"])
 def key_gradient_kernel(
     query, key, lse, gradient, means, out, g_b, g_h, g_l, g_s, share,
     q_b, q_h, q_l, k_b, k_h, k_s,

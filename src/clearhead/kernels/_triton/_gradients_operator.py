@@ -62,7 +62,7 @@ def _gradients(
     if not runs_kernels(query):
         weights = weights_of(scores(query, key, terms, scale, softcap), lse)
         return gradients_by_formula(query, key, weights, gradient, scale, softcap)
-    from ._launch import key_gradient_launch, query_gradient_launch
+    from ._gradients_launch import key_gradient_launch, query_gradient_launch
 
     options: dict[str, Any] = {"scale": scale, "softcap": softcap}
     of_query, means = query_gradient_launch(query, key, lse, gradient, terms, **options).run()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ._available import interprets
 from ._columns import columns_kernel
-from ._gradients import key_gradient_kernel, query_gradient_kernel
 from ._maps import map_kernel, weights_kernel
 from ._rows import rows_kernel
 from ._terms import Terms
@@ -70,7 +69,7 @@ def rows_launch(
         "marks_b": 0 if marks is None else marks.stride(0), "marks_h": 0 if marks is None else marks.stride(1),
         "maxima": maxima, "groups": 0 if maxima is None else maxima.shape[3],
         "row": row, "count": length if maxima is None else maxima.shape[2],
-        **(_registers(tiles, 2) if tiles.warps == 8 else {}),
+        **(registers(tiles, 2) if tiles.warps == 8 else {}),
     }  # fmt: skip
     programs = tiles_over(arguments["count"], tiles.queries) * batch * heads
     return Launch(rows_kernel, programs if out.numel() else 0, arguments, (out,))
@@ -93,8 +92,8 @@ def columns_launch(
     viewers = torch.empty_like(received)
     tiles = tiles or tiles_for("columns", query, terms, softcap)
     arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles), **_ranges_of_keys(terms),
-        "lse": _rows_of(lse, counted), "received_out": received, "viewers_out": viewers, "ALL": counted is None,
+        **arguments_of(query, key, terms, scale, softcap, tiles), **ranges_of_keys(terms),
+        "lse": base_2(lse, counted), "received_out": received, "viewers_out": viewers, "ALL": counted is None,
     }  # fmt: skip
     programs = tiles_over(count, tiles.keys) * batch * heads
     return Launch(columns_kernel, programs if received.numel() else 0, arguments, (received, viewers))
@@ -117,7 +116,7 @@ def weights_launch(
     tiles = tiles or tiles_for("averaged" if average else "weights", query, terms, softcap)
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles),
-        "lse": _rows_of(lse), "out": out, "HEADS": heads if average else 1,
+        "lse": base_2(lse), "out": out, "HEADS": heads if average else 1,
     }  # fmt: skip
     programs = tiles_over(length, tiles.queries) * tiles_over(count, tiles.keys) * batch * out.shape[1]
     return Launch(weights_kernel, programs if out.numel() else 0, arguments, (out,))
@@ -146,80 +145,19 @@ def map_launch(
     across = max(1, tiles.keys // tiles_over(count, columns)) if out.numel() else 1
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles),
-        "lse": _rows_of(lse, counted), "out": out, "lines": lines, "columns": columns,
-        "lines_at_once": down, "columns_at_once": across, "LARGEST": largest, **_registers(tiles, 2),
+        "lse": base_2(lse, counted), "out": out, "lines": lines, "columns": columns,
+        "lines_at_once": down, "columns_at_once": across, "LARGEST": largest, **registers(tiles, 2),
     }  # fmt: skip
     programs = tiles_over(lines, down) * tiles_over(columns, across) * batch * heads
     return Launch(map_kernel, programs if out.numel() else 0, arguments, (out,))
 
 
-def query_gradient_launch(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    gradient: Tensor,
-    terms: Terms,
-    *,
-    scale: float,
-    softcap: float,
-    tiles: Tiles | None = None,
-) -> Launch:
-    """Of the gradient of the query (B, H, L, D), and Σ_j p dp (B, H, L).
-
-    `gradient` is that of the weights (B, H, L, S), or of their mean over the heads (B, 1, L, S).
-    """
-    tiles = tiles or tiles_for("dq", query, terms, softcap)
-    means = query.new_empty(query.shape[:3], dtype=torch.float32)
-    out = query.new_empty(query.shape, dtype=torch.float32)
-    arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles), **_gradient(query, key, lse, gradient, tiles),
-        "means": means, "out": out, "factor": scale,  # the operands may have its sign in the query
-    }  # fmt: skip
-    programs = tiles_over(query.shape[2], tiles.queries) * query.shape[0] * query.shape[1]
-    return Launch(query_gradient_kernel, programs if out.numel() else 0, arguments, (out, means))
-
-
-def key_gradient_launch(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    gradient: Tensor,
-    means: Tensor,
-    terms: Terms,
-    *,
-    scale: float,
-    softcap: float,
-    tiles: Tiles | None = None,
-) -> Launch:
-    """Of the gradient of the key (B, Hkv, S, D). `means` is a result of the launch for the query."""
-    tiles = tiles or tiles_for("dk", query, terms, softcap)
-    out = query.new_empty(key.shape, dtype=torch.float32)
-    arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles), **_gradient(query, key, lse, gradient, tiles),
-        **_ranges_of_keys(terms), "means": means, "out": out,
-    }  # fmt: skip
-    programs = tiles_over(key.shape[2], tiles.keys) * key.shape[0] * key.shape[1]
-    return Launch(key_gradient_kernel, programs if out.numel() else 0, arguments, (out,))
-
-
-def _gradient(query: Tensor, key: Tensor, lse: Tensor, gradient: Tensor, tiles: Tiles) -> dict[str, Any]:
-    """The arguments that both kernels of gradients have beside those of all kernels."""
-    (batch, heads, length, dim), count = query.shape, key.shape[2]
-    strides = gradient.expand(batch, heads, length, count).stride()
-    return {
-        **dict(zip(("g_b", "g_h", "g_l", "g_s"), strides, strict=True)), "gradient": gradient.resolve_neg(),
-        "share": gradient.shape[1] / heads, "lse": _rows_of(lse),
-        # Three products of TF32 are about as exact as one of float32, and use matrix instructions.
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32x3", **_registers(tiles, 2 if dim <= 128 else 1),
-    }  # fmt: skip
-
-
-def _registers(tiles: Tiles, blocks: int) -> dict[str, int]:
+def registers(tiles: Tiles, blocks: int) -> dict[str, int]:
     """An option of the compiler: registers for so many blocks on a multiprocessor. Else it spills some for more."""
     return {} if torch.version.hip is not None else {"maxnreg": min(255, 65536 // (32 * blocks * tiles.warps))}
 
 
-def _ranges_of_keys(terms: Terms) -> dict[str, Any]:
+def ranges_of_keys(terms: Terms) -> dict[str, Any]:
     """The queries that may see each key, as arguments of a kernel that passes over the queries."""
     first, last = terms.first_query, terms.last_query
     alike = terms.last is not None and terms.last.shape[1] == 1
@@ -230,7 +168,7 @@ def _ranges_of_keys(terms: Terms) -> dict[str, Any]:
     return ranges | {"ROWS_ALIKE": alike}
 
 
-def _rows_of(lse: Tensor, counted: Tensor | None = None) -> Tensor:
+def base_2(lse: Tensor, counted: Tensor | None = None) -> Tensor:
     """The log-sum-exp × log2 e. It is ∞ for a query without a key, or not counted (1 or B, L): its weights are 0."""
     rows = lse.contiguous() * math.log2(math.e)
     rows.masked_fill_(rows == float("-inf"), float("inf"))

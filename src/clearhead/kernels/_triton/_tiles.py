@@ -74,11 +74,14 @@ def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
 
 
 def _of_gradient(kernel: str, width: int, dtype: torch.dtype) -> Tiles:
-    if dtype != torch.float32:
-        return Tiles(32, 32, 4, 1) if width <= 128 else Tiles(16 if kernel == "dk" else 32, 32, 8, 1)
+    of_query = kernel == "dq"
+    if dtype == torch.float32:
+        if width > 128:
+            return Tiles(16, 16, 8, 1)
+        return Tiles(16, 32, 8, 1) if of_query or width <= 64 else Tiles(32, 16, 8, 1)
     if width > 128:
-        return Tiles(16, 16, 8, 1)
-    return Tiles(32, 16, 8, 1) if kernel == "dk" and width > 64 else Tiles(16, 32, 8, 1)
+        return Tiles(32 if of_query else 16, 32, 8, 1)
+    return Tiles(32, 16 if of_query and width > 64 else 32, 4, 1)
 
 
 def tiles_for(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
