@@ -53,7 +53,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "ients, call.bias_tensors, strict=False))",
     ): "an assertion: both have one length",
     (
-        "src/clearhead/kernels/_flex_blocks.py",
+        "src/clearhead/kernels/_flex_rule.py",
         "steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=T"
         "rue)] → steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), "
         "strict=False)]",
