@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Generator, Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -138,7 +139,8 @@ def _unpadded() -> Iterator[Check]:
 
 def _run_unpadded(parts: dict[str, Any], mask: Mask, place: Place) -> Way:
     """Forward and every gradient. On the device padding that is left out holds NaN."""
-    model = _placed(partial(_wide, **parts), place)
+    # A position part is a module, which the models of two devices cannot share.
+    model = _placed(partial(_wide, **deepcopy(parts)), place)
     leaves_queries_out = len(mask.parts()) > 1
     padding = (torch.arange(LONG) >= torch.tensor(REAL)[:, None])[..., None]
     fill = torch.nan if place.device != "cpu" and leaves_queries_out else 0.0
