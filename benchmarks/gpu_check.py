@@ -1,6 +1,6 @@
 """Clearhead on a GPU beside float64 on the CPU: values, gradients, waits, backends and memory, one line a call.
 
-    python -m benchmarks.gpu --check [--only PATTERN] [--out FILE] [--seconds 120] [--device cuda]
+    python -m benchmarks.gpu --check [--only PATTERN] [--out FILE] [--seconds 300] [--device cuda]
 
 The calls run in a process of their own. Where it dies, another goes on with the next call. Without a GPU, ``--device
 cpu`` shows that the command works.
@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--only", metavar="PATTERN", default="", help="run checks whose name matches this regex")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write everything that was found as JSON")
-    parser.add_argument("--seconds", type=float, default=120.0, help="stop after so long (default 120)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="stop after so long (default 300)")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--list", action="store_true", help="name the checks and stop")
     parser.add_argument("--child", type=int, nargs="+", help=argparse.SUPPRESS)
