@@ -62,7 +62,9 @@ def _of_top(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
     if plain and width <= 128 and capability[0] == 9:
         return Tiles(64, 64, 4, 3)
     keys = 64 if width <= 64 or (plain and width <= 128) else 32
-    return Tiles(64, keys, 4, 1 if capability[0] == 12 and width <= 64 else 2)
+    # With more stages they spill registers there.
+    of_100_kb = capability in ((8, 6), (8, 9)) or capability[0] == 12
+    return Tiles(64, keys, 4, 1 if of_100_kb else 2)
 
 
 def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
