@@ -10,6 +10,10 @@ from torch import Tensor
 from ._terms import Terms
 
 
+#: Compute capabilities, beside 12.x, whose multiprocessors have 100 KB of shared memory; 8.0, 9.0 and 10.0 have more.
+_SMALL = ((8, 6), (8, 9))
+
+
 class Tiles(NamedTuple):
     """Queries and keys of a tile, warps of a program, and stages of its pipeline."""
 
@@ -49,7 +53,8 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
 
 
 def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
-    if width > 64 and capability[0] == 12:  # whose compiler spills registers in larger tiles
+    # In larger tiles these spill registers.
+    if width > 64 and (capability[0] == 12 or (kernel == "averaged" and capability in _SMALL)):
         return Tiles(16, 32, 8, 1)
     if kernel in ("weights", "averaged", "map"):
         return Tiles(16 if kernel == "map" and width > 128 else 32, 32, 8, 1)
@@ -63,8 +68,7 @@ def _of_top(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
         return Tiles(64, 64, 4, 3)
     keys = 64 if width <= 64 or (plain and width <= 128) else 32
     # With more stages they spill registers there.
-    of_100_kb = capability in ((8, 6), (8, 9)) or capability[0] == 12
-    return Tiles(64, keys, 4, 1 if of_100_kb else 2)
+    return Tiles(64, keys, 4, 1 if capability in _SMALL or capability[0] == 12 else 2)
 
 
 def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
