@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ._terms import Terms
 
-
 #: Compute capabilities, beside 12.x, whose multiprocessors have 100 KB of shared memory; 8.0, 9.0 and 10.0 have more.
 _SMALL = ((8, 6), (8, 9))
 
