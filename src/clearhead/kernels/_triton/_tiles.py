@@ -53,7 +53,9 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
 
 def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
     # In larger tiles these spill registers.
-    if width > 64 and (capability[0] == 12 or (kernel == "averaged" and capability in _SMALL)):
+    if kernel in ("weights", "averaged") and width > 64:
+        return Tiles(32, 32 if width > 128 and capability in _SMALL else 16, 8, 1)
+    if width > 64 and capability[0] == 12:
         return Tiles(16, 32, 8, 1)
     if kernel in ("weights", "averaged", "map"):
         return Tiles(16 if kernel == "map" and width > 128 else 32, 32, 8, 1)

@@ -68,12 +68,12 @@ def groups_launch(rows: Launch, maxima: Tensor, count: int) -> Launch:
 def best_launch(rows: Launch, chosen: Tensor, lse: Tensor, results: tuple[Tensor, Tensor]) -> Launch:
     """Of the weights and keys (B, H, L, k) in the chosen groups, written to those of the rows of a launch."""
     count, is_float = chosen.shape[3], rows.arguments["query"].dtype == torch.float32
-    slots = power_of_two(count)
+    slots, wide = power_of_two(count), is_float and rows.arguments["BLOCK_D"] > 128
     arguments = _shared(best_kernel, rows) | {
         "lse": lse, "chosen": chosen, "weights_out": results[0], "keys_out": results[1],
         "wanted": results[0].shape[3], "chosen_count": count, "SLOTS": slots, "MATRIX": not is_float,
         "AT_ONCE": max(1, min(slots, _TILE // (2 if is_float else 1) // (GROUP_KEYS * rows.arguments["BLOCK_D"]))),
-        "num_warps": _warps(slots * GROUP_KEYS, _PER_WARP // 2),
+        "num_warps": max(4 if wide else 1, _warps(slots * GROUP_KEYS, _PER_WARP // 2)),
     }  # fmt: skip
     return Launch(best_kernel, chosen.shape[:3].numel(), arguments, results)
 
