@@ -69,7 +69,7 @@ def _of_top(width: int, capability: tuple[int, int], plain: bool) -> Tiles:
         return Tiles(64, 64, 4, 3)
     keys = 64 if width <= 64 or (plain and width <= 128) else 32
     # With more stages they spill registers there.
-    return Tiles(64, keys, 4, 1 if capability in _SMALL or capability[0] == 12 else 2)
+    return Tiles(64, keys, 4, 1 if capability in _SMALL or capability[0] >= 10 else 2)
 
 
 def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
@@ -77,7 +77,7 @@ def _of_weights(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
         return Tiles(32, 32, 8, 1)
     averaged = kernel == "averaged"
     few_keys = kernel == "map" or (averaged and width > 64)
-    return Tiles(64, 32 if few_keys else 64, 4, 2 if averaged and capability[0] != 12 else 1)
+    return Tiles(64, 32 if few_keys else 64, 4, 2 if averaged and capability[0] < 10 else 1)
 
 
 def _of_gradient(kernel: str, width: int, dtype: torch.dtype) -> Tiles:
