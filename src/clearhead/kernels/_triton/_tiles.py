@@ -48,7 +48,8 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
         return Tiles(64, 128, 4, 3) if kernel == "rows" else Tiles(128, 64, 4, 3)
     if plain and kernel == "rows" and capability[0] == 10:
         return Tiles(128, 64, 8, 2)
-    return Tiles(64, 64 if kernel == "rows" and width <= 64 else 32, 4, 2)
+    keys = 64 if kernel == "rows" and width <= 64 else 32
+    return Tiles(64, keys, 4, 1 if keys == 64 and capability[0] == 12 else 2)
 
 
 def _of_float32(kernel: str, width: int, capability: tuple[int, int]) -> Tiles:
