@@ -44,7 +44,7 @@ def _over_queries(
             s = tl.where(seen, s, float("-inf"))
             is_viewer = (s > float("-inf")) & (row != float("inf"))[None, :]
             viewers += tl.sum(is_viewer.to(tl.float32), 1)
-        elif ALL:  # every query sees every key of the tile
+        elif ALL:  # every key of the tile is visible to every query
             viewers += M
         else:
             viewers += tl.sum((row != float("inf")).to(tl.float32), 0)
@@ -65,7 +65,7 @@ def columns_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, ROWS_ALIKE: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Write what each key receives, and how many counted queries see it.
+    """Write what each key receives, and to how many counted queries it is visible.
 
     `lse` is the log-sum-exp × log2 e; it is ∞ for queries without a key and for those that are not counted. Rows share
     one range if `ROWS_ALIKE`. All queries are counted if `ALL`.

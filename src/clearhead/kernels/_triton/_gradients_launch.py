@@ -25,7 +25,7 @@ def query_gradient_launch(
     softcap: float,
     tiles: Tiles | None = None,
 ) -> Launch:
-    """Of the gradient of the query (B, H, L, D), and Σ_j p dp (B, H, L).
+    """A launch that writes the gradient of the query (B, H, L, D), and Σ_j p dp (B, H, L).
 
     `gradient` is that of the weights (B, H, L, S), or of their mean over the heads (B, 1, L, S).
     """
@@ -34,7 +34,7 @@ def query_gradient_launch(
     out = query.new_empty(query.shape, dtype=torch.float32)
     arguments = {
         **arguments_of(query, key, terms, scale, softcap, tiles), **_gradient(query, key, lse, gradient, tiles),
-        "means": means, "out": out, "factor": scale,  # the operands may have its sign in the query
+        "means": means, "out": out, "factor": scale,  # `arguments_of` may move its sign into the query
     }  # fmt: skip
     programs = tiles_over(query.shape[2], tiles.queries) * query.shape[0] * query.shape[1]
     return Launch(query_gradient_kernel, programs if out.numel() else 0, arguments, (out, means))
@@ -52,7 +52,7 @@ def key_gradient_launch(
     softcap: float,
     tiles: Tiles | None = None,
 ) -> Launch:
-    """Of the gradient of the key (B, Hkv, S, D). `means` is a result of the launch for the query."""
+    """A launch that writes the gradient of the key (B, Hkv, S, D). `means` is a result of the launch for the query."""
     tiles = tiles or tiles_for("dk", query, terms, softcap)
     out = query.new_empty(key.shape, dtype=torch.float32)
     arguments = {

@@ -49,9 +49,9 @@ def rows_launch(
     row: int = 0,
     maxima: Tensor | None = None,
 ) -> Launch:
-    """Of the statistics (n, B, H, L) in the order of `want`.
+    """A launch that writes the statistics (n, B, H, L) in the order of `want`.
 
-    With `maxima` (B, H, rows, groups), only of so many rows from `row` on. Its numbers are written too.
+    With `maxima` (B, H, rows, groups), it writes only those of so many rows from `row` on, and the numbers of `maxima`.
     """
     (batch, heads, length, _), count = query.shape, key.shape[2]
     if out is None:
@@ -86,7 +86,7 @@ def columns_launch(
     softcap: float,
     tiles: Tiles | None = None,
 ) -> Launch:
-    """Of received mass and viewers, (B, H, S) each."""
+    """A launch that writes received mass and viewers, (B, H, S) each."""
     (batch, heads, _, _), count = query.shape, key.shape[2]
     received = query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
@@ -110,7 +110,7 @@ def weights_launch(
     average: bool,
     tiles: Tiles | None = None,
 ) -> Launch:
-    """Of the weights (B, H, L, S), or of their mean over the heads (B, 1, L, S)."""
+    """A launch that writes the weights (B, H, L, S), or their mean over the heads (B, 1, L, S)."""
     (batch, heads, length, _), count = query.shape, key.shape[2]
     out = query.new_empty((batch, 1 if average else heads, length, count), dtype=torch.float32)
     tiles = tiles or tiles_for("averaged" if average else "weights", query, terms, softcap)
@@ -135,7 +135,7 @@ def map_launch(
     softcap: float,
     tiles: Tiles | None = None,
 ) -> Launch:
-    """Of the pooled weights (B, H, lines, columns)."""
+    """A launch that writes the pooled weights (B, H, lines, columns)."""
     (batch, heads, length, _), count = query.shape, key.shape[2]
     lines, columns = cells
     out = query.new_empty((batch, heads, lines, columns), dtype=torch.float32)

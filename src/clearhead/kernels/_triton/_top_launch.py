@@ -12,10 +12,12 @@ from torch import Tensor
 
 from ._launch import Launch, rows_launch
 from ._terms import Terms
+from ._tile import GROUP_KEYS as _GROUP_KEYS
 from ._tiles import power_of_two, tiles_for, tiles_over
+from ._top import RUN as _RUN
 from ._top import best_kernel, groups_kernel
 
-GROUP_KEYS, RUN = 16, 16  # those of the kernels
+GROUP_KEYS, RUN = _GROUP_KEYS.value, _RUN.value  # of the kernels
 _SCRATCH = 1 << 26  # largest scores at a time, 256 MB
 _PER_WARP = 4096  # largest scores that `groups_kernel` holds
 _TILE = 2048  # numbers of 16 bits of keys that `best_kernel` multiplies at a time
@@ -51,7 +53,7 @@ def rows_and_top(
 
 
 def groups_launch(rows: Launch, maxima: Tensor, count: int) -> Launch:
-    """Of the numbers of the groups with the largest maxima, (B, H, rows, count)."""
+    """A launch that finds the groups with the largest maxima. It writes their numbers (B, H, rows, count)."""
     groups = maxima.shape[3]
     chosen = maxima.new_empty((*maxima.shape[:3], count), dtype=torch.int32)
     runs, slots = power_of_two(tiles_over(groups, RUN)), power_of_two(count)
@@ -66,7 +68,7 @@ def groups_launch(rows: Launch, maxima: Tensor, count: int) -> Launch:
 
 
 def best_launch(rows: Launch, chosen: Tensor, lse: Tensor, results: tuple[Tensor, Tensor]) -> Launch:
-    """Of the weights and keys (B, H, L, k) in the chosen groups, written to those of the rows of a launch."""
+    """A launch that writes the weights and keys (B, H, L, k) of the rows of another launch, from the chosen groups."""
     count, is_float = chosen.shape[3], rows.arguments["query"].dtype == torch.float32
     slots, wide = power_of_two(count), is_float and rows.arguments["BLOCK_D"] > 128
     arguments = _shared(best_kernel, rows) | {
