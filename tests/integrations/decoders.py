@@ -68,12 +68,6 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Within 1e-5 of the largest."""
-    assert actual.shape == expected.shape
-    assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
-
-
 def own_windows(model: Any) -> list[int | None]:
     config = model.config
     if config.model_type == "mistral":
@@ -128,13 +122,7 @@ def dense_logits(model: Any, ids: Tensor, mask: Tensor, visible: list[Tensor]) -
 
 
 def cached_logits(
-    model: Any,
-    cache: Any,
-    ids: Tensor,
-    mask: Tensor,
-    steps: list[int],
-    visible: Visible | None = None,
-    start: int = 0,
+    model: Any, cache: Any, ids: Tensor, mask: Tensor, steps: list[int], visible: Visible | None = None, start: int = 0
 ) -> Tensor:
     """The logits of the same tokens, so many at a time."""
     logits = []

@@ -87,17 +87,14 @@ def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, s
     Returns:
         The layers by their qualified names, and the reason for each other layer.
     """
-    swapped: dict[str, nn.Linear] = {}
-    unchanged: dict[str, str] = {}
     stays = f"the GEMM stays {describe_backend()}" if chosen_backend() == "pytorch" else None
-    for name, module in _outside_of_ours(model):
-        if isinstance(module, nn.Linear):
-            why = _why_not(module) or ("it is part of an adapter" if _is_part_of_lora(model, name) else stays)
-            if why is None:
-                swapped[name] = module
-            else:
-                unchanged[name] = why
-    return swapped, unchanged
+    linears = {name: module for name, module in _outside_of_ours(model) if isinstance(module, nn.Linear)}
+    reasons = {
+        name: _why_not(module) or ("it is part of an adapter" if _is_part_of_lora(model, name) else stays)
+        for name, module in linears.items()
+    }
+    swapped = {name: module for name, module in linears.items() if reasons[name] is None}
+    return swapped, {name: why for name, why in reasons.items() if why is not None}
 
 
 def own_linears(model: nn.Module) -> dict[str, Linear]:
