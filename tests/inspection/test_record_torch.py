@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
 from tests.support.statistics_oracle import EVERY, Oracle, compare
@@ -125,25 +125,6 @@ def test_a_hint_beside_another_mask(training: bool) -> None:
     compare(rec[""][0], expected, exact=EXACT)
     mixed = expected.output().transpose(1, 2).flatten(2)
     torch.testing.assert_close(inside, module.out_proj(mixed), rtol=0, atol=EXACT)
-
-
-@modes
-def test_a_functional_caller(training: bool) -> None:
-    """Subclasses and copies of the module call `F.multi_head_attention_forward` themselves."""
-    inner = nn.MultiheadAttention(WIDTH, HEADS).double()
-    parameters = (inner.in_proj_weight, inner.in_proj_bias, None, None, False, 0.0)
-    projection = (inner.out_proj.weight, inner.out_proj.bias)
-
-    class Foreign(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            arguments = (x, x, x, WIDTH, HEADS, *parameters, *projection)
-            return multi_head_attention_forward(*arguments, training=training, need_weights=False)[0]
-
-    x, model = torch.randn(LENGTH, BATCH, WIDTH).double(), Foreign()
-    with torch.no_grad(), record(model) as rec:
-        model(x)
-    bias = explicit_bias((BATCH, HEADS, LENGTH, LENGTH), None, None, False)
-    compare(rec[""][0], oracle(inner, (x, x, x), bias, None), exact=EXACT)
 
 
 class Call(nn.Module):
