@@ -171,19 +171,15 @@ def test_t5_without_its_bias() -> None:
         from_transformers(state, 2, config=model.config, part="decoder")
 
 
-def test_weights_of_another_model(models: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError) as raised:
-        from_transformers(models["bert"].state_dict(), 0, config=models["llama"].config)
-    assert "expected attention of llama under 'layers.0.self_attn.'" in str(raised.value)
-    assert "got embeddings.word_embeddings.weight, " in str(raised.value)
-    with pytest.raises(CheckpointError, match=r"expected attention of llama .*, got no names"):
-        from_transformers({}, 0, config=models["llama"].config)
-
-
-def test_two_models_in_one(models: dict[str, Any]) -> None:
-    both = nn.ModuleDict({"teacher": models["llama"], "student": models["llama"]})
-    with pytest.raises(CheckpointError, match=r"got several, under 'teacher.layers.0.self_attn.', 'student.layers"):
-        from_transformers(both, 0, config=models["llama"].config)
+def test_weights_of_another_model_and_two_models_in_one(models: dict[str, Any]) -> None:
+    llama = models["llama"]
+    for source, text in (
+        (models["bert"], "attention of llama under 'layers.0.self_attn.', got embeddings.word_embeddings.weight, "),
+        ({}, "expected attention of llama .*, got no names"),
+        (nn.ModuleDict({"a": llama, "b": llama}), "got several, under 'a.layers.0.self_attn.', 'b.layers"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            from_transformers(source, 0, config=llama.config)
 
 
 def test_layers_of_another_name_do_not_count(models: dict[str, Any]) -> None:
