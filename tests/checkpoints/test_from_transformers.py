@@ -37,8 +37,8 @@ def same(left: Any, right: Any) -> bool:
 
 def changed(config: Any, **settings: Any) -> Any:
     """The same configuration with other settings; those given as ... are missing."""
-    own = {name: value for name, value in config.to_dict().items() if settings.get(name) is not ...}
-    return SimpleNamespace(**(own | {name: value for name, value in settings.items() if value is not ...}))
+    kept = {name: value for name, value in config.to_dict().items() if settings.get(name) is not ...}
+    return SimpleNamespace(**(kept | {name: value for name, value in settings.items() if value is not ...}))
 
 
 @pytest.mark.parametrize("source", ["state dict", "torch.save", "wrapped"])  # safetensors: below

@@ -24,8 +24,8 @@ def test_bert(source: str) -> None:
     seen = case.run(bert, input_ids=token_ids(), attention_mask=kept)
     given: Any = {"model": bert, "state dict": bert.state_dict(), "attention": bert.get_submodule(name)}[source]
     prefix = "" if source == "attention" else name
-    found = identify(given, prefix=prefix)
-    assert (found.naming.name, found.ignored) == ("bert", ("output.LayerNorm.weight", "output.LayerNorm.bias"))
+    finding = identify(given, prefix=prefix)
+    assert (finding.naming.name, finding.ignored) == ("bert", ("output.LayerNorm.weight", "output.LayerNorm.bias"))
     ours = load(given, 5 if source == "state dict" else None, prefix=prefix).eval()
     assert (ours.num_heads, ours.dropout) == (5, 0.0 if source == "state dict" else 0.1)
     assert_close(ours(seen.x[1][0], mask=masks.keep(keys=kept)), seen.output[1][0])

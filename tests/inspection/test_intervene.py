@@ -108,8 +108,8 @@ def head_output(model: nn.Module, name: str, head: int, *inputs: Tensor, **optio
     return outputs[0]
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
 @kinds

@@ -36,13 +36,13 @@ def projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = [0, 0, 0] if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     batch_first = [x if module.batch_first else x.transpose(0, 1) for x in inputs]
-    found = [x @ weight.T + bias for x, weight, bias in zip(batch_first, weights, biases, strict=True)]
+    tensors = [x @ weight.T + bias for x, weight, bias in zip(batch_first, weights, biases, strict=True)]
     for place, learned in ((1, module.bias_k), (2, module.bias_v)):
         if learned is not None:
-            found[place] = torch.cat([found[place], learned.expand(found[place].shape[0], 1, -1)], 1)
+            tensors[place] = torch.cat([tensors[place], learned.expand(tensors[place].shape[0], 1, -1)], 1)
     if module.add_zero_attn:
-        found[1:] = [torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in found[1:]]
-    return [x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in found]
+        tensors[1:] = [torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in tensors[1:]]
+    return [x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in tensors]
 
 
 def oracle(module: nn.MultiheadAttention, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor, counted: Any) -> Oracle:

@@ -76,10 +76,10 @@ def compare_all(rec: Any, model: nn.Module, attended: list[Attended], visible: A
         by_name.setdefault(names[call.module], []).append(call)
     assert list(rec) == list(by_name), "modules in the order in which they run"
     for name, calls in by_name.items():
-        for found, call in zip(rec[name], calls, strict=True):
+        for statistics, call in zip(rec[name], calls, strict=True):
             batch, heads, length, _ = call.query.shape
             seen = visible(call).expand(batch, heads, length, call.key.shape[2])
-            compare(found, Oracle(call.query, call.key, seen, call.value, scale=call.scale, counted=counted(call)))
+            compare(statistics, Oracle(call.query, call.key, seen, call.value, scale=call.scale, counted=counted(call)))
 
 
 def recorded(model: Any, implementation: str, run: Callable[..., Any] | None = None, **inputs: Any) -> Any:
@@ -112,7 +112,7 @@ def test_all_72_heads_of_minilm(texts: list[str], implementation: str, minilm: A
     options = OPTIONS if len(texts) > 1 else {"top_k": 8}
     with torch.no_grad(), clearhead.record(model, **options) as rec:
         model(**inputs)
-    assert sum(found.num_heads for found in rec.values()) == 72
+    assert sum(statistics.num_heads for statistics in rec.values()) == 72
     compare_all(rec, model, attended, lambda call: mask[:, None, None, :], lambda call: mask)
 
 
@@ -147,7 +147,7 @@ def test_cached_decoding_appends_a_call_per_step(
         return lower(call.query.shape[2], call.key.shape[2]) & real(call)[:, None, None, :]
 
     compare_all(rec, model, attended, visible, lambda call: real(call)[:, -call.query.shape[2] :])
-    assert [found.query_length for found in next(iter(rec.values()))] == [length, 1, 1, 1]
+    assert [statistics.query_length for statistics in next(iter(rec.values()))] == [length, 1, 1, 1]
 
 
 @both

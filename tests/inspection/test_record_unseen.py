@@ -143,8 +143,8 @@ def test_compiled_code_is_recorded_uncompiled(where: str) -> None:
 
 def test_a_full_graph_cannot_be_recorded() -> None:
     torch._dynamo.reset()  # code that was compiled with graph breaks before would run with them again
-    whole = torch.compile(attend, backend="eager", fullgraph=True)
-    model = nn.Sequential(Run(lambda x: whole(x)), Run(attend))
+    full_graph = torch.compile(attend, backend="eager", fullgraph=True)
+    model = nn.Sequential(Run(lambda x: full_graph(x)), Run(attend))
     with pytest.raises(RecordError, match=r"set_stance\('force_eager'\)"):
         recorded(model, tensor())
     with torch.compiler.set_stance("force_eager"):

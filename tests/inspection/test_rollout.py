@@ -43,8 +43,8 @@ def explicit(rec: clearhead.record, visible: Sequence[Tensor], residual: float, 
     return result
 
 
-def close(found: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+def close(result: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=atol)
 
 
 PADDED = torch.arange(LENGTH).expand(BATCH, LENGTH) < torch.tensor([[LENGTH], [LENGTH - 4]])
@@ -66,9 +66,9 @@ def test_equals_products_of_matrices(
         request.getfixturevalue("small_blocks")
     layer_masks, visible = PATTERNS[pattern]
     rec, targets = record(stack(layer_masks)), [0, 7, -1]
-    found = rec.rollout(targets, residual=residual)
-    close(found, explicit(rec, visible, residual)[:, targets])
-    close(found.sum(-1), torch.ones(BATCH, 3).double(), 1e-5)
+    result = rec.rollout(targets, residual=residual)
+    close(result, explicit(rec, visible, residual)[:, targets])
+    close(result.sum(-1), torch.ones(BATCH, 3).double(), 1e-5)
 
 
 def test_float64() -> None:
@@ -96,9 +96,9 @@ def test_the_mass_of_a_sink_is_lost() -> None:
             return clearhead.merge_heads(clearhead.attention(heads, heads, heads, sinks=torch.ones(HEADS)))
 
     rec = record(WithSinks(1, 1))
-    found = rec.rollout(range(LENGTH), residual=0.0)
-    close(found, explicit(rec, (EVERYTHING,), 0.0, sinks=torch.ones(HEADS)))
-    assert bool((found.sum(-1) < 1).all())
+    result = rec.rollout(range(LENGTH), residual=0.0)
+    close(result, explicit(rec, (EVERYTHING,), 0.0, sinks=torch.ones(HEADS)))
+    assert bool((result.sum(-1) < 1).all())
 
 
 def test_no_matrix_of_all_tokens_is_built() -> None:

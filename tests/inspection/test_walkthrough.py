@@ -135,38 +135,38 @@ def turned(x: Tensor) -> Tensor:
 def formulas(module: MultiHeadAttention, x: Tensor) -> dict[str, Tensor]:
     """Every step of `with_every_part` under `every_kind_of_mask`, from parameters and sizes alone."""
     p = dict(module.named_parameters())
-    found = {"input": x}
+    tensors = {"input": x}
     for name, letter, heads in (("query", "q", H), ("key", "k", 2), ("value", "v", 2)):
         projection = torch.einsum("blf,gf->blg", x, p[f"{letter}_proj.weight"]) + p[f"{letter}_proj.bias"]
-        found[f"{name}_projection"] = projection
-        found[f"{name}_heads"] = torch.stack(projection.split(D, -1), 1)
-        assert found[f"{name}_heads"].shape[1] == heads
-    q, k = found["query_heads"], found["key_heads"]
-    found["query_norm"] = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * p["q_norm.weight"]
+        tensors[f"{name}_projection"] = projection
+        tensors[f"{name}_heads"] = torch.stack(projection.split(D, -1), 1)
+        assert tensors[f"{name}_heads"].shape[1] == heads
+    q, k = tensors["query_heads"], tensors["key_heads"]
+    tensors["query_norm"] = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * p["q_norm.weight"]
     k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-    found["key_norm"] = k * p["k_norm.weight"] + p["k_norm.bias"]
-    found["query_position"], found["key_position"] = turned(found["query_norm"]), turned(found["key_norm"])
+    tensors["key_norm"] = k * p["k_norm.weight"] + p["k_norm.bias"]
+    tensors["query_position"], tensors["key_position"] = turned(tensors["query_norm"]), turned(tensors["key_norm"])
     key_head = torch.tensor([0, 0, 0, 1, 1, 1])
-    found["shared_heads"] = found["key_position"][:, key_head]
-    found["scores"] = 0.9 * torch.einsum("bhid,bhjd->bhij", found["query_position"], found["shared_heads"])
-    found["softcap"] = 0.7 * torch.tanh(found["scores"] / 0.7)
+    tensors["shared_heads"] = tensors["key_position"][:, key_head]
+    tensors["scores"] = 0.9 * torch.einsum("bhid,bhjd->bhij", tensors["query_position"], tensors["shared_heads"])
+    tensors["softcap"] = 0.7 * torch.tanh(tensors["scores"] / 0.7)
 
     i, j = torch.arange(L)[:, None], torch.arange(L)
     slopes = ALiBi(H).slopes.double()[:, None, None]
     hidden = (j < i - 3) | (j > i + 1)
-    found["own_mask"] = (found["softcap"] - slopes * (i - j).abs()).masked_fill(hidden, float("-inf"))
+    tensors["own_mask"] = (tensors["softcap"] - slopes * (i - j).abs()).masked_fill(hidden, float("-inf"))
     bias = torch.linspace(-2, 2, H * L * L, dtype=torch.float64).reshape(H, L, L)
     hidden = torch.stack([j > i, (j > i) | (j > 1)])[:, None].expand(B, H, L, L).clone()
     hidden[:, 2, 3] = True
-    found["mask"] = (found["own_mask"] + bias).masked_fill(hidden, float("-inf"))
+    tensors["mask"] = (tensors["own_mask"] + bias).masked_fill(hidden, float("-inf"))
 
-    found["sinks"] = p["sinks"]
-    exp = found["mask"].exp()
-    found["softmax"] = exp / (exp.sum(-1, keepdim=True) + p["sinks"].exp()[:, None, None])
-    found["weighted_sum"] = torch.einsum("bhij,bhjd->bhid", found["softmax"], found["value_heads"][:, key_head])
-    found["merge"] = torch.cat(found["weighted_sum"].unbind(1), -1)
-    found["output_projection"] = found["merge"] @ p["out_proj.weight"].T + p["out_proj.bias"]
-    return found
+    tensors["sinks"] = p["sinks"]
+    exp = tensors["mask"].exp()
+    tensors["softmax"] = exp / (exp.sum(-1, keepdim=True) + p["sinks"].exp()[:, None, None])
+    tensors["weighted_sum"] = torch.einsum("bhij,bhjd->bhid", tensors["softmax"], tensors["value_heads"][:, key_head])
+    tensors["merge"] = torch.cat(tensors["weighted_sum"].unbind(1), -1)
+    tensors["output_projection"] = tensors["merge"] @ p["out_proj.weight"].T + p["out_proj.bias"]
+    return tensors
 
 
 def test_every_step_is_its_formula() -> None:

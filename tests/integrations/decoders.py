@@ -91,20 +91,20 @@ class Visible:
             position = self.mask.cumsum(1)[:, None, :stop]  # windows count tokens, not padding
             distance = position[:, :, start:, None] - position[:, :, None]  # (B, 1, L, stop)
             new = torch.ones(stop, stop, dtype=torch.bool).tril()[start:].repeat(*visible.shape[:2], 1, 1)
-            new[..., :start] = False if start == 0 else self.held(layer.cache.positions, start)[:, :, None]
+            new[..., :start] = False if start == 0 else self.cached(layer.cache.positions, start)[:, :, None]
             for window in (own_window, self.window):
                 if window is not None:
                     new &= distance < window
             visible[:, :, start:stop, :stop] = new & self.mask[:, None, None, :stop]
 
-    def held(self, positions: Tensor, start: int) -> Tensor:
+    def cached(self, positions: Tensor, start: int) -> Tensor:
         """Bool (B, H, start): the columns whose keys a layer holds."""
         positions = positions[:, None] if positions.dim() == 2 else positions  # (B, 1 or Hkv, S)
         columns = torch.zeros(len(positions), positions.shape[1], start, dtype=torch.bool)
         for row, mask in enumerate(self.mask[:, :start]):
             real = mask.nonzero().flatten()
-            for head, held in enumerate(positions[row]):
-                columns[row, head, real[held[held >= 0]]] = True
+            for head, cached in enumerate(positions[row]):
+                columns[row, head, real[cached[cached >= 0]]] = True
         return columns.repeat_interleave(self.heads // columns.shape[1], 1)
 
 

@@ -92,9 +92,11 @@ def test_everything_kept_gives_the_tokens_of_transformers_own_cache(name: str, o
         model = model_of(name, implementation)
         inputs = prompt_of("left") | options
         # By itself `generate` gives T5's decoder as many layers as its encoder has.
-        own = EncoderDecoderCache(DynamicCache(), DynamicCache()) if name == "t5" else DynamicCache(config=model.config)
+        plain = (
+            EncoderDecoderCache(DynamicCache(), DynamicCache()) if name == "t5" else DynamicCache(config=model.config)
+        )
         actual = generated(model, cache_for(model, max_length=max_length), **inputs).sequences
-        assert torch.equal(actual, generated(model, own, **inputs).sequences)
+        assert torch.equal(actual, generated(model, plain, **inputs).sequences)
 
 
 def definition(kind: str, mask: Tensor) -> Tensor:
