@@ -286,12 +286,6 @@ def test_the_fast_path_is_off_inside_and_back_after(fails: bool, fast_calls: lis
     assert len(fast_calls) == 4, "back after"
 
 
-@kinds
-def test_training_inside_has_the_gradients_of_training_outside(upgraded: bool) -> None:
-    model, x = encoder(upgraded, dropout=0.3).train(), tokens(LENGTH)
-    require_same_training(model, lambda: model(x).square().mean())
-
-
 def test_training_under_autocast_keeps_its_gradients() -> None:
     """Casts of the parameters that the record makes without gradients must not be cached for the model."""
     module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
