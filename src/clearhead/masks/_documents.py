@@ -116,24 +116,18 @@ def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
 
     ``None`` if a sequence of any item is not contiguous.
     """
-    length = ids.shape[1]
-    # PyTorch refuses running extremes of an empty dimension.
-    if ids.numel() == 0:
+    if ids.shape[0] == 0:
         return None
-    is_start = torch.ones_like(ids, dtype=torch.bool)
-    is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    # Neighbours that are sorted by id belong to one segment if their sequence is contiguous.
-    segments = is_start.cumsum(1)
-    sorted_ids, order = ids.sort(stable=True, dim=1)
-    sorted_segments = segments.gather(1, order)
-    split = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & (sorted_segments[:, 1:] != sorted_segments[:, :-1])
-    if bool(split.any()):
-        return None
-    positions = torch.arange(length, device=ids.device).expand_as(ids)
-    first = positions.masked_fill(~is_start, 0).cummax(1).values  # (1 or B, T): the last start so far
-    next_starts = positions.masked_fill(~is_start, length)[:, 1:]
-    stop = next_starts.flip(1).cummin(1).values.flip(1)  # (1 or B, T − 1)
-    return first, torch.nn.functional.pad(stop, (0, 1), value=length)
+    firsts: list[Tensor] = []
+    stops: list[Tensor] = []
+    for item in ids:
+        segments, counts = torch.unique_consecutive(item, return_counts=True)
+        if len(segments.unique()) < len(segments):
+            return None
+        counts_of_tokens, stop = counts.repeat_interleave(counts), counts.cumsum(0).repeat_interleave(counts)
+        firsts.append(stop - counts_of_tokens)
+        stops.append(stop)
+    return torch.stack(firsts), torch.stack(stops)
 
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
