@@ -167,31 +167,38 @@ def _search(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor]:
     queries = torch.zeros(items, heads, length, dtype=torch.bool, device=grid.device)
     keys = torch.zeros(items, heads, count, dtype=torch.bool, device=grid.device)
 
-    def evaluate(rows: slice, start: int, stop: int) -> None:
-        if start < stop:
-            visible = mask.visible(Block(grid, rows=rows, columns=slice(start, stop)))
-            queries[..., rows] |= True if visible is None else visible.any(-1)
-            keys[..., start:stop] |= True if visible is None else visible.any(-2)
+    def cells(rows: slice, columns: slice) -> Tensor:
+        visible = mask.visible(Block(grid, rows=rows, columns=columns))
+        return keys.new_ones(1, 1, 1, 1) if visible is None else visible
 
     open_rows, open_columns = (0, length), (0, count)
     # Reading the outcome to stop early would synchronise an accelerator.
     if length * count > _FEW_CELLS and _is_readable(queries):
         for rows in _edges(length, _EDGE_ROWS):
-            evaluate(rows, *structure_of(mask, grid).columns(grid, rows))
+            columns = slice(*structure_of(mask, grid).columns(grid, rows))
+            keys[..., columns] |= cells(rows, columns).any(-2)
             # Usually one border is enough.
             if bool(keys.all()):
                 break
         for columns in _edges(count, _EDGE_COLUMNS):
-            evaluate(slice(0, length), columns.start, columns.stop)
+            queries |= cells(slice(0, length), columns).any(-1)
             if bool(queries.all()):
                 break
         open_rows, open_columns = _open(queries), _open(keys)
+        if open_rows == open_columns == (0, 0):
+            return queries, keys
     # The budget includes all items and heads of a cell.
     for rows, (start, stop) in row_blocks(mask, grid, max(1, _ROWS_AT_A_TIME // max(1, items * heads))):
         # Rows whose coverage is known are only evaluated in the open columns.
-        if rows.stop <= open_rows[0] or rows.start >= open_rows[1]:
+        is_known = rows.stop <= open_rows[0] or rows.start >= open_rows[1]
+        if is_known:
             start, stop = max(start, open_columns[0]), min(stop, open_columns[1])
-        evaluate(rows, start, stop)
+        if start < stop:
+            visible = cells(rows, slice(start, stop))
+            if not is_known:
+                queries[..., rows] |= visible.any(-1)
+            if open_columns[1] > 0:
+                keys[..., start:stop] |= visible.any(-2)
     return queries, keys
 
 

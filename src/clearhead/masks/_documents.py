@@ -116,18 +116,16 @@ def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
 
     ``None`` if a sequence of any item is not contiguous.
     """
-    if ids.shape[0] == 0:
+    is_start = torch.ones_like(ids, dtype=torch.bool)
+    is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    starts = is_start.flatten().nonzero()[:, 0]  # of the segments of all items, end to end
+    # Each sequence is one segment if there are as many segments as different ids.
+    sorted_ids = ids.sort(dim=1).values
+    if len(starts) > len(ids) + int((sorted_ids[:, 1:] != sorted_ids[:, :-1]).sum()):
         return None
-    firsts: list[Tensor] = []
-    stops: list[Tensor] = []
-    for item in ids:
-        segments, counts = torch.unique_consecutive(item, return_counts=True)
-        if len(segments.unique()) < len(segments):
-            return None
-        counts_of_tokens, stop = counts.repeat_interleave(counts), counts.cumsum(0).repeat_interleave(counts)
-        firsts.append(stop - counts_of_tokens)
-        stops.append(stop)
-    return torch.stack(firsts), torch.stack(stops)
+    counts = starts.diff(append=starts.new_tensor([ids.numel()]))
+    first = starts.repeat_interleave(counts).view(ids.shape) - torch.arange(len(ids))[:, None] * ids.shape[1]
+    return first, first + counts.repeat_interleave(counts).view(ids.shape)
 
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
