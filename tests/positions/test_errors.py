@@ -80,10 +80,10 @@ REFUSED: dict[type[ClearheadError], dict[str, Callable[[], object]]] = {
         ),
     },
     DTypeError: {
-        "head_dim: expected an int ≥ 1, got float.": lambda: Rotary(8.0),
+        "head_dim: expected an int ≥ 1, got 8.0.": lambda: Rotary(8.0),
         f"scaling: {SCALING}, got dict. rotary_from_config reads": lambda: Rotary(8, scaling={"factor": 2.0}),
         "or None, got float.": lambda: Rotary(8, scaling=2.0),
-        "num_heads: expected an int ≥ 1, got bool.": lambda: ALiBi(True),
+        "num_heads: expected an int ≥ 1, got True.": lambda: ALiBi(True),
         "q: expected a float tensor (B, H, L, D), got torch.int64.": rotary(Q.long()),
         "k: expected a float tensor (B, H, L, D), got list.": rotary(k=[1.0]),
         f"{POSITIONS} torch.float32.": rotary(positions=torch.arange(5.0)),
