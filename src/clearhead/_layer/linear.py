@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._call.forwards import LinearForward
-from .._checks import PLAIN, flag, kind, require_factory, same_device, shown, size, strided_or_jagged
+from .._checks import FLOATS, PLAIN, flag, kind, require_factory, same_device, shown, size, strided_or_jagged
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
 from .._torch_private import has_onednn_linear, onednn_linear
-from ..errors import ArgumentError, DTypeError, KernelError, ShapeError
+from ..errors import ArgumentError, DTypeError, KernelError, ShapeError, shape_text
 
 Backend = Literal["pytorch", "onednn"]
 BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
@@ -98,6 +98,18 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
         expected = f"(…, {linear_layer.in_features})"
         raise ShapeError(name, expected=expected, got=kind(x))
     require_same(name, x, linear_layer.weight)
+
+
+def require_tokens(name: str, x: object, features: int | None, fix: str = "") -> Tensor:
+    """A float tensor (B, length, features), or (length, features) without a batch. ``None`` allows any features."""
+    x = strided_or_jagged(name, x)
+    if x.dtype not in FLOATS:
+        raise DTypeError(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
+    if x.dim() not in (2, 3) or (features is not None and x.shape[-1] != features):
+        last = "features" if features is None else features
+        expected = f"(B, length, {last}), or (length, {last}) without a batch"
+        raise ShapeError(name, expected=expected, got=shape_text(x.shape), fix=fix)
+    return x
 
 
 def require_same(name: str, x: Tensor, weight: Tensor) -> None:
