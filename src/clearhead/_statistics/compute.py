@@ -11,7 +11,7 @@ from torch import Tensor
 from .._call.call import AttentionCall, build_call
 from .._call.request import Request
 from .._call.sharding import HeadShard
-from .._environment import autocast_off, cast_for_autocast, is_tracing
+from .._environment import autocast_off, cast_for_autocast
 from .._weights import Queries, row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
@@ -23,6 +23,7 @@ from .arguments import DEFAULT, Per, counted_queries, make_options, require_name
 from .definitions import LIST, STATISTICS, need_values, shape_of
 from .result import AttentionStatistics
 from .statistic import Options, Statistic
+from .totals import PartialCall
 
 
 def attention_statistics(
@@ -112,13 +113,13 @@ def compute_statistics(
     """Statistics of a validated call.
 
     Args:
-        call: the call. If it has a `part`, the results cover the queries, or keys, of this process.
+        call: the call. The results of a `PartialCall` cover the queries, or keys, of this process.
         names, options, queries, per: see `attention_statistics`. They describe the full call.
         counted: (B, L) bool over all queries, or ``None`` if all count.
         heads: set if the call has some of a module's heads. The results then cover all of them.
     """
     require_per(per, names)
-    part, kv_heads = call.part, call.key.shape[1]
+    part, kv_heads = call if isinstance(call, PartialCall) else None, call.key.shape[1]
     with torch.no_grad(), autocast_off(call.query):
         results = (results_of if part is None else part.results)(call, names, options, counted, queries)
         if heads is not None:
@@ -167,7 +168,7 @@ def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], coun
 
     It refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
     """
-    if call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
+    if call.spec.compute_dtype != torch.float32 or call.spec.tracing or refuses(call):
         return {}
     forms = {statistic: form for statistic in statistics if (form := statistic.native()) is not None}
     if not forms:

@@ -12,7 +12,6 @@ from torch import Tensor
 from .._call.call import AttentionCall, Results
 from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionSpec, has_contiguous_rows
-from .._environment import is_tracing
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
@@ -220,7 +219,7 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
         bias = _rounded(bias, call.query.dtype)
     if visible is not None and masked is not None:
         visible = visible | masked
-    if visible is not None and bias is None and is_tracing():  # a graph is smaller with a bool tensor
+    if visible is not None and bias is None and call.spec.tracing:  # a graph is smaller with a bool tensor
         lowered = visible
     else:
         lowered = bias
