@@ -19,8 +19,8 @@ from clearhead import masks
 from clearhead.errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, ShapeError
 from tests.integrations.architectures import padding, token_ids
 
+from .conftest import HEADS, NAMES, WIDTH, Stack, hooks, nothing_left, recorded
 from .small_models import small
-from .stacks import HEADS, NAMES, WIDTH, Stack, hooks, nothing_left, recorded
 
 
 class Scalars:

@@ -14,7 +14,7 @@ import clearhead
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 from tests.support.torch_oracle import explicit_bias
 
-from .stacks import require_same_training
+from .conftest import require_same_training
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 7, 11, 12, 3
 EVEN_HEADS = 4  # PyTorch's inference fast path wants an even number
