@@ -64,6 +64,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no bias": ({"bias": False}, {}),
     "appended keys": ({"add_bias_kv": True, "add_zero_attn": True}, {"key_padding_mask": padding(KEYS)}),
     "padding": ({}, {"key_padding_mask": padding(KEYS)}),
+    "no batch": ({}, {"key_padding_mask": padding(KEYS)[1]}),
     "float padding": ({}, {"key_padding_mask": torch.where(padding(KEYS), -torch.inf, 0.0).double()}),
     "bool mask": ({}, {"attn_mask": torch.ones(LENGTH, KEYS).triu(4).bool()}),
     "float mask per head": ({}, {"attn_mask": torch.linspace(-2, 2, BATCH * HEADS * LENGTH * KEYS).double()}),
@@ -88,29 +89,19 @@ def test_multihead_attention(case: str, upgraded: bool, training: bool) -> None:
     if upgraded:
         clearhead.upgrade(module)
     shapes = (LENGTH, WIDTH), (KEYS, module.kdim), (KEYS, module.vdim)
-    inputs = tuple(torch.randn(BATCH, *shape).double() for shape in shapes)
+    batch = 1 if case == "no batch" else BATCH
+    inputs = tuple(torch.randn(batch, *shape).double() for shape in shapes)
     if not module.batch_first:
         inputs = tuple(x.transpose(0, 1) for x in inputs)
+    given = [x[0] for x in inputs] if case == "no batch" else inputs
     with torch.no_grad():
-        expected = module(*inputs, **arguments)
+        expected = module(*given, **arguments)
         with record(module) as rec:
-            torch.testing.assert_close(module(*inputs, **arguments), expected, rtol=0, atol=EXACT)
+            torch.testing.assert_close(module(*given, **arguments), expected, rtol=0, atol=EXACT)
     masks = [arguments.get(name) for name in ("attn_mask", "key_padding_mask")]
-    bias = explicit_bias((BATCH, HEADS, LENGTH, KEYS), *masks, arguments.get("is_causal", False))
+    bias = explicit_bias((batch, HEADS, LENGTH, KEYS), *masks, arguments.get("is_causal", False))
     assert list(rec) == [""]
     compare(rec[""][0], oracle(module, inputs, bias, None), exact=EXACT)
-
-
-@kinds
-def test_without_a_batch(upgraded: bool) -> None:
-    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double().eval()
-    if upgraded:
-        clearhead.upgrade(module)
-    x = torch.randn(LENGTH, WIDTH).double()
-    with torch.no_grad(), record(module) as rec:
-        module(x, x, x, key_padding_mask=padding(LENGTH)[1])
-    bias = explicit_bias((1, HEADS, LENGTH, LENGTH), None, padding(LENGTH)[1:], False)
-    compare(rec[""][0], oracle(module, (x[None],) * 3, bias, None), exact=EXACT)
 
 
 @modes
