@@ -141,12 +141,9 @@ def split_linear(
 
 def split_norm(module: nn.Module, mesh: DeviceMesh, placement: Placement, name: str) -> None:
     """Let a norm compute with `DTensor`s of one placement."""
-
-    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
-        return replicated_output(output) if placement.is_replicate() else local(output)
-
+    leave = replicated_output if placement.is_replicate() else local
     place_input(module, partial(placed, mesh, placement, f"the input of {name}"))
-    module.register_forward_hook(after)
+    module.register_forward_hook(lambda module, inputs, output: leave(output))
 
 
 def place_input(module: nn.Module, place: Callable[[Tensor], Tensor]) -> None:
