@@ -141,7 +141,7 @@ def split_linear(
 
 def split_norm(module: nn.Module, mesh: DeviceMesh, placement: Placement, name: str) -> None:
     """Let a norm compute with `DTensor`s of one placement."""
-    leave = replicated_output if placement.is_replicate() else local
+    leave: Callable[[Any], Tensor] = replicated_output if placement.is_replicate() else local
     place_input(module, partial(placed, mesh, placement, f"the input of {name}"))
     module.register_forward_hook(lambda module, inputs, output: leave(output))
 
