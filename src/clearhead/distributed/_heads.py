@@ -141,9 +141,12 @@ def split_linear(
 
 def split_norm(module: nn.Module, mesh: DeviceMesh, placement: Placement, name: str) -> None:
     """Let a norm compute with `DTensor`s of one placement."""
-    leave: Callable[[Any], Tensor] = replicated_output if placement.is_replicate() else local
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
+        return replicated_output(output) if placement.is_replicate() else local(output)
+
     place_input(module, partial(placed, mesh, placement, f"the input of {name}"))
-    module.register_forward_hook(lambda module, inputs, output: leave(output))
+    module.register_forward_hook(after)
 
 
 def place_input(module: nn.Module, place: Callable[[Tensor], Tensor]) -> None:
