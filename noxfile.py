@@ -31,7 +31,7 @@ SMOKE = (
     "tests/test_readme.py",
     "tests/caches/test_policies.py",
     "tests/checkpoints/test_recognise.py",
-    "tests/cli/test_doctor_checks.py",
+    "tests/cli/test_doctor.py",
     "tests/cli/test_look.py",
     "tests/distributed/test_tensor_parallel.py",
     "tests/inspection/test_record_torch.py",
