@@ -16,6 +16,7 @@ from ._block_weights import block_weights
 from ._blocks import block_scores, exact_dtype, score_blocks
 from ._native_statistics import native_weights
 from ._second_order import backward_pass
+from ._triton_check import runs
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
 
@@ -102,11 +103,10 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
         native = native_weights(call, rows, chosen.average, head=head, exact=dtype == torch.float64)
         if native is not None:
             return native if head is None else native[:, 0]  # (B, n, S)
-    if chosen.natively and call.query.is_cuda:
-        from . import _triton_statistics  # registers operators, which only a GPU needs
+    if chosen.natively and runs(call):
+        from . import _triton_statistics  # imports Triton
 
-        if _triton_statistics.runs(call):
-            return _triton_statistics.weights(call, rows, chosen.average, head)
+        return _triton_statistics.weights(call, rows, chosen.average, head)
     heads, count = call.grid.num_heads, call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, heads, count, call.grid.key_length)
     # Zeros, because blocks skip masked columns.
@@ -125,9 +125,8 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
 
 def _gradients(call: AttentionCall, chosen: _Chosen, gradient: Tensor) -> tuple[Tensor | None, ...]:
     # The Triton kernels compute no gradient of a bias.
-    if chosen.natively and call.query.is_cuda and not any(bias.requires_grad for bias in call.bias_tensors):
-        from . import _triton_statistics  # registers operators, which only a GPU needs
+    if chosen.natively and not any(bias.requires_grad for bias in call.bias_tensors) and runs(call):
+        from . import _triton_statistics  # imports Triton
 
-        if _triton_statistics.runs(call):
-            return _triton_statistics.weights_gradients(call, chosen.rows, chosen.average, gradient)
+        return _triton_statistics.weights_gradients(call, chosen.rows, chosen.average, gradient)
     return weights_gradients(call, chosen.rows, chosen.average, gradient)
