@@ -31,7 +31,7 @@ SMOKE = (
     "tests/test_readme.py",
     "tests/caches/test_policies.py",
     "tests/checkpoints/test_recognise.py",
-    "tests/cli/test_doctor_checks.py",
+    "tests/cli/test_doctor.py",
     "tests/cli/test_look.py",
     "tests/distributed/test_tensor_parallel.py",
     "tests/inspection/test_record_torch.py",
@@ -47,7 +47,7 @@ SMOKE = (
     "tests/nn/test_module_samples.py",
     "tests/plot/test_heads.py",
     "tests/plot/test_html.py",
-    "tests/positions/test_rotary_tracing.py",
+    "tests/positions/test_rotary.py",
     "tests/transformer/test_layers.py",
 )
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.figures import Figures
+from benchmarks.page_model import structured
 from benchmarks.writing import milliseconds, table
-from tests.plot.pages import structured
 from tests.support.chromium import opened_browser
 
 REST = 200  # milliseconds between actions, until everything is drawn

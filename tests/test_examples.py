@@ -1,4 +1,4 @@
-"""The programs in examples/ run, in a few steps here and in full with ``pytest -m slow``; so do the notebooks.
+"""The programs in examples/ run, in a few steps here and in full with ``pytest -m slow``; so do all notebooks.
 
 What the programs are made of is tested in tests/examples.
 """
@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
 from benchmarks.eviction import POLICIES, compare, held_out_passages
+from docs.notebooks import lessons, notebook
 from examples.character_model import LENGTH, read_corpus, trained
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -118,23 +120,45 @@ def _printed(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
-def test_the_notebook_runs_its_claims_hold_and_it_is_committed_as_it_ran(tmp_path: Path) -> None:
-    nbclient = pytest.importorskip("nbclient", reason="executing notebooks needs nbclient and ipykernel")
+def execute(notebook: Any, folder: Path) -> None:
+    """Run a notebook of `nbformat`, or skip the test where nothing can run it."""
+    nbclient: Any = pytest.importorskip("nbclient", reason="executing notebooks needs nbclient and ipykernel")
     pytest.importorskip("ipykernel", reason="executing notebooks needs a kernel: ipykernel")
-    import nbformat
+    resources = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
 
+
+def test_the_notebook_runs_its_claims_hold_and_it_is_committed_as_it_ran(tmp_path: Path) -> None:
     (path,) = EXAMPLES.glob("*.ipynb")
     assert path.stat().st_size < LARGEST
-    notebook = nbformat.read(path, as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    example = nbformat.read(path, as_version=4)
+    cells = [cell for cell in example.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     committed = [_printed(cell) for cell in cells]
-    notebook.cells.append(nbformat.v4.new_code_cell(CLAIMS))
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    example.cells.append(nbformat.v4.new_code_cell(CLAIMS))
+    execute(example, tmp_path)
     found = [_printed(cell) for cell in cells]
     assert found[0] == committed[0]
     assert [bool(text) for text in found] == [bool(text) for text in committed], "printed where it is committed as such"
+
+
+@pytest.mark.parametrize("page", lessons(), ids=lambda page: str(page.relative_to(EXAMPLES.parent)))
+def test_the_committed_notebook_of_a_lesson_is_made_from_its_page_runs_and_shows_its_heads(
+    page: Path, tmp_path: Path
+) -> None:
+    file = page.with_suffix(".ipynb")
+    assert file.read_text(encoding="utf-8") == notebook(page), "run `python -m docs.notebooks`"
+    assert file.stat().st_size < LARGEST / 10
+    made: Any = nbformat.read(file, as_version=4)
+    cells = [cell for cell in made.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs for cell in cells)
+    assert "\n".join(cell.source for cell in cells).count("rec.page(") == 2, "one saves the page and one shows it"
+    assert f"[{'notebook' if 'en' in page.parts else '笔记本'}]({file.name})" in page.read_text(encoding="utf-8")
+    execute(made, tmp_path)
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    assert [output for output in outputs if "clearhead-page" in output.get("data", {}).get("text/html", "")]
+    assert (tmp_path / "heads.html").is_file()

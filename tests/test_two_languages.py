@@ -55,30 +55,21 @@ def targets(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=name)
-def test_both_pages_have_the_same_headings_and_anchors(english: Path, chinese: Path) -> None:
+def test_both_pages_have_the_same_headings_code_and_links(english: Path, chinese: Path) -> None:
     kept = [(each.level, each.anchor) for each in headings(english) if each.anchor not in ENGLISH_ONLY]
     found = [(each.level, each.anchor) for each in headings(chinese)]
     assert [found[0][0], *found[1:]] == [kept[0][0], *kept[1:]]
-
-
-@pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=name)
-def test_both_pages_have_the_same_code(english: Path, chinese: Path) -> None:
     if chinese.name == "README.zh.md":
-        assert [each for each in code(english) if each[0] == "python"] == [
-            each for each in code(chinese) if each[0] == "python"
-        ]
+        of_both = [[each for each in code(page) if each[0] == "python"] for page in (english, chinese)]
+        assert of_both[0] == of_both[1]
     else:
         assert code(english) == code(chinese)
-
-
-@pytest.mark.parametrize(("english", "chinese"), PAIRS[1:], ids=name)
-def test_both_pages_link_to_the_same_pages(english: Path, chinese: Path) -> None:
-    switch = {"docs/en/index.md"}  # the link to the other language
-    assert targets(chinese) - switch == targets(english) - switch
+        switch = {"docs/en/index.md"}  # the link to the other language
+        assert targets(chinese) - switch == targets(english) - switch
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_a_link_to_an_english_page_says_so(page: Path) -> None:
+def test_links_to_english_pages_say_so_and_no_line_breaks_between_two_chinese_characters(page: Path) -> None:
     for found in re.finditer(r"\[[^\]]*\]\(([^)\s]+)\)(（英文）)?", text_of(page)):
         target = found[1].partition("#")[0]
         english = (
@@ -88,6 +79,8 @@ def test_a_link_to_an_english_page_says_so(page: Path) -> None:
         )
         if english and found[0] not in ("[英文版](../en/index.md)", "[English](README.md)"):
             assert found[2], f"{found[0]}: write （英文） after it"
+    text = re.sub(r"\n(?=[|*#!\[])", "\n\n", text_of(page))
+    assert not re.findall(rf".*{HAN}\n *{HAN}.*", text), "a browser shows such a break as a space"
 
 
 @pytest.mark.parametrize("page", [*PAGES, WALKTHROUGH], ids=name)
@@ -95,13 +88,6 @@ def test_no_other_word_is_used_for_a_term(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     used = {each: term.zh for term in terms() for each in term.avoid if each in text}
     assert not used, f"write instead: {used}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_no_line_breaks_between_two_chinese_characters(page: Path) -> None:
-    """A browser shows such a break as a space."""
-    text = re.sub(r"\n(?=[|*#!\[])", "\n\n", text_of(page))
-    assert not re.findall(rf".*{HAN}\n *{HAN}.*", text)
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

@@ -26,7 +26,7 @@ def jobs(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_actions_are_pinned_and_permissions_are_few(path: Path) -> None:
+def test_actions_are_pinned_permissions_are_few_and_scripts_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for line in text.splitlines():
         if "uses:" in line:
@@ -34,11 +34,7 @@ def test_actions_are_pinned_and_permissions_are_few(path: Path) -> None:
     assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
     writers = {name: job["permissions"] for name, job in jobs(path).items() if "permissions" in job}
     assert writers == WRITERS.get(path.stem, {})
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_the_scripts_of_a_workflow_exist(path: Path) -> None:
-    named = set(re.findall(r"(?<![\w/])\.ci/\w+(?:\.\w+)?", path.read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?<![\w/])\.ci/\w+(?:\.\w+)?", text))
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 

@@ -5,11 +5,10 @@ One exact meaning on every kernel, at fused-kernel memory, and the weights when 
 
 from typing import TYPE_CHECKING
 
-from . import caches, checkpoints, errors, kernels, masks, nn, positions, transformer
+from . import caches, errors, kernels, masks, positions
 from ._attention import attention, explain
 from ._call.heads import merge_heads, split_heads
 from ._environment import check_values
-from ._latent import MultiHeadLatentAttention
 from ._layer.linear import use_linear
 from ._multihead import MultiHeadAttention
 from ._statistics.compute import attention_statistics
@@ -19,17 +18,18 @@ from ._statistics.vectors import TopK
 from ._varlen import attention_varlen
 from ._version import __version__
 from ._weights import attention_weights
-from .inspection._intervene import head_importance, intervene
-from .inspection._monitor import monitor
-from .inspection._qk_clip import qk_clip_
-from .inspection._record import record
-from .inspection._walkthrough import walkthrough
-from .inspection._walkthrough_result import Walkthrough
-from .integrations._upgrade import UpgradeReport, downgrade, upgrade
 from .kernels._choice import Explanation, use_kernel
 
-if TYPE_CHECKING:
-    from . import plot
+if TYPE_CHECKING:  # each is imported on its first use: see __getattr__
+    from . import checkpoints, nn, plot, transformer
+    from ._latent import MultiHeadLatentAttention
+    from .inspection._intervene import head_importance, intervene
+    from .inspection._monitor import monitor
+    from .inspection._qk_clip import qk_clip_
+    from .inspection._record import record
+    from .inspection._walkthrough import walkthrough
+    from .inspection._walkthrough_result import Walkthrough
+    from .integrations._upgrade import UpgradeReport, downgrade, upgrade
 
 __all__ = [
     "AttentionStatistics",
@@ -71,10 +71,34 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Import `clearhead.plot` on first use."""
-    if name != "plot":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+_PACKAGES = ("checkpoints", "nn", "plot", "transformer")
+_NAMES = {
+    "MultiHeadLatentAttention": "_latent",
+    "UpgradeReport": "integrations._upgrade",
+    "Walkthrough": "inspection._walkthrough_result",
+    "downgrade": "integrations._upgrade",
+    "head_importance": "inspection._intervene",
+    "intervene": "inspection._intervene",
+    "monitor": "inspection._monitor",
+    "qk_clip_": "inspection._qk_clip",
+    "record": "inspection._record",
+    "upgrade": "integrations._upgrade",
+    "walkthrough": "inspection._walkthrough",
+}
 
-    return importlib.import_module(".plot", __name__)
+
+def __getattr__(name: str) -> object:
+    """Import on first use what a forward pass does not need, so that `import clearhead` is quick."""
+    from importlib import import_module
+
+    if name in _PACKAGES:
+        return import_module(f".{name}", __name__)
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_NAMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,25 +1,29 @@
-"""Every benchmark that a page names, on its smallest work; what it keeps, and what it does where a line fails."""
+"""Every benchmark that a page names, on its smallest work: its lines, what it keeps, and what happens if one fails."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
 import shlex
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import all as every
-from benchmarks import figures
+from benchmarks import cpu_cases, encoders, figures, varlen
 from benchmarks.command import Benchmark, Effort, Line
-from benchmarks.comparing import OURS, Result
+from benchmarks.comparing import OURS, Case, Result
+from benchmarks.encoder_peers import PEERS, Batch, Encode
 from benchmarks.figures import Figures, Kept, pages, read, texts_of
 from tests.support.chromium import IS_THERE
 
 #: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
-#: test_lines.py, `all` and `figures` here and in test_figures.py, aarch64 in tests/native. The sanitizers compile for
+#: test_gpu.py, `all` and `figures` here and in test_figures.py, aarch64 in tests/native. The sanitizers compile for
 #: minutes.
 ELSEWHERE = {
     "architectures",
@@ -34,12 +38,18 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", every.NAMES)
-def test_the_smallest_work_gives_every_text(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, ["--no-peers"]) for name in every.NAMES),
+        *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("cpu", "encoders")),
+    ],
+)
+def test_the_smallest_work_gives_every_text(name: str, options: list[str], tmp_path: Path) -> None:
     if name == "page_actions" and not IS_THERE:
         pytest.skip("needs the package playwright and an installed chromium")
     benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
-    benchmark.main(["--smallest", "--no-peers", "--json", str(tmp_path / "kept.json")])
+    benchmark.main(["--smallest", *options, "--json", str(tmp_path / "kept.json")])
     texts = texts_of(name, read(tmp_path / "kept.json"))
     assert all(texts.values())
     shown = {
@@ -49,13 +59,6 @@ def test_the_smallest_work_gives_every_text(name: str, tmp_path: Path) -> None:
         if found["file"] == name
     }
     assert shown <= set(texts) | ({"sentence", "longest"} if name == "look" else set())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cpu", "encoders"])
-def test_the_smallest_work_with_the_peers(name: str, tmp_path: Path) -> None:
-    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
-    benchmark.main(["--smallest", "--json", str(tmp_path / "kept.json")])
 
 
 #: A command of a benchmark on a page, with its options, as far as a shell reads it.
@@ -165,3 +168,56 @@ def test_result_files_are_small_and_one_line_of_text_is_one_line_of_work(tmp_pat
     text = (tmp_path / "kept.json").read_text(encoding="utf-8")
     assert json.loads(text)["figures"] == {"a": 0.3333, "b": {"c": [1, 2.0]}}
     assert len(text.splitlines()) == 10
+
+
+@pytest.mark.parametrize(
+    ("cases", "count"),
+    [
+        (cpu_cases.all_cases(Effort(3)), None),
+        (encoders.all_cases(Effort(3)), 18),
+        (varlen.all_cases(Effort(3, smallest=True)), 16),
+    ],
+    ids=["cpu", "encoders", "varlen"],
+)
+def test_every_line_has_a_name_of_its_own(cases: list[Case], count: int | None) -> None:
+    assert all(isinstance(case, Case) for case in cases)
+    assert len({(case.section, case.name) for case in cases}) == len(cases)
+    assert count in (None, len(cases))
+
+
+def test_a_peer_that_cannot_be_built_is_skipped_with_its_reason() -> None:
+    def broken(model: torch.nn.Module) -> Encode:
+        raise RuntimeError("no such   operator")
+
+    def missing(model: torch.nn.Module) -> Encode:
+        raise ModuleNotFoundError(name="elsewhere")
+
+    peers = {name: PEERS[name] for name in encoders.EAGER} | {"broken": broken, "missing": missing}
+    built = encoders._Built(functools.partial(encoders._model, "BERT-base", "float32", smallest=True), peers)
+    contest = encoders._contest(built, Batch.of([7, 2, 5]))
+    assert list(contest.ways) == list(encoders.EAGER)
+    assert contest.skipped == {"broken": "RuntimeError: no such operator", "missing": "not installed: elsewhere"}
+
+
+def test_the_mixed_batch_is_42_per_cent_real() -> None:
+    lengths = encoders.mixed_lengths()
+    batch = Batch.of(lengths)
+    assert batch.ids.shape == (32, 256)
+    assert batch.mask.sum(1).tolist() == lengths
+    assert float(batch.mask.float().mean()) == pytest.approx(0.42, abs=0.02)
+    assert min(lengths) >= 1
+
+
+@pytest.mark.parametrize("name", [OURS, varlen.BATCH])
+def test_memory_beyond_operands_and_results_is_positive(name: str) -> None:
+    assert varlen.extra_memory(name, varlen.Setting((7, 5), causal=True, backward=True)) > 0
+
+
+def test_mixed_lengths_add_up_and_the_headings_name_them() -> None:
+    lengths = varlen.mixed_lengths(1009, 3, 31)
+    assert sum(lengths) == 1009
+    assert all(3 <= length <= 31 for length in lengths[:-1])
+    assert any(one != other for one, other in pairwise(lengths))
+    assert f"{varlen.TOKENS // 256} documents of 256 tokens" == varlen.EQUAL
+    count = len(varlen.mixed_lengths(varlen.TOKENS, 16, 1024))
+    assert f"{count} documents of 16 to 1024 tokens" == varlen.MIXED

@@ -68,20 +68,22 @@ def result() -> Result:
     return case.measure(Effort(3))
 
 
-def test_every_way_that_runs_is_timed(result: Result) -> None:
+def test_ways_are_timed_or_skipped_with_the_reason_and_another_result_is_named(result: Result) -> None:
     assert list(result.figures) == [OURS, "close", "wrong", "poisoned", "ceiling"]
     assert all(low <= result.figures[name] <= high for name, (low, high) in result.spreads.items())
     assert result.rates[OURS] == pytest.approx(3 / (result.figures[OURS] / 1e3))
     assert set(result.rates) == {OURS, "close", "ceiling"}
-
-
-def test_skipped_ways_are_listed_with_the_reason(result: Result) -> None:
     assert result.skipped == {
         "refusing": "it has no backward pass",
         "missing": "not installed: someones_library",
         "failing": "RuntimeError: no such operator",
     }
-    assert "refusing not measured, because it has no backward pass: `somewhere (L=7)`" in remarks([result])
+    said = remarks([result])
+    assert "refusing not measured, because it has no backward pass: `somewhere (L=7)`" in said
+    assert set(result.differences) == {"close", "wrong", "poisoned"}
+    assert set(result.wrong) == {"wrong", "poisoned"}
+    different = [line for line in said if line.startswith("DIFFERENT RESULT")]
+    assert different[0] == "DIFFERENT RESULT: somewhere: L=7: wrong is 5.0e-01 away, tolerance 1e-05"
 
 
 @pytest.mark.parametrize(
@@ -96,20 +98,10 @@ def test_many_skipped_lines_are_named_together(result: Result, skipped: str, run
     assert f"other not measured, because it is slow: `somewhere ({shown or 'a, bf16 / b, bf16'})`" in said
 
 
-def test_another_result_is_named(result: Result) -> None:
-    assert set(result.differences) == {"close", "wrong", "poisoned"}
-    assert set(result.wrong) == {"wrong", "poisoned"}
-    said = [line for line in remarks([result]) if line.startswith("DIFFERENT RESULT")]
-    assert said[0] == "DIFFERENT RESULT: somewhere: L=7: wrong is 5.0e-01 away, tolerance 1e-05"
-
-
-def test_a_failure_of_our_own_is_raised() -> None:
+def test_a_failure_of_our_own_is_raised_and_a_part_of_the_outputs_may_be_compared() -> None:
     case = TimedCase("somewhere", "L=7", lambda: Contest({OURS: no_operator}))
     with pytest.raises(RuntimeError, match="no such"):
         case.measure(Effort(3))
-
-
-def test_only_a_part_of_the_outputs_is_compared_if_the_contest_chooses_one() -> None:
     ways = Contest({OURS: constant(1.0, 5.0), "other": constant(1.0, 7.0)}, compared=lambda outputs: (outputs[0][:1],))
     assert TimedCase("somewhere", "L=7", lambda: ways).measure(Effort(3)).differences == {"other": 0.0}
 

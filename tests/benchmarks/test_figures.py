@@ -112,7 +112,7 @@ def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
     return kept
 
 
-def test_markers_are_filled_where_they_stand(kept: Kept) -> None:
+def test_markers_are_filled_where_they_stand_and_one_without_a_text_is_named_and_left(kept: Kept) -> None:
     page = (
         "It takes <!-- weights_memory.ours -->1 MB<!-- /weights_memory.ours --> "
         "on <!-- weights_memory.date --><!-- /weights_memory.date -->."
@@ -125,9 +125,6 @@ def test_markers_are_filled_where_they_stand(kept: Kept) -> None:
     assert text.startswith("<!-- weights_memory.table -->\n\n| way |")
     assert text.endswith("|\n\n<!-- /weights_memory.table -->")
     assert filled(text) == (text, [])
-
-
-def test_a_marker_without_a_text_is_named_and_left(kept: Kept) -> None:
     page = "a <!-- weights_memory.nothing -->1 MB<!-- /weights_memory.nothing --> <!-- nofile.x -->2<!-- /nofile.x -->"
     text, wrong = filled(page)
     assert text == page

@@ -12,22 +12,27 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from clearhead.cli import _demo as demo
 from tests.integrations.architectures import GROUPED, SMALL, VOCABULARY
+from tests.plot.test_images import BOTH
+from tests.plot.test_images import SMALL as VISION
 
 WORDS = ["the", "animal", "did", "not", "cross", "street", "because", "it", "was", "too", "tired", "and", ",", "."]
 
-KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+SIDE = VISION["image_size"]
+RESIZED: dict[str, Any] = {"size": {"height": SIDE, "width": SIDE}}
+CROPPED: dict[str, Any] = {"size": {"shortest_edge": SIDE + 4}, "crop_size": {"height": SIDE, "width": SIDE}}
+DINO = ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", VISION | {"num_register_tokens": 2})
+T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
+
+#: Model, configuration, its options, and of models that take pictures the processor and its options.
+KINDS: dict[str, tuple[Any, ...]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
     "mpnet": ("MPNetModel", "MPNetConfig", SMALL),
-    "t5": (
-        "T5ForConditionalGeneration",
-        "T5Config",
-        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4},
-    ),
-    "clip": (
-        "CLIPModel",
-        "CLIPConfig",
-        {"text_config": SMALL, "vision_config": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}},
-    ),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+    "vit": ("ViTForImageClassification", "ViTConfig", VISION, "ViTImageProcessorPil", RESIZED),
+    "deit": ("DeiTModel", "DeiTConfig", VISION, "DeiTImageProcessorPil", RESIZED | {"do_center_crop": False}),
+    "registers": (*DINO, "BitImageProcessorPil", CROPPED),
+    "clip": ("CLIPModel", "CLIPConfig", {"vision_config": VISION, **BOTH}, "CLIPImageProcessorPil", CROPPED),
+    "siglip": ("SiglipModel", "SiglipConfig", {"vision_config": VISION, **BOTH}, "SiglipImageProcessorPil", RESIZED),
 }
 
 
@@ -43,16 +48,18 @@ def save_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function from the name of a kind of model to a folder with a small random one and a tokenizer."""
+    """A function from the name of a kind of model to a folder with a small random one, a tokenizer and a processor."""
     made: dict[str, Path] = {}
 
     def folder_for(kind: str) -> Path:
         if kind not in made:
-            model_name, config_name, options = KINDS[kind]
+            model_name, config_name, options, *processor = KINDS[kind]
             made[kind] = tmp_path_factory.mktemp(f"small-{kind}")
             config = getattr(transformers, config_name)(**options)
             getattr(transformers, model_name)(config).save_pretrained(made[kind])
             save_tokenizer(made[kind])
+            if processor:
+                getattr(transformers, processor[0])(**processor[1]).save_pretrained(made[kind])
         return made[kind]
 
     return folder_for

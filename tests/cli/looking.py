@@ -13,12 +13,16 @@ SENTENCE = "The animal didn't cross the street because it was too tired."
 LETTERS = "the animal was too tired , and it did not cross the street ."
 
 
-def look(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["look", *arguments])
+def look(*arguments: str, charset: str = "utf-8") -> Result:
+    """A run that succeeds."""
+    result = CliRunner(charset=charset).invoke(main, ["look", *arguments])
+    assert result.exit_code == 0, result.output
+    return result
 
 
-def fails(result: Result, code: int) -> str:
-    """The one line an expected failure prints."""
+def refusal(code: int, *arguments: str) -> str:
+    """The one line that a run prints which fails as expected."""
+    result = CliRunner().invoke(main, ["look", *arguments])
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     *notes, line = result.stderr.strip().splitlines()

@@ -15,14 +15,13 @@ from typer.testing import CliRunner
 from clearhead.cli import _demo as demo
 from clearhead.cli import main
 
-from .looking import LETTERS, SENTENCE, contents, fails, look, tokens_of
+from .looking import LETTERS, SENTENCE, contents, look, refusal, tokens_of
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
 
 
 def test_shows_every_head_and_writes_both_files(tmp_path: Path) -> None:
     result = look(SENTENCE)
-    assert result.exit_code == 0, result.output
     assert "all-MiniLM-L6-v2 · 6 layers × 12 heads · 16 tokens" in result.stdout
     rows = [line.split() for line in result.stdout.splitlines() if line[:5].strip().isdigit()]
     assert [row[0] for row in rows] == [str(layer) for layer in range(6)]
@@ -38,22 +37,10 @@ def test_shows_every_head_and_writes_both_files(tmp_path: Path) -> None:
     assert "\x1b" not in result.output, "there is no terminal"
 
 
-def eager_weights() -> torch.Tensor:
-    """What transformers' own attention says of layer 3, (H, L, S)."""
-    path = str(demo.default_model_path())
-    model = transformers.AutoModel.from_pretrained(path, attn_implementation="eager").eval()
-    encoded = transformers.AutoTokenizer.from_pretrained(path)(SENTENCE, return_tensors="pt")
-    with torch.no_grad():
-        return model(**encoded, output_attentions=True).attentions[3][0]
-
-
 def test_layer_and_head_are_taken(tmp_path: Path) -> None:
     result = look(SENTENCE, "--layer", "3", "--head", "7", "--out", "a/new folder")
-    assert result.exit_code == 0, result.output
     assert "layer 3, head 7:" in result.stdout
     assert "Chosen" not in result.stdout
-    largest = [f"{value:.2f}" for value in eager_weights()[7].amax(-1).tolist()]
-    assert [line.split()[3] for line in result.stdout.splitlines() if "→" in line] == largest
     data = contents(tmp_path / "a/new folder/attention.html").data
     assert (data["layer"], data["head"]) == (3, 7)
     assert "layer 5, head" in look(SENTENCE, "--layer", "5").stdout
@@ -62,8 +49,7 @@ def test_layer_and_head_are_taken(tmp_path: Path) -> None:
 
 def test_reads_a_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\ufeffTime flies like an arrow.\n", encoding="utf-8")
-    result = look("--file", "text.txt")
-    assert result.exit_code == 0, result.output
+    look("--file", "text.txt")
     assert tokens_of(tmp_path / "attention.html") == [
         "[CLS]", "time", "flies", "like", "an", "arrow", ".", "[SEP]",
     ]  # fmt: skip
@@ -72,7 +58,6 @@ def test_reads_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["今天天气很好。", "$x^2$ & <b>", "\x1b[31mred\x07", "word\u202eabc", "😀 ไทย"])
 def test_any_script_and_any_character(text: str) -> None:
     result = look(text)
-    assert result.exit_code == 0, result.output
     assert "\x1b" not in result.output
     assert "\u202e" not in result.output
 
@@ -80,7 +65,6 @@ def test_any_script_and_any_character(text: str) -> None:
 @pytest.mark.parametrize("statistic", ["sink", "normalized_entropy", "previous", "max_logit", "output_norm"])
 def test_the_overviews_show_a_statistic(statistic: str, tmp_path: Path) -> None:
     result = look(SENTENCE, "--stat", statistic, "--json", "numbers.json", "--no-png")
-    assert result.exit_code == 0, result.output
     heads = json.loads((tmp_path / "numbers.json").read_text())["heads"]
     assert f"Number: {statistic}." in " ".join(result.stdout.split())
     first = next(line for line in result.stdout.splitlines() if line.startswith("    0 "))
@@ -93,7 +77,6 @@ def test_the_overviews_show_a_statistic(statistic: str, tmp_path: Path) -> None:
 
 def test_json_alone_on_the_standard_output(tmp_path: Path) -> None:
     result = look(SENTENCE, "--json", "-", "--no-png", "--no-html", "--layer", "3", "--head", "7")
-    assert result.exit_code == 0, result.output
     assert list(tmp_path.iterdir()) == []
     data = json.loads(result.stdout)
     assert (data["model"], data["chosen"]) == ("all-MiniLM-L6-v2", {"layer": 3, "head": 7})
@@ -103,7 +86,11 @@ def test_json_alone_on_the_standard_output(tmp_path: Path) -> None:
     [window] = data["windows"]
     assert window["tokens"][:3] == ["[CLS]", "the", "animal"]
     assert window["special"] == [True, *[False] * 14, True]
-    weights = eager_weights()
+    path = str(demo.default_model_path())
+    model = transformers.AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    encoded = transformers.AutoTokenizer.from_pretrained(path)(SENTENCE, return_tensors="pt")
+    with torch.no_grad():
+        weights = model(**encoded, output_attentions=True).attentions[3][0]  # transformers' own, (H, L, S)
     torch.testing.assert_close(torch.tensor(window["top_weights"]), weights[7].topk(8).values, atol=1e-5, rtol=0)
     gathered = weights[7].gather(-1, torch.tensor(window["top_keys"]))
     torch.testing.assert_close(gathered, weights[7].topk(8).values, atol=1e-5, rtol=0)
@@ -115,7 +102,6 @@ def test_json_alone_on_the_standard_output(tmp_path: Path) -> None:
 
 def test_files_go_where_they_are_told(tmp_path: Path) -> None:
     result = look("Time flies.", "--html", "pages/one.html", "--png", "two.svg", "--json", "pages/three.json")
-    assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["one.html", "three.json", "two.svg"]
     assert [line for line in result.stdout.splitlines() if line.startswith("wrote")] == [
         "wrote two.svg", "wrote pages/one.html", "wrote pages/three.json",
@@ -125,16 +111,14 @@ def test_files_go_where_they_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "shape"), [("llama", "2 layers × 4 heads"), ("t5", "2 layers × 4 heads")])
 def test_takes_decoders_and_encoders_of_others(kind: str, shape: str, model_folder: Callable[[str], Path]) -> None:
     result = look(LETTERS, "--model", str(model_folder(kind)))
-    assert result.exit_code == 0, result.output
     assert shape in result.stdout
     assert result.stderr == ""
 
 
 def test_says_when_the_weights_are_not_clearheads(model_folder: Callable[[str], Path]) -> None:
     result = look(LETTERS, "--model", str(model_folder("mpnet")))
-    assert result.exit_code == 0, result.output
     assert "does not let its attention be replaced" in result.stderr
-    line = fails(look(LETTERS, "--model", str(model_folder("mpnet")), "--stat", "max_logit"), 2)
+    line = refusal(2, LETTERS, "--model", str(model_folder("mpnet")), "--stat", "max_logit")
     assert "--stat: expected one of confidence, distance, entropy, " in line
 
 

@@ -1,7 +1,8 @@
-"""What `clearhead look` says beside its pictures, what it keeps to itself, and how it is stopped."""
+"""What `clearhead look` says beside its pictures and in Chinese, what it keeps to itself, and how a process ends."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,17 +14,23 @@ from pathlib import Path
 
 import pytest
 
+from clearhead.plot import _fonts
+from clearhead.plot._language import language_now, speaking
+
 from .looking import LETTERS, contents, look
 
 PROGRAM = [sys.executable, "-m", "clearhead_command", "look"]
 ENVIRONMENT = dict(os.environ)
+TEXT = "Time flies."
+ENGLISH = re.compile(
+    r"\b(?:layers?|heads?|tokens?|query|queries|keys?|weights?|entropy|wrote|took|nats)\b", re.IGNORECASE
+)
 
 
 @pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
 class TestNotes:
     def test_a_text_of_another_language(self) -> None:
         result = look("今天天气很好，我们去公园散步，看到了很多漂亮的花。", "--no-png")
-        assert result.exit_code == 0, result.output
         [line] = result.stderr.splitlines()
         found = re.fullmatch(
             r"clearhead: all-MiniLM-L6-v2 does not know (\d+) % of the tokens of this text; they are \[UNK\], one "
@@ -47,6 +54,17 @@ class TestNotes:
         found = re.fullmatch(r"took (\d+\.\d) s, (\d+\.\d) s of them to load the model", lines[-1])
         assert found
         assert 0 <= float(found[2]) <= float(found[1]) < 60
+
+    def test_chinese_terminal_page_and_numbers(self) -> None:
+        result = look(TEXT, "--lang", "zh", "--no-png", "--json", "zh.json")
+        assert not ENGLISH.search(re.sub(r"--(layer|head)\b", "", result.stdout)), result.stdout
+        assert "6 层 × 12 个头 · 5 个词元" in result.stdout
+        assert language_now() == "en"
+        page = contents(Path("attention.html"))
+        assert page.data["sections"][0]["title"] == "自注意力"
+        assert page.data["words"]["{0} heads"] == "{0} 个头"
+        look(TEXT, "--no-png", "--no-html", "--json", "en.json")
+        assert json.loads(Path("zh.json").read_text()) == json.loads(Path("en.json").read_text())
 
 
 def test_nothing_of_what_libraries_write_at_their_start_is_seen(tmp_path: Path) -> None:
@@ -123,3 +141,49 @@ def test_ctrl_c_ends_it_at_once_with_one_line_and_no_half_file(moment: str, tmp_
     assert process.returncode == 130
     assert errors == "clearhead: stopped\n"
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("attention.html", "before")]
+
+
+def test_a_picture_is_in_english_where_no_font_has_the_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken: list[str] = []
+    for has in (frozenset(range(0x20000)), frozenset(range(128))):
+        monkeypatch.setattr(_fonts, "characters_of", lambda family, has=has: has)
+        with speaking("zh"), _fonts.drawable_language():
+            spoken.append(language_now())
+    assert spoken == ["zh", "en"]
+
+
+#: In place of the commands, whose import takes seconds.
+ENDED = """
+import atexit, sys, types
+import clearhead_command
+def main():
+    atexit.register(print, "a library's own end")
+    {ending}
+sys.modules["clearhead"] = types.ModuleType("clearhead")
+sys.modules["clearhead.cli"] = types.ModuleType("clearhead.cli")
+sys.modules["clearhead.cli"].main = main
+clearhead_command.main()
+"""
+
+
+def _run(ending: str) -> subprocess.CompletedProcess[str]:
+    program = ENDED.replace("{ending}", ending)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+
+def test_the_process_ends_with_the_code_and_the_output_of_the_command() -> None:
+    for ending, code, error in (
+        ("return", 0, ""),
+        ("sys.exit()", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('a reason')", 1, "a reason\n"),
+    ):
+        result = _run(ending)
+        assert (result.returncode, result.stderr, result.stdout) == (code, error, "a library's own end\n")
+
+
+def test_an_exception_that_nothing_handles_keeps_its_traceback() -> None:
+    result = _run("raise LookupError('a bug')")
+    assert (result.returncode, result.stdout) == (1, "a library's own end\n")
+    assert result.stderr.startswith("Traceback")
+    assert result.stderr.endswith("LookupError: a bug\n")

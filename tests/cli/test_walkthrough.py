@@ -13,19 +13,15 @@ def run(*arguments: str, charset: str = "utf-8") -> Result:
     return CliRunner(charset=charset).invoke(main, ["walkthrough", *arguments])
 
 
-def test_the_example_has_a_different_size_for_every_letter_it_can() -> None:
+def test_the_example_has_different_sizes_is_the_same_every_time_and_leaves_the_generator_alone() -> None:
+    state = torch.get_rng_state()
     result = run()
-    assert result.exit_code == 0
+    assert (result.exit_code, result.stdout) == (0, run().stdout)
+    assert torch.equal(torch.get_rng_state(), state)
     assert "(B, H, L, D) = (2, 3, 5, 4)" in result.stdout
     assert "(B, L, E) = (2, 5, 12)" in result.stdout
     assert "No mask was given" in result.stdout
     assert result.stderr == ""
-
-
-def test_the_text_is_the_same_every_time_and_leaves_the_generator_alone() -> None:
-    state = torch.get_rng_state()
-    assert run().stdout == run().stdout
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_causal_hides_later_tokens_and_the_steps_and_the_module_agree() -> None:

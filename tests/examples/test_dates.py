@@ -75,14 +75,11 @@ def test_the_alphabet_can_write_everything() -> None:
     assert all(set(dates.write(day, rng).text) <= characters for day in rng.choices(dates.DATES, k=3000))
 
 
-def test_the_generator_is_seeded() -> None:
+def test_the_generator_is_seeded_and_held_out_dates_are_never_trained_on() -> None:
     days = dates.DATES[:50]
     first, again, other = ([dates.write(day, rng) for day in days] for rng in map(random.Random, (3, 3, 4)))
     assert first == again != other
     assert dates.split_dates(3) == dates.split_dates(3) != dates.split_dates(4)
-
-
-def test_held_out_dates_are_never_trained_on() -> None:
     training, validation, held_out = map(set, dates.split_dates(0))
     assert (len(validation), len(held_out)) == (500, 2000)
     assert not training & validation

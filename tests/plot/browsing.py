@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from tests.support.chromium import IS_THERE
+
+#: Opens a made page, or a file, with options of Playwright, and watches it until the test ends (`conftest.py`).
+OpenPage = Callable[..., Any]
 
 needs_chromium = pytest.mark.skipif(not IS_THERE, reason="needs the package playwright and an installed chromium")
 

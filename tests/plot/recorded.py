@@ -35,12 +35,12 @@ class Two(nn.Module):
         return x
 
 
-def record_two(length: int = 7, batch: int = 1, **options: Any) -> tuple[Two, Any]:
-    """A model and its record of one call, queries and keys kept unless `options` say otherwise."""
+def record_two(length: int = 7, batch: int = 1, mask: Tensor | None = None, **options: Any) -> Any:
+    """A record of one call, queries and keys kept unless `options` say otherwise."""
     model = Two()
     with clearhead.record(model, **(options or KEPT)) as rec:
-        model(torch.randn(batch, length, 12))
-    return model, rec
+        model(torch.randn(batch, length, 12), mask)
+    return rec
 
 
 def record_pair(source: int = 7, target: int = 5) -> Any:

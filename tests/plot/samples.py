@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 
-import clearhead
+from benchmarks.page_model import structured
 from clearhead.plot import given
 
-from .pages import structured
-from .recorded import KEPT, record_two
-from .test_images import SMALL
+from .recorded import record_two
+from .test_images import PICTURE, build, recorded
 
 WORDS = ["The", "animal", "didn't", "cross", "the", "street", "because", "it", "was", "too", "tired"]
 
@@ -28,7 +26,7 @@ def from_right_to_left() -> Any:
 
 
 def long() -> Any:
-    return record_two(300)[1].page([f"token{place}" for place in range(300)])
+    return record_two(300).page([f"token{place}" for place in range(300)])
 
 
 def compared() -> Any:
@@ -37,11 +35,7 @@ def compared() -> Any:
 
 
 def image() -> Any:
-    model = transformers.ViTModel(transformers.ViTConfig(**SMALL)).eval()
-    pixels = torch.rand(1, 3, 12, 12)
-    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
-        model(pixel_values=pixels)
-    return rec.page(image=pixels[0])
+    return recorded(build("vit"), PICTURE[None]).page(image=PICTURE)
 
 
 def many(layers: int, heads: int, length: int) -> Callable[[], Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from clearhead.plot import Tokens, given, page
 
-from .browsing import crowded, needs_chromium, token, watched_page
+from .browsing import OpenPage, crowded, needs_chromium, token
 from .recorded import record_pair
 
 pytestmark = needs_chromium
@@ -19,6 +17,7 @@ pytestmark = needs_chromium
 WORDS = "the animal did not cross the street because it was too tired to go"
 NAMES = ["[CLS]", *WORDS.split(" "), "[SEP]"]
 SIZE = len(NAMES)
+FROM_RIGHT = ["[CLS]", *(("שלום", "עולם", "יפה")[place % 3] for place in range(SIZE - 2)), "[SEP]"]
 
 #: Of every arc its first and last point on the screen, its width, and how many lines it consists of.
 ARCS = """[...document.querySelectorAll("#arcs-picture path")].map((path) => {
@@ -54,79 +53,63 @@ def _weights() -> torch.Tensor:
     return (2 * torch.randn(1, 2, SIZE, SIZE)).softmax(-1)
 
 
-@pytest.fixture(name="opened")
-def _opened(browser: Any, weights: torch.Tensor, tmp_path: Path) -> Callable[..., Any]:
-    names = [NAMES, ["[CLS]", *(("שלום", "עולם", "יפה")[place % 3] for place in range(SIZE - 2)), "[SEP]"]]
-    made = [page(given(list(weights)), Tokens(text), layer=0, head=1) for text in names]
-    paths = [each.save(tmp_path / f"{place}.html") for place, each in enumerate(made)]
-
-    def open_page(place: int = 0) -> Any:
-        return watched_page(browser, paths[place])
-
-    return open_page
+@pytest.fixture(name="shown", params=[NAMES], ids=["left to right"])
+def _shown(request: pytest.FixtureRequest, open_page: OpenPage, weights: torch.Tensor) -> Any:
+    return open_page(page(given(list(weights)), Tokens(request.param), layer=0, head=1))
 
 
-def test_arcs_lead_to_the_largest_weights(opened: Callable[..., Any], weights: torch.Tensor) -> None:
-    with opened() as shown:
-        assert shown.evaluate(ARCS) == []
-        shown.locator("#arcs").focus()
-        shown.keyboard.press("Space")
-        token(shown, 3).click()
-        assert shown.evaluate(OVER_TOKENS) == []
-        row = weights[0, 1, 3].sort(descending=True)
-        found = shown.evaluate(ARCS)
-        assert [arc["width"] for arc in found] == pytest.approx((1 + 5 * row.values[:8]).tolist(), abs=1e-3)
-        for arc, key in zip(found, row.indices, strict=False):
-            for place, end in zip((3, int(key)), arc["ends"], strict=True):
-                box = token(shown, place).bounding_box()
-                assert abs(end[0] - box["x"] - box["width"] / 2) < 6
-                assert abs(end[1] - box["y"]) < 1
-        shown.locator(".text").focus()
-        shown.keyboard.press("ArrowRight")
-        moved = shown.evaluate(ARCS)
-        assert len(moved) == 8
-        assert moved != found, "arcs follow the keyboard"
-        shown.locator("#arcs").uncheck()
-        assert shown.evaluate(ARCS) == []
+def test_arcs_lead_to_the_largest_weights(shown: Any, weights: torch.Tensor) -> None:
+    assert shown.evaluate(ARCS) == []
+    shown.locator("#arcs").focus()
+    shown.keyboard.press("Space")
+    token(shown, 3).click()
+    assert shown.evaluate(OVER_TOKENS) == []
+    row = weights[0, 1, 3].sort(descending=True)
+    found = shown.evaluate(ARCS)
+    assert [arc["width"] for arc in found] == pytest.approx((1 + 5 * row.values[:8]).tolist(), abs=1e-3)
+    for arc, key in zip(found, row.indices, strict=False):
+        for place, end in zip((3, int(key)), arc["ends"], strict=True):
+            box = token(shown, place).bounding_box()
+            assert abs(end[0] - box["x"] - box["width"] / 2) < 6
+            assert abs(end[1] - box["y"]) < 1
+    shown.locator(".text").focus()
+    shown.keyboard.press("ArrowRight")
+    moved = shown.evaluate(ARCS)
+    assert len(moved) == 8
+    assert moved != found, "arcs follow the keyboard"
+    shown.locator("#arcs").uncheck()
+    assert shown.evaluate(ARCS) == []
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_on_a_phone_arcs_go_on_in_the_other_line_and_stay_in_the_box(place: int, opened: Callable[..., Any]) -> None:
-    with opened(place) as shown:
-        shown.set_viewport_size({"width": 390, "height": 900})
-        shown.locator("#arcs").check()
-        token(shown, 4).click()
-        lines = [arc["lines"] for arc in shown.evaluate(ARCS)]
-        assert {1, 2} == set(lines)
-        assert shown.evaluate(INSIDE)
-        assert shown.evaluate(OVER_TOKENS) == []
-        assert crowded(shown) == []
-        shown.set_viewport_size({"width": 1400, "height": 900})
-        shown.wait_for_timeout(200)
-        assert {arc["lines"] for arc in shown.evaluate(ARCS)} == {1}
-        heights = (
-            "(() => { const box = document.querySelector('.text'); return box.scrollHeight - box.clientHeight; })()"
-        )
-        assert shown.evaluate(heights) == 0, "nothing to scroll"
+@pytest.mark.parametrize("shown", [NAMES, FROM_RIGHT], ids=["left to right", "right to left"], indirect=True)
+def test_arcs_fit_phones_screens_and_paper(shown: Any) -> None:
+    shown.set_viewport_size({"width": 390, "height": 900})
+    shown.locator("#arcs").check()
+    token(shown, 4).click()
+    lines = [arc["lines"] for arc in shown.evaluate(ARCS)]
+    assert {1, 2} == set(lines)
+    assert shown.evaluate(INSIDE)
+    assert shown.evaluate(OVER_TOKENS) == []
+    assert crowded(shown) == []
+    shown.set_viewport_size({"width": 1400, "height": 900})
+    shown.wait_for_timeout(200)
+    assert {arc["lines"] for arc in shown.evaluate(ARCS)} == {1}
+    heights = "(() => { const box = document.querySelector('.text'); return box.scrollHeight - box.clientHeight; })()"
+    assert shown.evaluate(heights) == 0, "nothing to scroll"
+    shown.emulate_media(media="print")
+    shown.wait_for_timeout(200)
+    assert shown.locator("#arcs-picture").is_visible()
+    assert len(shown.evaluate(ARCS)) == 8
+    assert crowded(shown) == []
 
 
-def test_paper_keeps_arcs_that_are_on(opened: Callable[..., Any]) -> None:
-    with opened() as shown:
-        shown.locator("#arcs").check()
-        shown.emulate_media(media="print")
-        shown.wait_for_timeout(200)
-        assert shown.locator("#arcs-picture").is_visible()
-        assert len(shown.evaluate(ARCS)) == 8
-        assert crowded(shown) == []
-
-
-def test_arcs_lead_from_one_text_to_the_other(browser: Any, tmp_path: Path) -> None:
+def test_arcs_lead_from_one_text_to_the_other(open_page: OpenPage) -> None:
     made = page(record_pair(), list("abcde"), key_tokens=list("stuvwxy"), layer="decoder.layers.0.multihead_attn")
-    with watched_page(browser, made.save(tmp_path / "pair.html")) as shown:
-        shown.locator("#arcs").check()
-        shown.locator(".text.queries span").nth(1).click()
-        above, below = (shown.locator(f".text.{side} span").nth(1).bounding_box() for side in ("queries", "keys"))
-        found = shown.evaluate(ARCS)
-        assert len(found) == 7
-        for arc in found:
-            assert [end[1] for end in arc["ends"]] == pytest.approx([above["y"] + above["height"], below["y"]], abs=1)
+    shown = open_page(made)
+    shown.locator("#arcs").check()
+    shown.locator(".text.queries span").nth(1).click()
+    above, below = (shown.locator(f".text.{side} span").nth(1).bounding_box() for side in ("queries", "keys"))
+    found = shown.evaluate(ARCS)
+    assert len(found) == 7
+    for arc in found:
+        assert [end[1] for end in arc["ends"]] == pytest.approx([above["y"] + above["height"], below["y"]], abs=1)

@@ -13,7 +13,7 @@ from .recorded import record_two
 
 
 def test_says_of_weights_what_a_record_says_of_queries_and_keys() -> None:
-    _, rec = record_two(11, batch=2)
+    rec = record_two(11, batch=2)
     again = given([rec.weights(layer) for layer in range(2)], names=["first", "second"])
     statistics = ("entropy", "received", "confidence", "top_k", "sink", "distance", "offset", "map")
     for layer, name in enumerate(("first", "second")):

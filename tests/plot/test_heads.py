@@ -1,30 +1,28 @@
-"""The number, the letter and the choice that pictures make of a head."""
+"""What a page says a head looks at, and the head that it shows first."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from clearhead.plot import Tokens
-from clearhead.plot._heads import HeadSummary, average, clearest_head, summarize
+from clearhead.plot import Tokens, given
+from clearhead.plot._heads import HeadSummary, average
 
-from .recorded import section
+from .pages import Contents
 
 LENGTH = 7
-
-
-def looking(offset: int) -> Tensor:
-    """Every query looks at the key so many positions away, or at the first or last one."""
-    places = (torch.arange(LENGTH) + offset).clamp(0, LENGTH - 1)
-    return torch.nn.functional.one_hot(places, LENGTH).float()
-
-
 SPECIAL = [True] + [False] * (LENGTH - 2) + [True]
 TOKENS = Tokens(list("abcdefg"), SPECIAL)
-AT_FIRST = torch.nn.functional.one_hot(torch.zeros(LENGTH, dtype=torch.long), LENGTH).float()
+
+
+def looking(*keys: int) -> Tensor:
+    """Every query looks at one key."""
+    return torch.nn.functional.one_hot(torch.tensor(keys), LENGTH).float()
+
+
+ITSELF, BEFORE, AFTER = looking(0, 1, 2, 3, 4, 5, 6), looking(0, 0, 1, 2, 3, 4, 5), looking(1, 2, 3, 4, 5, 6, 6)
+OTHERS = Tokens(list("tuvwxyz"))
 
 
 def softened(weights: Tensor) -> Tensor:
@@ -33,65 +31,47 @@ def softened(weights: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("weights", "kind"),
+    ("weights", "keys", "kind"),
     [
-        (looking(0), "itself"),
-        (looking(-1), "previous"),
-        (looking(1), "next"),
-        (AT_FIRST, "special"),
-        (looking(0).roll(3, 1), "far"),
-        (torch.full((LENGTH, LENGTH), 1 / LENGTH), "broad"),
-        ((looking(0) + looking(-1) + looking(1)) / 3, "mixed"),
+        (softened(ITSELF), None, "the token itself"),
+        (softened(BEFORE), None, "the token before"),
+        (softened(AFTER), None, "the token after"),
+        (softened(looking(0, 0, 0, 0, 0, 0, 0)), None, "special tokens"),
+        (softened(ITSELF.roll(3, 1)), None, "tokens further away"),
+        (torch.full((LENGTH, LENGTH), 1 / LENGTH), None, "everything about alike"),
+        (softened((ITSELF + BEFORE + AFTER) / 3), None, "several places"),
+        (torch.zeros(LENGTH, LENGTH), None, "several places"),
+        (ITSELF, OTHERS, "one token at a time"),  # between two texts neighbours mean nothing
+        (softened((ITSELF + ITSELF.roll(1, 1)) / 2), Tokens(["<s>", *"uvwxyz"]), "several places"),
     ],
 )
-def test_kinds(weights: Tensor, kind: str) -> None:
-    [[head]] = summarize(section([softened(weights)[None]], TOKENS))
-    assert head.kind == kind
+def test_what_a_head_looks_at(weights: Tensor, keys: Tokens | None, kind: str) -> None:
+    contents = Contents(given([weights[None]]).page(TOKENS, key_tokens=keys).text)
+    assert contents.layer(0, 0, 0)["kinds"] == [kind]
 
 
-def test_between_two_texts_neighbours_mean_nothing() -> None:
-    [[head]] = summarize(section([torch.eye(LENGTH)[None]], TOKENS, Tokens(list("tuvwxyz"))))
-    assert head.kind == "one"
-    assert head.contrast == pytest.approx(1 - 1 / LENGTH)
+def test_one_token_looks_at_itself() -> None:
+    assert Contents(given([torch.ones(1, 1, 1)]).page().text).layer(0, 0, 0)["kinds"] == ["the token itself"]
 
 
-def test_between_two_texts_several_keys_are_several_places() -> None:
-    halves = (torch.eye(LENGTH) + torch.eye(LENGTH).roll(1, 1)) / 2
-    [[head]] = summarize(section([softened(halves)[None]], TOKENS, Tokens(["<s>", *"uvwxyz"])))
-    assert head.kind == "mixed"
+def test_the_first_head_is_no_stripe_and_no_diagonal() -> None:
+    telling, stripe = looking(0, 4, 5, 1, 1, 2, 0), looking(3, 3, 3, 3, 3, 3, 3)
+    first, second = torch.stack([ITSELF, stripe]), torch.stack([BEFORE, telling, looking(0, 0, 0, 0, 0, 0, 0)])
+    data = Contents(given([first, second]).page(TOKENS).text).data
+    assert (data["layer"], data["head"]) == (1, 1)
 
 
-def test_entropy_is_the_mean_over_queries_in_nats() -> None:
-    halves = torch.zeros(4, 4)
-    halves[:, :2] = 0.5
-    sure = torch.eye(4)
-    sure[2:] = halves[2:]
-    [heads] = summarize(section([softened(torch.stack([halves, torch.full((4, 4), 0.25), sure]))]))
-    assert [head.entropy for head in heads] == pytest.approx([math.log(2), math.log(4), math.log(2) / 2], abs=2e-3)
-    assert [head.spread for head in heads] == pytest.approx([0.5, 1.0, 0.25], abs=2e-3)
-
-
-def test_the_clearest_head_is_no_stripe_and_no_diagonal() -> None:
-    stripe = torch.nn.functional.one_hot(torch.full((LENGTH,), 3), LENGTH).float()
-    telling = torch.nn.functional.one_hot(torch.tensor([0, 4, 5, 1, 1, 2, 0]), LENGTH).float()
-    first, second = torch.stack([looking(0), stripe]), torch.stack([looking(-1), telling, AT_FIRST])
-    assert clearest_head(summarize(section([first, second], TOKENS))) == (1, 1)
-
-
-def test_contrast_is_what_the_whole_matrix_says() -> None:
-    weights = torch.randn(3, LENGTH, LENGTH).mul(2).softmax(-1)
+def test_the_first_head_has_the_most_weight_beyond_that_of_all_queries_on_words_further_away() -> None:
+    weights = torch.randn(4, 8, LENGTH, LENGTH).mul(2).softmax(-1)  # (layers, heads, L, S)
     far = (torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]).abs() > 1
     special = torch.tensor(SPECIAL)
-    beyond = ((weights - weights.mean(1, keepdim=True)) * (far & ~special)).amax(-1)[:, ~special].mean(-1)
-    [heads] = summarize(section([weights], TOKENS))
-    assert [head.contrast for head in heads] == pytest.approx(beyond.tolist(), abs=1e-6)
-
-
-def test_one_token_and_no_weight_at_all() -> None:
-    [[one]] = summarize(section([torch.ones(1, 1, 1)]))
-    assert (one.entropy, one.spread, one.kind) == (0, 0, "itself")
-    [[none]] = summarize(section([torch.zeros(1, 3, 3)]))
-    assert (none.entropy, none.kind, none.contrast) == (0, "mixed", 0)
+    contrast = ((weights - weights.mean(-2, keepdim=True)) * (far & ~special)).amax(-1)[..., ~special].mean(-1)
+    rec = given(list(weights))
+    data = Contents(rec.page(TOKENS).text).data
+    assert [data["layer"], data["head"]] == [*divmod(int(contrast.argmax()), 8)]
+    assert data["items"][0]["sections"][0]["clearest"] == [data["layer"], data["head"]]
+    for layer, of_heads in enumerate(contrast):
+        assert Contents(rec.page(TOKENS, layer=layer).text).data["head"] == int(of_heads.argmax())
 
 
 def test_several_texts_are_averaged_by_their_queries() -> None:

@@ -26,18 +26,8 @@ TWO = given([torch.eye(2)[None]])
 FOUR = ("entropy", "received", "top_k", "map")
 
 
-def test_carries_every_weight_of_short_texts_to_four_decimals() -> None:
-    _, rec = record_two()
-    contents = Contents(page(rec, list("abcdefg")).text)
-    for layer in range(2):
-        found = contents.layer(0, 0, layer)
-        shown = contents.array(0, found["map"], 3, 7, 7)
-        torch.testing.assert_close(shown.float(), rec.weights(layer)[0], rtol=0, atol=0.5e-4 + 1e-6)
-        assert found["crops"] == {}
-
-
 def test_carries_tiles_largest_weights_and_marginals_of_long_texts() -> None:
-    _, rec = record_two(300, keep="queries_keys", top_k=4)
+    rec = record_two(300, keep="queries_keys", top_k=4)
     contents = Contents(page(rec, layer=1, head=2).text)
     found, exact = contents.layer(0, 0, 1), rec.weights(1)[0]
     statistics = clearhead.attention_statistics(
@@ -59,7 +49,7 @@ def test_carries_tiles_largest_weights_and_marginals_of_long_texts() -> None:
 
 
 def test_crops_are_what_is_asked_for() -> None:
-    _, rec = record_two(150)
+    rec = record_two(150)
     contents = Contents(page(rec, crops=[(0, 1, slice(20, 33), slice(-11, None)), ("blocks.1", 0)]).text)
     cut = contents.layer(0, 0, 0)["crops"]["1"]
     assert (cut["queries"], cut["keys"]) == ([20, 33], [139, 150])
@@ -69,31 +59,27 @@ def test_crops_are_what_is_asked_for() -> None:
 
 
 def test_statistics_alone_are_enough_and_what_is_missing_is_named() -> None:
-    _, rec = record_two(150, statistics=FOUR)
+    rec = record_two(150, statistics=FOUR)
     assert Contents(page(rec).text).layer(0, 0, 0)["crops"] == {}
     with pytest.raises(RecordError, match="keep='queries_keys'"):
         page(rec, crops=[(0, 0)])
-    _, poor = record_two(statistics=("entropy",))
+    poor = record_two(statistics=("entropy",))
     with pytest.raises(RecordError, match=r"without received, top_k, map\. Record with statistics="):
         page(poor)
 
 
 def test_heads_keep_their_numbers() -> None:
-    model = Two()
-    with clearhead.record(model, layers=[1], heads=[2, 0], **KEPT) as rec:
-        model(torch.randn(1, 5, 12))
+    rec = record_two(5, layers=[1], heads=[2, 0], **KEPT)
     contents = Contents(page(rec, head=2).text)
     assert contents.data["sections"][0]["layers"] == [{"label": "1", "name": "blocks.1", "heads": [2, 0]}]
     assert contents.data["head"] == 0
+    assert contents.layer(0, 0, 0)["crops"] == {}
     shown = contents.array(0, contents.layer(0, 0, 0)["map"], 2, 5, 5)
     torch.testing.assert_close(shown.float(), rec.weights(1)[0, [2, 0]], rtol=0, atol=6e-5)
 
 
 def test_padding_is_not_shown_and_items_are_named() -> None:
-    model = Two()
-    keep = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
-    with clearhead.record(model, **KEPT) as rec:
-        model(torch.randn(3, 5, 12), attention_mask=keep)
+    rec = record_two(5, 3, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1]]))
     tokens = [list("abcde"), ["x", "y", "z", "[PAD]", "[PAD]"], ["p", "q", "r"]]
     contents = Contents(page(rec, tokens, labels=["one", "two", "three"]).text)
     assert [item["label"] for item in contents.data["items"]] == ["one", "two", "three"]
@@ -141,7 +127,7 @@ def test_words_come_with_their_own_entropy() -> None:
     assert entropy[0].tolist() == pytest.approx([0.693, 0.0])
 
 
-def test_tokens_cannot_leave_the_data() -> None:
+def test_tokens_cannot_leave_the_data_and_are_no_placeholders() -> None:
     rec = given([torch.full((1, 6, 6), 1 / 6)])
     text = page(rec, HOSTILE, title="</title><script>alert(3)</script>", labels=["</script><b>"]).text
     elements = Elements(text)
@@ -152,17 +138,15 @@ def test_tokens_cannot_leave_the_data() -> None:
     names = Contents(text).text(0, 0, "queries")["names"]
     assert names[:3] == HOSTILE[:3]
     assert names[3:] == ["\\u2028", "\\u202eabc", "'\"`"]
-
-
-def test_placeholders_in_tokens_stay_tokens() -> None:
     contents = Contents(page(TWO, ["@script@", "@data@"], title="@style@").text)
     assert contents.text(0, 0, "queries")["names"] == ["@script@", "@data@"]
     assert contents.data["title"] == "@style@"
 
 
-def test_refers_to_nothing_outside() -> None:
+def test_refers_to_nothing_outside_and_the_policy_names_its_own_script_and_style() -> None:
     text = page(TWO, ["a", "b"]).text
-    for tag, attributes in Elements(text).tags:
+    elements = Elements(text)
+    for tag, attributes in elements.tags:
         assert tag not in ("link", "iframe", "object", "base", "form", "img")
         assert not {"src", "href", "action", "style", "srcset"} & set(attributes)
         assert not any(name.startswith("on") for name in attributes)
@@ -170,10 +154,6 @@ def test_refers_to_nothing_outside() -> None:
         assert forbidden not in text
     for forbidden in ("fetch(", "XMLHttpRequest", "WebSocket", "innerHTML", "eval(", "document.write", "import("):
         assert forbidden not in text
-
-
-def test_policy_names_exactly_the_pages_own_script_and_style() -> None:
-    elements = Elements(page(TWO, ["a", "b"]).text)
     [policy] = [attributes["content"] for _, attributes in elements.tags if "http-equiv" in attributes]
     assert policy is not None
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -182,11 +162,7 @@ def test_policy_names_exactly_the_pages_own_script_and_style() -> None:
         digest = hashlib.sha256(elements.texts[element].encode()).digest()
         assert rules[rule] == f"'sha256-{base64.b64encode(digest).decode()}'"
     assert set(rules) == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
-
-
-def test_says_that_weights_are_not_explanations() -> None:
-    text = re.sub(r"\s+", " ", page(TWO, ["a", "b"]).text)
-    assert "Attention weights show where a head reads from. They are not explanations" in text
+    assert "Attention weights show where a head reads from. They are not explanations" in " ".join(text.split())
 
 
 def test_saves_utf8_and_shows_itself_in_notebooks(tmp_path: Path) -> None:

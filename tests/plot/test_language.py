@@ -20,7 +20,6 @@ from matplotlib.text import Text
 import clearhead
 from clearhead.errors import ArgumentError
 from clearhead.plot._fonts import characters_of, fonts
-from clearhead.plot._language import say, speaking, words_now
 from docs.draw.terms import terms
 from tests.support.chromium import opened_browser
 
@@ -47,36 +46,6 @@ def test_translations_take_the_same_values_and_only_the_terms_of_the_list() -> N
         assert not [form for form in avoided if form in chinese], chinese
 
 
-def test_a_language_ends_with_its_block() -> None:
-    with speaking("zh"):
-        assert say("{0} heads", 3) == "3 个头"
-        assert words_now()
-    assert (say("{0} heads", 3), words_now()) == ("3 heads", {})
-
-
-def test_the_skeleton_of_a_chinese_page_is_chinese() -> None:
-    weights = [torch.eye(3).expand(2, 3, 3)]
-    text = clearhead.plot.page(clearhead.plot.given(weights), ["a", "b", "c"], language="zh").text
-    assert '<html lang="zh">' in text
-    assert "注意力权重说明一个头从哪里读取信息" in text
-    assert "在第 0 层第 0 头中，" in text
-    assert "[[" not in clearhead.plot.page(clearhead.plot.given(weights), ["a", "b", "c"]).text.split("<script")[0]
-    body = re.sub(r"<style>.*?</style>|<script.*?</script>", "", text, flags=re.DOTALL)
-    shown = re.sub(r"<[^>]*>", " ", body)
-    assert set(re.findall(r"[A-Za-z]{2,}", shown)) <= {
-        "Attention",
-        "Tab",
-        "Shift",
-        "Enter",
-        "Escape",
-        "Ctrl",
-        "nat",
-        "SVG",
-        "CSV",
-        "JavaScript",
-    }
-
-
 #: Words that stay as they are: the default title, keys, formats and a unit. Names of statistics stay too.
 FONTS = {"noto", "sans", "cjk", "color", "emoji"}  # the page names them where a character has no font
 KEPT = {"attention", "csv", "ctrl", "enter", "escape", "shift", "svg", "tab", "nat", *FONTS}
@@ -86,6 +55,8 @@ KEPT = {"attention", "csv", "ctrl", "enter", "escape", "shift", "svg", "tab", "n
 def test_a_chinese_page_has_no_english_left(tmp_path: Path) -> None:
     weights = [torch.eye(3).expand(2, 3, 3)]
     made = clearhead.plot.page(clearhead.plot.given(weights), ["猫", "狗", "鸟"], language="zh")
+    assert '<html lang="zh">' in made.text
+    assert "在第 0 层第 0 头中，" in made.text
     path = made.save(tmp_path / "page.html")
     with opened_browser() as browser:
         opened = browser.new_page(viewport={"width": 1300, "height": 900})

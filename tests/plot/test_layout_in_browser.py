@@ -1,7 +1,8 @@
-"""No element of a page overlaps another or leaves its box, light, dark and printed, on a phone and a wide screen."""
+"""Pages on phones and wide screens, light, dark and printed: nothing overlaps, axe-core finds no serious problem."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,17 @@ MEDIA: dict[str, dict[str, str]] = {
     "dark": {"media": "screen", "color_scheme": "dark"},
     "print": {"media": "print"},
 }
+AXE = "async () => (await axe.run()).violations.map(v => `${v.impact} ${v.id}: ${v.nodes[0].html}`)"
 
 
-ALL = [*PAGES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PAGES)]
-
-
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*PAGES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PAGES)])
 def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, tmp_path: Path) -> None:
     torch.manual_seed(3)
     path = (PAGES | SLOW_PAGES)[name]().save(tmp_path / "page.html")
     assert path.stat().st_size <= LIMIT
     found: dict[str, list[str]] = {}
     for width in WIDTHS:
-        opened = browser.new_page(viewport={"width": width, "height": 900})
-        opened.goto(path.as_uri())
-        opened.wait_for_selector("html[data-ready]", timeout=60_000)
+        opened = loaded(browser, path, width)
         for scheme, media in MEDIA.items():
             opened.emulate_media(**media)
             opened.wait_for_timeout(200)
@@ -50,6 +47,31 @@ def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, tmp_path: P
             found[f"{width} {control}"] = problems_of(opened)
         opened.close()
     assert {shown: problems for shown, problems in found.items() if problems} == {}
+
+
+@pytest.mark.skipif(find_spec("axe_playwright_python") is None, reason="needs the package axe-playwright-python")
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_no_serious_problem(name: str, browser: Any, tmp_path: Path) -> None:
+    import axe_playwright_python as axe
+
+    torch.manual_seed(3)
+    path = PAGES[name]().save(tmp_path / "page.html")
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    for scheme in ("light", "dark"):
+        for width in (390, 1400):
+            # The page's own policy lets no other script run.
+            opened = loaded(browser, path, width, color_scheme=scheme, bypass_csp=True)
+            opened.evaluate(script)
+            serious = [each for each in opened.evaluate(AXE) if each.startswith(("serious", "critical"))]
+            assert serious == [], (scheme, width)
+            opened.close()
+
+
+def loaded(browser: Any, path: Path, width: int, **options: Any) -> Any:
+    opened = browser.new_page(viewport={"width": width, "height": 900}, **options)
+    opened.goto(path.as_uri())
+    opened.wait_for_selector("html[data-ready]", timeout=60_000)
+    return opened
 
 
 def problems_of(opened: Any) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from clearhead.plot import page
 
-from .browsing import needs_chromium, text_of, wait_until, watched_page
+from .browsing import OpenPage, needs_chromium, text_of, wait_until
 from .pages import Contents
 from .recorded import record_pair, record_two
 
@@ -24,14 +23,12 @@ LENGTH = 300
 @pytest.fixture(scope="module", name="rec")
 def _rec() -> Any:
     torch.manual_seed(5)
-    return record_two(LENGTH)[1]
+    return record_two(LENGTH)
 
 
 @pytest.fixture(name="shown")
-def _shown(browser: Any, rec: Any, tmp_path: Path) -> Iterator[Any]:
-    made = page(rec, [f"t{place}" for place in range(LENGTH)], layer=1, head=0)
-    with watched_page(browser, made.save(tmp_path / "long.html")) as opened:
-        yield opened
+def _shown(open_page: OpenPage, rec: Any) -> Any:
+    return open_page(page(rec, [f"t{place}" for place in range(LENGTH)], layer=1, head=0))
 
 
 def view(shown: Any) -> list[int]:
@@ -50,13 +47,22 @@ def at(shown: Any, query: int, key: int) -> tuple[float, float]:
     return box["x"] + box["width"] * across, box["y"] + box["height"] * down
 
 
-def test_an_exact_crop_gives_every_weight(shown: Any, rec: Any) -> None:
+def test_an_exact_crop_gives_every_weight_and_labels_have_room(shown: Any, rec: Any) -> None:
     weights = rec.weights(1, 0)[0]
     for query, key in ((0, 0), (141, 260), (299, 7)):
         shown.mouse.move(*at(shown, query, key))
         exact = weights[query, key].item()
         expected = f"{exact:.4f}" if exact >= 0.00005 else "< 0.0001"
         assert text_of(shown, "readout") == f"t{query} → t{key} {expected}"
+    box = shown.locator(".text").bounding_box()
+    mark = shown.locator(".text .query").bounding_box()
+    assert box["y"] <= mark["y"] <= box["y"] + box["height"]
+    for query in (100, 101, 102):
+        shown.mouse.move(*at(shown, query, 50))
+        assert shown.locator("#rows .active").inner_text() == f"t{query}"
+        labels = [label.bounding_box() for label in shown.locator("#rows span:not(.covered)").all()]
+        tops = sorted(box["y"] for box in labels)
+        assert min(after - before for before, after in pairwise(tops)) > 12
 
 
 def test_a_double_click_zooms_and_the_keyboard_zooms_back(shown: Any) -> None:
@@ -93,15 +99,6 @@ def test_the_wheel_zooms_with_ctrl_and_moves_what_is_zoomed(shown: Any) -> None:
     assert after[2:] == before[2:]
 
 
-def test_the_label_under_the_pointer_is_alone_in_its_place(shown: Any) -> None:
-    for query in (100, 101, 102):
-        shown.mouse.move(*at(shown, query, 50))
-        assert shown.locator("#rows .active").inner_text() == f"t{query}"
-        labels = [label.bounding_box() for label in shown.locator("#rows span:not(.covered)").all()]
-        tops = sorted(box["y"] for box in labels)
-        assert min(after - before for before, after in pairwise(tops)) > 12
-
-
 def test_arrow_keys_move_the_view_along(shown: Any) -> None:
     shown.locator('.text [data-place="10"]').click()
     shown.locator("#map").focus()
@@ -126,7 +123,7 @@ def test_the_selection_can_be_zoomed_to(shown: Any, rec: Any) -> None:
     assert view(shown) == [40, 79, 60, 99]
 
 
-def test_tiles_say_that_they_are_tiles(shown: Any, rec: Any) -> None:
+def test_tiles_say_that_they_are_tiles_and_their_sums_are_about_right(shown: Any, rec: Any) -> None:
     shown.locator('[data-place="0-2"]').click()
     assert "Tiles of several tokens" in text_of(shown, "note")
     assert text_of(shown, "note").endswith("Exact weights are here for layer 1, head 0.")
@@ -139,49 +136,31 @@ def test_tiles_say_that_they_are_tiles(shown: Any, rec: Any) -> None:
     assert f"t120 → t{least} about " in text_of(shown, "readout")
     assert "its tile, keys" in text_of(shown, "readout")
     assert "weight of a tile: of 3 keys together, averaged over 3 queries" in text_of(shown, "overview-scale")
-
-
-def test_sums_over_tiles_are_about_right(shown: Any, rec: Any) -> None:
-    shown.locator('[data-place="0-2"]').click()
     shown.mouse.move(*at(shown, 0, 50))
     shown.mouse.down()
     shown.mouse.move(*at(shown, 299, 149), steps=3)
     shown.mouse.up()
-    mean = rec.weights(0, 2)[0, :, 50:150].double().sum(-1).mean().item()
+    mean = weights[:, 50:150].double().sum(-1).mean().item()
     found = text_of(shown, "sum-text")
     assert found.startswith("about ")
     assert float(found.split()[1]) == pytest.approx(mean, abs=0.02)
 
 
-def test_long_texts_scroll_to_the_query(shown: Any) -> None:
-    box = shown.locator(".text").bounding_box()
-    mark = shown.locator(".text .query").bounding_box()
-    assert box["y"] <= mark["y"] <= box["y"] + box["height"]
-
-
-@pytest.fixture(name="pooled")
-def _pooled(browser: Any, rec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def test_a_pooled_page_is_exact_for_the_chosen_head_and_tells_tiles_of_others(
+    open_page: OpenPage, rec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page with room for little more than the chosen head."""
     monkeypatch.setattr("clearhead.plot._page_maker.ROOM", 80_000)
-    made = page(rec, [f"t{place}" for place in range(LENGTH)], layer=1, head=0)
-    with watched_page(browser, made.save(tmp_path / "pooled.html")) as opened:
-        yield opened
-
-
-def test_a_chosen_head_is_exact_on_a_pooled_page(pooled: Any, rec: Any) -> None:
-    weights = rec.weights(1, 0)[0]
-    best = int(weights[141].argmax())
-    for key, written in ((best, f"{weights[141, best]:.4f}"), (int(weights[141].argmin()), "< 0.0001")):
+    pooled = open_page(page(rec, [f"t{place}" for place in range(LENGTH)], layer=1, head=0))
+    chosen = rec.weights(1, 0)[0, 141]
+    for key, written in ((int(chosen.argmax()), f"{chosen.max():.4f}"), (int(chosen.argmin()), "< 0.0001")):
         pooled.mouse.move(*at(pooled, 141, key))
         assert text_of(pooled, "readout") == f"t141 → t{key} {written}"
-    entropy = torch.special.entr(weights[141].double()).sum()
+    entropy = torch.special.entr(chosen.double()).sum()
     assert f"query 141 · entropy {entropy:.2f} nats" in text_of(pooled, "details")
-
-
-def test_other_heads_of_a_pooled_page_tell_tiles(pooled: Any, rec: Any, tmp_path: Path) -> None:
     pooled.locator('[data-place="0-2"]').click()
     weights = rec.weights(0, 2)[0].double()
-    side = Contents((tmp_path / "pooled.html").read_text(encoding="utf-8")).layer(0, 0, 0)["grid"][0]
+    side = Contents((tmp_path / "page.html").read_text(encoding="utf-8")).layer(0, 0, 0)["grid"][0]
     assert side < 128
     readout = text_of(pooled, "readout")
     assert " and its neighbours look most at " in readout
@@ -204,85 +183,75 @@ def test_other_heads_of_a_pooled_page_tell_tiles(pooled: Any, rec: Any, tmp_path
     assert len(arcs) == 8, "to the middle of each tile"
 
 
-def test_very_long_texts_are_laid_out_in_parts(browser: Any, tmp_path: Path) -> None:
+def test_very_long_texts_are_laid_out_in_parts(open_page: OpenPage) -> None:
     """Every token is there, found by the keyboard and shown; the part that is not in view costs nothing."""
     torch.manual_seed(5)
     length = 2500
-    made = page(record_two(length)[1], [f"t{place}" for place in range(length)], layer=1, head=0)
-    with watched_page(browser, made.save(tmp_path / "parts.html")) as shown:
-        assert shown.locator(".text span").count() == length
-        assert shown.locator(".text > div").count() > 1
-        for place in (length - 1, 0, 1234):
-            token = shown.locator(f'.text [data-place="{place}"]')
-            token.scroll_into_view_if_needed()
-            token.hover()
-            assert text_of(shown, "readout").startswith(f"t{place} looks most at ")
-            token.click()
-            assert shown.locator(".text .query").inner_text() == f"t{place}"
-        shown.locator(".text").focus()
-        shown.keyboard.press("ArrowRight")
-        box, mark = (shown.locator(each).bounding_box() for each in (".text", ".text .query"))
-        assert shown.locator(".text .query").inner_text() == "t1235"
-        assert box["y"] <= mark["y"] <= box["y"] + box["height"]
+    shown = open_page(page(record_two(length), [f"t{place}" for place in range(length)], layer=1, head=0))
+    assert shown.locator(".text span").count() == length
+    assert shown.locator(".text > div").count() > 1
+    for place in (length - 1, 0, 1234):
+        token = shown.locator(f'.text [data-place="{place}"]')
+        token.scroll_into_view_if_needed()
+        token.hover()
+        assert text_of(shown, "readout").startswith(f"t{place} looks most at ")
+        token.click()
+        assert shown.locator(".text .query").inner_text() == f"t{place}"
+    shown.locator(".text").focus()
+    shown.keyboard.press("ArrowRight")
+    box, mark = (shown.locator(each).bounding_box() for each in (".text", ".text .query"))
+    assert shown.locator(".text .query").inner_text() == "t1235"
+    assert box["y"] <= mark["y"] <= box["y"] + box["height"]
 
 
-def test_two_texts_and_three_kinds_of_attention(browser: Any, tmp_path: Path) -> None:
+def test_two_texts_and_three_kinds_of_attention(open_page: OpenPage) -> None:
     rec = record_pair()
-    made = page(rec, list("abcde"), key_tokens=list("stuvwxy"))
-    with watched_page(browser, made.save(tmp_path / "pair.html")) as shown:
-        assert shown.locator("#sections button").all_inner_texts() == [
-            "encoder self-attention", "decoder self-attention", "cross-attention",
-        ]  # fmt: skip
-        assert text_of(shown, "facts") == "Attention · 3 attention layers × 2 heads · 7 and 5 tokens"
-        shown.get_by_role("button", name="cross-attention").click()
-        assert text_of(shown, "head-title") == "Cross-attention, layer 0, head 0"
-        assert shown.locator(".text.queries span").all_inner_texts() == list("abcde")
-        shown.locator(".text.queries span").nth(1).click()
-        shown.locator(".text.keys span").nth(6).hover()
-        weights = rec.weights("decoder.layers.0.multihead_attn", 0)[0]
-        assert text_of(shown, "readout") == f"b → y {weights[1, 6]:.4f}"
-        shown.mouse.down()
-        shown.locator(".text.keys span").nth(4).hover()
-        shown.mouse.up()
-        found = text_of(shown, "sum-text").removesuffix(" sum of 3 keys: b → w x y")
-        assert float(found) == pytest.approx(weights[1, 4:].sum().item(), abs=2e-4)
+    shown = open_page(page(rec, list("abcde"), key_tokens=list("stuvwxy")))
+    assert shown.locator("#sections button").all_inner_texts() == [
+        "encoder self-attention", "decoder self-attention", "cross-attention",
+    ]  # fmt: skip
+    assert text_of(shown, "facts") == "Attention · 3 attention layers × 2 heads · 7 and 5 tokens"
+    shown.get_by_role("button", name="cross-attention").click()
+    assert text_of(shown, "head-title") == "Cross-attention, layer 0, head 0"
+    assert shown.locator(".text.queries span").all_inner_texts() == list("abcde")
+    shown.locator(".text.queries span").nth(1).click()
+    shown.locator(".text.keys span").nth(6).hover()
+    weights = rec.weights("decoder.layers.0.multihead_attn", 0)[0]
+    assert text_of(shown, "readout") == f"b → y {weights[1, 6]:.4f}"
+    shown.mouse.down()
+    shown.locator(".text.keys span").nth(4).hover()
+    shown.mouse.up()
+    found = text_of(shown, "sum-text").removesuffix(" sum of 3 keys: b → w x y")
+    assert float(found) == pytest.approx(weights[1, 4:].sum().item(), abs=2e-4)
 
 
-def test_texts_are_chosen_from_a_list_and_frames_work(browser: Any, tmp_path: Path) -> None:
-    _, rec = record_two(4, batch=2)
+def test_a_frame_works_fits_its_page_and_takes_the_notebooks_theme(open_page: OpenPage, tmp_path: Path) -> None:
+    rec = record_two(4, batch=2)
     made = page(rec, [list("abcd"), list("wxyz")], labels=["first", "second"], layer=0, head=1)
-    (tmp_path / "notebook.html").write_text(f"<!doctype html><p>a cell</p>{made._repr_html_()}", encoding="utf-8")
-    with watched_page(browser, tmp_path / "notebook.html", ready="iframe") as notebook:
-        frame = notebook.frame_locator("iframe")
-        frame.locator("html[data-ready]").wait_for()
-        frame.locator("#item").select_option("second")
-        frame.locator('.text [data-place="3"]').get_by_text("z", exact=True).hover()
-        best = rec.weights(0, 1)[1, 3]
-        expected = f"z looks most at {'wxyz'[int(best.argmax())]} {best.max():.4f}"
-        frame.locator("#readout").get_by_text("z looks most at").wait_for()
-        assert " ".join(frame.locator("#readout").inner_text().split()) == expected
-
-
-def test_a_frame_fits_its_page_and_takes_the_notebooks_theme(browser: Any, tmp_path: Path) -> None:
-    made = page(record_two(4)[1], list("abcd"))
     cell = f"<!doctype html><body style='background: #111'><p>a cell</p>{made._repr_html_()}</body>"
     (tmp_path / "notebook.html").write_text(cell, encoding="utf-8")
-    with watched_page(browser, tmp_path / "notebook.html", ready="iframe") as notebook:
-        notebook.emulate_media(color_scheme="light")
-        frame = notebook.frame_locator("iframe")
-        frame.locator("html[data-ready]").wait_for()
-        frame.locator("html[data-theme=dark]").wait_for()
-        notebook.evaluate("document.body.style.background = 'white'")
-        frame.locator("html[data-theme=light]").wait_for()
-        frame.locator("#theme").select_option("dark")
-        notebook.evaluate("document.body.style.background = '#222'")
-        frame.locator("#theme").select_option("")
-        frame.locator("html[data-theme=dark]").wait_for()
-        for width in (700, 1400):
-            notebook.set_viewport_size({"width": width, "height": 1400})
-            notebook.wait_for_timeout(300)
-            inside = frame.locator("html").evaluate("page => [page.scrollHeight, page.clientHeight]")
-            assert inside[0] == inside[1], "nothing to scroll"
-            last = frame.locator("footer").bounding_box()
-            outer = notebook.locator("iframe").bounding_box()
-            assert 0 <= outer["y"] + outer["height"] - last["y"] - last["height"] < 60, "no empty space below"
+    notebook = open_page(tmp_path / "notebook.html", ready="iframe")
+    notebook.emulate_media(color_scheme="light")
+    frame = notebook.frame_locator("iframe")
+    frame.locator("html[data-ready]").wait_for()
+    frame.locator("html[data-theme=dark]").wait_for()
+    notebook.evaluate("document.body.style.background = 'white'")
+    frame.locator("html[data-theme=light]").wait_for()
+    frame.locator("#theme").select_option("dark")
+    notebook.evaluate("document.body.style.background = '#222'")
+    frame.locator("#theme").select_option("")
+    frame.locator("html[data-theme=dark]").wait_for()
+    frame.locator("#item").select_option("second")
+    frame.locator('.text [data-place="3"]').get_by_text("z", exact=True).hover()
+    best = rec.weights(0, 1)[1, 3]
+    frame.locator("#readout").get_by_text("z looks most at").wait_for()
+    said = " ".join(frame.locator("#readout").inner_text().split())
+    assert said == f"z looks most at {'wxyz'[int(best.argmax())]} {best.max():.4f}"
+    for width in (700, 1400):
+        notebook.set_viewport_size({"width": width, "height": 1400})
+        notebook.wait_for_timeout(300)
+        inside = frame.locator("html").evaluate("page => [page.scrollHeight, page.clientHeight]")
+        assert inside[0] == inside[1], "nothing to scroll"
+        last = frame.locator("footer").bounding_box()
+        outer = notebook.locator("iframe").bounding_box()
+        assert 0 <= outer["y"] + outer["height"] - last["y"] - last["height"] < 60, "no empty space below"

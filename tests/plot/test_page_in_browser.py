@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from clearhead.plot import Tokens, given, page
 
-from .browsing import needs_chromium, text_of, token, wait_until, watched_page
+from .browsing import OpenPage, needs_chromium, text_of, token, wait_until
 
 pytestmark = needs_chromium
 
@@ -28,10 +26,9 @@ def _weights() -> list[torch.Tensor]:
 
 
 @pytest.fixture(name="shown")
-def _shown(browser: Any, weights: list[torch.Tensor], tmp_path: Path) -> Iterator[Any]:
+def _shown(open_page: OpenPage, weights: list[torch.Tensor]) -> Any:
     made = page(given(weights), TOKENS, layer=0, head=1, title="</title><script>alert(3)</script>")
-    with watched_page(browser, made.save(tmp_path / "page.html")) as opened:
-        yield opened
+    return open_page(made)
 
 
 def written(weight: torch.Tensor) -> str:
@@ -44,7 +41,7 @@ def cell(shown: Any, query: int, key: int, count: int = SIZE) -> tuple[float, fl
     return box["x"] + box["width"] * (key + 0.5) / count, box["y"] + box["height"] * (query + 0.5) / count
 
 
-def test_the_pointer_reads_the_weight_and_what_row_and_column_come_to(shown: Any, weights: list[torch.Tensor]) -> None:
+def test_the_pointer_reads_weights_rows_and_columns(shown: Any, weights: list[torch.Tensor]) -> None:
     shown.mouse.move(*cell(shown, 2, 3))
     assert text_of(shown, "readout") == f"{NAMES[2]} → str {written(weights[0][1, 2, 3])}"
     entropy = torch.special.entr(weights[0][1, 2]).sum()
@@ -55,9 +52,6 @@ def test_the_pointer_reads_the_weight_and_what_row_and_column_come_to(shown: Any
     assert " looks most at " in text_of(shown, "finding")
     assert text_of(shown, "readout").split(" ")[-1] in text_of(shown, "finding"), "the same digits"
     assert " looks most at " not in text_of(shown, "readout"), "one sentence is enough"
-
-
-def test_the_pointer_on_a_token_lists_what_it_looks_at(shown: Any, weights: list[torch.Tensor]) -> None:
     token(shown, 5).hover()
     order = weights[0][1, 5].argsort(descending=True).tolist()
     items = [item.splitlines() for item in shown.locator("#list li").all_inner_texts()]
@@ -65,7 +59,7 @@ def test_the_pointer_on_a_token_lists_what_it_looks_at(shown: Any, weights: list
     assert [item[1] for item in items] == [written(weights[0][1, 5, key]) for key in order]
 
 
-def test_a_click_on_a_token_keeps_and_shades_its_row(shown: Any, weights: list[torch.Tensor]) -> None:
+def test_a_click_keeps_and_shades_a_row_or_shows_a_head(shown: Any, weights: list[torch.Tensor]) -> None:
     token(shown, 3).click()
     shown.mouse.move(1, 1)
     assert text_of(shown, "readout").startswith("str → ")
@@ -76,9 +70,6 @@ def test_a_click_on_a_token_keeps_and_shades_its_row(shown: Any, weights: list[t
     row = weights[0][1, 3]
     assert lightness.index(min(lightness)) == int(row.argmax())
     assert lightness.index(max(lightness)) == int(row.argmin())
-
-
-def test_a_click_on_a_thumbnail_shows_the_head(shown: Any, weights: list[torch.Tensor]) -> None:
     shown.locator('[data-place="1-2"]').click()
     assert text_of(shown, "head-title") == "Layer 1, head 2"
     assert shown.locator('#overview button[aria-pressed="true"]').count() == 1
@@ -86,7 +77,7 @@ def test_a_click_on_a_thumbnail_shows_the_head(shown: Any, weights: list[torch.T
     assert written(weights[1][2, 0].max()) in text_of(shown, "readout")
 
 
-def test_dragging_over_tokens_sums_what_a_query_gives_them(shown: Any, weights: list[torch.Tensor]) -> None:
+def test_dragging_sums_keys_and_averages_queries(shown: Any, weights: list[torch.Tensor]) -> None:
     token(shown, 0).click()
     token(shown, 3).hover()
     shown.mouse.down()
@@ -97,9 +88,6 @@ def test_dragging_over_tokens_sums_what_a_query_gives_them(shown: Any, weights: 
     assert shown.locator(".text span.selected").count() == 3
     shown.keyboard.press("Escape")
     assert shown.locator(".text span.selected").count() == 0
-
-
-def test_dragging_over_the_map_averages_queries(shown: Any, weights: list[torch.Tensor]) -> None:
     before = shown.locator("#cells").bounding_box()
     shown.mouse.move(*cell(shown, 4, 5))
     shown.mouse.down()
@@ -157,26 +145,20 @@ def test_arrow_keys_walk_heads_cells_and_tokens(shown: Any, weights: list[torch.
     assert shown.locator(".text .query").inner_text() == "str"
 
 
-def test_the_overview_shows_statistics(shown: Any, weights: list[torch.Tensor]) -> None:
+def test_tokens_are_text_and_the_overview_has_a_scale_and_statistics(shown: Any, weights: list[torch.Tensor]) -> None:
+    ticks = [float(tick) for tick in shown.locator("#overview-scale .ticks span").all_inner_texts()]
+    assert ticks == [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]
+    assert "square root" in text_of(shown, "overview-scale")
+    assert shown.locator(".text span").all_inner_texts() == NAMES
+    assert shown.locator("img").count() == 0
+    assert shown.locator("script").count() == 3
+    assert shown.title() == "</title><script>alert(3)</script>"
     shown.locator("#statistic").select_option("confidence")
     means = [[f"{head.amax(-1).mean():.2f}" for head in layer] for layer in weights]
     assert shown.locator("#overview button span").all_inner_texts() == [*means[0], *means[1]]
     assert f"confidence {means[0][1]}" in text_of(shown, "about")
     shown.locator("#statistic").select_option("entropy")
     assert "entropy in nats, one number per head" in text_of(shown, "overview-scale")
-
-
-def test_the_scale_is_printed(shown: Any) -> None:
-    ticks = [float(tick) for tick in shown.locator("#overview-scale .ticks span").all_inner_texts()]
-    assert ticks == [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]
-    assert "square root" in text_of(shown, "overview-scale")
-
-
-def test_tokens_are_text(shown: Any) -> None:
-    assert shown.locator(".text span").all_inner_texts() == NAMES
-    assert shown.locator("img").count() == 0
-    assert shown.locator("script").count() == 3
-    assert shown.title() == "</title><script>alert(3)</script>"
 
 
 def test_colours_follow_the_scheme(shown: Any) -> None:
@@ -192,12 +174,12 @@ def test_colours_follow_the_scheme(shown: Any) -> None:
     assert shown.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 22, 28)"
 
 
-def test_a_phone_may_resize_the_page_while_it_loads(browser: Any, tmp_path: Path) -> None:
+def test_a_phone_may_resize_the_page_while_it_loads(open_page: OpenPage) -> None:
     """Nothing is redrawn before the numbers are unpacked: `watched_page` would report the error."""
     words = [f"word{place}" for place in range(60)]
-    path = given([torch.randn(8, 60, 60).softmax(-1) for _ in range(4)]).page(words).save(tmp_path / "page.html")
+    made = given([torch.randn(8, 60, 60).softmax(-1) for _ in range(4)]).page(words)
     phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
     for _ in range(5):
-        with watched_page(browser, path, **phone) as opened:
-            opened.wait_for_timeout(100)
-            assert " looks most at " in text_of(opened, "finding")
+        opened = open_page(made, **phone)
+        opened.wait_for_timeout(100)
+        assert " looks most at " in text_of(opened, "finding")

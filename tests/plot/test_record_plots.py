@@ -1,18 +1,26 @@
-"""matplotlib pictures of a record: what they show, where they draw, and how they refuse."""
+"""Pictures of a record, as functions and methods: what they show, where they draw, and how they refuse."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-import clearhead
+from clearhead import plot
 from clearhead.errors import ArgumentError, RecordError, ShapeError
 from clearhead.plot import Tokens, given, plot_heads, plot_map, plot_received, plot_rollout
 
-from .recorded import KEPT, Two, record_pair, record_two
+from .pages import Contents
+from .recorded import record_pair, record_two
 
 
 def values(axes: Any, end: float = 1.0) -> torch.Tensor:
@@ -32,7 +40,7 @@ def names(labels: Any) -> list[str]:
 
 @pytest.mark.parametrize("statistic", ["entropy", "normalized_entropy", "sink", "offset +1", "max_logit"])
 def test_heads_are_numbers(statistic: str) -> None:
-    _, rec = record_two(statistics=("entropy", "sink", "offset", "max_logit"), offsets=(1,))
+    rec = record_two(statistics=("entropy", "sink", "offset", "max_logit"), offsets=(1,))
     axes = plot_heads(rec, statistic)
     shown = torch.tensor(numpy.asarray(axes.images[0].get_array()))
     torch.testing.assert_close(shown, torch.stack(list(rec.summary()[statistic].values())))
@@ -41,7 +49,7 @@ def test_heads_are_numbers(statistic: str) -> None:
 
 
 def test_a_map_is_the_heads_weights() -> None:
-    _, rec = record_two(7, batch=2)
+    rec = record_two(7, batch=2)
     axes = plot_map(rec, 1, 2, tokens=[list("abcdefg"), list("tuvwxyz")], item=1)
     torch.testing.assert_close(values(axes, printed_end(axes)), rec.weights(1, 2)[1], atol=1e-5, rtol=1e-4)
     assert names(axes.get_yticklabels()) == names(axes.get_xticklabels()) == list("tuvwxyz")
@@ -50,12 +58,12 @@ def test_a_map_is_the_heads_weights() -> None:
 
 def test_a_long_map_is_exact_where_it_can_be_and_tiles_elsewhere() -> None:
     torch.manual_seed(1)
-    _, rec = record_two(200)
+    rec = record_two(200)
     exact = plot_map(rec, 0, 1)
     assert exact.images[0].get_array().shape == (200, 200)
     end = printed_end(exact)
     torch.testing.assert_close(values(exact, end), rec.weights(0, 1)[0].clamp(max=end), atol=1e-5, rtol=1e-4)
-    _, poor = record_two(200, statistics=("entropy", "received", "top_k", "map"))
+    poor = record_two(200, statistics=("entropy", "received", "top_k", "map"))
     tiles = plot_map(poor, 0, 1)
     assert tiles.images[0].get_array().shape == (128, 128)
     assert tiles.images[0].get_extent() == [-0.5, 199.5, 199.5, -0.5]
@@ -82,7 +90,7 @@ def test_a_map_between_two_texts() -> None:
 
 
 def test_what_keys_receive() -> None:
-    _, rec = record_two()
+    rec = record_two()
     heights = [bar.get_height() for bar in plot_received(rec, 1, 0, tokens=list("abcdefg")).patches]
     assert heights == pytest.approx(rec.weights(1, 0)[0].sum(0).tolist(), rel=1e-4)
     heights = [bar.get_height() for bar in plot_received(rec).patches]
@@ -91,9 +99,7 @@ def test_what_keys_receive() -> None:
 
 
 def test_padding_is_left_out() -> None:
-    model = Two()
-    with clearhead.record(model, **KEPT) as rec:
-        model(torch.randn(2, 5, 12), attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
+    rec = record_two(5, 2, torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
     axes = plot_map(rec, 0, 0, tokens=[list("abcde"), list("xyz")], item=1)
     assert names(axes.get_xticklabels()) == ["x", "y", "z"]
     shown = values(axes, printed_end(axes))
@@ -101,7 +107,7 @@ def test_padding_is_left_out() -> None:
 
 
 def test_rollout_over_tokens() -> None:
-    _, rec = record_two()
+    rec = record_two()
     axes = plot_rollout(rec, [2, 5], tokens=list("abcdefg"))
     torch.testing.assert_close(values(axes, printed_end(axes)), rec.rollout([2, 5])[0], atol=1e-5, rtol=1e-4)
     assert names(axes.get_yticklabels()) == ["c", "f"]
@@ -112,7 +118,7 @@ def test_rollout_over_tokens() -> None:
     "image", [None, torch.rand(3, 30, 40), numpy.zeros((30, 40, 3), dtype="uint8"), torch.randn(9, 12)]
 )
 def test_rollout_over_an_image(image: Any) -> None:
-    _, rec = record_two(1 + 2 + 3 * 4)
+    rec = record_two(1 + 2 + 3 * 4)
     axes = plot_rollout(rec, 0, grid=(3, 4), image=image)
     patches = rec.rollout([0])[0, 0, 3:].view(3, 4)
     shown = torch.tensor(numpy.asarray(axes.images[-1].get_array())).square()
@@ -125,8 +131,8 @@ def test_rollout_over_an_image(image: Any) -> None:
 
 
 def test_wrong_arguments() -> None:
-    _, rec = record_two()
-    _, poor = record_two(statistics=("entropy",))
+    rec = record_two()
+    poor = record_two(statistics=("entropy",))
     refusals: list[tuple[type[Exception], str, Any]] = [
         (
             ArgumentError,
@@ -149,3 +155,78 @@ def test_wrong_arguments() -> None:
         with pytest.raises(error) as raised:
             call()
         assert message in str(raised.value)
+
+
+LENGTH = 7
+TOKENS = ["$\\frac{", "<b>", "街", "d", "e", "f", "g"]
+METHODS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "plot_heads": (("entropy",), {}),
+    "plot_map": ((1, 2), {"tokens": TOKENS}),
+    "plot_received": ((0, 1), {"tokens": TOKENS}),
+    "plot_rollout": (([2, 5],), {"tokens": TOKENS}),
+}
+
+
+@pytest.fixture(scope="module", name="rec")
+def _rec() -> Any:
+    torch.manual_seed(3)
+    return record_two(LENGTH)
+
+
+def drawn(axes: Axes) -> list[Any]:
+    """Everything that carries numbers in axes."""
+    images = [image.get_array().tolist() for image in axes.images]  # type: ignore[union-attr]
+    labels = [label.get_text() for label in (*axes.get_xticklabels(), *axes.get_yticklabels())]
+    return [images, [bar.get_height() for bar in axes.patches], labels, axes.get_title("left")]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_draws_what_the_function_draws_where_it_is_told(method: str, rec: Any) -> None:
+    arguments, options = METHODS[method]
+    figure = Figure(layout="constrained")
+    left, right = figure.subplots(1, 2)
+    assert getattr(rec, method)(*arguments, **options, ax=right) is right
+    assert not left.has_data()
+    assert pyplot.get_fignums() == []
+    for kind in ("svg", "png"):
+        figure.savefig(BytesIO(), format=kind)
+    drawn_alone = getattr(plot, method)(rec, *arguments, **options)
+    assert isinstance(drawn_alone, Axes)
+    assert drawn(right) == drawn(drawn_alone)
+
+
+def test_every_option_arrives() -> None:
+    rec = record_pair()
+    cross = "decoder.layers.0.multihead_attn"
+    texts: dict[str, Any] = {"tokens": list("abcde"), "key_tokens": list("stuvwxy")}
+    axes = rec.plot_map(cross, 1, **texts, words=True)
+    assert [label.get_text() for label in axes.get_xticklabels()] == list("stuvwxy")
+    axes = rec.plot_received(cross, 1, **texts)
+    assert [label.get_text() for label in axes.get_xticklabels()] == list("stuvwxy")
+    two = record_two(LENGTH, batch=2)
+    options: dict[str, Any] = {"grid": (2, 3), "item": 1, "layers": [1], "residual": 0.25, "image": torch.rand(6, 9)}
+    assert drawn(two.plot_rollout(0, **options)) == drawn(plot.plot_rollout(two, 0, **options))
+    first, second = (two.plot_map(0, 0, item=item) for item in range(2))
+    assert drawn(first) != drawn(second)
+
+
+def test_the_page_is_the_functions(rec: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"layer": 1, "head": 2, "labels": ["one"], "title": "A model", "crops": [(0, 0)]}
+    made = rec.page(TOKENS, **options)
+    assert made.text == plot.page(rec, TOKENS, **options).text
+    assert made.save(tmp_path / "page.html").read_text(encoding="utf-8") == made.text
+    assert made._repr_html_().startswith('<iframe class="clearhead-page" srcdoc="')
+    pair = record_pair().page(list("abcde"), key_tokens=list("stuvwxy"))
+    assert Contents(pair.text).text(0, 0, "keys")["names"] == list("stuvwxy")
+
+
+def test_pictures_are_imported_when_they_are_asked_for() -> None:
+    lines = (
+        "import sys, torch, clearhead",
+        "with clearhead.record(torch.nn.TransformerEncoderLayer(8, 2), keep='queries_keys') as rec:",
+        "    rec._running.model(torch.randn(3, 1, 8))",
+        "assert not {'matplotlib', 'rich', 'clearhead.plot'} & set(sys.modules)",
+        "rec.page()",
+        "assert 'matplotlib' not in sys.modules",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.plot import Tokens, read_tokens
-from clearhead.plot._tokens import as_texts
+from clearhead.plot import Tokens, given, read_tokens
 from tests.support.models import minilm
 
 
@@ -68,13 +68,9 @@ def test_one_word_for_everything_is_no_word() -> None:
     assert (tokens.names, tokens.word_names()) == (("<s>", "The", "an", "imal"), ["<s>", "The", "animal"])
 
 
-def test_texts_however_they_are_given() -> None:
-    assert as_texts(None) is None
+def test_one_string_is_no_text_of_a_page() -> None:
     with pytest.raises(DTypeError, match="got one string"):
-        as_texts("a text")
-    assert [text.names for text in as_texts(["a", "b"]) or []] == [("a", "b")]
-    assert [text.names for text in as_texts([["a"], ["b"]]) or []] == [("a",), ("b",)]
-    assert [text.names for text in as_texts(Tokens(["a"])) or []] == [("a",)]
+        given([torch.ones(1, 1, 1)]).page("a text")
 
 
 @pytest.mark.parametrize(

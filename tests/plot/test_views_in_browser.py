@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
-import clearhead
 from clearhead.plot import given
 
-from .browsing import needs_chromium, text_of, token, wait_until, watched_page
-from .recorded import KEPT
-from .test_images import SMALL
+from .browsing import OpenPage, needs_chromium, text_of, token, wait_until
+from .test_images import PICTURE, build, recorded
 
 pytestmark = needs_chromium
 
@@ -31,11 +26,9 @@ def _weights() -> list[torch.Tensor]:
 
 
 @pytest.fixture(name="shown")
-def _shown(browser: Any, weights: list[torch.Tensor], tmp_path: Path) -> Iterator[Any]:
+def _shown(open_page: OpenPage, weights: list[torch.Tensor]) -> Any:
     comparison = given(weights[:1]).compare(given(weights[1:]), tokens=TEXTS[0], other_tokens=TEXTS[1])
-    made = comparison.page(labels=(HOSTILE, "second"))
-    with watched_page(browser, made.save(tmp_path / "page.html")) as opened:
-        yield opened
+    return open_page(comparison.page(labels=(HOSTILE, "second")))
 
 
 def view(shown: Any, number: int) -> Any:
@@ -46,7 +39,7 @@ def chosen_head(shown: Any) -> int:
     return int(text_of(shown, "head-title").rsplit(" ", 1)[1])
 
 
-def test_the_difference_is_shown_first_with_both_weights(shown: Any, weights: list[torch.Tensor]) -> None:
+def test_the_difference_is_shown_first_in_its_colours(shown: Any, weights: list[torch.Tensor]) -> None:
     wait_until(shown, "document.querySelectorAll('#views button')[2]?.getAttribute('aria-pressed') === 'true'")
     assert shown.locator(".text span").count() == 6
     head = chosen_head(shown)
@@ -59,6 +52,12 @@ def test_the_difference_is_shown_first_with_both_weights(shown: Any, weights: li
     number = f"{change[at].item():+.4f}".replace("-", "−")
     assert text_of(shown, "readout").endswith(number)
     assert f"first {first[4, at]:.4f} · second {second[4, at]:.4f}" in text_of(shown, "details")
+    token(shown, 0).click()
+    change = (second - first)[0]
+    script = "mark => getComputedStyle(mark).backgroundColor.match(/\\d+/g).map(Number)"
+    for place in (int(change.argmax()), int(change.argmin())):
+        red, _, blue = token(shown, place).evaluate(script)[:3]
+        assert (red > blue) == (change[place] > 0)
 
 
 def test_views_keep_the_token(shown: Any, weights: list[torch.Tensor]) -> None:
@@ -86,26 +85,10 @@ def test_the_ranking_chooses_a_head(shown: Any) -> None:
     wait_until(shown, "document.querySelectorAll('#ranked-list button')[1].getAttribute('aria-pressed') === 'true'")
 
 
-def test_colours_say_which_way_a_weight_changes(shown: Any, weights: list[torch.Tensor]) -> None:
-    head = chosen_head(shown)
-    token(shown, 0).click()
-    change = weights[1][head][SHARED][:, SHARED][0] - weights[0][head][0]
-    script = "mark => getComputedStyle(mark).backgroundColor.match(/\\d+/g).map(Number)"
-    for place in (int(change.argmax()), int(change.argmin())):
-        red, _, blue = token(shown, place).evaluate(script)[:3]
-        assert (red > blue) == (change[place] > 0)
-
-
 @pytest.fixture(name="picture")
-def _picture(browser: Any, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
-    torch.manual_seed(6)
-    model = transformers.ViTModel(transformers.ViTConfig(**SMALL)).eval()
-    pixels = torch.rand(1, 3, 12, 12)
-    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
-        model(pixel_values=pixels)
-    made = rec.page(image=pixels[0], layer=1, head=0, title="</title><script>alert(3)</script>")
-    with watched_page(browser, made.save(tmp_path / "page.html")) as opened:
-        yield opened, rec
+def _picture(open_page: OpenPage) -> tuple[Any, Any]:
+    rec = recorded(build("vit"), PICTURE[None])
+    return open_page(rec.page(image=PICTURE, layer=1, head=0, title="</title><script>alert(3)</script>")), rec
 
 
 def patch_at(shown: Any, row: int, column: int) -> tuple[float, float]:
@@ -113,7 +96,7 @@ def patch_at(shown: Any, row: int, column: int) -> tuple[float, float]:
     return box["x"] + box["width"] * (column + 0.5) / 3, box["y"] + box["height"] * (row + 0.5) / 3
 
 
-def test_the_class_token_is_shown_first_and_hovering_shows_a_patch(picture: tuple[Any, Any]) -> None:
+def test_a_large_picture_begins_with_the_class_token_and_has_its_patches_walked(picture: tuple[Any, Any]) -> None:
     shown, rec = picture
     assert text_of(shown, "readout").startswith("class → ")
     shown.mouse.move(*patch_at(shown, 2, 1))
@@ -126,9 +109,27 @@ def test_the_class_token_is_shown_first_and_hovering_shows_a_patch(picture: tupl
     assert shown.locator("#overview canvas").first.evaluate(script) != before, "thumbnails follow"
     shown.mouse.move(1, 1)
     assert text_of(shown, "readout").startswith("class → ")
+    over, plain, cells = (
+        shown.locator(each).bounding_box() for each in (".picture .over", ".picture .plain", "#cells")
+    )
+    assert over["width"] > 2 * plain["width"]
+    assert over["width"] > cells["width"]
+    assert over["y"] + over["height"] < cells["y"]
+    assert text_of(shown, "facts").endswith("3 × 3 patches")
+    assert "patches" in text_of(shown, "sum-text")
+    shown.mouse.click(*patch_at(shown, 1, 1))
+    shown.mouse.move(1, 1)
+    assert text_of(shown, "readout").startswith("patch 1, 1 ")
+    shown.locator(".picture .over").focus()
+    shown.keyboard.press("ArrowDown")
+    shown.keyboard.press("ArrowRight")
+    assert text_of(shown, "readout").startswith("patch 2, 2 ")
+    shown.locator(".text span").first.click()
+    shown.mouse.move(1, 1)
+    assert text_of(shown, "readout").startswith("class ")
 
 
-def test_an_even_head_is_blank_and_another_is_not(picture: tuple[Any, Any], browser: Any, tmp_path: Path) -> None:
+def test_an_even_head_is_blank_and_another_is_not(picture: tuple[Any, Any], open_page: OpenPage) -> None:
     """The model of the fixture attends to everything about alike; the other one's scores are large."""
     colour = """(canvas) => {
         const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -145,64 +146,28 @@ def test_an_even_head_is_blank_and_another_is_not(picture: tuple[Any, Any], brow
     for canvas in ("#overview canvas", "#cells"):
         assert shown.locator(canvas).first.evaluate(colour) < 16
     assert "1× is the even weight, 1/10; colour follows the logarithm" in text_of(shown, "map-scale")
-    model = transformers.ViTModel(transformers.ViTConfig(**SMALL, initializer_range=1.0)).eval()
-    pixels = torch.rand(1, 3, 12, 12)
-    with torch.no_grad(), clearhead.record(model, **KEPT) as lively:
-        model(pixel_values=pixels)
+    lively = recorded(build("vit", initializer_range=1.0), PICTURE[None])
     assert (lively.weights(1, 0) * 10).max() > 3
-    path = lively.page(image=pixels[0], layer=1, head=0).save(tmp_path / "lively.html")
-    with watched_page(browser, path) as other:
-        assert other.locator("#cells").evaluate(colour) > 40
+    other = open_page(lively.page(image=PICTURE, layer=1, head=0))
+    assert other.locator("#cells").evaluate(colour) > 40
 
 
-def test_the_picture_is_large_and_the_map_comes_after_it(picture: tuple[Any, Any]) -> None:
-    shown, _ = picture
-    over, plain, cells = (
-        shown.locator(each).bounding_box() for each in (".picture .over", ".picture .plain", "#cells")
-    )
-    assert over["width"] > 2 * plain["width"]
-    assert over["width"] > cells["width"]
-    assert over["y"] + over["height"] < cells["y"]
-    assert text_of(shown, "facts").endswith("3 × 3 patches")
-    assert "patches" in text_of(shown, "sum-text")
-
-
-def test_patches_are_kept_by_a_click_and_walked_by_arrows(picture: tuple[Any, Any]) -> None:
-    shown, _ = picture
-    shown.mouse.click(*patch_at(shown, 1, 1))
-    shown.mouse.move(1, 1)
-    assert text_of(shown, "readout").startswith("patch 1, 1 ")
-    shown.locator(".picture .over").focus()
-    shown.keyboard.press("ArrowDown")
-    shown.keyboard.press("ArrowRight")
-    assert text_of(shown, "readout").startswith("patch 2, 2 ")
-    shown.locator(".text span").first.click()
-    shown.mouse.move(1, 1)
-    assert text_of(shown, "readout").startswith("class ")
-
-
-def test_an_even_head_is_said_to_look_at_all_patches_alike(browser: Any, tmp_path: Path) -> None:
+def test_an_even_head_is_said_to_look_at_all_patches_alike(open_page: OpenPage) -> None:
     """Its first weight is the even one, 1/10, which is no more than chance: neither a finding nor an answer."""
-    torch.manual_seed(9)
-    model = transformers.ViTModel(transformers.ViTConfig(**SMALL)).eval()
+    model = build("vit")
     for name, parameter in model.named_parameters():
         if "q_proj" in name or ".query." in name:
             torch.nn.init.zeros_(parameter)
-    pixels = torch.rand(1, 3, 12, 12)
-    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
-        model(pixel_values=pixels)
-    made = rec.page(image=pixels[0])
+    made = recorded(model, PICTURE[None]).page(image=PICTURE)
     even = "class looks at all patches about alike (at most 0.1000)"
     assert even in made.text.replace('<strong dir="auto">class</strong>', "class")
-    with watched_page(browser, made.save(tmp_path / "even.html")) as shown:
-        assert text_of(shown, "finding").endswith(even)
-        assert "Blank patches get no more than the even weight, 0.1000." in text_of(shown, "map-scale")
-        assert "patch 1, 2 is row 1, column 2, counted from 0" in shown.locator("#texts").inner_text()
-        shown.locator("#to").focus()
-        shown.locator("#to").select_option("3")
-        assert shown.locator("#search-list li").count() == 0
-        assert "no more than the even weight, 0.1000, are left out" in text_of(shown, "search-note")
-        hint, picture, map_ = (
-            shown.locator(name).bounding_box()["y"] for name in ("#sum-text", ".picture .over", "#map")
-        )
-        assert picture < hint < map_, "the hint about the map stands at the map"
+    shown = open_page(made)
+    assert text_of(shown, "finding").endswith(even)
+    assert "Blank patches get no more than the even weight, 0.1000." in text_of(shown, "map-scale")
+    assert "patch 1, 2 is row 1, column 2, counted from 0" in shown.locator("#texts").inner_text()
+    shown.locator("#to").focus()
+    shown.locator("#to").select_option("3")
+    assert shown.locator("#search-list li").count() == 0
+    assert "no more than the even weight, 0.1000, are left out" in text_of(shown, "search-note")
+    hint, picture, map_ = (shown.locator(name).bounding_box()["y"] for name in ("#sum-text", ".picture .over", "#map"))
+    assert picture < hint < map_, "the hint about the map stands at the map"

@@ -2,56 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from html.parser import HTMLParser
+import html
+import re
 from pathlib import Path
+from typing import NamedTuple
+
+from tests.plot.pages import Elements
+
+LOADING = ("stylesheet", "icon", "preconnect", "preload", "modulepreload")
 
 
-@dataclass
-class Built:
+class Built(NamedTuple):
     """What a test reads of a page: the text of its article, where it leads, its anchors, what it loads."""
 
-    text: str = ""
-    links: list[str] = field(default_factory=list[str])
-    anchors: set[str] = field(default_factory=set[str])
-    loaded: list[str] = field(default_factory=list[str])
-
-
-class _Reader(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.built = Built()
-        self.in_article = False
-        self.silent = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        if "id" in given:
-            self.built.anchors.add(given["id"])
-        if tag == "article":
-            self.in_article = True
-        if tag in ("script", "style"):
-            self.silent += 1
-        if tag == "a" and "href" in given:
-            self.built.links.append(given["href"])
-        if tag in ("img", "script", "iframe", "source") and "src" in given:
-            self.built.loaded.append(given["src"])
-        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preconnect", "preload", "modulepreload"):
-            self.built.loaded.append(given["href"])
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "article":
-            self.in_article = False
-        if tag in ("script", "style"):
-            self.silent -= 1
-
-    def handle_data(self, data: str) -> None:
-        if self.in_article and not self.silent:
-            self.built.text += data
+    text: str
+    links: list[str]
+    anchors: set[str]
+    loaded: list[str]
 
 
 def read_built(page: Path) -> Built:
     """Read one page."""
-    reader = _Reader()
-    reader.feed(page.read_text(encoding="utf-8"))
-    return reader.built
+    source = page.read_text(encoding="utf-8")
+    article = "".join(re.findall(r"<article.*?</article>", source, re.DOTALL))
+    text = re.sub(r"<(script|style)\b.*?</\1>|<[^>]*>", "", article, flags=re.DOTALL)
+    tags = [(tag, {name: value or "" for name, value in given.items()}) for tag, given in Elements(source).tags]
+    links = [given["href"] for tag, given in tags if tag == "a" and "href" in given]
+    anchors = {given["id"] for _, given in tags if "id" in given}
+    loaded = [given["src"] for tag, given in tags if tag in ("img", "script", "iframe", "source") and "src" in given]
+    loaded += [given["href"] for tag, given in tags if tag == "link" and given.get("rel") in LOADING]
+    return Built(html.unescape(text), links, anchors, loaded)

@@ -113,12 +113,12 @@ class Both:
         self.pictures: list[SectionPicture] = []
         totals = {name: torch.zeros(len(heads), dtype=torch.float64) for name, heads in self.comparison.heads.items()}
         for pair in pairs:
-            found = _compare(models, pair) if self.pictures else self.comparison
+            comparison = _compare(models, pair) if self.pictures else self.comparison
             with about_the_model(models[0]):
-                [item] = compared_items(found, self._large)
+                [item] = compared_items(comparison, self._large)
             self.pictures = self.pictures or [view.sections[0] for view in item.views]
             self._views.add(item.labelled(say("tokens {0}–{1}", pair[0].first, pair[0].last)))
-            for total, scores in zip(totals.values(), found.scores().values(), strict=True):
+            for total, scores in zip(totals.values(), comparison.scores().values(), strict=True):
                 total += scores.double() * len(pair[0].tokens)
             next_pair()
         tokens = sum(len(first.tokens) for first, _ in pairs)

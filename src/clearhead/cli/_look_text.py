@@ -92,10 +92,10 @@ class Seen:
             item = replace(item, label=say("tokens {0}–{1}", window.first, window.last))
             if self.page.takes_next:
                 item = with_crops_of(rec, item, number, [self._large])
-            section, found = item.sections[0], [summarize(picture) for picture in item.sections]
+            section, summaries = item.sections[0], [summarize(picture) for picture in item.sections]
             if not self.chosen:
                 self.first = section
-            self.page.add(item, found)
+            self.page.add(item, summaries)
             layer, head = section.layers[self.place[0]], self.place[1]
             self.chosen.append(
                 {
@@ -109,7 +109,7 @@ class Seen:
                     "top_weights": layer.weights[head].clone(),
                 }
             )
-            self._summaries.append(found[0])
+            self._summaries.append(summaries[0])
             self._average(numbers_of(section), len(window.tokens))
 
     @cached_property

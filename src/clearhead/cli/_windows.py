@@ -70,16 +70,16 @@ def unknown_note(loaded: PretrainedModel, windows: Sequence[Window]) -> str | No
     unknown = loaded.reader.unk_token_id
     if unknown is None:
         return None
-    count = found = 0
+    count = unknowns = 0
     for window in windows:
         ids = window.inputs["input_ids"][0].tolist()
         ordinary = [number for number, special in zip(ids, window.tokens.special, strict=True) if not special]
-        count, found = count + len(ordinary), found + ordinary.count(unknown)
-    if found <= MANY_UNKNOWN * count:
+        count, unknowns = count + len(ordinary), unknowns + ordinary.count(unknown)
+    if unknowns <= MANY_UNKNOWN * count:
         return None
     name = loaded.reader.convert_ids_to_tokens(unknown)
     return (
-        f"{loaded.name} does not know {100 * found / count:.0f} % of the tokens of this text; they are {name}, one "
+        f"{loaded.name} does not know {100 * unknowns / count:.0f} % of the tokens of this text; they are {name}, one "
         "like the other. Look at it with a model of its language: --model NAME_OR_PATH."
     )
 

@@ -71,7 +71,7 @@ def shared_call_of(
         query, key, value, offset, *_ = chunks[0]
         heads = shared.request_at(offset, query.shape[1])._replace(lse=False, weights=None, **positions)
         results = partial(_of_heads, shared, zero_hidden(valid_call(query, key, value, heads, shared.environment)))
-    request = call.request._replace(mask=shared.mask, **positions)
+    request = call.request._replace(mask=shared.request.mask, **positions)
     return replace(call, request=request, part=_Part(shared, results), grid_=grid)
 
 

@@ -205,9 +205,8 @@ class Unseen:
         }
         modules = {what: described for what, described in modules.items() if described}
         if not recorded:
-            noted = "".join(
-                f"{what[0].upper()}{what[1:]} was computed by {described}. " for what, described in modules.items()
-            )
+            sentences = [f"{what} was computed by {described}. " for what, described in modules.items()]
+            noted = "".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
             raise RecordError(
                 f"record: no attention was seen. {noted}Attention is seen in Clearhead's modules, "
                 "torch.nn.MultiheadAttention and wherever F.scaled_dot_product_attention is called, uncompiled. A "
@@ -224,6 +223,5 @@ class Unseen:
             )
 
     def _described(self, names: Iterable[str]) -> str:
-        return ", ".join(
-            f"{name or 'the model itself'} ({type(self._running.model.get_submodule(name)).__name__})" for name in names
-        )
+        kinds = {name: type(self._running.model.get_submodule(name)).__name__ for name in names}
+        return ", ".join(f"{name or 'the model itself'} ({kind})" for name, kind in kinds.items())

@@ -113,12 +113,10 @@ def _of_shared_call(mask: Tensor, call: AttentionCall, totals: Totals) -> Tensor
     marks = totals.largest(marks) != 0
     misfits, fitting = marks[:, length:].any(0).tolist()
     if misfits and fitting:
-        raise RecordError(
-            "the padding mask of the root call",
-            expected=f"({batch}, {length}), or the part of it as the tokens are cut, in every process",
-            got=f"{shape_text(mask.shape)} for {len(rows)} tokens in this one",
-            fix="Give record the whole one, as query_mask=.",
-        )
+        expected = f"({batch}, {length}), or the part of it as the tokens are cut, in every process"
+        got = f"{shape_text(mask.shape)} for {len(rows)} tokens in this one"
+        fix = "Give record the whole one, as query_mask=."
+        raise RecordError("the padding mask of the root call", expected=expected, got=got, fix=fix)
     return marks[:, :length] if fitting else None
 
 

@@ -189,9 +189,9 @@ def _completed(rec: Recorded, name: str, call: int) -> AttentionStatistics:
             got=f"a record without {missing}",
             fix=f"Record with statistics={NEEDED}, or with keep='queries_keys'.",
         ) from error
-    found = compute_statistics(kept, NEEDED, statistics.options, statistics.counted)
+    computed = compute_statistics(kept, NEEDED, statistics.options, statistics.counted)
     averaged = statistics.head_count == statistics.num_kv_heads < statistics.num_heads
-    return found if averaged else found.with_heads(statistics.heads)
+    return computed if averaged else computed.with_heads(statistics.heads)
 
 
 def _section(
@@ -206,45 +206,45 @@ def _section(
         raise ShapeError("rec", expected=f"L = {length} and S = {keys} in all of {section.layers}", got="others")
     queries = extent_of(statistics[0], item)
     # Keys that are hidden from all queries receive exactly nothing.
-    received = torch.stack([found.received[item].sum(0) for found in statistics]).sum(0)  # (S,)
+    received = torch.stack([each.received[item].sum(0) for each in statistics]).sum(0)  # (S,)
     extent = queries if section.same else span_of(received)
     side = "key_tokens" if section.kind == "encoder" else "tokens"
     query_tokens = fitted(side, texts[side], number, length, queries)
     key_tokens = query_tokens if section.same else fitted("key_tokens", texts["key_tokens"], number, keys, extent)
     layers = [
-        _layer(name, found, item, (queries, extent), (query_tokens, key_tokens))
-        for name, found in zip(section.layers, statistics, strict=True)
+        _layer(name, each, item, (queries, extent), (query_tokens, key_tokens))
+        for name, each in zip(section.layers, statistics, strict=True)
     ]
     return SectionPicture(section, query_tokens, key_tokens, layers)
 
 
 def _layer(
     name: str,
-    found: AttentionStatistics,
+    statistics: AttentionStatistics,
     item: int,
     extents: tuple[tuple[int, int], tuple[int, int]],
     texts: tuple[Tokens, Tokens],
 ) -> LayerPicture:
     rows, columns = slice(*extents[0]), slice(*extents[1])
-    indices, weights = found.top_k.indices[item][:, rows], found.top_k.weights[item][:, rows]
-    if extents[1] != (0, found.key_length):  # the largest weights of padded keys are left out
+    indices, weights = statistics.top_k.indices[item][:, rows], statistics.top_k.weights[item][:, rows]
+    if extents[1] != (0, statistics.key_length):  # the largest weights of padded keys are left out
         indices = indices - extents[1][0]
         outside = (indices < 0) | (indices >= extents[1][1] - extents[1][0])
         indices, weights = indices.masked_fill(outside, -1), weights.masked_fill(outside, 0)
     picture = LayerPicture(
         name=name,
-        heads=found.heads,
-        size=(found.query_length, found.key_length),
+        heads=statistics.heads,
+        size=(statistics.query_length, statistics.key_length),
         queries=extents[0],
         keys=extents[1],
-        map=found.map[item].float().cpu(),
-        pooling=found.options.map_pooling,
-        entropy=found.entropy[item][:, rows].float().cpu(),
-        spread=found.normalized_entropy[item][:, rows].float().cpu(),
-        received=found.received[item][:, columns].float().cpu(),
+        map=statistics.map[item].float().cpu(),
+        pooling=statistics.options.map_pooling,
+        entropy=statistics.entropy[item][:, rows].float().cpu(),
+        spread=statistics.normalized_entropy[item][:, rows].float().cpu(),
+        received=statistics.received[item][:, columns].float().cpu(),
         indices=indices.cpu(),
         weights=weights.float().cpu(),
-        numbers=_numbers(found, item),
+        numbers=_numbers(statistics, item),
     )
     if not picture.exact or not any(has_pieces(text) for text in texts):
         return picture
@@ -252,12 +252,12 @@ def _layer(
     return replace(picture, word_entropy=entropy)
 
 
-def _numbers(found: AttentionStatistics, item: int) -> dict[str, Tensor]:
+def _numbers(statistics: AttentionStatistics, item: int) -> dict[str, Tensor]:
     """The summary of one batch item: statistic → (H,)."""
     cut = slice(item, item + 1)
     results = {
         name: TopK(*(part[cut] for part in values)) if isinstance(values, TopK) else values[cut]
-        for name, values in found.results.items()
+        for name, values in statistics.results.items()
     }
-    one = found.like(results, found.counted[cut], found.key_length)
+    one = statistics.like(results, statistics.counted[cut], statistics.key_length)
     return {name: layers[""].float().cpu() for name, layers in summarize({"": [one]}).values.items()}

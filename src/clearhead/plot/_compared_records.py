@@ -147,9 +147,11 @@ class ComparedRecords:
         alignments = tuple(self._aligned(section, (first, second), call * first.batch_size, item) for item in items)
         self._pairs[names[0], call] = HeadPair(self.records, names, call, section.same, alignments)
 
-    def _aligned(self, section: Section, found: Sequence[AttentionStatistics], before: int, item: int) -> Alignment:
+    def _aligned(
+        self, section: Section, statistics: Sequence[AttentionStatistics], before: int, item: int
+    ) -> Alignment:
         """Pair one batch item of two calls, `before` of which others come."""
-        extents = [extent_of(each, item) for each in found]
+        extents = [extent_of(each, item) for each in statistics]
         lengths = [stop - start for start, stop in extents]
         if self.texts[0] is None or self.texts[1] is None or section.kind == "encoder":
             queries = same_places(*lengths)
@@ -158,14 +160,14 @@ class ComparedRecords:
             texts = [
                 fitted(what, given, before + item, each.query_length, extent)
                 for what, given, each, extent in zip(
-                    ("tokens", "other_tokens"), self.texts, found, extents, strict=True
+                    ("tokens", "other_tokens"), self.texts, statistics, extents, strict=True
                 )
             ]
             queries = align(*texts)
             reason = _Incomparable("The tokens agree in {0} places only, of {1} and {2}.", len(queries), *lengths)
         if queries is None or not queries.enough:
             raise reason
-        sizes = [each.key_length for each in found]
+        sizes = [each.key_length for each in statistics]
         keys = queries if section.same else same_places(*sizes)
         if keys is None:
             raise _Incomparable("The texts looked at have {0} and {1} tokens.", *sizes)
@@ -198,12 +200,12 @@ class ComparedRecords:
 
 def ranked_heads(scores: Mapping[str, Tensor], heads: Mapping[str, Sequence[int]]) -> list[tuple[str, int, float]]:
     """Module, head and score of every head, the largest score first."""
-    found = [
+    pairs = [
         (name, head, value)
         for name, values in scores.items()
         for head, value in zip(heads[name], values.tolist(), strict=True)
     ]
-    return sorted(found, key=lambda each: -each[2])
+    return sorted(pairs, key=lambda each: -each[2])
 
 
 class _Incomparable(Exception):

@@ -63,8 +63,8 @@ def draw_comparison(
     from matplotlib.figure import Figure
 
     layer, head = place
-    found = [picture.layers[layer] for picture in pictures]
-    weights = [each.head_map(head) for each in found]
+    layers = [picture.layers[layer] for picture in pictures]
+    weights = [each.head_map(head) for each in layers]
     texts = [(token_labels(picture.queries.names), token_labels(picture.keys.names)) for picture in pictures]
     longest = max(len(names) for pair in texts for names in pair)
     side = min(max(0.27 * longest, 2.4), 6.5)
@@ -88,7 +88,7 @@ def draw_comparison(
         weight_bar(upper, image, end=last, caption=caption, **place_of_bar)
     layer_names = layer_labels([each.name for each in pictures[0].layers])
     upper.suptitle(
-        say("layer {0}, head {1}", layer_names[layer], found[0].heads[head]), x=0.01, ha="left", color=INK, fontsize=12
+        say("layer {0}, head {1}", layer_names[layer], layers[0].heads[head]), x=0.01, ha="left", color=INK, fontsize=12
     )
     _draw_scores(lower, scores, layer_names, place, name_of(by))
     figure.supxlabel(f"{note}\n{say(NOTE)}", x=0.01, ha="left", color=QUIET, fontsize=9)

@@ -90,7 +90,7 @@ def cut_crop(
     ]
     weights = torch.cat(parts) if parts else torch.zeros(0, len(keys))
     entropy = None
-    whole = (len(queries), len(keys)) == (len(picture.queries), len(picture.keys))
-    if whole and (has_pieces(picture.queries) or has_pieces(picture.keys)):
+    uncut = (len(queries), len(keys)) == (len(picture.queries), len(picture.keys))
+    if uncut and (has_pieces(picture.queries) or has_pieces(picture.keys)):
         entropy = row_entropy(merge_words(weights, picture.queries, picture.keys))
     return Crop((queries.start, queries.stop), (keys.start, keys.stop), weights, entropy)

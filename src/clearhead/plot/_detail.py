@@ -81,15 +81,15 @@ def pooled_map(layer: LayerPicture, side: int) -> Tensor:
     Rows are averaged over the tokens that are no padding and columns are summed, or the largest is taken, as in the map
     itself: tile ⌊i·R/L⌋ lies in tile ⌊i·r/L⌋ of a coarser map.
     """
-    found = layer.map
-    rows, columns = found.shape[1:]
+    pooled = layer.map
+    rows, columns = pooled.shape[1:]
     if rows > side:
         weight = torch.zeros(rows)
         weight.index_add_(0, torch.arange(*layer.queries) * rows // layer.size[0], torch.ones(_length(layer.queries)))
-        found = _gathered(found, side, layer.pooling, weight)
+        pooled = _gathered(pooled, side, layer.pooling, weight)
     if columns > side:
-        found = _gathered(found.transpose(1, 2), side, layer.pooling).transpose(1, 2)
-    return found
+        pooled = _gathered(pooled.transpose(1, 2), side, layer.pooling).transpose(1, 2)
+    return pooled
 
 
 def pooled_rows(values: Tensor, bins: int) -> Tensor:
@@ -104,13 +104,13 @@ def _gathered(values: Tensor, size: int, pooling: str, weight: Tensor | None = N
     """(H, n, m) to (H, size, m): sums in tiles ⌊i·size/n⌋, or weighted means, or with ``"max"`` the largest."""
     heads, count, width = values.shape
     tiles = torch.arange(count) * size // count
-    found = values.new_zeros(heads, size, width)
+    gathered = values.new_zeros(heads, size, width)
     if pooling == "max":
-        return found.scatter_reduce_(1, tiles[:, None].expand_as(values), values, "amax")
+        return gathered.scatter_reduce_(1, tiles[:, None].expand_as(values), values, "amax")
     if weight is None:
-        return found.index_add_(1, tiles, values)
+        return gathered.index_add_(1, tiles, values)
     total = torch.zeros(size).index_add_(0, tiles, weight).clamp_(min=1)
-    return found.index_add_(1, tiles, values * weight[:, None]) / total[:, None]
+    return gathered.index_add_(1, tiles, values * weight[:, None]) / total[:, None]
 
 
 def _bytes(item: ItemPicture, chosen: Collection[tuple[str, int]], detail: Detail) -> float:
@@ -130,9 +130,9 @@ def _bytes_of_layer(layer: LayerPicture, chosen: list[int], detail: Detail) -> f
     each = CELL * shown * (1 if shown < cells else 2 if layer.exact else WHOLE_CELL)
     each += 2 * ROW * sum(min(length, detail.bins) for length in lengths)
     each += LARGEST * lengths[0] * min(top, detail.top) + HEAD
-    whole = len(chosen) * (WHOLE_CELL * CELL * cells + 2 * ROW * sum(lengths) + LARGEST * lengths[0] * top)
+    of_layer = len(chosen) * (WHOLE_CELL * CELL * cells + 2 * ROW * sum(lengths) + LARGEST * lengths[0] * top)
     exact = EXACT * sum(crop.weights.numel() for crop in layer.crops.values()) if detail.crops else 0
-    return each * len(layer.heads) + whole + exact
+    return each * len(layer.heads) + of_layer + exact
 
 
 def _length(extent: tuple[int, int]) -> int:

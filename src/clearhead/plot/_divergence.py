@@ -61,8 +61,8 @@ class HeadPair:
         rows, _ = self.compared(items[0])
         marks: list[Tensor] = []
         for side in (0, 1):
-            found = self.statistics(side)
-            seen = found.results["sees"] & found.counted[:, None]  # (B, H, L)
+            statistics = self.statistics(side)
+            seen = statistics.results["sees"] & statistics.counted[:, None]  # (B, H, L)
             marks.append(seen[items][:, :, rows[side]].cpu())
         return marks[0] & marks[1]
 
@@ -83,11 +83,11 @@ class HeadPair:
             yield part, p, q
 
     def _distributions(self, side: int, items: list[int], rows: list[int], keys: list[int]) -> Tensor:
-        found = self.statistics(side)
+        statistics = self.statistics(side)
         weights = self.records[side].weights(self.names[side], None, rows, self.call)[items].double().cpu()
-        if found.head_count == found.num_kv_heads < found.num_heads:
-            weights = weights.unflatten(1, (found.num_kv_heads, -1)).mean(2)
-        weights = weights[:, list(found.heads)]  # (b, H, n, S)
+        if statistics.head_count == statistics.num_kv_heads < statistics.num_heads:
+            weights = weights.unflatten(1, (statistics.num_kv_heads, -1)).mean(2)
+        weights = weights[:, list(statistics.heads)]  # (b, H, n, S)
         total, weights = weights.sum(-1), weights[..., keys]
         # Rows without sinks sum to 1 but for rounding, which is no distribution's business.
         complete = torch.where((total - 1).abs() < 1e-4, total, 1.0)

@@ -107,11 +107,11 @@ def figure_bytes(figure: Figure, kind: str, notify: Callable[[str], None] = lamb
         figure.savefig(target, dpi=150, format=kind, **SAVED.get(kind, {}))
     lacking: dict[str, None] = {}
     for warning in caught:
-        found = MISSING.match(str(warning.message))
-        if found is None:
+        match = MISSING.match(str(warning.message))
+        if match is None:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
         else:
-            lacking[chr(int(found[1]))] = None
+            lacking[chr(int(match[1]))] = None
     if lacking:
         named = ", ".join(printable(list(lacking)[:MOST_NAMED]))
         more = f" and {len(lacking) - MOST_NAMED} more" if len(lacking) > MOST_NAMED else ""

@@ -136,8 +136,8 @@ def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadS
     counted = names if same else names[:2]
     columns = (layer.entropy.mean(-1), layer.spread.mean(-1).clamp(max=1), contrast.nan_to_num(0), *shares.unbind(-1))
     return [
-        HeadSummary(entropy, spread, dict(zip(counted, found, strict=False)), head_contrast, length)
-        for entropy, spread, head_contrast, *found in torch.stack(columns, -1).tolist()
+        HeadSummary(entropy, spread, dict(zip(counted, means, strict=False)), head_contrast, length)
+        for entropy, spread, head_contrast, *means in torch.stack(columns, -1).tolist()
     ]
 
 

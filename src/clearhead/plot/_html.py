@@ -121,9 +121,9 @@ def _place(
     for section, picture in enumerate(items[0].sections):
         places = [
             (index, place)
-            for index, found in enumerate(picture.layers)
-            for place, number in enumerate(found.heads)
-            if name in (None, found.name) and head in (None, number)
+            for index, layer in enumerate(picture.layers)
+            for place, number in enumerate(layer.heads)
+            if name in (None, layer.name) and head in (None, number)
         ]
         if places:
             return section, *clearest_head(summarize(picture), places)

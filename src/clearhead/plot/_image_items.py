@@ -27,16 +27,16 @@ def layouts_of(rec: Recorded) -> dict[str, PatchLayout]:
 
     Without such a module, the error of the first module is raised.
     """
-    found: dict[str, PatchLayout] = {}
+    layouts: dict[str, PatchLayout] = {}
     first: ClearheadError | None = None
     for name in rec:
         try:
-            found[name] = rec.patches(name)
+            layouts[name] = rec.patches(name)
         except ArgumentError as error:
             first = first or error
-    if not found:
+    if not layouts:
         raise first or ArgumentError("rec", expected="a record with calls", got="an empty one")
-    return found
+    return layouts
 
 
 def image_items(rec: Recorded, *, most: int = MOST_WEIGHTS) -> list[ItemPicture]:

@@ -23,7 +23,7 @@ _JOINER = re.compile(r"(?<=[^\s\u200c\u200d])[\u200c\u200d](?=[^\s\u200c\u200d])
 
 
 def _escaped(token: str) -> str:
-    joiners = {found.start() for found in _JOINER.finditer(token)}
+    joiners = {match.start() for match in _JOINER.finditer(token)}
     shown = (
         c if c.isprintable() or place in joiners else c.encode("unicode_escape").decode("ascii")
         for place, c in enumerate(token)
@@ -51,5 +51,5 @@ def layer_labels(names: Sequence[str]) -> list[str]:
         ['0', '1']
     """
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", name) for name in names]
-    labels = [found[1] for found in numbers if found]
+    labels = [number[1] for number in numbers if number]
     return labels if len(set(labels)) == len(names) else [str(index) for index in range(len(names))]

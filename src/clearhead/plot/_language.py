@@ -42,8 +42,8 @@ def say(english: str, *values: object) -> str:
         ...     say("layer {0}, head {1}", 2, 5)
         '第 2 层第 5 头'
     """
-    found = words_now().get(" ".join(english.split()) if "\n" in english else english, english)
-    return found.format(*values) if values else found
+    text = words_now().get(" ".join(english.split()) if "\n" in english else english, english)
+    return text.format(*values) if values else text
 
 
 @cache

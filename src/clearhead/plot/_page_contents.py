@@ -90,9 +90,9 @@ class ScaleEnds:
 
     def describe(self) -> dict[str, float]:
         """The ends, for the section's description; those of differences are apart."""
-        found = self._samples
-        there = [names for names in _ENDS.values() if names[0] in found]
-        return {name: scale_end(found[name] or found[names[0]]) for names in there for name in names}
+        samples = self._samples
+        present = [names for names in _ENDS.values() if names[0] in samples]
+        return {name: scale_end(samples[name] or samples[names[0]]) for names in present for name in names}
 
 
 def describe_item(
@@ -184,8 +184,8 @@ def _layer(
     count = min(layer.indices.shape[2], detail.top)
     crops = layer.crops if detail.crops else {}
     exact = tiles is layer.map and layer.exact
-    whole = entropy is layer.entropy and received is shares and count == layer.indices.shape[2]
-    own = [] if whole and tiles is layer.map else chosen
+    unchanged = entropy is layer.entropy and received is shares and count == layer.indices.shape[2]
+    own = [] if unchanged and tiles is layer.map else chosen
     signed = layer.signed
     encodings = _ENCODINGS[signed]
     if layer.rounded:
@@ -223,8 +223,8 @@ def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[in
 def _first_place(picture: SectionPicture, chosen: Sequence[tuple[str, int]]) -> tuple[int, int]:
     """Places of the layer and the head that a section shows first."""
     layers = list(enumerate(picture.layers))
-    found = ((place, head) for each in chosen for place, layer in layers for head in _places(layer, [each]))
-    return next(found, (0, 0))
+    same = ((place, head) for each in chosen for place, layer in layers for head in _places(layer, [each]))
+    return next(same, (0, 0))
 
 
 def _rows(

@@ -142,7 +142,7 @@ class PageMaker:
         keeps_crops: bool = False,
         together: int = 1,
     ) -> None:
-        self._count, self._held, self._together = count, count, together
+        self._count, self._kept, self._together = count, count, together
         self._chosen = chosen
         self._keeps_crops = keeps_crops
         self._room = float(ROOM)
@@ -156,10 +156,10 @@ class PageMaker:
     @property
     def takes_next(self) -> bool:
         """Whether the page will hold the next item."""
-        if self._held == self._count:
+        if self._kept == self._count:
             return True
-        seen, held, count = (number // self._together for number in (self._seen, self._held, self._count))
-        return seen * (held - 1) % (count - 1) < held - 1
+        seen, kept, count = (number // self._together for number in (self._seen, self._kept, self._count))
+        return seen * (kept - 1) % (count - 1) < kept - 1
 
     def add(self, item: ItemPicture, summaries: Sequence[Summaries] | None = None) -> None:
         """Append an item, or leave it out; all have the same sections, layers and heads.
@@ -172,14 +172,14 @@ class PageMaker:
             self._sections = [describe_section(picture) for picture in item.sections]
             self._ends = [ScaleEnds() for _ in item.sections]
             if not self._keeps_crops:
-                held = max(2, int(ROOM / (self._together * least_bytes(item, self._chosen))))
-                self._held = min(self._count, held * self._together)
+                kept = max(2, int(ROOM / (self._together * least_bytes(item, self._chosen))))
+                self._kept = min(self._count, kept * self._together)
             self._first = item
         takes = self.takes_next
         self._seen += 1
         if not takes:
             return
-        room = self._room / (self._held - len(self._items))
+        room = self._room / (self._kept - len(self._items))
         if summaries is None:
             summaries = [summarize(picture) for picture in item.sections]
         place, stream, detail = self._described(item, summaries, room)
@@ -256,7 +256,7 @@ class PageMaker:
         }
         # One pass: what is put in is never searched for places again.
         places = "@(" + "|".join(parts) + ")@"
-        return Page(re.sub(places, lambda found: parts[found[1]], _skeleton()))
+        return Page(re.sub(places, lambda name: parts[name[1]], _skeleton()))
 
 
 def _json(data: dict[str, Any]) -> str:
@@ -272,7 +272,7 @@ def _source(text: str) -> str:
 
 def _skeleton() -> str:
     """The page's HTML, with its [[texts]] in the chosen language."""
-    return re.sub(r"\[\[(.+?)\]\]", lambda found: say(found[1]), _part("page.html"), flags=re.DOTALL)
+    return re.sub(r"\[\[(.+?)\]\]", lambda name: say(name[1]), _part("page.html"), flags=re.DOTALL)
 
 
 def _part(name: str) -> str:

@@ -25,8 +25,8 @@ def looks_of(rec: Recorded, name: str, layout: PatchLayout, query: Query | None,
     call, item = place
     number = query_number(layout, query)
     queries = slice(len(layout.prefix), None) if number is None else [number]
-    found = rec[name][call]
-    weights = rec.weights(name, None, queries, call)[item, list(found.heads)].float().cpu().mean(1)  # (H, S)
+    layer_record = rec[name][call]
+    weights = rec.weights(name, None, queries, call)[item, list(layer_record.heads)].float().cpu().mean(1)  # (H, S)
     return weights[:, len(layout.prefix) :].unflatten(1, layout.grid)
 
 

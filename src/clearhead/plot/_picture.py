@@ -70,16 +70,16 @@ def seen_picture(image: Any, size: tuple[int, int], processor: Any) -> Tensor:
     transformers' image processor, or a function. Without a processor the picture has that size.
     """
     if processor is None:
-        found = as_picture(image)
+        pixels = as_picture(image)
         fix = "Give processor=, the one that made the model's input: it knows what was resized and cut away."
     else:
-        found = as_picture(_processed(image, processor))
+        pixels = as_picture(_processed(image, processor))
         fix = "It is not the one that made the model's input."
-    if tuple(found.shape[1:]) != size:
+    if tuple(pixels.shape[1:]) != size:
         what = "image" if processor is None else "processor"
         wanted = f"a picture of {size[1]} × {size[0]} pixels, the size of the model's input"
-        raise ShapeError(what, expected=wanted, got=f"one of {found.shape[2]} × {found.shape[1]}", fix=fix)
-    return found
+        raise ShapeError(what, expected=wanted, got=f"one of {pixels.shape[2]} × {pixels.shape[1]}", fix=fix)
+    return pixels
 
 
 def _processed(image: Any, processor: Any) -> Any:

@@ -100,14 +100,14 @@ def plot_map(
         >>> plot_map(given([torch.eye(3).expand(2, 3, 3)]), 0, 1, tokens=["a", "b", "c"]).get_title("left")
         'layer 0, head 1'
     """
-    picture, [found] = _layers_of(rec, layer, tokens, key_tokens, item)
-    place = head_place(head, found.heads, found.name)
+    picture, [drawn] = _layers_of(rec, layer, tokens, key_tokens, item)
+    place = head_place(head, drawn.heads, drawn.name)
     queries, keys = picture.queries.names, picture.keys.names
-    if not found.exact and max(len(queries), len(keys)) <= LONGEST_EXACT:
+    if not drawn.exact and max(len(queries), len(keys)) <= LONGEST_EXACT:
         with suppress(RecordError):  # queries and keys were not kept; tiles are known
-            crop = cut_crop(rec, picture, found, head, item_places(rec)[item], [slice(None), slice(None)])
-            found = replace(found, crops={head: crop})
-    weights = found.head_map(place)
+            crop = cut_crop(rec, picture, drawn, head, item_places(rec)[item], [slice(None), slice(None)])
+            drawn = replace(drawn, crops={head: crop})
+    weights = drawn.head_map(place)
     exact = tuple(weights.shape) == (len(queries), len(keys))
     if flag("words", words):
         if not exact:
@@ -125,7 +125,7 @@ def plot_map(
     axes = new_axes(ax, (size[0], size[1] - 0.6))
     end = scale_end([weights])
     image = draw_weights(axes, weights, (token_labels(queries), token_labels(keys)), end=end)
-    axes.set_title(say("layer {0}, head {1}", _label_of(picture, found), head), loc="left")
+    axes.set_title(say("layer {0}, head {1}", _label_of(picture, drawn), head), loc="left")
     caption = say("weight of a key in its query's row") if exact else say("weight of a tile in its query's row")
     weight_bar(axes.figure, image, end=end, caption=caption, ax=axes)
     return axes
@@ -161,9 +161,9 @@ def plot_received(
     """
     picture, layers = _layers_of(rec, layer, tokens, key_tokens, item)
     rows: list[Tensor] = []
-    for found in layers:
-        heads = range(len(found.heads)) if head is None else [head_place(head, found.heads, found.name)]
-        rows += [found.received[index] for index in heads]
+    for each in layers:
+        heads = range(len(each.heads)) if head is None else [head_place(head, each.heads, each.name)]
+        rows += [each.received[index] for index in heads]
     received = torch.stack(rows).mean(0)  # (s,)
     axes = new_axes(ax, (min(max(3.5, 0.3 * len(received)), 14), 3.2))
     axes.bar(range(len(received)), received.tolist(), color=BAR, width=0.85)
@@ -192,10 +192,10 @@ def _layers_of(
     if layer is None:
         return chosen.sections[0], chosen.sections[0].layers
     name = rec.name_of(layer)
-    return next((picture, [found]) for picture in chosen.sections for found in picture.layers if found.name == name)
+    return next((picture, [each]) for picture in chosen.sections for each in picture.layers if each.name == name)
 
 
 def _label_of(picture: SectionPicture, layer: LayerPicture) -> str:
     """A layer's number, as pictures write it."""
-    names = [found.name for found in picture.layers]
+    names = [each.name for each in picture.layers]
     return layer_labels(names)[names.index(layer.name)]

@@ -45,8 +45,8 @@ def draw_sheet(
     """
     from matplotlib.figure import Figure
 
-    found = picture.layers[layer]
-    weights = found.head_map(head)
+    chosen = picture.layers[layer]
+    weights = chosen.head_map(head)
     queries, keys = token_labels(picture.queries.names), token_labels(picture.keys.names)
     sheet = _Sheet(queries, keys, picture.layers)
     figure = Figure(figsize=sheet.size, facecolor="white")
@@ -72,7 +72,7 @@ def draw_sheet(
     what = say("weight of a tile in its query's row") if tiles else say("weight of a key in its query's row")
     caption = f"{where}{what}\n{say(NOTE)}"
     weight_bar(figure, image, end=end, caption=caption, cax=figure.add_axes(sheet.color_bar), orientation="horizontal")
-    heading = say("layer {0}, head {1}", labels[layer], found.heads[head])
+    heading = say("layer {0}, head {1}", labels[layer], chosen.heads[head])
     heading = heading if title is None else f"{shortened(title, 90)}   ·   {heading}"
     figure.text(*sheet.heading, heading, color=INK, fontsize=12, fontfamily=fonts(heading), parse_math=False)
     return figure

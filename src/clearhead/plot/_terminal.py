@@ -127,8 +127,8 @@ def _token_table(
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     for numbers, wraps in ((True, False), (False, False), (False, True), (True, False), (False, True)):
         table.add_column(justify="right" if numbers else "left", no_wrap=not wraps)
-    queries, found = printable(picture.queries.names), picture.layers[layer]
-    rows = zip(queries[:MOST_ROWS], found.indices[head].tolist(), found.weights[head].tolist(), strict=False)
+    queries, chosen = printable(picture.queries.names), picture.layers[layer]
+    rows = zip(queries[:MOST_ROWS], chosen.indices[head].tolist(), chosen.weights[head].tolist(), strict=False)
     for query, places, weights in rows:
         table.add_row(Text(query, style="bold"), "→", *cells(places, weights))
     if len(queries) <= MOST_ROWS:
@@ -142,8 +142,8 @@ def marginals(picture: SectionPicture, layer: int, head: int, console: Console) 
 
     One key with a large sum would leave the others no height, so those blocks follow square roots.
     """
-    found = picture.layers[layer]
-    received, entropy = found.received[head].tolist(), found.entropy[head].tolist()
+    chosen = picture.layers[layer]
+    received, entropy = chosen.received[head].tolist(), chosen.entropy[head].tolist()
     parts: list[RenderableType] = []
     if console.color_system is not None:
         parts = [

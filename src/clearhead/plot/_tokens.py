@@ -143,10 +143,10 @@ def read_known_tokens(
     if special is None:
         known = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         special = [number in known for number in ids]
-    whole = list(zip(ids, stored, special, strict=True))
-    names |= {each: _readable(tokenizer, *each) for each in set(whole) - names.keys()}
+    tokens = list(zip(ids, stored, special, strict=True))
+    names |= {each: _readable(tokenizer, *each) for each in set(tokens) - names.keys()}
     usable = _guess_words(stored, special) if words is None or _is_one_word(words) else _with_special(words)
-    return Tokens([names[each] for each in whole], special, usable)
+    return Tokens([names[each] for each in tokens], special, usable)
 
 
 def _token_ids(ids: Iterable[Any]) -> list[int]:
@@ -168,10 +168,10 @@ def _word_numbers(words: Iterable[Any]) -> list[int | None]:
 def _strings(names: Iterable[Any], what: str = "tokens") -> tuple[str, ...]:
     if isinstance(names, str):
         raise DTypeError(what, expected="a list of strings", got="one string")
-    found = items(what, names, "a list of strings")
-    if not all(isinstance(name, str) for name in found):
+    listed = items(what, names, "a list of strings")
+    if not all(isinstance(name, str) for name in listed):
         raise DTypeError(what, expected="a list of strings", got="other things among them")
-    return tuple(found)
+    return tuple(listed)
 
 
 def _readable(tokenizer: Any, number: int, stored: str, special: bool) -> str:

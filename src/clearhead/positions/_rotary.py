@@ -139,21 +139,21 @@ class Rotary(nn.Module):
         return cos, sin
 
     def _frequencies(self, positions: Tensor, dtype: torch.dtype, length: int | Tensor | None) -> Tensor:
+        longest: Tensor | None = None
         if self.scaling is not None and self.scaling.follows_length and positions.numel() > 0:
             longest = positions.amax() + 1 if length is None else torch.as_tensor(length, device=positions.device)
-            return self.scaling.frequencies(self.base, self.size, longest, dtype, positions.device)
-        if dtype == self.frequencies.dtype:
+        elif dtype == self.frequencies.dtype:
             return self.frequencies.to(positions.device)
-        return self._computed_frequencies(dtype, positions.device)
+        return self._computed_frequencies(longest, dtype, positions.device)
 
-    def _computed_frequencies(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _computed_frequencies(self, length: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.scaling is None:
             return unscaled(self.base, self.size, dtype, device)
-        return self.scaling.frequencies(self.base, self.size, None, dtype, device)
+        return self.scaling.frequencies(self.base, self.size, length, dtype, device)
 
     def _constant_frequencies(self, device: torch.device) -> Tensor:
         # Computed on the CPU, so that all devices have the same last bit.
-        return self._computed_frequencies(torch.float32, torch.device("cpu")).to(device)
+        return self._computed_frequencies(None, torch.float32, torch.device("cpu")).to(device)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         features = x[..., : self.size].to(cos.dtype)
