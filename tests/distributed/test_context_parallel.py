@@ -263,7 +263,7 @@ def test_what_every_process_refuses() -> None:
     with refuses("got MultiHeadLatentAttention. Its latents belong to no head"):
         context_parallel(LATENT(), mesh)  # type: ignore[type-var]
     stack: Any = context_parallel(encoder(), mesh)
-    with refuses("expected (B, L, E) with E = 32"):  # on one process alone, before the first attention
+    with refuses("expected (B, length, 32)"):  # on one process alone, before the first attention
         stack(x if dist.get_rank() else x[..., :3])
     assert stack(x).shape == x.shape
 

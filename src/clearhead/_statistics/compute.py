@@ -11,7 +11,7 @@ from torch import Tensor
 from .._call.call import AttentionCall, build_call
 from .._call.request import Request
 from .._call.sharding import HeadShard
-from .._environment import autocast_off, cast_for_autocast, is_tracing
+from .._environment import autocast_off, cast_for_autocast
 from .._weights import Queries, row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
@@ -24,6 +24,7 @@ from .arguments import DEFAULT, Per, counted_queries, make_options, require_name
 from .definitions import LIST, STATISTICS, shape_of
 from .result import AttentionStatistics
 from .statistic import Options, Statistic
+from .totals import PartialCall
 
 
 def attention_statistics(
@@ -113,13 +114,13 @@ def compute_statistics(
     """Statistics of a validated call.
 
     Args:
-        call: the call. If it has a `part`, the results cover the queries, or keys, of this process.
+        call: the call. The results of a `PartialCall` cover the queries, or keys, of this process.
         names, options, queries, per: see `attention_statistics`. They describe the full call.
         counted: (B, L) bool over all queries, or ``None`` if all count.
         heads: set if the call has some of a module's heads. The results then cover all of them.
     """
     require_per(per, names)
-    part, kv_heads = call.part, call.key.shape[1]
+    part, kv_heads = call if isinstance(call, PartialCall) else None, call.key.shape[1]
     with torch.no_grad(), autocast_off(call.query):
         results = (results_of if part is None else part.results)(call, names, options, counted, queries)
         if heads is not None:
@@ -167,7 +168,7 @@ def _results_by_kernels(call: AttentionCall, statistics: Sequence[Statistic], co
     """Results of the statistics that the native or the Triton kernels compute, and ``sees``. Empty without any."""
     by_triton = runs(call)
     # The native kernel refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
-    natively = not call.query.is_cuda and call.spec.compute_dtype == torch.float32 and not is_tracing()
+    natively = not call.query.is_cuda and call.spec.compute_dtype == torch.float32 and not call.spec.tracing
     if not by_triton and (not natively or refuses(call)):
         return {}
     requests = {each: request for each in statistics if (request := each.request(by_triton)) is not None}

@@ -198,7 +198,7 @@ class Arguments(NamedTuple):
 
 
 def read_arguments(module: MultiHeadAttention, environment: Environment, *arguments: Any) -> Arguments:
-    """The checked arguments of a call of a module, which are those of `SequenceShard.call`."""
+    """The checked arguments of a call of a module, which are those of its `forward`."""
     query, key, value, mask, positions, cache, need_weights, average_attn_weights = arguments
     cache = _read_cache(module, environment, cache, positions, need_weights)
     _require_supported(module, environment)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from .._call.call import AttentionCall, build_call
 from .._call.observers import is_computing
 from .._call.request import Request
-from .._environment import autocast_off, cast_for_autocast
+from .._environment import autocast_off, cast_for_autocast, read_environment
 from .._torch_private import graph_break, is_vmapped
 from ..errors import RecordError, UnseenAttentionWarning
 from ..masks._grid import Grid
@@ -147,7 +147,7 @@ def _read_mha(_: nn.Module, *args: Any, **kwargs: Any) -> AttentionCall:
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     separate = (arguments["q_proj_weight"], arguments["k_proj_weight"], arguments["v_proj_weight"])
     packed = None if arguments["use_separate_proj_weight"] else arguments["in_proj_weight"]
-    projected = project(query, key, value, packed, arguments["in_proj_bias"], separate)
+    projected = project(query, key, value, packed, arguments["in_proj_bias"], separate, read_environment())
     unbatched = query.dim() == 2
     q, k, v = (x.unsqueeze(0) if unbatched else x.transpose(0, 1) for x in projected)  # (N, L or S, E)
     key_length = k.shape[1]

@@ -52,5 +52,5 @@ def _checked(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int 
         if isinstance(layer, str) and layer not in names:
             raise ArgumentError("layers", expected="names of the model's modules", got=shown(layer))
         if not isinstance(layer, str):
-            integer("layers", layer, least=0, expected="numbers ≥ 0, in running order", got=shown)
+            integer("layers", layer, least=0, expected="numbers ≥ 0, in running order")
     return chosen

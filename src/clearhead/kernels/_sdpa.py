@@ -12,7 +12,6 @@ from torch import Tensor
 from .._call.call import AttentionCall, Results
 from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionSpec, has_contiguous_rows
-from .._environment import is_tracing
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
@@ -222,7 +221,7 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
             lowered = lowered.masked_fill(masked, 0)
     elif visible is None:
         return None
-    elif is_tracing():  # a graph is smaller with a bool tensor
+    elif call.spec.tracing:  # a graph is smaller with a bool tensor
         lowered = visible
     elif visible.is_cpu:
         lowered = torch.where(visible, visible.new_zeros((), dtype=dtype), float("-inf"))

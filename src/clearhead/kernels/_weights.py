@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from .._environment import autocast_off, is_tracing, is_transformed
+from .._environment import autocast_off
 from ._base import Kernel
 from ._block_rows import BlockRows
 from ._block_weights import block_weights
@@ -30,7 +30,7 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
         forced: the kernel of `use_kernel`, or ``None``.
     """
     name = None if forced is None else forced.name
-    if is_tracing() or is_transformed() or name == "reference":
+    if call.spec.tracing or call.spec.transformed or name == "reference":
         return weights_by_operations(call, rows, average)
     # No other kernel may replace a forced one.
     chosen = _Chosen(_placed(rows, call), average, natively=name in (None, "native"))
@@ -44,7 +44,7 @@ def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = N
     """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
     with torch.no_grad(), autocast_off(call.query):
         # Tracing needs PyTorch's own operators.
-        return _forward(call, _Chosen(_placed(rows, call), head=head, exact=True, natively=not is_tracing()))
+        return _forward(call, _Chosen(_placed(rows, call), head=head, exact=True, natively=not call.spec.tracing))
 
 
 def _placed(rows: Tensor | None, call: AttentionCall) -> Tensor | None:
