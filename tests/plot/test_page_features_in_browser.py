@@ -335,34 +335,6 @@ def test_the_head_is_saved_as_csv_and_the_map_as_svg(shown: Any, weights: torch.
     assert "data:image/png;base64," in svg
 
 
-def test_a_difference_says_at_once_what_changes_from_what_to_what(open_page: OpenPage) -> None:
-    first, second = torch.eye(3)[None, None].squeeze(0), torch.full((1, 3, 3), 1 / 3)
-    labels = ("a name that is too long for a line", "short")
-    shown = open_page(given([first]).compare(given([second])).page(labels=labels))
-    wait_until(shown, "document.getElementById('details').textContent.startsWith('first ')")
-    assert text_of(shown, "details").startswith("first 1.0000 · short 0.3333 · ")
-    assert text_of(shown, "reason") == "The colours show second − first: blue is less weight, brown is more."
-    buttons = shown.locator("#views button span").all_inner_texts()
-    assert buttons == [f"first: {labels[0]}", "short", "difference"]
-
-
-def test_a_comparison_shows_both_texts_aligned(open_page: OpenPage) -> None:
-    torch.manual_seed(8)
-    texts = (["it", "was", "too", "tired"], ["it", "was", "far", "too", "wide"])
-    records = [given([torch.randn(2, len(text), len(text)).softmax(-1)]) for text in texts]
-    shown = open_page(records[0].compare(records[1], tokens=texts[0], other_tokens=texts[1]).page())
-    shown.locator("#aligned").wait_for()
-    columns = shown.locator("#aligned > span").all()[1:]
-    lines = [each.locator("span").all_inner_texts() for each in columns]
-    assert lines == [["it", "it"], ["was", "was"], ["", "far"], ["too", "too"], ["tired", "wide"]]
-    assert shown.locator("#aligned .differs").all_inner_texts() == ["", "far", "tired", "wide"]
-    shown.locator("#views button").nth(1).click()
-    wait_until(shown, "document.querySelectorAll('.text span').length === 5")
-    for place in (".text .differs", "#rows .differs", "#columns .differs"):
-        assert shown.locator(place).all_inner_texts() == ["far", "wide"]
-    assert set(shown.locator("#list .differs").all_inner_texts()) == {"far", "wide"}
-
-
 def test_one_layer_one_head_and_one_token_are_not_plural(open_page: OpenPage) -> None:
     shown = open_page(page(given([torch.ones(1, 1, 1)]), ["a"], title="model"))
     assert text_of(shown, "facts") == "model · 1 layer × 1 head · 1 token"
