@@ -67,7 +67,7 @@ def heads_by(values: torch.Tensor) -> list[str]:
     return [f"{place // values.shape[1]}-{place % values.shape[1]}" for place in values.flatten().argsort().flip(0)]
 
 
-def test_the_finding_names_the_head_and_both_words(shown: Any, weights: torch.Tensor) -> None:
+def test_the_finding_names_the_head_and_both_words_and_heads_are_sorted(shown: Any, weights: torch.Tensor) -> None:
     token(shown, 3).click()
     best = int(weights[0, 1, 3].argmax())
     expected = f"In layer 0, head 1, was looks most at {NAMES[best]} ({weights[0, 1, 3, best]:.4f})"
@@ -77,6 +77,12 @@ def test_the_finding_names_the_head_and_both_words(shown: Any, weights: torch.Te
     assert shown.locator("h1").inner_text() == "the animal was tired"
     assert text_of(shown, "axes") == "key → query ↓"
     assert not shown.locator("#notes").is_visible()
+    choose(shown, "order", "entropy")
+    ordered = heads_by(torch.special.entr(weights).sum(-1).mean(-1))
+    assert order_of(shown) == ordered
+    shown.locator(f'[data-place="{ordered[0]}"]').click()
+    shown.keyboard.press("ArrowRight")
+    assert shown.locator('#overview [aria-pressed="true"]').get_attribute("data-place") == ordered[1]
 
 
 def test_the_reason_is_true(open_page: OpenPage, shown: Any) -> None:
@@ -167,15 +173,6 @@ def test_a_page_of_tiles_says_what_they_answer_and_groups_its_heads(open_page: O
     for _ in range(30):
         tiled.keyboard.press("ArrowDown")
     assert tiled.locator('#overview [aria-pressed="true"]').get_attribute("data-place") != first
-
-
-def test_heads_are_sorted_and_walked_in_that_order(shown: Any, weights: torch.Tensor) -> None:
-    choose(shown, "order", "entropy")
-    ordered = heads_by(torch.special.entr(weights).sum(-1).mean(-1))
-    assert order_of(shown) == ordered
-    shown.locator(f'[data-place="{ordered[0]}"]').click()
-    shown.keyboard.press("ArrowRight")
-    assert shown.locator('#overview [aria-pressed="true"]').get_attribute("data-place") == ordered[1]
 
 
 def test_the_address_holds_layer_head_and_token_and_another_is_ignored(browser: Any, path: Path, shown: Any) -> None:
