@@ -47,7 +47,7 @@ SMOKE = (
     "tests/nn/test_module_samples.py",
     "tests/plot/test_heads.py",
     "tests/plot/test_html.py",
-    "tests/positions/test_rotary_tracing.py",
+    "tests/positions/test_rotary.py",
     "tests/transformer/test_layers.py",
 )
 

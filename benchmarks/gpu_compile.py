@@ -29,7 +29,7 @@ from clearhead.kernels._triton._launch import (
     rows_launch,
     weights_launch,
 )
-from clearhead.kernels._triton._terms import Terms
+from clearhead.kernels._triton._terms import Operands, Terms
 from clearhead.kernels._triton._tiles import tiles_of
 from clearhead.kernels._triton._top_launch import best_launch, groups_launch
 
@@ -95,25 +95,21 @@ def launches(dim: int, dtype: torch.dtype, capability: int) -> Iterator[tuple[st
         plain = mask == "causal"
         names = ("rows", "columns", "weights", "averaged", "map", "dq", "dk", "top")
         tiles = {name: tiles_of(name, dim, dtype, of, plain=plain) for name in names}
-        options: dict[str, Any] = {"scale": 0.1, "softcap": 0.0}
-        of_rows = options | {"sinks": None, "first_keys": None, "want": WANT}
-        yield "rows", mask, rows_launch(query, key, terms, **of_rows, tiles=tiles["rows"])
-        yield "columns", mask, columns_launch(query, key, lse, terms, **options, counted=None, tiles=tiles["columns"])
+        call = Operands(query, key, terms, 0.1)
+        yield "rows", mask, rows_launch(call, WANT, tiles=tiles["rows"])
+        yield "columns", mask, columns_launch(call, lse, tiles=tiles["columns"])
         for name in ("weights", "averaged"):
-            average = name == "averaged"
-            yield name, mask, weights_launch(query, key, lse, terms, **options, average=average, tiles=tiles[name])
-        of_map = options | {"cells": (8, 8), "counted": None, "largest": False}
-        yield "map", mask, map_launch(query, key, lse, terms, **of_map, tiles=tiles["map"])
+            yield name, mask, weights_launch(call, lse, average=name == "averaged", tiles=tiles[name])
+        yield "map", mask, map_launch(call, lse, (8, 8), tiles=tiles["map"])
         maxima, places = torch.empty(1, 4, 64, 512), torch.empty(1, 4, 64, 8, dtype=torch.int64)
-        top = rows_launch(query, key, terms, **of_rows, tiles=tiles["top"], maxima=maxima)
+        top = rows_launch(call, WANT, tiles=tiles["top"], maxima=maxima)
         yield "top", mask, top
         groups = groups_launch(top, maxima, 8)
         yield "groups", mask, groups
         yield "best", mask, best_launch(top, groups.results[0], lse, (places.float(), places))
         of_weights = lse[..., None].expand(1, 4, 64, 64).contiguous()
-        operands = query, key, lse, of_weights
-        yield "dq", mask, query_gradient_launch(*operands, terms, **options, tiles=tiles["dq"])
-        yield "dk", mask, key_gradient_launch(*operands, lse, terms, **options, tiles=tiles["dk"])
+        yield "dq", mask, query_gradient_launch(call, lse, of_weights, tiles["dq"])
+        yield "dk", mask, key_gradient_launch(call, lse, of_weights, lse, tiles["dk"])
 
 
 def source_of(launch: Launch) -> tuple[ASTSource, dict[str, int]]:

@@ -13,7 +13,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernel_checks import MASKS, errors_of, wrong_numbers
-from clearhead.kernels._triton import Terms, rows, weights, weights_gradients
+from clearhead.kernels._triton import Operands, Terms
+from clearhead.kernels._triton._calls import rows, weights, weights_gradients
 from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch
 from clearhead.kernels._triton._tiles import Tiles, tiles_of
 
@@ -71,13 +71,15 @@ def operands(dim: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
     return made[0], made[1], made[2]
 
 
-def launch_of(kernel: str, query: Tensor, key: Tensor, lse: Tensor, *, causal: bool, tiles: Tiles | None) -> Launch:
+def operands_of(query: Tensor, key: Tensor, *, causal: bool) -> Operands:
     length = query.shape[2]
-    terms = Terms(-length, 0 if causal else length, length)
-    options: dict[str, Any] = {"scale": query.shape[3] ** -0.5, "softcap": 0.0, "tiles": tiles}
+    return Operands(query, key, Terms(-length, 0 if causal else length, length), query.shape[3] ** -0.5)
+
+
+def launch_of(kernel: str, call: Operands, lse: Tensor, tiles: Tiles | None) -> Launch:
     if kernel == "rows":
-        return rows_launch(query, key, terms, sinks=None, first_keys=None, want=WANT, **options)
-    return columns_launch(query, key, lse, terms, counted=None, **options)
+        return rows_launch(call, WANT, tiles=tiles)
+    return columns_launch(call, lse, tiles=tiles)
 
 
 def tune(dim: int, device: torch.device, seconds: float) -> dict[str, Tiles]:
@@ -94,7 +96,7 @@ def tune(dim: int, device: torch.device, seconds: float) -> dict[str, Tiles]:
                 each: list[float] = []
                 for causal, (query, key, _) in calls:
                     lse = torch.full((1, HEADS, query.shape[2]), 9.0, device=device)
-                    launch = launch_of(kernel, query, key, lse, causal=causal, tiles=tiles)
+                    launch = launch_of(kernel, operands_of(query, key, causal=causal), lse, tiles)
                     each.append(median_ms(launch.run, 7))
                 times[tiles] = sum(each)
                 print(
@@ -127,14 +129,14 @@ def compare(device: torch.device, tuned: dict[int, dict[str, Tiles]]) -> None:
     for dim, length, causal in itertools.product((64, 128), (8192, 16384), (True, False)):
         query, key, value = operands(dim, length, device)
         attention = attention_ms(query, key, value, causal=causal)
-        lse = rows(query, key, Terms(-length, 0 if causal else length, length), scale=dim**-0.5)["lse"]
+        call = operands_of(query, key, causal=causal)
+        lse = rows(call)["lse"]
         times: list[float] = []
         for kernel in ("columns", "rows"):
             tiles = tuned.get(dim, {}).get(kernel) or tiles_of(kernel, dim, query.dtype, capability, plain=True)
-            times.append(median_ms(launch_of(kernel, query, key, lse, causal=causal, tiles=tiles).run))
+            times.append(median_ms(launch_of(kernel, call, lse, tiles).run))
         ratios = [each / attention for each in times]
-        terms = Terms(-length, 0 if causal else length, length)
-        top = median_ms(functools.partial(rows, query, key, terms, scale=dim**-0.5, want=WANT, top=8), 3)
+        top = median_ms(functools.partial(rows, call, want=WANT, top=8), 3)
         print(
             f"| {dim} | {length} | {'causal' if causal else 'none'} "
             f"| {attention:.3f} | {times[0]:.3f} | {ratios[0]:.2f} | {times[1]:.3f} | {ratios[1]:.2f} | {top:.2f} |",
@@ -149,7 +151,7 @@ def memory(device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     begin = time.monotonic()
-    rows(query, key, Terms(-length, 0, length), scale=dim**-0.5, top=8)
+    rows(operands_of(query, key, causal=True), top=8)
     torch.cuda.synchronize()
     taken = torch.cuda.max_memory_allocated(device) - before
     print(f"top-8 at L={length}, D={dim}: {taken / 1e9:.2f} GB, {time.monotonic() - begin:.2f} s", flush=True)
@@ -162,15 +164,13 @@ def averaged(device: torch.device) -> None:
     """
     length, dim = 2048, 64
     query, key = (torch.randn(8, HEADS, length, dim, device=device).bfloat16() for _ in range(2))
-    terms, options = Terms(-length, length, length), {"scale": dim**-0.5}
+    call = operands_of(query, key, causal=False)
 
     def run(average: bool) -> Tensor:
-        lse = rows(query, key, terms, **options)["lse"]
-        return weights(query, key, lse, terms, **options, average=average)
+        return weights(call, rows(call)["lse"], average=average)
 
     def backward(of_weights: Tensor) -> object:
-        lse = rows(query, key, terms, **options)["lse"]
-        return weights_gradients(query, key, lse, of_weights, terms, **options)
+        return weights_gradients(call, rows(call)["lse"], of_weights)
 
     for average in (True, False):
         of_weights = torch.randn(8, 1 if average else HEADS, length, length, device=device)

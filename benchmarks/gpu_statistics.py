@@ -18,6 +18,7 @@ from benchmarks.gpu_cases import Setting, operands, window_of
 from benchmarks.gpu_timing import device_samples, host_seconds
 from benchmarks.peers.work import Unsupported
 from clearhead import masks
+from clearhead.kernels._triton import Operands, Terms
 
 __all__ = [
     "ALL",
@@ -92,18 +93,19 @@ def _public(query: Tensor, key: Tensor, names: tuple[str, ...]) -> object:
 def _kernels(query: Tensor, key: Tensor, what: str, window: int | None = None) -> Callable[[], object]:
     """Clearhead's kernels for statistics, without what stands around them. A window is causal."""
     try:
-        kernels: Any = importlib.import_module("clearhead.kernels._triton")
+        kernels: Any = importlib.import_module("clearhead.kernels._triton._calls")
     except ImportError as error:
         raise Unsupported("this Clearhead has no Triton kernels") from error
     length, scale = key.shape[2], query.shape[-1] ** -0.5
-    terms = kernels.Terms(-length, length, length) if window is None else kernels.Terms(1 - window, 0, length)
+    terms = Terms(-length, length, length) if window is None else Terms(1 - window, 0, length)
+    call = Operands(query, key, terms, scale)
     want = ("lse", "entropy", "max_logit", "confidence")
-    given = kernels.rows(query, key, terms, scale=scale, want=("lse",))["lse"]
+    given = kernels.rows(call)["lse"]
 
     def run() -> object:
         top = {"top": min(8, length)} if what == "all" else {}
-        rows = {"lse": given} if what == "columns" else kernels.rows(query, key, terms, scale=scale, want=want, **top)
-        received = kernels.columns(query, key, rows["lse"], terms, scale=scale) if what != "rows" else None
+        rows = {"lse": given} if what == "columns" else kernels.rows(call, want=want, **top)
+        received = kernels.columns(call, rows["lse"]) if what != "rows" else None
         return rows, received
 
     return run

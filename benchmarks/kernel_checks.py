@@ -8,21 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import kernel_formulas
 from clearhead import masks
-from clearhead.kernels._triton import Terms, columns, pooled, rows, weights_gradients
-from clearhead.kernels._triton import weights as weights_by_kernel
-from clearhead.kernels._triton._formula import (
-    columns_by_formula,
-    gradients_by_formula,
-    pooled_by_formula,
-    rows_by_formula,
-    scores,
-    top_by_formula,
-    weights_of,
-)
-from clearhead.kernels._triton._operators import ROWS
+from clearhead.kernels._triton import Operands, Terms, _calls
+from clearhead.kernels._triton._launch import rows_launch
 from clearhead.kernels._triton._terms import lower
 from clearhead.kernels._triton._tiles import tiles_for, tiles_over
+from clearhead.kernels._triton._top_launch import GROUP_KEYS, best_launch, groups_launch
 from clearhead.masks._grid import Grid
 from clearhead.positions import ALiBi
 
@@ -83,103 +75,82 @@ def errors_of(
         return torch.rand(shape, device=device, generator=draw)
 
     mask, options = MASKS[name](heads, length, random)
-    scale, softcap, sinks = options.get("scale", dim**-0.5), options.get("softcap", 0.0), options.get("sinks")
+    sinks = options.pop("sinks", None)
     # Heads lie inside a row, as a projection leaves them.
     query = torch.randn(BATCH, length, heads, dim, device=device, generator=draw).to(dtype).transpose(1, 2)
     key = torch.randn(BATCH, length, heads // 2, dim, device=device, generator=draw).to(dtype).transpose(1, 2)
     grid = Grid(BATCH, heads, length, length, device)
     terms = Terms(-length, length, length) if mask is None else lower(mask, grid)
+    operands = Operands(query, key, terms, **{"scale": dim**-0.5} | options)
     first = (torch.arange(length, device=device) < 4).expand(BATCH, 1, length)
     counted = random(BATCH, length) > 0.2
-    double = torch.float64
 
-    options = {"scale": scale, "softcap": softcap}
-    of_rows: dict[str, Any] = options | {"sinks": sinks, "first_keys": first}
-    found = rows(query, key, terms, **of_rows, want=ROWS, top=TOP if thorough else 0)
-    exact = rows_by_formula(query, key, terms, **of_rows, dtype=double)
+    of_rows: dict[str, Any] = {"sinks": sinks, "first_keys": first}
+    exact = kernel_formulas.rows(operands, **of_rows)
+    found = _calls.rows(operands, **of_rows, want=exact.keys(), top=TOP if thorough else 0)
     errors = {each: _error(found[each], exact[each], 1.0) for each in exact}
     if thorough:
-        alone = rows(query, key, terms, **of_rows, want=ROWS)
+        alone = _calls.rows(operands, **of_rows, want=exact.keys())
         errors |= {f"{each} alone": _error(alone[each], exact[each], 1.0) for each in exact}
     lse, exact_lse = found["lse"], exact["lse"]
-    received, viewers = columns(query, key, lse, terms, scale=scale, softcap=softcap, counted=counted)
-    again, _ = columns(query, key, lse, terms, scale=scale, softcap=softcap, counted=counted)
-    of_keys = columns_by_formula(query, key, exact_lse, terms, counted, scale, softcap, dtype=double)
+    received, viewers = _calls.columns(operands, lse, counted)
+    again, _ = _calls.columns(operands, lse, counted)
+    of_keys = kernel_formulas.columns(operands, exact_lse, counted)
     errors["received"] = _error(received, of_keys[0], 1e-3) / 10
     errors["viewers"] = _error(viewers, of_keys[1], 1.0)
     errors["bits"] = 0.0 if torch.equal(received, again) else float("inf")
-    exact_weights = weights_of(scores(query, key, terms, scale, softcap, double), exact_lse)
-    errors["weights"] = _error(weights_by_kernel(query, key, lse, terms, **options), exact_weights, 1.0)
-    averaged = weights_by_kernel(query, key, lse, terms, **options, average=True)
-    errors["averaged"] = _error(averaged, exact_weights.mean(1), 1.0)
+    exact_weights = kernel_formulas.weights(operands, exact_lse)
+    errors["weights"] = _error(_calls.weights(operands, lse), exact_weights, 1.0)
+    errors["averaged"] = _error(_calls.weights(operands, lse, average=True), exact_weights.mean(1), 1.0)
     chosen = (random(9) * length).long()
-    of_chosen = terms.of_rows(chosen, length, length)
-    found_rows = weights_by_kernel(query[:, :, chosen], key, lse[:, :, chosen], of_chosen, **options)
+    found_rows = _calls.weights(operands.of_rows(chosen), lse[:, :, chosen])
     errors["chosen weights"] = _error(found_rows, exact_weights[:, :, chosen], 1.0)
     # Cells smaller than a tile in one direction, and larger in the other, or smaller in both.
     small = (9, 9) if name == "causal" and thorough else (9, 1)
     for each, cells, largest in (("map", small, False), ("largest of the map", (1, 9), True)):
-        of_map: dict[str, Any] = options | {"counted": counted, "largest": largest}
-        found_map = pooled(query, key, lse, terms, cells, **of_map)
-        errors[each] = _error(found_map, pooled_by_formula(exact_weights, counted, cells, largest), 1.0)
+        found_map = _calls.pooled(operands, lse, cells, counted=counted, largest=largest)
+        errors[each] = _error(found_map, kernel_formulas.pooled(exact_weights, cells, counted, largest), 1.0)
         if thorough:
-            same = torch.equal(found_map, pooled(query, key, lse, terms, cells, **of_map))
+            same = torch.equal(found_map, _calls.pooled(operands, lse, cells, counted=counted, largest=largest))
             errors["bits"] = errors["bits"] if same else float("inf")
-    best, best_places = top_by_formula(query, key, exact_lse, terms, TOP, scale, softcap, dtype=double)
-    top = (found["top_weights"], found["top_keys"]) if thorough else _top_of_last(query, key, terms, 6, **of_rows)
+    best, best_places = kernel_formulas.top(operands, exact_lse, TOP)
+    top = (found["top_weights"], found["top_keys"]) if thorough else _top_of_last(operands, 6, **of_rows)
     errors["top"] = _error(top[0], best[:, :, -top[0].shape[2] :], 1.0)
     errors["keys of the top"] = float((top[1] != best_places[:, :, -top[0].shape[2] :]).sum())
     of_heads = (heads, 1) if thorough else (1,) if name in AVERAGED else (heads,)
-    operands = query, key, lse, terms, exact_weights
     for of_weights in [random(BATCH, each, length, length) - 0.5 for each in of_heads]:
-        of_gradients = _errors_of_gradients(*operands, of_weights, scale, softcap, repeated=thorough)
+        of_gradients = _errors_of_gradients(operands, lse, exact_weights, of_weights, repeated=thorough)
         errors |= {each: max(error, errors.get(each, 0.0)) for each, error in of_gradients.items()}
     return errors
 
 
 def _errors_of_gradients(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    terms: Terms,
-    exact_weights: Tensor,
-    of_weights: Tensor,
-    scale: float,
-    softcap: float,
-    *,
-    repeated: bool,
+    operands: Operands, lse: Tensor, exact_weights: Tensor, of_weights: Tensor, *, repeated: bool
 ) -> dict[str, float]:
     """The errors of gradients relative to their largest number; if `repeated`, also ∞ for other bits the next time."""
-
-    def gradients() -> tuple[Tensor, ...]:
-        return weights_gradients(query, key, lse, of_weights, terms, scale=scale, softcap=softcap)
-
-    found = gradients()
-    exact = gradients_by_formula(query, key, exact_weights, of_weights, scale, softcap)
+    found = _calls.weights_gradients(operands, lse, of_weights)
+    exact = kernel_formulas.gradients(operands, exact_weights, of_weights)
     errors = {
         name: _error(ours, judge, float(judge.abs().max()) or 1.0)
         for name, ours, judge in zip(("dq", "dk", "Σ p dp"), found, exact, strict=True)
     }
-    if repeated and not all(map(torch.equal, found, gradients())):
+    if repeated and not all(map(torch.equal, found, _calls.weights_gradients(operands, lse, of_weights))):
         errors["bits"] = float("inf")
     return errors
 
 
-def _top_of_last(
-    query: Tensor, key: Tensor, terms: Terms, count: int, *, scale: float, softcap: float, **options: Any
-) -> tuple[Tensor, Tensor]:
+def _top_of_last(operands: Operands, count: int, **options: Any) -> tuple[Tensor, Tensor]:
     """The largest weights of the last rows, and their keys: the last part of `rows_and_top`."""
-    from clearhead.kernels._triton._launch import rows_launch
-    from clearhead.kernels._triton._top_launch import GROUP_KEYS, best_launch, groups_launch
-
+    query = operands.query
     shape, row = query.shape[:3], query.shape[2] - count
     weights, keys = (query.new_empty((*shape, TOP), dtype=dtype) for dtype in (torch.float32, torch.int64))
     out = query.new_empty((1, *shape), dtype=torch.float32)
-    maxima = query.new_empty((*shape[:2], count, tiles_over(key.shape[2], GROUP_KEYS)), dtype=torch.float32)
-    options |= {"scale": scale, "softcap": softcap, "tiles": tiles_for("top", query, terms, softcap)}
-    launch = rows_launch(query, key, terms, want=("lse",), **options, out=out, row=row, maxima=maxima)
+    groups = tiles_over(operands.key.shape[2], GROUP_KEYS)
+    maxima = query.new_empty((*shape[:2], count, groups), dtype=torch.float32)
+    tiles = tiles_for("top", operands)
+    launch = rows_launch(operands, ("lse",), **options, tiles=tiles, out=out, row=row, maxima=maxima)
     launch.run()
-    (chosen,) = groups_launch(launch, maxima, min(TOP, maxima.shape[3])).run()
+    (chosen,) = groups_launch(launch, maxima, min(TOP, groups)).run()
     best_launch(launch, chosen, out[0], (weights, keys)).run()
     return weights[:, :, row:], keys[:, :, row:]
 

@@ -24,15 +24,14 @@ KERNEL = ROOT / "src" / "clearhead" / "_native"
 DRIVER = ROOT / "tests" / "native" / "aarch64" / "driver.cpp"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 FLAGS = ["-std=gnu++17", "-O3", "-fopenmp", "-w"]
-#: Sources that include Python's headers.
-OF_PYTHON = {"call.cpp", "module.cpp", "problem.cpp"}
 
 
 def build(compiler: str, folder: Path, *options: str) -> Path:
     """Compile kernel and driver into one programme, which is linked with `options`, and return it."""
-    sources = [*(path for path in sorted(KERNEL.glob("*.cpp")) if path.name not in OF_PYTHON), DRIVER]
-    # The driver compares the sets that every processor has. The others are not linked, so they need not be compiled.
-    skipped = {"isa_amx.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_avx512_bf16.cpp"}
+    # The driver compares the sets that every processor has. Python's module and the other sets are not linked.
+    skipped = {"module.cpp", "instruction_sets.cpp"}
+    skipped |= {"isa_amx.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_avx512_bf16.cpp"}
+    sources = [*sorted(KERNEL.glob("*.cpp")), DRIVER]
 
     def compile_one(source: Path) -> str:
         target = str(folder / f"{source.stem}.o")

@@ -56,11 +56,11 @@ def _require_installed() -> None:
 def _emulate_machine() -> None:
     best, vendor = os.environ.get("CLEARHEAD_TEST_ISA", "none"), os.environ.get("CLEARHEAD_TEST_VENDOR")
     if best != "none":
-        sets = clearhead._native.instruction_sets()
+        sets = tuple(clearhead._native.instruction_sets())
         if best not in sets:
             raise pytest.UsageError(f"CLEARHEAD_TEST_ISA={best}: this machine has {', '.join(sets)}")
         for better in sets[: sets.index(best)]:
-            del clearhead._native._numbers()[better]
+            del clearhead._native.instruction_sets()[better]
     if vendor is not None:
         clearhead._layer.linear._processor_maker = lambda: vendor
 
@@ -68,7 +68,7 @@ def _emulate_machine() -> None:
 _require_installed()
 _emulate_machine()
 
-from tests.support.native import FLOAT_SETS  # noqa: E402  # of the machine that the tests see
+from tests.support.native import FLOAT_SETS, use_instruction_set  # noqa: E402  # of the machine that the tests see
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def _small_blocks() -> Iterator[None]:
 @pytest.fixture(name="instructions", params=FLOAT_SETS)
 def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the native kernel on each instruction set of this machine in turn."""
-    with clearhead._native.use_instruction_set(request.param):
+    with use_instruction_set(request.param):
         yield request.param
 
 

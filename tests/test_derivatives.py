@@ -14,7 +14,7 @@ from clearhead import MultiHeadAttention, masks
 from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 from tests.support.budgets import in_turn
-from tests.support.derivatives import WEIGHTS, check_batched, check_derivatives, check_vectorized, finite, random
+from tests.support.derivatives import WEIGHTS, check_derivatives, check_module, check_vectorized, finite, random
 
 B, L, S, E, H, D = 2, 5, 7, 12, 3, 4
 LENGTHS = masks.lengths(torch.tensor([4, 0]))
@@ -45,44 +45,20 @@ weights = pytest.mark.parametrize("weights", WEIGHTS)
 every_module = in_turn({"name": MODULES}, {"weights": WEIGHTS})
 
 
-def function_of(module: nn.Module, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """The module as a function of inputs and parameters. `gradcheck` changes the parameters in place."""
-
-    def function(*leaves: Tensor) -> Any:
-        torch.manual_seed(3)
-        inputs = leaves[: len(leaves) - len([*module.parameters()])]
-        return finite(module(*inputs, **arguments))
-
-    return function
-
-
 @every_module
 def test_module(name: str, weights: str) -> None:
     make, arguments = MODULES[name]
-    module = make().double()
-    function = function_of(module, arguments | WEIGHTS[weights])
-    check_derivatives(function, random(B, L, E), *module.parameters(), fast=True)
-
-
-@every_module
-def test_module_in_float32(name: str, weights: str) -> None:
-    make, arguments = MODULES[name]
-    module = make()
-    x = torch.randn(B, L, E, requires_grad=True)
-    leaves = (x, *module.parameters())
-    check_batched(function_of(module, arguments | WEIGHTS[weights])(*leaves), leaves)
+    check_module(make(), random(B, L, E), **arguments, **WEIGHTS[weights])
 
 
 @weights
 def test_cross_attention_of_several_features(weights: str) -> None:
-    module = MultiHeadAttention(E, H, qdim=11, kdim=13, vdim=2).double()
-    function = function_of(module, WEIGHTS[weights])
-    check_derivatives(function, random(B, L, 11), random(B, S, 13), random(B, S, 2), *module.parameters(), fast=True)
+    module = MultiHeadAttention(E, H, qdim=11, kdim=13, vdim=2)
+    check_module(module, random(B, L, 11), random(B, S, 13), random(B, S, 2), **WEIGHTS[weights])
 
 
 def test_without_a_batch() -> None:
-    module = MultiHeadAttention(E, H).double()
-    check_derivatives(function_of(module, {}), random(L, E), *module.parameters(), fast=True)
+    check_module(MultiHeadAttention(E, H), random(L, E))
 
 
 CACHES: dict[str, Callable[[], Cache]] = {

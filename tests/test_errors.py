@@ -54,12 +54,15 @@ def module(*inputs: Any, **options: Any) -> Call:
     return lambda: MultiHeadAttention(12, 3)(*inputs, **options)
 
 
-ALL = "query, key, value"
+ALL, PER_HEAD = "query, key, value", "(7,) or (2, 7) or (2, 6, 7)"
+QUERIES, KEYS = "query_positions", "key_positions"
+NAN, GIVEN = float("nan"), "query (2, 5, 12), key"
 
 REFUSED = [
     ("integer query", of(Q.long(), K, K), DTypeError, "query", "float32", "torch.int64. Convert it"),
     ("no tensor", of([1.0], K, K), DTypeError, "query", "a torch.Tensor", "list."),
     ("five sizes", of(Q[None], K, K), ShapeError, "query", "(B, H, L, D)", "(1, 2, 6, 5, 8). clearhead"),
+    ("unbatched", of(Q[0], K[0, ..., :4], K[0]), ShapeError, "key", "query (6, 5, 8)", "(3, 7, 4). Project"),
     ("one batch", of(Q, K[0], K[0]), ShapeError, ALL, "all (H, L, D)", "query (2, 6, 5, 8), key (3, 7, 8)"),
     ("key dtype", of(Q, K.double(), K), DTypeError, "key", "torch.float32", "torch.float64. Convert it"),
     ("value dtype", of(Q, K, K.half()), DTypeError, "value", "torch.float32", "torch.float16. Convert"),
@@ -72,77 +75,50 @@ REFUSED = [
     ("head_dim", of(Q, K[..., :4], K), ShapeError, "key", "D = 8 as in query (2, 6, 5, 8)", "(2, 3, 7, 4)."),
     ("heads", of(Q, Q[:, :4], Q[:, :4]), ShapeError, "key", "H = 6", "Hkv = 4 in (2, 4, 5, 8). Heads are"),
     ("dropout 1.5", called(dropout_p=1.5), ArgumentError, "dropout_p", "a probability in [0, 1]", "1.5."),
-    ("dropout nan", called(dropout_p=float("nan")), ArgumentError, "dropout_p", "a probability in [0, 1]", "nan."),
+    ("dropout nan", called(dropout_p=NAN), ArgumentError, "dropout_p", "a probability in [0, 1]", "nan."),
     ("dropout in words", called(dropout_p="0.1"), DTypeError, "dropout_p", "a probability in [0, 1]", "str."),
     ("infinite scale", called(scale=float("inf")), ArgumentError, "scale", "a finite number, or None for 1/√D", "inf."),
-    ("scale nan", called(scale=float("nan")), ArgumentError, "scale", "a finite number, or None for 1/√D", "nan."),
+    ("scale nan", called(scale=NAN), ArgumentError, "scale", "a finite number, or None for 1/√D", "nan."),
     ("scale as a tensor", called(scale=torch.ones(())), DTypeError, "scale", "a finite number", "Tensor."),
     ("scale as a bool", called(scale=True), DTypeError, "scale", "a finite number", "bool."),
     ("softcap of zero", called(softcap=0.0), ArgumentError, "softcap", "a number > 0, or None", "0.0."),
     ("sinks per key head", called(sinks=torch.ones(3)), ShapeError, "sinks", "one logit per query head, (6,)", "(3,)."),
     ("integer sinks", called(sinks=ints(6)), DTypeError, "sinks", "a float tensor (6,)", "torch.int64."),
     ("sinks elsewhere", called(sinks=torch.ones(6).to("meta")), DeviceError, "sinks", "device cpu", "meta."),
-    ("positions", called(query_positions=ints(7)), ShapeError, "query_positions", "shape (5,) or (2, 5)", "(7,)."),
-    ("positions, batch", called(key_positions=ints(3, 7)), ShapeError, "key_positions", "(7,) or (2, 7)", "(3, 7)."),
-    (
-        "positions, heads",
-        called(key_positions=ints(2, 1, 7)),
-        ShapeError,
-        "key_positions",
-        "(7,) or (2, 7) or (2, 6, 7)",
-        "(2, 1, 7).",
-    ),
-    (
-        "float positions",
-        called(query_positions=torch.ones(5)),
-        DTypeError,
-        "query_positions",
-        "integer",
-        "torch.float32.",
-    ),
+    ("positions", called(query_positions=ints(7)), ShapeError, QUERIES, "shape (5,) or (2, 5)", "(7,)."),
+    ("positions, batch", called(key_positions=ints(3, 7)), ShapeError, KEYS, "(7,) or (2, 7)", "(3, 7)."),
+    ("positions, heads", called(key_positions=ints(2, 1, 7)), ShapeError, KEYS, PER_HEAD, "(2, 1, 7)."),
+    ("float positions", called(query_positions=torch.ones(5)), DTypeError, QUERIES, "integer", "torch.float32."),
+    ("complex positions", called(key_positions=ints(7).cfloat()), DTypeError, KEYS, "an integer tensor", "torch.compl"),
     ("first position -1", called(query_positions=-1), ArgumentError, "query_positions", "first position ≥ 0", "-1."),
     ("bool position", called(key_positions=True), DTypeError, "key_positions", "an int, or an integer tensor", "bool."),
-    (
-        "queries per head",
-        called(query_positions=ints(2, 6, 5)),
-        ShapeError,
-        "query_positions",
-        "(n,) or (B, n)",
-        "(2, 6",
-    ),
+    ("queries per head", called(query_positions=ints(2, 6, 5)), ShapeError, QUERIES, "(n,) or (B, n)", "(2, 6"),
     ("list of positions", called(query_positions=[0] * 5), DTypeError, "query_positions", "integer tensor", "list."),
     ("positions elsewhere", called(key_positions=ints(7).to("meta")), DeviceError, "key_positions", "cpu", "meta."),
     ("row beyond L", weights(queries=[5]), ArgumentError, "queries", "row numbers below L = 5", "[5]."),
     ("half a row", weights(queries=[0.5]), DTypeError, "queries", "an int, a slice or a list of row numbers", "[0.5]."),
     ("marks of rows", weights(queries=torch.ones(4).bool()), ArgumentError, "queries", "a bool tensor (5,)", "(4,)."),
-    (
-        "weights, batch",
-        weights(K[:1]),
-        ShapeError,
-        "query, key",
-        "batch sizes (B)",
-        "query (2, 6, 5, 8), key (1, 3, 7, 8)",
-    ),
-    (
-        "weights, dtype",
-        weights(K.half()),
-        DTypeError,
-        "key",
-        "query's dtype torch.float32",
-        "torch.float16. Convert it",
-    ),
+    ("weights, batch", weights(K[:1]), ShapeError, "query, key", "(B)", "query (2, 6, 5, 8), key (1, 3, 7, 8)"),
+    ("weights, dims", weights(K[0]), ShapeError, "query, key", "all (H, L, D)", "query (2, 6, 5, 8), key (3, 7, 8)"),
+    ("weights, dtype", weights(K.half()), DTypeError, "key", "dtype torch.float32", "torch.float16. Convert it"),
     ("embed_dim", built(13, 4), ArgumentError, "embed_dim", "a multiple of num_heads = 4", "13. Choose other sizes"),
     ("num_kv_heads", built(12, 3, num_kv_heads=2), ArgumentError, "num_kv_heads", "a divisor of num_heads = 3", "2."),
     ("no heads", built(12, 0), ArgumentError, "num_heads", "an int ≥ 1", "0."),
     ("float size", built(12.0, 3), DTypeError, "embed_dim", "an int ≥ 1", "12.0."),
     ("negative head_dim", built(12, 3, head_dim=-1), ArgumentError, "head_dim", "an int ≥ 1", "-1."),
     ("no features", built(12, 3, vdim=0), ArgumentError, "vdim", "an int ≥ 1", "0."),
+    ("scale, built", built(12, 3, scale=NAN), ArgumentError, "scale", "a finite number, or None for 1/√D", "nan."),
     ("module dropout", built(12, 3, dropout=1.5), ArgumentError, "dropout", "a probability in [0, 1]", "1.5."),
     ("features", module(X[..., :11]), ShapeError, "query", "(B, length, 12)", "(2, 5, 11). The module is batch first"),
     ("key features", module(X, X[..., :11]), ShapeError, "key", "(B, length, 12)", "(2, 5, 11). The module is batch"),
     ("four sizes", module(X[None]), ShapeError, "query", "(length, 12) without a batch", "(1, 2, 5, 12). "),
     ("token ids", module(ints(2, 5, 12)), DTypeError, "query", "floating point", "torch.int64. Embed token ids first."),
     ("list of features", module([1.0]), DTypeError, "query", "a torch.Tensor", "list."),
+    ("features' dtype", module(X.double()), DTypeError, "query", "dtype torch.float32", "torch.float64. Convert"),
+    ("key features' dtype", module(X, X.half()), DTypeError, "key", "dtype torch.float32", "torch.float16. Convert"),
+    ("features' device", module(X.to("meta")), DeviceError, "query", "device cpu", "meta. Move"),
+    ("inputs' batches", module(X, X[:1]), ShapeError, ALL, "batch sizes B", f"{GIVEN} (1, 5, 12), value (1"),
+    ("inputs' lengths", module(X, X, X[:, :4]), ShapeError, ALL, "lengths S", f"{GIVEN} (2, 5, 12), value (2, 4"),
     ("value without key", module(X, value=X), ArgumentError, "key", "because value was given", "None. Leave both out"),
 ]
 
@@ -156,33 +132,6 @@ def test_it_is_refused_in_words(case: Refusal) -> None:
     require_words(case)
     if case[0] in ADVISED:
         require_fix(case)
-
-
-ESCAPED = [
-    ("unbatched", of(Q[0], K[0, ..., :4], K[0]), ShapeError, "key: .* query (6, 5, 8), got (3, 7, 4)"),
-    ("no value", weights(K[0]), ShapeError, "query, key: expected"),
-    (
-        "complex positions",
-        called(key_positions=ints(7).cfloat()),
-        DTypeError,
-        "key_positions: expected an int, or an integer tens",
-    ),
-    ("scale, built", built(12, 3, scale=float("nan")), ArgumentError, "scale: expected a finite number"),
-    ("features' dtype", module(X.double()), DTypeError, "query: expected .*float32.*, got torch.float64"),
-    ("key features' dtype", module(X, X.half()), DTypeError, "key: expected .*float32.*, got torch.float16"),
-    ("features' device", module(X.to("meta")), DeviceError, "query: expected .*cpu.*, got meta"),
-    ("inputs' batches", module(X, X[:1]), ShapeError, "query, key, value: .* query (2, 5, 12), key (1, 5, 12)"),
-    ("inputs' lengths", module(X, X, X[:, :4]), ShapeError, "query, key, value: .*, value (2, 4, 12)"),
-]
-
-
-@pytest.mark.parametrize("case", ESCAPED, ids=lambda case: case[0])
-def test_it_is_refused_in_the_callers_own_words(case: tuple[str, Call, type[ClearheadError], str]) -> None:
-    _, call, kind, pattern = case
-    for literal in "()[]":
-        pattern = pattern.replace(literal, "\\" + literal)
-    with pytest.raises(kind, match="^" + pattern):
-        call()
 
 
 @pytest.mark.parametrize("made_before", [False, True])

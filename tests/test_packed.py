@@ -309,16 +309,13 @@ RULES: dict[str, Mask | None] = {
 }
 
 
-def tokens(count: int, heads: int, dim: int) -> Tensor:
-    return torch.randn(count, heads, dim, dtype=torch.float64, requires_grad=True)
-
-
 @pytest.mark.parametrize("rule", RULES)
 @given(sizes=st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 3, 11, 17])] * 2), min_size=1, max_size=6))
 def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> None:
     """Outputs, log-sum-exps and gradients; queries and keys of other lengths, none at all."""
     queries, keys = ([pair[side] for pair in sizes] for side in (0, 1))
-    query, key, value = tokens(sum(queries), H, D), tokens(sum(keys), KV, D), tokens(sum(keys), KV, DV)
+    shapes = (sum(queries), H, D), (sum(keys), KV, D), (sum(keys), KV, DV)
+    query, key, value = (drawn(*shape).requires_grad_() for shape in shapes)
     mask, more = RULES[rule], {"softcap": 3.0, "sinks": torch.linspace(-1, 1, H).double()}
     result = attention_varlen(query, key, value, ends(queries), ends(keys), mask, return_lse=True, **more)
     expected = one_by_one((query, key, value), queries, keys, lambda *_: mask, **more)
@@ -353,7 +350,7 @@ class Packed(torch.nn.Module):
 
 
 def test_it_is_recorded() -> None:
-    x, model = tokens(7, 2, D).detach(), Packed()
+    x, model = drawn(7, 2, D), Packed()
     with clearhead.record(model, statistics=("head_average",)) as rec:
         model(x)
     weights = rec[""].head_average[0]  # (T, T)
@@ -367,6 +364,8 @@ def starts(queries: list[int] | None = None, keys: list[int] | None = None) -> d
     return {name: torch.tensor(item) for name, item in inputs.items() if item is not None}
 
 
+SAME = torch.tensor([0, 3, 3, 7])
+SHARED = {"cu_seqlens_q": SAME, "cu_seqlens_k": SAME, "key": torch.zeros(7, KV, D), "value": torch.zeros(7, KV, DV)}
 BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
     "decreasing": (starts([0, 4, 3, 7]), ArgumentError, "cu_seqlens_q: .*do not decrease, got 4, 3"),
     "lengths": (starts([3, 4, 0, 0]), ArgumentError, "boundaries from 0 on, got a first one of 3"),
@@ -380,6 +379,11 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
     "device": ({"cu_seqlens_q": torch.zeros(4, device="meta").long()}, DeviceError, "cu_seqlens_q: .*cpu, got meta"),
     "a batch": ({"query": torch.zeros(1, 7, H, D)}, ShapeError, r"query: expected \(T, H, D\), got \(1, 7, 6, 5\)"),
     "corner": ({"mask": masks.causal("bottom_right")}, ArgumentError, r"mask: expected causal\(\), got causal"),
+    "longest": (
+        SHARED | {"max_seqlen_k": 3},
+        ArgumentError,
+        "max_seqlen_k: .* than it, got 3, and a sequence of 4",
+    ),
     "size of a mask": ({"mask": masks.lengths(torch.tensor([3, 4, 1]))}, ShapeError, "lengths"),
 }
 

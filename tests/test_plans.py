@@ -20,6 +20,7 @@ from clearhead import masks
 from clearhead._layer.plan import _plans_of
 from clearhead.kernels._reference import ReferenceKernel
 from clearhead.masks import Mask
+from tests.support.exact import near
 from tests.support.forgetting import forget
 from tests.support.threads import in_threads
 
@@ -53,12 +54,6 @@ def derivatives(given: Given, mask: Any = None, **options: Any) -> list[Tensor]:
 def exact(given: Given, mask: Any = None, **options: Any) -> list[Tensor]:
     with clearhead.use_kernel("reference"):
         return derivatives([x.double() for x in given], mask, **options)
-
-
-def require_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for x, y in zip(found, expected, strict=True):
-        limit = (1e-10 if x.dtype == torch.float64 else 1e-5) * max(1.0, float(y.detach().abs().max()))
-        assert (x.double() - y).abs().max() <= limit
 
 
 def marks(seed: int, *shape: int) -> Tensor:
@@ -114,7 +109,7 @@ def test_masks_of_one_signature_and_other_values(name: str, first: int) -> None:
     derivatives(drawn(0), MASKS[name](first))
     for seed in (4, 5):
         inputs, mask = drawn(seed), MASKS[name](seed)
-        require_close(derivatives(inputs, mask), exact(inputs, mask))
+        near(derivatives(inputs, mask), exact(inputs, mask))
 
 
 @pytest.mark.parametrize("kind", ["keep", "bias", "lengths"])
@@ -127,7 +122,7 @@ def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
         "lengths": torch.tensor([S, S]),
     }[kind]
     mask = {"keep": masks.keep, "bias": masks.bias, "lengths": masks.lengths}[kind](tensor)
-    require_close(derivatives(inputs, mask), exact(inputs))
+    near(derivatives(inputs, mask), exact(inputs))
     target: Any = {"version counter": tensor, "numpy": tensor.numpy(), "data": tensor.data}[through]
     target[..., 1] = {"keep": False, "bias": -torch.inf, "lengths": 2}[kind]
     hidden = torch.ones(B, L, S, dtype=torch.bool)
@@ -136,7 +131,7 @@ def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
     else:
         hidden[..., 1] = False
         inputs[1][:, :, 1] = torch.nan  # the coverage changes too
-    require_close(derivatives(inputs, mask), exact(inputs, masks.keep(hidden)))
+    near(derivatives(inputs, mask), exact(inputs, masks.keep(hidden)))
 
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {

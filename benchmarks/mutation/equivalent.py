@@ -59,15 +59,11 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "strict=False)]",
     ): "an assertion: both have one length",
     (
-        "src/clearhead/kernels/_native.py",
+        "src/clearhead/kernels/_choice.py",
         "_WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTor"
         "ch's kernel on several → _WORTH_THREADS = 2 << 20  # multiplications of scores that take longer"
         " on one thread than PyTorch's kernel on several",
     ): "chooses between two kernels with the same results, in an extension without OpenMP",
-    (
-        "src/clearhead/kernels/_second_order.py",
-        "return results[0] if count == 1 else results → return results[ -1] if count == 1 else results",
-    ): "the only one of one result",
     (
         "src/clearhead/kernels/_blocks.py",
         "scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN → scores.m"

@@ -61,16 +61,7 @@ def flag(name: str, value: object) -> bool:
     raise DTypeError(name, expected="True or False", got=shown(value), fix=fix)
 
 
-def integer(
-    name: str,
-    value: object,
-    *,
-    least: int,
-    most: float = LARGEST,
-    expected: str = "",
-    got: Callable[[object], str] = kind,
-    fix: str = "",
-) -> int:
+def integer(name: str, value: object, *, least: int, most: float = LARGEST, expected: str = "", fix: str = "") -> int:
     """An int between `least` and `most`.
 
     Args:
@@ -78,7 +69,6 @@ def integer(
         value: what was given.
         least, most: the bounds, both included.
         expected: what the message gives as expected. Default: an int ≥ `least`.
-        got: how the message shows what is no int.
         fix: what the caller can do about a number that is out of bounds.
 
     Raises:
@@ -86,25 +76,23 @@ def integer(
         ArgumentError: if it is out of bounds.
     """
     expected = expected or f"an int ≥ {least}"
-    given = _python_int(name, value, expected, got)
-    if given < least:
-        raise ArgumentError(name, expected=expected, got=shown(value), fix=fix)
-    if given > most:
-        bounded = f"{expected} and ≤ {LARGEST}" if most == LARGEST else expected
-        raise ArgumentError(name, expected=bounded, got=shown(value), fix=fix)
-    return given
+    given = _python_int(name, value, expected)
+    if least <= given <= most:
+        return given
+    bounded = f"{expected} and ≤ {LARGEST}" if given > most == LARGEST else expected
+    raise ArgumentError(name, expected=bounded, got=shown(value), fix=fix)
 
 
-def _python_int(name: str, value: object, expected: str, got: Callable[[object], str]) -> int:
+def _python_int(name: str, value: object, expected: str) -> int:
     """An int of Python's, or a traced one; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise DTypeError(name, expected=expected, got=got(value))
+        raise DTypeError(name, expected=expected, got=shown(value))
     return cast(int, value)
 
 
 def size(name: str, value: object, least: int = 1) -> int:
-    """An int that is at least `least`, shown as it was given."""
-    return integer(name, value, least=least, got=shown)
+    """An int that is at least `least`."""
+    return integer(name, value, least=least)
 
 
 def index(name: str, value: object, count: int) -> int:
@@ -115,7 +103,7 @@ def index(name: str, value: object, count: int) -> int:
         ArgumentError: if there is no such number.
     """
     expected = f"0 … {count - 1}"
-    given = _python_int(name, value, expected, shown)
+    given = _python_int(name, value, expected)
     if not -count <= given < count:
         raise ArgumentError(name, expected=expected, got=shown(value))
     return given
@@ -215,6 +203,13 @@ def with_values(name: str, value: Tensor) -> Tensor:
         fix = "The mask needs its numbers. Move it to a real device."
         raise DeviceError(name, expected="a tensor with values", got="one on meta", fix=fix)
     return value
+
+
+def same_device(name: str, tensor: Tensor, device: torch.device, whose: str, move: str = "Move it") -> None:
+    """Raise a DeviceError unless a tensor is on `device`. `whose` and `move` begin two phrases of the message."""
+    if tensor.device != device:
+        fix = f"{move} with .to({str(device)!r})."
+        raise DeviceError(name, expected=f"{whose} {device}", got=str(tensor.device), fix=fix)
 
 
 def module(name: str, value: object, fix: str = "") -> nn.Module:

@@ -30,7 +30,7 @@ from ._multihead_checks import (
 )
 from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError, ClearheadError, ShapeError, shape_text
+from .errors import ArgumentError, ClearheadError, ShapeError
 from .masks._base import Mask
 
 
@@ -278,11 +278,7 @@ class MultiHeadLatentAttention(nn.Module):
             expected = f"a padded tensor (B, length, {self.embed_dim})"
             fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."
             raise ShapeError(name, expected=expected, got="a nested one", fix=fix)
-        if isinstance(x, Tensor) and (x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim):
-            expected = f"(B, length, {self.embed_dim}), or (length, {self.embed_dim}) without a batch"
-            fix = "Inputs have embed_dim features, and the batch comes first."
-            raise ShapeError(name, expected=expected, got=shape_text(x.shape), fix=fix)
-        require_features(name, x, self.kv_down)
+        require_features(name, x, self.kv_down, "Inputs have embed_dim features, and the batch comes first.")
 
     def extra_repr(self) -> str:
         """The sizes, and the settings that are not the defaults."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ._call.caching import Cache
 from ._call.heads import split_heads
 from ._checks import PLAIN
-from ._environment import Environment, is_tracing
+from ._environment import Environment
 from ._layer.layer import Form
 from ._layer.unmodified import apply_linear, is_unmodified
 from .errors import ArgumentError
@@ -43,9 +43,9 @@ def latent_form(
         form = _expanded(kv_up, sizes, query, keys, environment)
         # An evicting cache holds latents, and compares queries with them.
         if cache is not None and type(cache).observe is not Cache.observe:
-            form.observed = _absorbed(kv_up, sizes, query, keys).query
+            form.observed = _absorbed(kv_up, sizes, query, keys, environment).query
         return form
-    form = _absorbed(kv_up, sizes, query, keys)
+    form = _absorbed(kv_up, sizes, query, keys, environment)
     form.observed = form.query
     return form
 
@@ -59,10 +59,10 @@ def _expanded(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor,
     return Form(query, torch.cat((k_nope, k_rope.expand(-1, heads, -1, -1)), -1), value)  # key (B, H, S, Dn + Dr)
 
 
-def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor) -> Form:
+def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor, environment: Environment) -> Form:
     """Queries that attend to the latents themselves, Hkv = 1. The values are a view of the latents."""
     q_nope, q_rope = query.split((sizes.nope, sizes.rope), -1)
-    key_weight, value_weight = _up_weights(kv_up, sizes, q_nope)
+    key_weight, value_weight = _up_weights(kv_up, sizes, q_nope, environment)
     q_latent = torch.einsum("bhld,hdr->bhlr", q_nope, key_weight)  # (B, H, L, R)
 
     def finish(mixed: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _absorbing_is_less(rows: int, sizes: LatentSizes) -> bool:
     return rows * (2 * sizes.rank - sizes.nope - sizes.value) <= sizes.rank * (sizes.nope + sizes.value)
 
 
-def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor) -> tuple[Tensor, Tensor]:
+def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, environment: Environment) -> tuple[Tensor, Tensor]:
     """The matrix of `kv_up` for the heads of a query (B, H, …): its weight, or its output for the identity.
 
     Returns:
@@ -92,23 +92,14 @@ def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor) -> tuple[Te
     """
     # Tensors of other types, such as quantised ones, only support the operators of `F.linear`.
     if is_unmodified(kv_up) and type(kv_up.weight) in PLAIN:
-        if kv_up.bias is not None:
-            raise _has_bias(kv_up)
-        weight = cast(Tensor, kv_up.weight)
+        weight, has_bias = cast(Tensor, kv_up.weight), kv_up.bias is not None
     else:
         rows = torch.eye(sizes.rank + 1, sizes.rank, dtype=query.dtype, device=query.device)  # the last one zero
         moved = kv_up(rows)  # (R + 1, H · (Dn + Dv))
-        if not is_tracing() and bool(moved[-1].any()):
-            raise _has_bias(kv_up)
-        weight = moved[:-1].T
+        weight, has_bias = moved[:-1].T, not environment.tracing and bool(moved[-1].any())
+    if has_bias:
+        expected, got = "a projection without a bias", f"a {type(kv_up).__name__} with one"
+        fix = "With a cache, only its matrix is used. Set bias=False."
+        raise ArgumentError("kv_up", expected=expected, got=got, fix=fix)
     both = weight.unflatten(0, (query.shape[1], -1))  # (H, Dn + Dv, R)
     return both[:, : sizes.nope], both[:, sizes.nope :]
-
-
-def _has_bias(module: nn.Module) -> ArgumentError:
-    return ArgumentError(
-        "kv_up",
-        expected="a projection without a bias",
-        got=f"a {type(module).__name__} with one",
-        fix="With a cache, only its matrix is used. Set bias=False.",
-    )

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache
-from ._checks import FLOATS, module, size, strided
+from ._checks import module, size
 from ._environment import Environment, cast_for_autocast
-from ._layer.linear import Linear, require_same
+from ._layer.linear import Linear, require_same, require_tokens
 from ._layer.unmodified import inputs_fit
 from .caches._cross import CrossKVCache
 from .errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, shape_text
@@ -120,20 +120,11 @@ def draw_projections(*projections: nn.Linear) -> None:
             nn.init.zeros_(projection.bias)
 
 
-def require_features(name: str, x: object, projection: nn.Module) -> None:
+def require_features(name: str, x: object, projection: nn.Module, fix: str = "") -> None:
     """Raise unless a projection can take the input; a projection that is no plain `Linear` judges for itself."""
-    x = strided(name, x)
-    if x.dtype not in FLOATS:
-        raise DTypeError(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
     features = getattr(projection, "in_features", None)
-    expected = features if isinstance(features, int) else "features"
-    if x.dim() not in (2, 3) or (isinstance(features, int) and x.shape[-1] != features):
-        raise ShapeError(
-            name,
-            expected=f"(B, length, {expected}), or (length, {expected}) without a batch",
-            got=shape_text(x.shape),
-            fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
-        )
+    fix = fix or f"The module is batch first; the features of the {name} input are set by {name[0]}dim=."
+    x = require_tokens(name, x, features if isinstance(features, int) else None, fix)
     if type(projection) in _LINEARS:
         require_same(name, x, cast(Tensor, projection.weight))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,46 +11,36 @@ from torch import Tensor, nn
 from clearhead import MultiHeadAttention, masks
 from clearhead.caches import Cache, EvictingKVCache, HeavyHitters, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.masks import Mask
+from clearhead.positions import Rotary
 
-EMBED, HEADS, KV_HEADS, DIM = 11, 6, 3, 4
-WINDOW = 5
+B, EMBED, HEADS, KV_HEADS, DIM = 3, 11, 6, 3, 4
+ROOM, MAX_CROP = 72, 4
 
-MakeCache = Callable[[int, torch.dtype], Cache]
-
-
-class Turn(nn.Module):
-    """A rotary part in two lines: complex numbers turned by their position."""
-
-    def forward(self, q: Tensor, k: Tensor, positions: Tensor | int) -> tuple[Tensor, Tensor]:
-        return self._turned(q, positions), self._turned(k, positions)
-
-    def _turned(self, x: Tensor, positions: Tensor | int) -> Tensor:
-        if not isinstance(positions, Tensor):
-            positions = torch.arange(positions, positions + x.shape[2])
-        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-        speeds = 0.7 ** torch.arange(pairs.shape[-1]).double()
-        angles = positions.clamp(min=0).double()[..., None] * speeds  # (L, D/2) or (B, L, D/2)
-        angles = angles if angles.dim() == 2 else angles[:, None]
-        return torch.view_as_real(pairs * torch.exp(1j * angles)).flatten(-2).to(x.dtype)
-
-
-def module(*, rotary: bool = True, dtype: torch.dtype = torch.float64) -> MultiHeadAttention:
-    torch.manual_seed(5)
-    parts = {"position": Turn() if rotary else None, "k_norm": nn.RMSNorm(DIM, dtype=dtype)}
-    return MultiHeadAttention(EMBED, HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, **parts).eval()
-
-
-CACHES: dict[str, MakeCache] = {
-    "kv": lambda batch, dtype: KVCache(batch, KV_HEADS, 40, DIM, dtype=dtype),
-    "sliding": lambda batch, dtype: SlidingKVCache(batch, KV_HEADS, WINDOW, DIM, max_crop=4, dtype=dtype),
-    "heavy hitters": lambda batch, dtype: EvictingKVCache(batch, KV_HEADS, 40, DIM, policy=HeavyHitters(), dtype=dtype),
-    "streaming": lambda batch, dtype: EvictingKVCache(batch, KV_HEADS, 40, DIM, policy=SinksAndRecent(), dtype=dtype),
+#: The class, the size (the window, or more than is ever fed) and the options of each kind of cache.
+CACHES: dict[str, tuple[Callable[..., Cache], int, dict[str, Any]]] = {
+    "kv": (KVCache, ROOM, {}),
+    "sliding": (SlidingKVCache, 5, {"max_crop": MAX_CROP}),
+    "heavy hitters": (EvictingKVCache, ROOM, {"policy": HeavyHitters()}),
+    "streaming": (EvictingKVCache, ROOM, {"policy": SinksAndRecent()}),
 }
+ALL_CACHES = {**CACHES, "sliding, itself alone": (SlidingKVCache, 1, dict[str, Any]())}
+
+
+def make_cache(kind: str, batch: int = B, heads: int = KV_HEADS, dim: int = DIM, **options: Any) -> Cache:
+    make, size, settings = ALL_CACHES[kind]
+    return make(batch, heads, size, dim, dtype=torch.float64, **settings, **options)
+
+
+def module(*, rotary: bool = True, dtype: torch.dtype = torch.float64, **options: Any) -> MultiHeadAttention:
+    torch.manual_seed(5)
+    parts = {"position": Rotary(DIM) if rotary else None, "k_norm": nn.RMSNorm(DIM, dtype=dtype), **options}
+    return MultiHeadAttention(EMBED, HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, **parts).eval()
 
 
 def rule(kind: str) -> Mask:
     """What the cache leaves visible, as a mask for the pass without one."""
-    return masks.causal() & masks.sliding_window(WINDOW - 1, 0) if kind == "sliding" else masks.causal()
+    make, size, _ = ALL_CACHES[kind]
+    return masks.causal() & masks.sliding_window(size - 1, 0) if make is SlidingKVCache else masks.causal()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Step-by-step decoding equals one full causal pass, for every cache, chunking and padding."""
+"""Step-by-step decoding equals one full causal pass, for every cache and padding."""
 
 from __future__ import annotations
 
@@ -6,49 +6,33 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from clearhead import masks
 from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SlidingKVCache
 from tests.support.compiling import compiled_steps
 from tests.support.exact import close
 
-from .decoding import CACHES, DIM, EMBED, KV_HEADS, fed, module, rule, whole
-
-B = 3
-
-
-@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
-@pytest.mark.parametrize("kind", CACHES)
-@settings(max_examples=settings.default.max_examples // 4)  # type: ignore[union-attr]
-@given(sizes=st.lists(st.sampled_from([1, 1, 1, 2, 3, 7, 13]), min_size=1, max_size=9).filter(lambda n: sum(n) <= 40))
-def test_chunks_of_any_size(kind: str, rotary: bool, sizes: list[int]) -> None:
-    attend = module(rotary=rotary, dtype=torch.float32)
-    x = torch.randn(B, sum(sizes), EMBED)
-    cache = CACHES[kind](B, torch.float32)
-    close(fed(attend, x, cache, sizes), whole(attend, x, kind))
-    assert cache.length == sum(sizes)
+from .decoding import CACHES, DIM, EMBED, KV_HEADS, B, fed, make_cache, module, rule, whole
 
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_rejected_tokens_are_cropped_and_a_reset_cache_starts_again(kind: str) -> None:
-    attend, cache = module(), CACHES[kind](B, torch.float64)
-    x = torch.randn(B, 15, EMBED, dtype=torch.float64)
+    attend, cache = module(), make_cache(kind)
+    x = torch.randn(B, 21, EMBED, dtype=torch.float64)
     for forget in (cache.reset, lambda: cache.crop(0)):
-        fed(attend, x[:, :9], cache, [9])
+        close(fed(attend, x[:, :15], cache, [4, 11]), whole(attend, x, kind)[:, :15])  # 11 do not fit into the ring
         for _ in range(3):
             fed(attend, torch.randn(B, 4, EMBED, dtype=torch.float64), cache, [4])
-            cache.crop(9)
-        assert cache.length == 9
-        close(fed(attend, x[:, 9:], cache, [1, 4, 1]), whole(attend, x, kind)[:, 9:])
+            cache.crop(15)
+        assert cache.length == 15
+        close(fed(attend, x[:, 15:], cache, [1, 4, 1]), whole(attend, x, kind)[:, 15:])
         forget()
         assert cache.length == 0
 
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_right_padding_at_no_position_can_be_cropped_away(kind: str) -> None:
-    attend, cache = module(), CACHES[kind](B, torch.float64)
+    attend, cache = module(), make_cache(kind)
     x, lengths = torch.randn(B, 23, EMBED, dtype=torch.float64), torch.tensor([23, 2, 13])
     columns = torch.arange(23).expand(B, -1)
     with torch.no_grad():
@@ -62,7 +46,7 @@ def test_right_padding_at_no_position_can_be_cropped_away(kind: str) -> None:
 
 def test_left_padding_said_by_a_tensor_mask() -> None:
     """Columns of a `KVCache` line up with what was fed."""
-    attend, cache = module(rotary=False), CACHES["kv"](2, torch.float64)
+    attend, cache = module(rotary=False), make_cache("kv", 2)
     x = torch.randn(2, 6, EMBED, dtype=torch.float64)
     real = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
     found: list[torch.Tensor] = []
@@ -75,7 +59,7 @@ def test_left_padding_said_by_a_tensor_mask() -> None:
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_weights_count_what_the_cache_holds(kind: str) -> None:
-    attend, cache = module(), CACHES[kind](B, torch.float64)
+    attend, cache = module(), make_cache(kind)
     x = torch.randn(B, 4, EMBED, dtype=torch.float64)
     with torch.no_grad():
         _, expected = attend(x, mask=rule(kind), need_weights=True)
@@ -112,7 +96,7 @@ def test_a_cache_made_under_autocast_takes_its_keys() -> None:
 
 
 def test_no_batch_is_a_batch_of_one() -> None:
-    attend, cache = module(), CACHES["kv"](1, torch.float64)
+    attend, cache = module(), make_cache("kv", 1)
     x = torch.randn(6, EMBED, dtype=torch.float64)
     with torch.no_grad():
         found = torch.cat([attend(x[[n]], mask=masks.causal(), cache=cache) for n in range(6)])
@@ -134,7 +118,7 @@ def test_keys_stay_in_their_memory(make: Callable[..., Cache]) -> None:
 
 def test_a_compiled_step_recompiles_once_at_most() -> None:
     attend, x = module(rotary=False, dtype=torch.float64), torch.randn(2, 15, EMBED, dtype=torch.float64)
-    cache = KVCache(2, KV_HEADS, 40, DIM, dtype=torch.float64)
+    cache = make_cache("kv", 2)
     found, counts = compiled_steps(lambda token: attend(token, mask=masks.causal(), cache=cache), x)
     close(found, whole(attend, x, "kv"))
     assert counts[0] == 1

@@ -12,34 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, MultiHeadLatentAttention, masks
-from clearhead.caches import Cache, EvictingKVCache, HeavyHitters, KVCache, SinksAndRecent, SlidingKVCache
+from clearhead.caches import EvictingKVCache, SinksAndRecent
 from clearhead.errors import CacheError
 from clearhead.positions import ALiBi, Rotary
 from tests.support.exact import close
 
-from .decoding import DIM, EMBED, HEADS, KV_HEADS
+from .decoding import ALL_CACHES, DIM, EMBED, HEADS, KV_HEADS, MAX_CROP, make_cache, module, rule
 
 Attend = MultiHeadAttention | MultiHeadLatentAttention
-ROOM, MOST_BACK = 72, 3
 CAUSAL = masks.causal()
-
-# kind → how many tokens a query can see, and the cache for (B, Hkv, D, Dv)
-CACHES: dict[str, tuple[int | None, Callable[..., Cache]]] = {
-    "kv": (None, lambda b, h, d, **o: KVCache(b, h, ROOM, d, **o)),
-    "sliding": (5, lambda b, h, d, **o: SlidingKVCache(b, h, 5, d, max_crop=MOST_BACK - 1, **o)),
-    "sliding, itself alone": (1, lambda b, h, d, **o: SlidingKVCache(b, h, 1, d, **o)),
-    "heavy hitters": (None, lambda b, h, d, **o: EvictingKVCache(b, h, ROOM, d, policy=HeavyHitters(), **o)),
-    "streaming": (None, lambda b, h, d, **o: EvictingKVCache(b, h, ROOM, d, policy=SinksAndRecent(), **o)),
-}
 
 
 def grouped(mask: masks.Mask | None) -> MultiHeadAttention:
-    torch.manual_seed(5)
-    sizes, parts = {"num_kv_heads": KV_HEADS, "head_dim": DIM}, {"position": Rotary(DIM), "mask": mask}
-    norm, scores = nn.RMSNorm(DIM, dtype=torch.float64), {"softcap": 3.0, "sinks": True}
-    attend = MultiHeadAttention(EMBED, HEADS, k_norm=norm, dtype=torch.float64, **sizes, **parts, **scores)  # type: ignore
+    attend = module(mask=mask, softcap=3.0, sinks=True)
     nn.init.normal_(attend.sinks)  # type: ignore[arg-type]
-    return attend.eval()
+    return attend
 
 
 def latent() -> MultiHeadLatentAttention:
@@ -67,12 +54,11 @@ class Rows:
 
     def __init__(self, attend: Attend, kind: str) -> None:
         self.attend, self.random = attend, torch.Generator().manual_seed(2)
-        window, make = CACHES[kind]
-        self.rule = CAUSAL if window is None else CAUSAL & masks.sliding_window(window - 1, 0)
+        self.rule = rule(kind)
         if isinstance(attend, MultiHeadLatentAttention):
-            self.cache = make(3, 1, attend.cache_head_dim, value_head_dim=0, dtype=torch.float64)
+            self.cache = make_cache(kind, 3, 1, attend.cache_head_dim, value_head_dim=0)
         else:
-            self.cache = make(3, KV_HEADS, DIM, dtype=torch.float64)
+            self.cache = make_cache(kind, 3)
         self.rows: list[list[Tensor | None]] = [[], [], []]
 
     def do(self, step: str, n: tuple[int, ...]) -> None:
@@ -83,10 +69,10 @@ class Rows:
             self.cache.reorder(torch.tensor(rows))
             self.rows = [list(self.rows[row]) for row in rows]
         elif step == "crop":
-            kept = max(self.cache.length - n[0] % (MOST_BACK + 1), 0)
+            kept = max(self.cache.length - n[0] % (MAX_CROP + 2), 0)
             self.crop(kept, [kept] * len(self.rows))
         else:
-            kept = [max(len(row) - n[b % 4] % (MOST_BACK + 1), 0) for b, row in enumerate(self.rows)]
+            kept = [max(len(row) - n[b % 4] % (MAX_CROP + 2), 0) for b, row in enumerate(self.rows)]
             self.crop(torch.tensor(kept), kept)
 
     def feed(self, count: int, real: list[int], side: int) -> None:
@@ -124,12 +110,12 @@ class Rows:
         assert (expected == [[found]] * len(self.rows)) if isinstance(found, int) else (found.tolist() == expected)
 
 
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("kind", ALL_CACHES)
 @settings(max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
 @given(steps=STEPS)
-def test_rows_go_on_as_if_alone(kind: str, module: str, steps: list[tuple[str, tuple[int, ...]]]) -> None:
-    rows = Rows(MODULES[module](), kind)
+def test_rows_go_on_as_if_alone(kind: str, name: str, steps: list[tuple[str, tuple[int, ...]]]) -> None:
+    rows = Rows(MODULES[name](), kind)
     for step, numbers in steps:
         try:
             rows.do(step, numbers)

@@ -40,7 +40,7 @@ def test_the_budget_is_kept_and_so_is_the_newest(policy: EvictionPolicy, sizes: 
 def test_heavy_hitters_are_those_that_received_most() -> None:
     """After one prefill every head keeps the keys with the largest column sums, and the latest."""
     attend, cache = module(), cached(HeavyHitters(recent=0.5))
-    x = torch.randn(B, 13, EMBED, dtype=torch.float64)
+    x = 5 * torch.randn(B, 13, EMBED, dtype=torch.float64)  # so that heads differ in what they attend to
     fed(attend, x, cache, [13])
     with torch.no_grad():
         _, weights = attend(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)

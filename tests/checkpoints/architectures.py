@@ -53,12 +53,7 @@ _LATENT = _WHOLE | {
 DEEPSEEK: dict[str, dict[str, Any]] = {
     "plain queries": {"q_lora_rank": None},
     "low-rank queries": {"q_lora_rank": 17},
-    "halves, biases": {
-        "q_lora_rank": 17,
-        "rope_interleave": False,
-        "attention_bias": True,
-        "attention_dropout": 0.1,
-    },
+    "halves, biases": {"q_lora_rank": 17, "rope_interleave": False, "attention_bias": True, "attention_dropout": 0.1},
     "yarn": {"q_lora_rank": 17, "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "yarn, two mscales": {"q_lora_rank": None, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     "yarn, halves": {"q_lora_rank": 17, "rope_interleave": False, "rope_parameters": _YARN},

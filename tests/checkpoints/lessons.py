@@ -8,6 +8,14 @@ import torch
 from torch import Tensor, nn
 
 
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, tensor in left.items():
+        other = right[key]
+        assert (tensor.dtype, tensor.device, tensor.shape) == (other.dtype, other.device, other.shape), key
+        assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), key
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, heads: int, visible: Tensor | None = None, fill: float = float("-inf")
 ) -> Tensor:
@@ -42,6 +50,18 @@ class TransformerLesson(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.w_o(attend(self.w_q(query), self.w_k(key), self.w_v(value), self.num_heads, mask, -1e9))
+
+
+class AnnotatedLesson(nn.Module):
+    """A list of four Linears, and `h` for the number of heads."""
+
+    def __init__(self, d_model: int, h: int) -> None:
+        super().__init__()
+        self.h, self.linears = h, nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v, _ = (linear(x) for linear, x in zip(self.linears, (query, key, value, value), strict=True))
+        return self.linears[3](attend(q, k, v, self.h, mask))
 
 
 class DiveLesson(nn.Module):

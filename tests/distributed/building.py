@@ -143,12 +143,21 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str = "", scale: float = 0.0) -> None:
-    """Raise unless the largest error is within the tolerance of the largest number, or of the scale if that is more."""
+def largest(x: Tensor) -> float:
+    """The largest magnitude."""
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def require_within(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    """Raise unless no error is larger than the tolerance."""
     assert found.shape == expected.shape, (what, found.shape, expected.shape)
-    if expected.numel():
-        error = (found.double() - expected.double()).abs().max().item()
-        assert error <= tolerance * max(1.0, scale, expected.abs().max().item()), f"{what}: {error:.2g}"
+    error = largest(found.double() - expected.double())
+    assert error <= tolerance, f"{what}: {error:.2g} > {tolerance:.2g}"
+
+
+def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
+    """Raise unless the largest error is within the tolerance of the largest number, or of 1 if that is more."""
+    require_within(found, expected, tolerance * max(1.0, largest(expected)), what)
 
 
 def sequences(*lengths: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

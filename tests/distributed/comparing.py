@@ -16,9 +16,10 @@ import clearhead
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 from tests.support.statistics_oracle import EVERY
 
-from .building import full, gradients
-from .processes import line
+from .building import full, gradients, largest, require_within
+from .processes import line, square
 
+SEED = 4
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 #: Options of `clearhead.record`: all there is of a call.
 EVERY_STATISTIC: dict[str, Any] = {"statistics": (*EVERY, "rows", "output"), "top_k": 5, "map_size": 7}
@@ -33,12 +34,12 @@ def compare_in_parts(
     prepare: Callable[[Any], Any] = lambda module: module,
     averaged: DeviceMesh | None = None,
     what: str = "",
-    seed: int = 4,
     **options: Any,
 ) -> Any:
     """Raise unless output and every gradient are those of one process; the module on parts.
 
-    Gradients are those of the module's parameters, of the inputs, and of the mask's biases that learn.
+    Gradients are those of the module's parameters, of the inputs, and of the mask's biases that learn. The processes of
+    the mesh are seeded apart, and the first one as one process is.
 
     Args:
         whole: the module of one process; `inputs` are whole sequences (B, L, E), and `options` those of its call.
@@ -47,18 +48,16 @@ def compare_in_parts(
         averaged: over the processes of which each weighs some items of the batch alone, and whose gradients of
             parameters are averaged, as `fully_shard` does; or ``None``.
         what: is compared, for messages.
-        seed: of this process; that of one process is the first's.
     """
     split = prepare(copy.deepcopy(whole))
     if mesh is not None:
         split = context_parallel(split, mesh, method=method, layout=layout)
-    first = seed - dist.get_rank() if seed < 4 else seed
-    expected, factors = _one_process(whole, inputs, options, first)
+    expected, factors = _one_process(whole, inputs, options)
     exact, terms = expected, dict[str, float]()
     if inputs[0].dtype not in TOLERANCES:  # half precision is judged by float64
         judge = copy.deepcopy(whole).double()
         terms = _magnitudes_of_terms(judge)
-        exact, _ = _one_process(judge, [x.double() for x in inputs], options, first)
+        exact, _ = _one_process(judge, [x.double() for x in inputs], options)
 
     def cut(x: Tensor) -> Tensor:
         return x if mesh is None else shard_sequence(x, mesh, dim=-2, layout=layout)
@@ -68,9 +67,10 @@ def compare_in_parts(
     if averaged is not None:
         own = torch.arange(len(factors)) % count == averaged.get_local_rank()
         factors = factors * count * own.view(-1, *[1] * (factors.dim() - 1))
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED if mesh is None else SEED + mesh.get_local_rank())
     output = split(*parts, **options)
     (output * cut(factors)).sum().backward()
+    torch.manual_seed(SEED)  # what a test draws next is equal in every process
     found: dict[str, Any] = {"output": output.detach()}
     found |= {f"input {index}": _summed(part.grad, averaged) / count for index, part in enumerate(parts)}
     found |= {name: _summed(_summed(grad, mesh), averaged) / count for name, grad in _gradients_of_biases(options)}
@@ -84,13 +84,23 @@ def compare_in_parts(
         of_part = name == "output" or name.startswith("input")
         right, one = (cut(x) if of_part else x for x in (number, expected[name]))
         tolerance = _tolerance(inputs[0].dtype, one, right, scale, terms.get(name, 0.0))
-        _require_within(found[name], right, tolerance, f"{what} {name}")
+        require_within(found[name], right, tolerance, f"{what} {name}")
     return split
 
 
 def compare_heads(whole: nn.Module, *inputs: Tensor, **options: Any) -> Any:
     """`compare_in_parts` of a module whose heads are split over all processes."""
     return compare_in_parts(whole, None, *inputs, prepare=lambda module: tensor_parallel(module, line()), **options)
+
+
+def sequence_mesh() -> DeviceMesh:
+    """The processes that share a sequence: all, or two of four of which each has half of the heads."""
+    return square()["cp"] if dist.get_world_size() == 4 else line()
+
+
+def halve_heads(module: Any) -> Any:
+    """The module, with its heads split over two of four processes."""
+    return tensor_parallel(module, square()["tp"]) if dist.get_world_size() == 4 else module
 
 
 def _magnitudes_of_terms(module: nn.Module) -> dict[str, float]:
@@ -108,7 +118,7 @@ def _magnitudes_of_terms(module: nn.Module) -> dict[str, float]:
 
         def add(grad: Tensor) -> None:
             for parameter, terms in (("weight", grad * normed), ("bias", grad)):
-                sums[f"{name}.{parameter}"] = _largest(terms.abs().flatten(0, -2).sum(0))
+                sums[f"{name}.{parameter}"] = largest(terms.abs().flatten(0, -2).sum(0))
 
         output.register_hook(add)
 
@@ -134,10 +144,10 @@ def _gradients_of_biases(options: dict[str, Any]) -> Iterator[tuple[str, Tensor]
             yield f"bias {index}", found
 
 
-def _one_process(module: nn.Module, inputs: Any, options: dict[str, Any], seed: int) -> tuple[dict[str, Any], Tensor]:
+def _one_process(module: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """Output and gradients of one process, and what its output was weighed with."""
     own = [x.detach().clone().requires_grad_() for x in inputs]
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     output = module(*own, **options)
     torch.manual_seed(3)
     factors = torch.randn(output.shape).to(output.dtype)
@@ -158,21 +168,11 @@ def _tolerance(dtype: torch.dtype, one: Tensor, exact: Tensor, scale: float = 0.
         scale: of numbers that cancel in the result.
         terms: the sum of the magnitudes of the terms of the result.
     """
-    largest = max(scale, _largest(exact))
+    most = max(scale, largest(exact))
     if dtype in TOLERANCES:
-        return TOLERANCES[dtype] * max(1.0, largest)
-    rounding = max(largest * 2**-8, terms * 2**-9)
-    return max(2.5 * _largest(one.double() - exact) + rounding, TOLERANCES[torch.float32])
-
-
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
-
-
-def _require_within(found: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
-    assert found.shape == exact.shape, (what, found.shape, exact.shape)
-    error = _largest(found.double() - exact.double())
-    assert error <= tolerance, f"{what}: {error:.2g} > {tolerance:.2g}"
+        return TOLERANCES[dtype] * max(1.0, most)
+    rounding = max(most * 2**-8, terms * 2**-9)
+    return max(2.5 * largest(one.double() - exact) + rounding, TOLERANCES[torch.float32])
 
 
 #: Along which dimension results have a number for each query or key, if not the third, and those that have none.
@@ -259,7 +259,7 @@ def compare_statistics(
         # The largest of no logits is −∞.
         assert torch.equal(torch.isneginf(number), torch.isneginf(expected)), (what, name)
         tolerance = _tolerance(dtype, _finite(of_one[name]), _finite(right[name]))
-        _require_within(_finite(number), _finite(expected), tolerance, f"{what} {name}")
+        require_within(_finite(number), _finite(expected), tolerance, f"{what} {name}")
 
 
 def _finite(x: Tensor) -> Tensor:

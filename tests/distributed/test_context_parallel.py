@@ -6,6 +6,7 @@ Outputs and gradients of every mask, method and layout are in test_every_case.py
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ from .building import (
     EMBED,
     HEADS,
     LATENT,
-    METHODS,
     attention,
     decoder,
     encoder,
@@ -36,7 +36,7 @@ from .building import (
     refuses,
     sequences,
 )
-from .comparing import compare_in_parts
+from .comparing import compare_in_parts, halve_heads, sequence_mesh
 from .processes import in_processes, line, processes, square
 
 
@@ -86,27 +86,27 @@ def test_layers_and_stacks(layout: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_heads_give_the_same_bits(dtype: torch.dtype, layout: Any) -> None:
     """Outputs and gradients are those of one process, of the same projected queries, keys and values."""
+    cut = partial(shard_sequence, mesh=line(), layout=layout)
     for kv_heads in (8, 4, 2, 1):
         torch.manual_seed(3)
-        whole = [torch.randn(2, 37, heads * DIM, dtype=dtype).requires_grad_() for heads in (HEADS, kv_heads, kv_heads)]
-        parts = [shard_sequence(x.detach(), line(), layout=layout).clone().requires_grad_() for x in whole]
-        x, factors = torch.zeros(2, 37, EMBED, dtype=dtype), torch.randn(2, 37, EMBED, dtype=dtype)
-        outputs = []
-        for projected in (whole, parts):
-            module = attention(kv_heads, dtype=dtype, position="rotary")
-            for name, own in zip(("q_proj", "k_proj", "v_proj"), projected, strict=True):
-                getattr(module, name).register_forward_hook(lambda *_, own=own: own)
+        *projected, factors = (torch.randn(2, 37, n * DIM, dtype=dtype) for n in (HEADS, kv_heads, kv_heads, HEADS))
+        found: list[list[Any]] = []
+        for part in (torch.clone, cut):
+            module, inputs = (
+                attention(kv_heads, dtype=dtype, position="rotary"),
+                [part(x).requires_grad_() for x in projected],
+            )
+            for name, x in zip(("q_proj", "k_proj", "v_proj"), inputs, strict=True):
+                getattr(module, name).register_forward_hook(lambda *_, x=x: x)
             module.out_proj.register_forward_hook(lambda _, inputs, output: inputs[0])
-            if projected is parts:
+            if part is cut:
                 context_parallel(module, line(), method="heads", layout=layout)
-                x, factors = (shard_sequence(each, line(), layout=layout) for each in (x, factors))
-            output = module(x, mask=masks.causal())
-            (output * factors).sum().backward()
-            outputs.append(output.detach())
-        assert torch.equal(outputs[1], shard_sequence(outputs[0], line(), layout=layout))
-        for own, one in zip(parts, whole, strict=True):
-            if kv_heads > 1:  # gradients of a shared head are added up
-                assert torch.equal(own.grad, shard_sequence(one.grad, line(), layout=layout))  # type: ignore[arg-type]
+            output = module(part(torch.zeros_like(factors)), mask=masks.causal())
+            (output * part(factors)).sum().backward()
+            found.append([output, *(x.grad for x in inputs)])
+        same = 1 if kv_heads == 1 else 4  # gradients of a shared head are added up
+        for one, other in [*zip(*found, strict=True)][:same]:
+            assert torch.equal(other, cut(one))
 
 
 @in_processes(4)
@@ -263,7 +263,7 @@ def test_what_every_process_refuses() -> None:
     with refuses("got MultiHeadLatentAttention. Its latents belong to no head"):
         context_parallel(LATENT(), mesh)  # type: ignore[type-var]
     stack: Any = context_parallel(encoder(), mesh)
-    with refuses("expected (B, L, E) with E = 32"):  # on one process alone, before the first attention
+    with refuses("expected (B, length, 32)"):  # on one process alone, before the first attention
         stack(x if dist.get_rank() else x[..., :3])
     assert stack(x).shape == x.shape
 
@@ -275,30 +275,17 @@ def test_heads_that_do_not_divide_are_gathered() -> None:
     compare_in_parts(attention(HEADS), line(), *sequences(7), mask=masks.causal())
 
 
-def _dropped(method: str, layout: Any, dtype: torch.dtype, kernel: str | None) -> None:
-    """The first process's seed is that of all: what one process drops is what parts of it drop."""
-    whole, (x,) = attention(2, dtype=dtype, dropout=0.3, sinks=True), sequences(21, dtype=dtype)
-    mesh, options = line(), {"seed": dist.get_rank()}
-    if dist.get_world_size() == 4:
-        mesh, options = square()["cp"], {"prepare": lambda module: tensor_parallel(module, square()["tp"])}
-    with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
-        compare_in_parts(whole, mesh, x, method=method, layout=layout, mask=masks.causal(), **options)
-
-
-@in_processes(2)
+@in_processes(2, 4)
 @layouts
 @methods
 def test_the_weights_that_one_process_drops_are_dropped(method: str, layout: Any) -> None:
-    _dropped(method, layout, torch.float32, "chunked")
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        _dropped(method, layout, dtype, None)
-
-
-@in_processes(4)
-def test_dropped_weights_with_heads_split_too() -> None:
-    for method in METHODS:
-        for dtype in (torch.float64, torch.float32):
-            _dropped(method, "zigzag", dtype, None)
+    """The first process's seed is that of all: what one process drops is what parts of it drop."""
+    kernels = (("chunked", torch.float32), *((None, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)))
+    for kernel, dtype in kernels:
+        whole, (x,) = attention(2, dtype=dtype, dropout=0.3, sinks=True), sequences(21, dtype=dtype)
+        options: Any = {"method": method, "layout": layout, "prepare": halve_heads, "mask": masks.causal()}
+        with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
+            compare_in_parts(whole, sequence_mesh(), x, **options)
 
 
 @needs_native
@@ -345,8 +332,7 @@ def test_what_is_dropped_on_the_residual_differs_between_parts_alone(groups: Any
 @methods
 def test_heads_are_split_too_and_a_part_has_no_position(method: str) -> None:
     """Two processes without a position, whose parameters are split and get the gradients of the others."""
-    mesh = square()
-    prepare = lambda module: tensor_parallel(module, mesh["tp"])  # noqa: E731
+    options: Any = {"method": method, "prepare": halve_heads, "mask": masks.causal()}
     shared_head, own_norms = attention(1, position="rotary"), attention(4, q_norm="per head", sinks=True)
     for module in (encoder(), encoder(gated=True), shared_head, own_norms):
-        compare_in_parts(module, mesh["cp"], *sequences(1), method=method, prepare=prepare, mask=masks.causal())
+        compare_in_parts(module, sequence_mesh(), *sequences(1), **options)

@@ -23,7 +23,6 @@ from clearhead.errors import ClearheadError, DistributedError
 from .building import attention, encoder, sequences
 from .processes import line, processes
 
-AGREED = "could not agree on the call, because one of them has ended"
 FORWARD = "tensor_parallel: forward: all-reduce of the output of module.out_proj: the exchange failed. Another process"
 
 
@@ -32,43 +31,12 @@ def _split(method: str, kv_heads: int = 4) -> Any:
     return split(attention(kv_heads), line())
 
 
-def _ends(method: str, step: str) -> str:
-    """The last process ends in the middle; what the first one says."""
-    module = _split(method, 1 if step == "backward of shared heads" else 4)
-    x = torch.randn(2, 8, 32, dtype=torch.float64, requires_grad=step == "backward")
-    learnt = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
-    output = module(x, mask=masks.bias(learnt) if step == "backward of a bias" else None)
-    if dist.get_rank() == 1:
-        os._exit(1)
-    go_on = output.sum().backward if "backward" in step else partial(module, x)
-    with pytest.raises(DistributedError) as caught:
-        go_on()
-    return str(caught.value)
-
-
-SAID = {
-    ("gather", "forward"): AGREED,
-    ("gather", "backward"): "context_parallel: backward: reduce-scatter: the exchange failed",
-    ("heads", "backward"): "context_parallel: backward: all-to-all: the exchange failed",
-    ("ring", "backward"): "context_parallel: backward: ring: the exchange failed",
-    ("tensor", "backward"): "tensor_parallel: backward: all-reduce of the gradient of the input of module: the exch",
-    ("tensor", "backward of shared heads"): "tensor_parallel: backward: all-reduce of the gradient of module.",
-    ("tensor", "backward of a bias"): "tensor_parallel: backward: all-reduce of a bias's gradient: the exchange failed",
-}
-
-
-@pytest.mark.parametrize(("method", "step"), SAID)
-def test_a_process_that_ends_ends_the_others(method: str, step: str) -> None:
-    with processes(2, seconds=10) as two:
-        (said,) = two.run(_ends, method, step, seconds=40, first=True)
-    assert SAID[method, step] in said
-
-
 def _interrupted(method: str, place: str, killed: bool) -> str:
-    """The last process is killed, or raises, inside an attention that all agreed on; what each process says.
+    """The last process is killed, or raises; what each process says.
 
     Args:
-        place: ``"projections"``: before the first exchange. ``"mask"``: after it.
+        place: inside an attention that all agreed on, before its first exchange (``"projections"``) or after it
+            (``"mask"``); or between two calls, or before a backward pass.
     """
 
     def interrupt() -> None:
@@ -81,27 +49,46 @@ def _interrupted(method: str, place: str, killed: bool) -> str:
         interrupt()
         return q >= k
 
-    module, (part,) = _split(method), sequences(4)
-    module(part)  # the processes are connected
+    module = _split(method, 1 if place == "backward of shared heads" else 4)
+    x = torch.randn(2, 8, 32, dtype=torch.float64, requires_grad=place == "backward")
+    learnt = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    module(x)  # the processes are connected
     if place == "projections":
         module.v_proj.register_forward_hook(lambda *_: interrupt())
+    given = {"mask": masks.mask_mod(rule), "backward of a bias": masks.bias(learnt)}.get(place)
+
+    def calls() -> None:
+        output = module(x, mask=given)
+        interrupt()
+        (output.sum().backward if "backward" in place else partial(module, x))()
+
     with pytest.raises((DistributedError, ValueError)) as caught:
-        module(part, mask=masks.mask_mod(rule) if place == "mask" else None)
+        calls()
     return str(caught.value)
 
 
 INTERRUPTED = {
-    ("heads", "mask"): "context_parallel: forward: all-to-all: the exchange failed",
+    ("gather", "next call"): "could not agree on the call, because one of them has ended",
     ("gather", "projections"): "context_parallel: forward: all-gather: the exchange failed",
+    ("gather", "backward"): "context_parallel: backward: reduce-scatter: the exchange failed",
+    ("heads", "mask"): "context_parallel: forward: all-to-all: the exchange failed",
+    ("heads", "backward"): "context_parallel: backward: all-to-all: the exchange failed",
     ("ring", "projections"): "context_parallel: forward: ring: the exchange failed",
+    ("ring", "backward"): "context_parallel: backward: ring: the exchange failed",
     ("tensor", "mask"): FORWARD,
+    ("tensor", "backward"): "tensor_parallel: backward: all-reduce of the gradient of the input of module: the exch",
+    ("tensor", "backward of shared heads"): "tensor_parallel: backward: all-reduce of the gradient of module.",
+    (
+        "tensor",
+        "backward of a bias",
+    ): "tensor_parallel: backward: all-reduce of the gradient of a bias of module:",
 }
 
 
 @pytest.mark.parametrize(("method", "place"), INTERRUPTED)
-def test_a_process_that_is_killed_in_an_attention_ends_the_others(method: str, place: str) -> None:
+def test_a_process_that_is_killed_ends_the_others(method: str, place: str) -> None:
     with processes(2, seconds=10) as two:
-        (said,) = two.run(_interrupted, method, place, True, seconds=20, first=True)
+        (said,) = two.run(_interrupted, method, place, True, seconds=40, first=True)
         assert INTERRUPTED[method, place] in said
         two.started[1].join(5)
         assert two.started[1].exitcode == -signal.SIGKILL

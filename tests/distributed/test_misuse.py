@@ -174,23 +174,20 @@ def _layer(**options: Any) -> EncoderLayer:
 
 #: What the first process has, what the other has, and what is named.
 OTHERS: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
-    (partial(attention, 4), partial(attention, 4, softcap=5.0), "softcap of the module"),
-    (partial(attention, 4), partial(attention, 4, scale=0.1), "scale of the module"),
-    (partial(attention, 4), partial(attention, 4, dropout=0.1), "dropout of the module"),
-    (partial(attention, 4), partial(attention, 4, mask="alibi"), "mask of the module"),
-    (
-        lambda: attention(4, mask=masks.sliding_window(2, 0)),
-        lambda: attention(4, mask=masks.sliding_window(3, 0)),
-        "mask of the module",
+    *(
+        (partial(attention, 4, **{name: one}), partial(attention, 4, **{name: other}), f"{name} of the module")
+        for name, one, other in (
+            ("softcap", None, 5.0),
+            ("scale", None, 0.1),
+            ("dropout", 0.0, 0.1),
+            ("mask", None, "alibi"),
+            ("mask", masks.sliding_window(2, 0), masks.sliding_window(3, 0)),
+            ("position", None, "rotary"),
+            ("position", "rotary", "rotary of the length"),
+            ("q_norm", None, "norm"),
+            ("k_norm", None, "layer norm"),
+        )
     ),
-    (partial(attention, 4), partial(attention, 4, position="rotary"), "position of the module"),
-    (
-        partial(attention, 4, position="rotary"),
-        partial(attention, 4, position="rotary of the length"),
-        "position of the module",
-    ),
-    (partial(attention, 4), partial(attention, 4, q_norm="norm"), "q_norm of the module"),
-    (partial(attention, 4), partial(attention, 4, k_norm="layer norm"), "k_norm of the module"),
     (_layer, partial(_layer, activation=nn.functional.gelu), "parts beside attention"),
     (_layer, partial(_layer, dropout=0.1), "parts beside attention"),
     (_layer, partial(_layer, norm_first=True), "module"),
@@ -234,11 +231,12 @@ def test_parameters_that_two_parts_share_are_refused() -> None:
     first, second = (layer.self_attention for layer in whole.layers)
     second.q_proj.weight = first.q_proj.weight  # type: ignore[union-attr]
     name = "module.layers.1.self_attention.q_proj.weight"
-    with refuses(f"{name}: expected a parameter of one part, got that of module.layers.0", ArgumentError):
+    said = "expected a part or parameter that is split in one way, got that of module."
+    with refuses(f"{name}: {said}layers.0", ArgumentError):
         tensor_parallel(whole, line())
     rows = _layer()
     rows.self_attention.out_proj = rows.self_attention.q_proj  # type: ignore[union-attr]
-    with refuses("expected a part that is split in one way, got that of module.self_att", ArgumentError):
+    with refuses(f"{said}self_att", ArgumentError):
         tensor_parallel(rows, line())
 
 

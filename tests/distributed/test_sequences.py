@@ -48,20 +48,13 @@ def _around(length: int, layout: Any, dim: int, dtype: torch.dtype) -> None:
     assert torch.count_nonzero(whole.grad) <= found.numel()
 
 
-@in_processes(2)
+@in_processes(2, 4)
 @layouts
 def test_what_is_cut_is_gathered_again_and_so_are_gradients(layout: Any) -> None:
-    for length, dim in ((64, 1), (13, 1), (2, -1), (0, 1), (7, 0)):
+    for length, dim in ((64, 1), (13, 1), (9, 1), (5, 1), (3, 1), (2, -1), (0, 1), (7, 0)):
         _around(length, layout, dim, torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         _around(11, layout, 1, dtype)
-
-
-@in_processes(4)
-@layouts
-def test_with_four_processes_and_fewer_positions(layout: Any) -> None:
-    for length in (3, 5, 9):
-        _around(length, layout, 1, torch.float64)
 
 
 @in_processes(3)

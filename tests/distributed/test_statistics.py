@@ -24,7 +24,7 @@ from clearhead.distributed import (
 from clearhead.errors import ArgumentError, ClearheadError, DistributedError, RecordError
 
 from .building import attention, collectives, encoder, full, layouts, mask, methods, refuses, require_close, sequences
-from .comparing import EVERY_STATISTIC, compare_statistics
+from .comparing import EVERY_STATISTIC, compare_statistics, halve_heads, sequence_mesh
 from .processes import in_processes, line, square
 
 
@@ -274,11 +274,8 @@ def _with_padding(model: nn.Module, x: Tensor, attention_mask: Tensor | None) ->
 @pytest.mark.parametrize(("method", "layout"), [("heads", "contiguous"), ("gather", "zigzag"), ("ring", "contiguous")])
 def test_padding_that_is_found_may_be_cut_as_the_tokens(method: Any, layout: Any) -> None:
     """Padding that all processes are given whole, that they are given as their tokens, and some of them so."""
-    world = dist.get_world_size()
-    whole, mesh, model = Padded(encoder()), line(), encoder()
-    if world == 4:
-        mesh, model = square()["cp"], tensor_parallel(model, square()["tp"])
-    split = Padded(context_parallel(model, mesh, method=method, layout=layout))
+    whole, mesh = Padded(encoder()), sequence_mesh()
+    split = Padded(context_parallel(halve_heads(encoder()), mesh, method=method, layout=layout))
     for length in (1, 13):
         x, marks = sequences(length)[0], torch.ones(2, length, dtype=torch.int64)
         marks[1, length // 3 :] = 0
@@ -291,7 +288,7 @@ def test_padding_that_is_found_may_be_cut_as_the_tokens(method: Any, layout: Any
     assert bool(_with_padding(split, part, None).counted.all())
     assert bool(_with_padding(split, part, torch.zeros(2, 99)).counted.all())  # of no call of this model
     first = mesh.get_local_rank() == 0
-    with refuses("expected (2, 13), or the part of it", RecordError if world == 2 else ClearheadError):
+    with refuses("expected (2, 13), or the part of it", RecordError if dist.get_world_size() == 2 else ClearheadError):
         _with_padding(split, part, own[:, 1:] if first else own)
     with refuses("recorders: expected the same in every process", DistributedError):
         _with_padding(split, part, own if first else None)

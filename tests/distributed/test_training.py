@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import clearhead
 from clearhead import masks
 from clearhead.distributed import clip_grad_norm_, context_parallel, gather_sequence, shard_sequence, tensor_parallel
 from clearhead.errors import ArgumentError, DTypeError, KernelError
@@ -66,15 +67,19 @@ def _replicated(stack: Any, mesh: DeviceMesh) -> Any:
     return DistributedDataParallel(stack, process_group=mesh.get_group())
 
 
-def _gradients_kept(module: nn.Module) -> dict[str, Tensor]:
-    return {name: full(x.grad) for name, x in module.named_parameters() if x.grad is not None}
-
-
 def _require_same_gradients(split: nn.Module, whole: nn.Module) -> None:
-    found, expected = _gradients_kept(split), _gradients_kept(whole)
-    assert found.keys() == expected.keys()
-    for name, one in expected.items():
-        require_close(found[name], one, 1e-12, name)
+    for (name, one), other in zip(whole.named_parameters(), split.parameters(), strict=True):
+        assert one.grad is not None, name
+        assert other.grad is not None, name
+        require_close(full(other.grad), one.grad, 1e-12, name)
+
+
+def _compare_step(whole: nn.Module, split: nn.Module, cut: Callable[[Tensor], Tensor], parts: int) -> None:
+    """Gradients of one process, and of parts of a batch, of which each process has one; averaged over all parts."""
+    x, labels, count = _batch()
+    (_loss(whole(x, mask=masks.causal()), labels) / count).backward()
+    (_loss(split(cut(x), mask=masks.causal()), cut(labels)) * parts / count).backward()
+    _require_same_gradients(split.module if isinstance(split, DistributedDataParallel) else split, whole)
 
 
 @in_processes(2)
@@ -82,17 +87,13 @@ def _require_same_gradients(split: nn.Module, whole: nn.Module) -> None:
 @pytest.mark.parametrize(("layout", "method"), [("zigzag", "heads"), ("contiguous", "gather"), ("zigzag", "ring")])
 def test_training_in_parts_is_training_on_one_process(layout: Any, method: Any, averaged: Callable[..., Any]) -> None:
     """Steps of one process, and of parts of the sequence whose gradients are averaged."""
-    mesh, world = line(), dist.get_world_size()
+    mesh = line()
     whole, split = encoder(), context_parallel(encoder(), mesh, method=method, layout=layout)
-    model = averaged(split, mesh)
+    model, cut = averaged(split, mesh), partial(shard_sequence, mesh=mesh, layout=layout)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (whole, split)]
     for step in range(2):
         torch.manual_seed(step)
-        x, labels, count = _batch()
-        (_loss(whole(x, mask=masks.causal()), labels) / count).backward()
-        parts = [shard_sequence(each, mesh, layout=layout) for each in (x, labels)]
-        (_loss(model(parts[0], mask=masks.causal()), parts[1]) * world / count).backward()
-        _require_same_gradients(split, whole)
+        _compare_step(whole, model, cut, dist.get_world_size())
         norms = [full(nn.utils.clip_grad_norm_(module.parameters(), 0.05)) for module in (whole, split)]
         require_close(norms[1], norms[0], 1e-12, "norm")
         for optimizer in optimizers:
@@ -106,14 +107,9 @@ def test_training_in_parts_is_training_on_one_process(layout: Any, method: Any, 
 def test_a_mesh_splits_the_batch_and_the_sequence() -> None:
     """Rows of processes have other batch items; the processes of a row share their sequences."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    whole = encoder()
-    split = _sharded(context_parallel(copy.deepcopy(whole), mesh["cp"]), mesh["dp", "cp"])
-    x, labels, count = _batch()
-    (_loss(whole(x, mask=masks.causal()), labels) / count).backward()
-    items = [each.tensor_split(2)[mesh["dp"].get_local_rank()] for each in (x, labels)]
-    parts = [shard_sequence(each, mesh["cp"]) for each in items]
-    (_loss(split(parts[0], mask=masks.causal()), parts[1]) * 4 / count).backward()
-    _require_same_gradients(split, whole)
+    split = _sharded(context_parallel(encoder(), mesh["cp"]), mesh["dp", "cp"])
+    items = mesh["dp"].get_local_rank()
+    _compare_step(encoder(), split, lambda x: shard_sequence(x.tensor_split(2)[items], mesh["cp"]), 4)
 
 
 @in_processes(4)
@@ -125,11 +121,7 @@ def test_with_fully_shard_on_one_mesh(kv_heads: int) -> None:
         whole = encoder(kv_heads=kv_heads)
         split: Any = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
         split = _sharded(context_parallel(split, mesh["cp"]) if dim else split, mesh["cp"])
-        x, labels, count = _batch()
-        (_loss(whole(x, mask=masks.causal()), labels) / count).backward()
-        parts = [shard_sequence(each, mesh["cp"], dim=dim) for each in (x, labels)]
-        (_loss(split(parts[0], mask=masks.causal()), parts[1]) * 2 / count).backward()
-        _require_same_gradients(split, whole)
+        _compare_step(whole, split, partial(shard_sequence, mesh=mesh["cp"], dim=dim), 2)
         state = get_model_state_dict(split, options=StateDictOptions(full_state_dict=True))
         if dist.get_rank() == 0:
             for name, number in whole.state_dict().items():
@@ -219,12 +211,14 @@ class _Recomputed(nn.Module):
 @in_processes(2)
 @methods
 def test_activation_checkpointing(method: Any) -> None:
-    """The same exchanges are made again."""
+    """The same exchanges are made again, and what is computed again is not recorded."""
     whole, (x,) = attention(2, position="rotary", sinks=True), sequences(13)
     split: Any = context_parallel(copy.deepcopy(whole), line(), method=method)
     found = []
     for module in (split, _Recomputed(split)):
-        module(shard_sequence(x, line()), mask=mask("heads", 2, 13)).square().sum().backward()
+        with clearhead.record(split, ("entropy", "received")) as rec:
+            module(shard_sequence(x, line()), mask=mask("heads", 2, 13)).square().sum().backward()
+        assert len(rec[""]) == 1
         found.append(gradients(split))
     for name, number in found[0].items():
         assert torch.equal(found[1][name], number), name
@@ -281,25 +275,26 @@ def test_autocast() -> None:
 MATCH = "second derivatives do not follow exchanges"
 
 
-def _penalty(module: Any, x: Tensor, **options: Any) -> dict[str, Tensor]:
-    """The first derivative of the input, and the gradients of its squares."""
-    own = x.clone().requires_grad_()
-    output = module(own, **options)
+def _penalty(module: Any, x: Tensor, learnt: Tensor) -> dict[str, Tensor]:
+    """The first derivatives of the input and a bias, and the gradients of their squares."""
+    of = [tensor.detach().clone().requires_grad_() for tensor in (x, learnt)]
+    output = module(of[0], mask=masks.bias(of[1]) & masks.causal())
     torch.manual_seed(4)
-    (first,) = torch.autograd.grad((output * torch.randn_like(output)).sum(), own, create_graph=True)
-    first.square().sum().backward()
-    assert own.grad is not None
+    first = torch.autograd.grad((output * torch.randn_like(output)).sum(), of, create_graph=True)
+    sum(x.square().sum() for x in first).backward()  # type: ignore[union-attr]
     module.out_proj.bias.grad = torch.zeros_like(module.out_proj.bias)  # nothing depends on it
-    return {"first": first.detach(), "input": own.grad} | gradients(module)
+    found = dict(zip(("input", "bias", "second input", "second bias"), [*first, *(x.grad for x in of)], strict=True))
+    return {name: cast(Tensor, x).detach() for name, x in found.items()} | gradients(module)
 
 
 @in_processes(2)
 def test_where_heads_are_split_they_are_those_of_one_process() -> None:
     (x,) = sequences(9)
+    learnt = torch.randn(1, HEADS, 9, 9, dtype=torch.float64, requires_grad=True)
     for kv_heads in (2, 1):
         whole = attention(kv_heads, sinks=True)
-        expected = _penalty(copy.deepcopy(whole), x, mask=masks.causal())
-        found = _penalty(tensor_parallel(whole, line()), x, mask=masks.causal())
+        expected = _penalty(copy.deepcopy(whole), x, learnt)
+        found = _penalty(tensor_parallel(whole, line()), x, learnt)
         for name, number in expected.items():
             require_close(found[name], number, 1e-12, name)
 
@@ -335,10 +330,3 @@ def test_through_a_gathered_sequence_they_are_refused() -> None:
     _first_then_second(gather_sequence(x, line()), x)
     (first,) = torch.autograd.grad(gather_sequence(x, line()).sum(), x, create_graph=True)
     assert not first.requires_grad  # of a linear function it is zero
-
-
-@in_processes(2)
-def test_of_a_bias_whose_heads_are_split_they_are_refused() -> None:
-    learnt = torch.randn(1, HEADS, 9, 9, dtype=torch.float64, requires_grad=True)
-    split = tensor_parallel(attention(2), line())
-    _first_then_second(split(*sequences(9), mask=masks.bias(learnt)), learnt)

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import masks
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 from clearhead.errors import ClearheadError, DistributedError, RecordError
 
-from .building import HEADS, METHODS, attention, collectives, encoder, full, methods, refuses, require_close, sequences
+from .building import HEADS, METHODS, attention, collectives, encoder, full, refuses, require_close, sequences
+from .comparing import halve_heads, sequence_mesh
 from .processes import Groups, in_processes, line, square
 
 SCALARS = ("entropy", "max_logit", "raw_max_logit", "sink", "confidence")
@@ -35,17 +35,13 @@ def _watched(model: nn.Module, x: Tensor) -> dict[int, dict[str, float]]:
 
 def _same_scalars(method: Any) -> dict[int, dict[str, float]]:
     """Means of layers and their worst heads, in every process."""
-    (x,), split, mesh = sequences(13), encoder(), line()
+    (x,), mesh = sequences(13), sequence_mesh()
     expected = _watched(encoder(), x)
-    if dist.get_world_size() == 4:
-        mesh, split = square()["cp"], tensor_parallel(split, square()["tp"])
     if method == "heads of processes":
-        split = tensor_parallel(split, mesh)
+        split = tensor_parallel(encoder(), mesh)
     else:
-        split, x = (
-            context_parallel(split, mesh, method=method, layout="zigzag"),
-            shard_sequence(x, mesh, layout="zigzag"),
-        )
+        split = context_parallel(halve_heads(encoder()), mesh, method=method, layout="zigzag")
+        x = shard_sequence(x, mesh, layout="zigzag")
     found = _watched(split, x)
     assert [*found] == [*expected] == [0, 2]
     for step in found:
@@ -62,18 +58,6 @@ def _same_scalars(method: Any) -> dict[int, dict[str, float]]:
 def test_a_monitor_gives_every_process_the_same(groups: Groups, count: int, method: str) -> None:
     first, *others = groups(count).run(_same_scalars, method)
     assert all(found == first for found in others)
-
-
-@in_processes(2)
-@methods
-def test_activation_checkpointing(method: Any) -> None:
-    """What activation checkpointing computes again is not recorded, in any process."""
-    module = context_parallel(attention(2), line(), method=method)
-    x = shard_sequence(*sequences(13), line()).requires_grad_()
-    with clearhead.record(module, ("entropy", "received")) as rec:
-        checkpoint(module, x, use_reentrant=False).sum().backward()  # type: ignore[union-attr]
-    assert len(rec[""]) == 1
-    assert x.grad is not None
 
 
 @in_processes(4)

@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import clearhead
 from clearhead import masks
 from clearhead.caches import KVCache
-from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
+from clearhead.distributed import context_parallel, shard_sequence
 from clearhead.errors import ClearheadError, DistributedError, DTypeError, ShapeError
 from clearhead.transformer import Decoder
 
 from .building import EMBED, attention, decoder, encoder, refuses
-from .processes import in_processes, line, square
+from .comparing import halve_heads, sequence_mesh
+from .processes import in_processes, line
 
 LENGTH = 9
 Arguments = dict[str, Any]
@@ -105,7 +106,7 @@ def _refused(what: str, call: Callable[[], Any], also: tuple[type[Exception], ..
     assert "another call" not in said, f"{what}: {said}"
 
 
-def _split(mesh: DeviceMesh, heads: DeviceMesh | None) -> dict[str, Any]:
+def _split(mesh: DeviceMesh) -> dict[str, Any]:
     made: dict[str, Any] = {
         "attention": attention(4),
         "ring": attention(4),
@@ -114,9 +115,8 @@ def _split(mesh: DeviceMesh, heads: DeviceMesh | None) -> dict[str, Any]:
         "decoder": decoder(),
     }
     for name, module in made.items():
-        split = module if heads is None else tensor_parallel(module, heads)
-        ring = name == "ring"
-        context_parallel(split, mesh, method="ring" if ring else "auto", layout="zigzag" if ring else "contiguous")
+        options: Any = {"method": "ring", "layout": "zigzag"} if name == "ring" else {}
+        context_parallel(halve_heads(module), mesh, **options)
     return made
 
 
@@ -129,11 +129,11 @@ def _makes(kind: str) -> tuple[Makes, Makes]:
     return ARGUMENTS | (OF_STACKS if kind != "layer" else {}) | (OF_DECODERS if kind == "decoder" else {}), DIFFERENCES
 
 
-def _all_refused(seed: int, count: int, both: bool = False) -> set[str]:
+def _all_refused(seed: int, count: int) -> set[str]:
     """The kinds that were refused, in every process."""
     rng = random.Random(seed)
-    mesh, heads = (square()["cp"], square()["tp"]) if both else (line(), None)
-    modules, seen = _split(mesh, heads), set[str]()
+    mesh = sequence_mesh()
+    modules, seen = _split(mesh), set[str]()
     for number in range(count):
         kind = rng.choice([*modules])
         everywhere, alone = _makes(kind)
@@ -158,19 +158,12 @@ def _all_refused(seed: int, count: int, both: bool = False) -> set[str]:
     return seen
 
 
-@in_processes(2)
+@in_processes(2, 3, 4)
 def test_every_process_refuses_what_one_refuses() -> None:
-    assert len(_all_refused(17, 500)) >= 28
-
-
-@in_processes(3)
-def test_three_processes_refuse_what_one_refuses() -> None:
-    _all_refused(19, 100)
-
-
-@in_processes(4)
-def test_all_heads_and_parts_refuse_what_one_process_refuses() -> None:
-    _all_refused(21, 100, both=True)
+    """With four processes heads are split too."""
+    world = dist.get_world_size()
+    seen = _all_refused(world, 500 if world == 2 else 100)
+    assert len(seen) >= 28 or world > 2
 
 
 def _last() -> bool:
@@ -206,9 +199,9 @@ def test_what_one_process_raises_anywhere_in_a_stack_all_refuse() -> None:
 @in_processes(4)
 def test_what_one_of_four_raises_in_a_stack_all_refuse() -> None:
     """Before the agreement of an attention, and before that at the end."""
-    split: Any = context_parallel(tensor_parallel(encoder(), square()["tp"]), square()["cp"])
+    split: Any = context_parallel(halve_heads(encoder()), sequence_mesh())
     for part in (split.layers[1].norm1, split.norm):
-        _stack_raises(split, (_part(square()["cp"]),), part)
+        _stack_raises(split, (_part(sequence_mesh()),), part)
 
 
 @in_processes(2)
@@ -254,7 +247,7 @@ def test_a_fully_sharded_stack_refuses() -> None:
         fully_shard(module, mesh=line())
     expected = split(x)
     _stack_raises(split, (x,), split.layers[1].norm1)
-    with refuses("expected (B, L, E) with E = 32", ShapeError if _last() else DistributedError):
+    with refuses("expected (B, length, 32)", ShapeError if _last() else DistributedError):
         split(x[..., :5] if _last() else x)
     assert torch.equal(split(x), expected)
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
+from tests.integrations.architectures import VOCABULARY
 from tests.support.models import TOKENS, encoder_decoder
-
-VOCABULARY = 97
 
 
 def small(kind: str, **settings: Any) -> Any:
@@ -35,16 +33,3 @@ def enlivened(model: Any) -> Any:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.3)
     return model.eval()
-
-
-def token_ids(length: int, batch_size: int = 3) -> Tensor:
-    return torch.randint(3, VOCABULARY, (batch_size, length))
-
-
-def padding(side: str, length: int) -> Tensor | None:
-    """A tokenizer's attention_mask, 1 = real."""
-    if side == "none":
-        return None
-    lengths = torch.tensor([[length], [length - 4], [length - 2]])
-    right = torch.arange(length) < lengths
-    return (right if side == "right" else right.flip(-1)).long()

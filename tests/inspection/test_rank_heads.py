@@ -53,11 +53,10 @@ def test_texts_stand_for_their_numbers(rec: clearhead.record, tokens: list[str] 
             ArgumentError,
             "key: expected the text of one of key_tokens, got 'dog', which is none of them. They are [SEP], too, ",
         ),
-        (
-            {"tokens": WORDS[1:], "query": "it"},
-            ShapeError,
-            "tokens: expected 7, one for each that the layers have, got 6",
-        ),
+        ({"tokens": WORDS[1:], "query": "it"}, ShapeError, "tokens: expected 7, one for each that the layers have"),
+        ({"query": 7}, ArgumentError, "query: expected"),
+        ({"key": -8}, ArgumentError, "key: expected"),
+        ({"item": 1}, ArgumentError, "item: expected"),
     ],
 )
 def test_a_text_of_no_token_or_of_two_raises(
@@ -68,10 +67,7 @@ def test_a_text_of_no_token_or_of_two_raises(
     assert message in str(raised.value)
 
 
-def test_missing_tokens_and_queries_raise(model: torch.nn.Sequential, rec: clearhead.record) -> None:
-    for wrong in ({"query": 7, "key": 0}, {"query": 0, "key": -8}, {"query": 0, "key": 0, "item": 1}):
-        with pytest.raises(ArgumentError):
-            rec.rank_heads(**wrong)  # type: ignore[arg-type]
+def test_without_queries_and_keys_it_raises(model: torch.nn.Sequential) -> None:
     with clearhead.record(model) as without:
         model(torch.randn(1, 7, 12, dtype=torch.float64))
     with pytest.raises(RecordError):

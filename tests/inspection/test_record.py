@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
-from clearhead.errors import ArgumentError, DTypeError, RecordError, ShapeError
+from clearhead.errors import ArgumentError, RecordError, ShapeError
 
 from .stacks import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, recorded, require_same_training
 
@@ -37,11 +37,12 @@ def test_outputs_and_gradients_stay_those_of_the_model(model: Stack, x: Tensor) 
     assert rec.summary()["entropy"][NAMES[2]].shape == (HEADS,)
 
 
-def test_repeated_calls_append(model: Stack) -> None:
+def test_repeated_calls_append_and_the_summary_is_over_all_their_queries(model: Stack) -> None:
     rec = recorded(model, *(torch.randn(BATCH, length, WIDTH) for length in (3, 5)))
     calls = rec[NAMES[1]]
     assert [call.query_length for call in calls] == [3, 5]
-    assert calls[1].entropy.shape == (BATCH, HEADS, 5)
+    entropies = torch.cat([call.entropy for call in calls], -1)  # (B, H, 8)
+    torch.testing.assert_close(rec.summary()["entropy"][NAMES[1]], entropies.mean((0, 2)))
     assert len(calls[:1]) == 1
     with pytest.raises(AttributeError, match=r"blocks\.1\.attend: called 2 times.*\[0\]\.entropy.*rec\.reduce\(\)"):
         _ = calls.entropy
@@ -78,20 +79,6 @@ def test_weights_on_demand(model: Stack, x: Tensor) -> None:
             question()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"layer": 3}, "layer: expected 0 … 2, got 3"),
-        ({"layer": 0, "head": 4}, "head: expected 0 … 3, got 4"),
-        ({"layer": 0, "queries": [9]}, "row numbers below L = 7"),
-        ({"layer": 0, "call": 1}, "call: expected 0 … 0, got 1"),
-    ],
-)
-def test_weights_that_do_not_exist(arguments: dict[str, Any], text: str, model: Stack, x: Tensor) -> None:
-    with pytest.raises(ArgumentError, match=text):
-        recorded(model, x, keep="queries_keys").weights(**arguments)
-
-
 def test_only_copies_of_queries_and_keys_are_saved() -> None:
     """Query and key may be views of a joint projection or of a cache, which the next sequence overwrites."""
     cache = torch.randn(BATCH, 19, 3, HEADS, 5)
@@ -121,12 +108,6 @@ def test_summary_is_one_number_per_head(model: Stack, x: Tensor) -> None:
     assert lines[0].split() == ["entropy", "h0", "h1", "h2", "h3"]
     assert lines[1].split() == [NAMES[0], *(f"{value:.3f}" for value in summary["entropy"][NAMES[0]].tolist())]
     assert len({len(line) for line in lines[:4]}) == 1, "columns are aligned"
-
-
-def test_summary_over_calls_is_over_all_their_queries(model: Stack) -> None:
-    rec = recorded(model, *(torch.randn(1, length, WIDTH) for length in (3, 5)), statistics=("entropy",))
-    entropies = torch.cat([call.entropy[0] for call in rec[NAMES[0]]], -1)
-    torch.testing.assert_close(rec.summary()["entropy"][NAMES[0]], entropies.mean(-1))
 
 
 @pytest.mark.parametrize("layers", [[1], ["blocks.1.attend"], (1, "blocks.1.attend")], ids=str)
@@ -185,33 +166,23 @@ def test_learned_queries_are_not_padded_by_their_keys(x: Tensor) -> None:
     assert recorded(Latents(), {"x": x, "attention_mask": MASK})["attend"].counted.all()
 
 
-WHOLE = "expected a list of whole numbers, got "
-#: Errors of the constructor, and of calls inside the block.
+#: Errors of the constructor, and of calls inside the block. `tests/malformed` has others.
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ArgumentError, "statistics: expected names among", {"statistics": ("mean",)}),
-    (ArgumentError, "keep: expected 'statistics' or 'queries_keys', got 'all'", {"keep": "all"}),
-    (ArgumentError, "per: expected 'query_head' or 'kv_head'", {"per": "head"}),
     (ArgumentError, r"for top_k.*Write statistics=\('entropy', 'received', 'max_logit'\)", {"per": "kv_head"}),
-    (ArgumentError, f"heads: {WHOLE}2", {"heads": 2}),
-    (ArgumentError, rf"heads: {WHOLE}\[0.5\]", {"heads": [0.5]}),
-    (ArgumentError, f"offsets: {WHOLE}-1", {"offsets": -1}),
+    (ArgumentError, "heads: expected a list of whole numbers, got 2", {"heads": 2}),
     (ArgumentError, r"a list of names or numbers, got 'blocks'\. Write \['blocks'\]", {"layers": "blocks"}),
     (ArgumentError, "layers: expected", {"layers": ["blocks.1.attention"]}),
-    (ArgumentError, "layers: expected", {"layers": [3]}),
-    (ArgumentError, "layers: expected", {"layers": [0, 99]}),
+    (ArgumentError, "layers: expected", {"layers": [0, 3]}),
     (ArgumentError, "layers: expected", {"layers": [-1]}),
     (ArgumentError, "layers: expected", {"layers": ["blocks.1", 0]}),  # no attention runs in the block itself
     (ArgumentError, "heads: expected numbers in 0 …", {"heads": [4]}),
     (ArgumentError, "heads: expected numbers in 0 …", {"heads": [-5]}),
     (ArgumentError, "heads: expected numbers in 0 …", {"heads": [2], "per": "kv_head", "statistics": ("entropy",)}),
     (ShapeError, "query_mask: expected", {"query_mask": torch.ones(BATCH, LENGTH + 2).bool()}),
-    (DTypeError, "query_mask: expected", {"query_mask": torch.zeros(BATCH, LENGTH)}),
-    (DTypeError, "query_mask: expected", {"query_mask": [[1] * LENGTH] * BATCH}),
-    (DTypeError, r"model: expected a torch\.nn\.Module, got function", {"model": lambda x: x}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "text", "arguments"), REFUSED)
 def test_refused(kind: type[Exception], text: str, arguments: dict[str, Any], model: Stack, x: Tensor) -> None:
     with pytest.raises(kind, match=text):
-        recorded(**{"model": model, **arguments}) if "model" in arguments else recorded(model, x, **arguments)
+        recorded(model, x, **arguments)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
 from tests.support.statistics_oracle import EVERY, Oracle, compare
@@ -36,13 +36,13 @@ def projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases = [0, 0, 0] if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     batch_first = [x if module.batch_first else x.transpose(0, 1) for x in inputs]
-    found = [x @ weight.T + bias for x, weight, bias in zip(batch_first, weights, biases, strict=True)]
+    tensors = [x @ weight.T + bias for x, weight, bias in zip(batch_first, weights, biases, strict=True)]
     for place, learned in ((1, module.bias_k), (2, module.bias_v)):
         if learned is not None:
-            found[place] = torch.cat([found[place], learned.expand(found[place].shape[0], 1, -1)], 1)
+            tensors[place] = torch.cat([tensors[place], learned.expand(tensors[place].shape[0], 1, -1)], 1)
     if module.add_zero_attn:
-        found[1:] = [torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in found[1:]]
-    return [x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in found]
+        tensors[1:] = [torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in tensors[1:]]
+    return [x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in tensors]
 
 
 def oracle(module: nn.MultiheadAttention, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor, counted: Any) -> Oracle:
@@ -125,25 +125,6 @@ def test_a_hint_beside_another_mask(training: bool) -> None:
     compare(rec[""][0], expected, exact=EXACT)
     mixed = expected.output().transpose(1, 2).flatten(2)
     torch.testing.assert_close(inside, module.out_proj(mixed), rtol=0, atol=EXACT)
-
-
-@modes
-def test_a_functional_caller(training: bool) -> None:
-    """Subclasses and copies of the module call `F.multi_head_attention_forward` themselves."""
-    inner = nn.MultiheadAttention(WIDTH, HEADS).double()
-    parameters = (inner.in_proj_weight, inner.in_proj_bias, None, None, False, 0.0)
-    projection = (inner.out_proj.weight, inner.out_proj.bias)
-
-    class Foreign(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            arguments = (x, x, x, WIDTH, HEADS, *parameters, *projection)
-            return multi_head_attention_forward(*arguments, training=training, need_weights=False)[0]
-
-    x, model = torch.randn(LENGTH, BATCH, WIDTH).double(), Foreign()
-    with torch.no_grad(), record(model) as rec:
-        model(x)
-    bias = explicit_bias((BATCH, HEADS, LENGTH, LENGTH), None, None, False)
-    compare(rec[""][0], oracle(inner, (x, x, x), bias, None), exact=EXACT)
 
 
 class Call(nn.Module):

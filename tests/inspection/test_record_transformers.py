@@ -15,10 +15,11 @@ from transformers import AttentionInterface
 import clearhead
 import clearhead.integrations.transformers
 from clearhead.errors import RecordError
+from tests.integrations.architectures import padding, token_ids
 from tests.support.models import minilm
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
-from .small_models import padding, small, small_bart, token_ids
+from .small_models import small, small_bart
 from .stacks import require_same_training
 
 OPTIONS: dict[str, Any] = {"statistics": EVERY, "top_k": 8, "map_size": 5, "sink_keys": 2, "offsets": (-1, 0, 2)}
@@ -75,10 +76,10 @@ def compare_all(rec: Any, model: nn.Module, attended: list[Attended], visible: A
         by_name.setdefault(names[call.module], []).append(call)
     assert list(rec) == list(by_name), "modules in the order in which they run"
     for name, calls in by_name.items():
-        for found, call in zip(rec[name], calls, strict=True):
+        for statistics, call in zip(rec[name], calls, strict=True):
             batch, heads, length, _ = call.query.shape
             seen = visible(call).expand(batch, heads, length, call.key.shape[2])
-            compare(found, Oracle(call.query, call.key, seen, call.value, scale=call.scale, counted=counted(call)))
+            compare(statistics, Oracle(call.query, call.key, seen, call.value, scale=call.scale, counted=counted(call)))
 
 
 def recorded(model: Any, implementation: str, run: Callable[..., Any] | None = None, **inputs: Any) -> Any:
@@ -111,7 +112,7 @@ def test_all_72_heads_of_minilm(texts: list[str], implementation: str, minilm: A
     options = OPTIONS if len(texts) > 1 else {"top_k": 8}
     with torch.no_grad(), clearhead.record(model, **options) as rec:
         model(**inputs)
-    assert sum(found.num_heads for found in rec.values()) == 72
+    assert sum(statistics.num_heads for statistics in rec.values()) == 72
     compare_all(rec, model, attended, lambda call: mask[:, None, None, :], lambda call: mask)
 
 
@@ -120,7 +121,7 @@ def test_all_72_heads_of_minilm(texts: list[str], implementation: str, minilm: A
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_decoders(kind: str, side: str, implementation: str, attended: list[Attended]) -> None:
     length = 13
-    model, mask = small(kind), padding(side, length)
+    model, mask = small(kind), None if side == "none" else padding(side, length)
     rec = recorded(model, implementation, input_ids=token_ids(length), attention_mask=mask)
     real = EVERYTHING if mask is None else mask.bool()[:, None, None, :]
     counted = None if mask is None else mask.bool()
@@ -135,8 +136,7 @@ def test_cached_decoding_appends_a_call_per_step(
     kind: str, side: str, implementation: str, attended: list[Attended]
 ) -> None:
     length, new = 7, 4
-    model, ids = small(kind), token_ids(length)
-    mask = torch.ones_like(ids) if side == "none" else padding(side, length)
+    model, ids, mask = small(kind), token_ids(length), padding(side, length)
     steps = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
     rec = recorded(model, implementation, model.generate, input_ids=ids, attention_mask=mask, **steps)
 
@@ -147,7 +147,7 @@ def test_cached_decoding_appends_a_call_per_step(
         return lower(call.query.shape[2], call.key.shape[2]) & real(call)[:, None, None, :]
 
     compare_all(rec, model, attended, visible, lambda call: real(call)[:, -call.query.shape[2] :])
-    assert [found.query_length for found in next(iter(rec.values()))] == [length, 1, 1, 1]
+    assert [statistics.query_length for statistics in next(iter(rec.values()))] == [length, 1, 1, 1]
 
 
 @both

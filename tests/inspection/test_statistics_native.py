@@ -102,16 +102,16 @@ def exact_numbers(case: Case, map_pooling: Literal["mass", "max"]) -> AttentionS
     return numbers(case, torch.float64, map_pooling)
 
 
-def close(found: AttentionStatistics, exact: AttentionStatistics) -> None:
+def close(result: AttentionStatistics, exact: AttentionStatistics) -> None:
     for name in exact.names:
         if name == "top_k":
-            assert torch.equal(found.top_k.indices >= 0, exact.top_k.indices >= 0)
-            torch.testing.assert_close(found.top_k.weights.double(), exact.top_k.weights, rtol=0, atol=1e-6)
+            assert torch.equal(result.top_k.indices >= 0, exact.top_k.indices >= 0)
+            torch.testing.assert_close(result.top_k.weights.double(), exact.top_k.weights, rtol=0, atol=1e-6)
             continue
         rtol, atol = TOLERANCES.get(name, TOLERANCES["weights"])
-        expected = getattr(exact, name).double()
+        actual, expected = getattr(result, name).double(), getattr(exact, name).double()
         torch.testing.assert_close(
-            getattr(found, name).double(), expected, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            actual, expected, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -125,9 +125,9 @@ def test_long_calls_run_natively(mask: str, dtype: torch.dtype, instructions: st
     query = torch.randn(2, length, 4, 16).to(dtype).transpose(1, 2)
     key, value, sinks = torch.randn(2, 2, count, 16).to(dtype), torch.randn(2, 2, count, 5).to(dtype), torch.randn(4)
     arguments: dict[str, Any] = {"mask": rule, "value": value, "sinks": sinks}
-    found = clearhead.attention_statistics(query, key, **arguments, statistics=EVERY, top_k=11)
+    result = clearhead.attention_statistics(query, key, **arguments, statistics=EVERY, top_k=11)
     visible = torch.ones(length, count, dtype=torch.bool) if rule is None else rule.dense(length, count)[0, 0]
-    compare(found, Oracle(query, key, visible.expand(2, 4, length, count), value, sinks=sinks))
+    compare(result, Oracle(query, key, visible.expand(2, 4, length, count), value, sinks=sinks))
     output = clearhead.attention_statistics(query, key, **arguments, statistics=("output",)).output
     expected = clearhead.attention(query, key, value, rule, sinks=sinks)
     assert output.dtype == dtype
@@ -143,16 +143,16 @@ def test_a_row_that_is_not_a_number_stays_alone(instructions: str) -> None:
     query, key = torch.randn(1, 2, 101, 8), torch.randn(1, 2, 1031, 8)
     clean = clearhead.attention_statistics(query, key, statistics=("entropy", "confidence", "top_k"))
     query[0, 1, 17, 3] = torch.nan
-    found = clearhead.attention_statistics(
+    result = clearhead.attention_statistics(
         query, key, statistics=("entropy", "confidence", "top_k", "max_logit", "raw_max_logit")
     )
     rows = torch.arange(101) != 17
-    assert found.entropy[0, 1, 17].isnan()
-    assert found.confidence[0, 1, 17].isnan()
-    assert found.max_logit.isnan().tolist() == [[False, True]]
-    assert found.raw_max_logit.isnan().tolist() == [[False, True]]
-    assert torch.equal(found.entropy[:, :, rows], clean.entropy[:, :, rows])
-    assert torch.equal(found.top_k.indices[:, :, rows], clean.top_k.indices[:, :, rows])
+    assert result.entropy[0, 1, 17].isnan()
+    assert result.confidence[0, 1, 17].isnan()
+    assert result.max_logit.isnan().tolist() == [[False, True]]
+    assert result.raw_max_logit.isnan().tolist() == [[False, True]]
+    assert torch.equal(result.entropy[:, :, rows], clean.entropy[:, :, rows])
+    assert torch.equal(result.top_k.indices[:, :, rows], clean.top_k.indices[:, :, rows])
 
 
 @pytest.mark.parametrize("top_k", [1, 13, 64])
@@ -161,9 +161,9 @@ def test_top_k_of_ordered_scores(order: str, top_k: int, instructions: str) -> N
     """Rising scores fill the list of top keys most often. Equal scores have different keys."""
     query, key = torch.ones(1, 1, 5, 1), torch.linspace(-3, 3, 2053)[None, None, :, None]
     key = {"equal": torch.zeros_like(key), "rising": key, "falling": key.flip(2)}[order]
-    found = clearhead.attention_statistics(query, key, statistics=("top_k",), top_k=top_k)
-    compare(found, Oracle(query, key, torch.ones(1, 1, 5, 2053, dtype=torch.bool)))
-    assert bool((found.top_k.weights.diff(dim=-1) <= 0).all())
+    result = clearhead.attention_statistics(query, key, statistics=("top_k",), top_k=top_k)
+    compare(result, Oracle(query, key, torch.ones(1, 1, 5, 2053, dtype=torch.bool)))
+    assert bool((result.top_k.weights.diff(dim=-1) <= 0).all())
 
 
 def test_blocks_compute_the_statistics_without_a_native_form(ran: list[frozenset[str]]) -> None:
@@ -201,13 +201,13 @@ def test_a_new_statistic_is_computed_by_blocks_beside_the_others(
     monkeypatch.setitem(STATISTICS, "squares", _Squares)
     query, key, mask = torch.randn(2, 4, 53, 8), torch.randn(2, 2, keys, 8), masks.causal("bottom_right")
     names = ("entropy", "squares", "received", "rows")
-    found = clearhead.attention_statistics(query, key, mask, statistics=names)
+    result = clearhead.attention_statistics(query, key, mask, statistics=names)
     assert ran == [{"entropy", "received", "viewers"}]
     squares = clearhead.attention_weights(query.double(), key.double(), mask).square().sum(-1)
-    torch.testing.assert_close(found.squares.double(), squares, rtol=0, atol=1e-6)
+    torch.testing.assert_close(result.squares.double(), squares, rtol=0, atol=1e-6)
     alone = clearhead.attention_statistics(query, key, mask, statistics=("entropy", "received", "rows"))
     for name in alone.names:
-        assert torch.equal(getattr(found, name), getattr(alone, name)), name
+        assert torch.equal(getattr(result, name), getattr(alone, name)), name
 
 
 def test_short_calls_are_as_exact_as_from_float64(instructions: str, ran: list[frozenset[str]]) -> None:
@@ -215,39 +215,39 @@ def test_short_calls_are_as_exact_as_from_float64(instructions: str, ran: list[f
     query, key = 3 * torch.randn(2, 4, 201, 64), torch.randn(2, 2, 1024, 64)
     for softcap, bias in ((None, None), (30.0, None), (None, 30 * torch.randn(1, 4, 201, 1024))):
         mask = None if bias is None else masks.bias(bias)
-        found = clearhead.attention_statistics(query, key, mask, softcap=softcap, statistics=("rows", "confidence"))
+        result = clearhead.attention_statistics(query, key, mask, softcap=softcap, statistics=("rows", "confidence"))
         exact = clearhead.attention_statistics(
             query.double(), key.double(), mask, softcap=softcap, statistics=("rows", "confidence")
         )
         for name in ("rows", "confidence"):
-            torch.testing.assert_close(getattr(found, name).double(), getattr(exact, name), rtol=0, atol=6e-7)
+            torch.testing.assert_close(getattr(result, name).double(), getattr(exact, name), rtol=0, atol=6e-7)
     assert len(ran) == 3
 
 
 @pytest.mark.parametrize("shift", [0, 7])
 def test_places_count_from_the_first_query(shift: int, instructions: str, scores: str) -> None:
     query, key = torch.randn(1, 2, 61, 8), torch.randn(1, 2, 131, 8)
-    found = clearhead.attention_statistics(
+    result = clearhead.attention_statistics(
         query, key, query_positions=shift, statistics=("distance", "offset"), offsets=(-1, -200, 69, 130)
     )
     weights = clearhead.attention_weights(query.double(), key.double())
     rows, columns = torch.arange(61)[:, None] + shift, torch.arange(131)
     distance = (weights * (rows - columns).abs()).sum(-1)
-    torch.testing.assert_close(found.distance.double(), distance, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result.distance.double(), distance, rtol=1e-5, atol=1e-5)
     for place, offset in enumerate((-1, -200, 69, 130)):
         diagonal = columns == rows + offset
         mean = (weights * diagonal).sum((-2, -1)) / max(int(diagonal.sum()), 1)
-        torch.testing.assert_close(found.offset[..., place].double(), mean, rtol=0, atol=1e-6)
+        torch.testing.assert_close(result.offset[..., place].double(), mean, rtol=0, atol=1e-6)
 
 
 def test_a_hidden_key_at_an_offset_is_not_counted_and_a_weight_of_zero_is(instructions: str, scores: str) -> None:
     query, key = torch.ones(1, 1, 3, 1), torch.tensor([0.0, 500.0, 0.0])[None, None, :, None]
     visible = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0]])[None].bool()
-    found = clearhead.attention_statistics(
+    result = clearhead.attention_statistics(
         query, key, visible, scale=1.0, statistics=("offset", "sink"), offsets=(0, -1)
     )
-    assert found.offset[0, 0].tolist() == [0.5, 1.0]  # query 1 does not see key 0, so the second mean has query 2 only
-    assert found.sink.tolist() == [[[0.0, 0.0, 0.0]]]
+    assert result.offset[0, 0].tolist() == [0.5, 1.0]  # query 1 does not see key 0, so the second mean has query 2 only
+    assert result.sink.tolist() == [[[0.0, 0.0, 0.0]]]
 
 
 def test_the_same_bits_whatever_the_threads() -> None:

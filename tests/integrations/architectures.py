@@ -61,20 +61,15 @@ def make_pair(model_name: str, config_name: str, options: dict[str, Any], **more
     return eager, ours
 
 
-def token_ids(batch_size: int = 3, length: int = LENGTH) -> Tensor:
+def token_ids(length: int = LENGTH, batch_size: int = 3) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch_size, length))
 
 
-def padding(side: str, batch_size: int = 3, length: int = LENGTH) -> Tensor:
-    """A tokenizer's attention_mask: the second and third text are shorter."""
-    mask = torch.ones(batch_size, length, dtype=torch.long)
-    if side == "right":
-        mask[1, 7:] = 0
-        mask[2, 9:] = 0
-    elif side == "left":
-        mask[1, :4] = 0
-        mask[2, :2] = 0
-    return mask
+def padding(side: str, length: int = LENGTH) -> Tensor:
+    """A tokenizer's attention_mask: the second and third text are shorter, unless the side is ``"none"``."""
+    shorter = torch.tensor([[0], [0], [0]] if side == "none" else [[0], [4], [2]])
+    right = (torch.arange(length) < length - shorter).long()
+    return right.flip(-1) if side == "left" else right
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

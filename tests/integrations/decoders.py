@@ -68,12 +68,6 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    """Within 1e-5 of the largest."""
-    assert actual.shape == expected.shape
-    assert float((actual - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
-
-
 def own_windows(model: Any) -> list[int | None]:
     config = model.config
     if config.model_type == "mistral":
@@ -97,20 +91,20 @@ class Visible:
             position = self.mask.cumsum(1)[:, None, :stop]  # windows count tokens, not padding
             distance = position[:, :, start:, None] - position[:, :, None]  # (B, 1, L, stop)
             new = torch.ones(stop, stop, dtype=torch.bool).tril()[start:].repeat(*visible.shape[:2], 1, 1)
-            new[..., :start] = False if start == 0 else self.held(layer.cache.positions, start)[:, :, None]
+            new[..., :start] = False if start == 0 else self.cached(layer.cache.positions, start)[:, :, None]
             for window in (own_window, self.window):
                 if window is not None:
                     new &= distance < window
             visible[:, :, start:stop, :stop] = new & self.mask[:, None, None, :stop]
 
-    def held(self, positions: Tensor, start: int) -> Tensor:
+    def cached(self, positions: Tensor, start: int) -> Tensor:
         """Bool (B, H, start): the columns whose keys a layer holds."""
         positions = positions[:, None] if positions.dim() == 2 else positions  # (B, 1 or Hkv, S)
         columns = torch.zeros(len(positions), positions.shape[1], start, dtype=torch.bool)
         for row, mask in enumerate(self.mask[:, :start]):
             real = mask.nonzero().flatten()
-            for head, held in enumerate(positions[row]):
-                columns[row, head, real[held[held >= 0]]] = True
+            for head, cached in enumerate(positions[row]):
+                columns[row, head, real[cached[cached >= 0]]] = True
         return columns.repeat_interleave(self.heads // columns.shape[1], 1)
 
 
@@ -128,13 +122,7 @@ def dense_logits(model: Any, ids: Tensor, mask: Tensor, visible: list[Tensor]) -
 
 
 def cached_logits(
-    model: Any,
-    cache: Any,
-    ids: Tensor,
-    mask: Tensor,
-    steps: list[int],
-    visible: Visible | None = None,
-    start: int = 0,
+    model: Any, cache: Any, ids: Tensor, mask: Tensor, steps: list[int], visible: Visible | None = None, start: int = 0
 ) -> Tensor:
     """The logits of the same tokens, so many at a time."""
     logits = []

@@ -13,24 +13,10 @@ import clearhead
 from tests.integrations.architectures import SMALL, VOCABULARY, relative_error
 
 BATCH, LENGTH = 5, 13
+_STEMS = "Bert Camembert Data2VecText DistilBert Electra Ernie EuroBert Gte JinaEmbeddingsV3 ModernBert NomicBert"
+_STEMS += " Roberta RobertaPreLayerNorm XLMRoberta XLMRobertaXL"
 #: Those that can leave padding out.
-ENCODERS = [
-    "BertModel",
-    "CamembertModel",
-    "Data2VecTextModel",
-    "DistilBertModel",
-    "ElectraModel",
-    "ErnieModel",
-    "EuroBertModel",
-    "GteModel",
-    "JinaEmbeddingsV3Model",
-    "ModernBertModel",
-    "NomicBertModel",
-    "RobertaModel",
-    "RobertaPreLayerNormModel",
-    "XLMRobertaModel",
-    "XLMRobertaXLModel",
-]
+ENCODERS = [f"{stem}Model" for stem in _STEMS.split()]
 OPTIONS: dict[str, dict[str, Any]] = {
     "DistilBertModel": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40, "vocab_size": VOCABULARY},
     "ElectraModel": SMALL | {"embedding_size": 16},

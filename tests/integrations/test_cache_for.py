@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from clearhead.integrations.transformers import cache_for
+from tests.checkpoints.architectures import assert_close
 from tests.integrations.decoders import (
     BUDGET,
     DECODERS,
@@ -25,7 +26,6 @@ from tests.integrations.decoders import (
     batch,
     cache_of,
     cached_logits,
-    close,
     dense_logits,
     generated,
     model_of,
@@ -39,7 +39,7 @@ def compare_with_dense_mask(model: Any, kind: str, padding: str, window: int | N
     ids, mask = batch(padding)
     cache, visible = cache_of(model, kind), Visible(model, mask, window)
     actual = cached_logits(model, cache, ids, mask, STEPS, visible)
-    close(actual[mask.bool()], dense_logits(model, ids, mask, visible.layers)[mask.bool()])
+    assert_close(actual[mask.bool()], dense_logits(model, ids, mask, visible.layers)[mask.bool()])
     if visible.windows[-1] is None:  # and something did go
         assert not torch.equal(visible.layers[-1][0, 0], torch.ones(TOTAL, TOTAL, dtype=torch.bool).tril())
     return cache
@@ -92,9 +92,11 @@ def test_everything_kept_gives_the_tokens_of_transformers_own_cache(name: str, o
         model = model_of(name, implementation)
         inputs = prompt_of("left") | options
         # By itself `generate` gives T5's decoder as many layers as its encoder has.
-        own = EncoderDecoderCache(DynamicCache(), DynamicCache()) if name == "t5" else DynamicCache(config=model.config)
+        plain = (
+            EncoderDecoderCache(DynamicCache(), DynamicCache()) if name == "t5" else DynamicCache(config=model.config)
+        )
         actual = generated(model, cache_for(model, max_length=max_length), **inputs).sequences
-        assert torch.equal(actual, generated(model, own, **inputs).sequences)
+        assert torch.equal(actual, generated(model, plain, **inputs).sequences)
 
 
 def definition(kind: str, mask: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ def test_generated_logits_are_those_under_the_mask_of_the_definition(implementat
     mask = torch.cat((inputs["attention_mask"], torch.ones(2, NEW, dtype=torch.int64)), 1)
     visible = definition(kind, mask)[:, None].expand(-1, model.config.num_attention_heads, -1, -1)
     expected = dense_logits(model, output.sequences, mask, [visible] * model.config.num_hidden_layers)
-    close(torch.stack(output.logits, 1), expected[:, PROMPT - 1 : -1])
+    assert_close(torch.stack(output.logits, 1), expected[:, PROMPT - 1 : -1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +145,7 @@ def test_a_chat_goes_on_where_it_ended(kind: str) -> None:
     fed = output.sequences[:, :-1]
     steps = [PROMPT, 1, 1, 6, *[1] * (NEW - 1)]  # the last token of an answer comes with the next question
     logits = cached_logits(model, other, fed, torch.ones_like(fed), steps)
-    close(torch.stack(output.logits, 1), logits[:, said.shape[1] - 1 :])
+    assert_close(torch.stack(output.logits, 1), logits[:, said.shape[1] - 1 :])
 
 
 @pytest.mark.parametrize("kind", ["full", *KINDS])
@@ -155,8 +157,8 @@ def test_rows_are_repeated_and_selected(kind: str) -> None:
     cache.batch_repeat_interleave(2)
     other.batch_select_indices(torch.tensor([1]))
     repeated = cached_logits(model, cache, ids[rows], mask[rows], [NEW], start=PROMPT)
-    close(repeated[0::2], repeated[1::2])
-    close(cached_logits(model, other, ids[1:], mask[1:], [NEW], start=PROMPT), repeated[2:3])
+    assert_close(repeated[0::2], repeated[1::2])
+    assert_close(cached_logits(model, other, ids[1:], mask[1:], [NEW], start=PROMPT), repeated[2:3])
 
 
 @pytest.mark.parametrize("kind", ["full", *KINDS])
@@ -212,7 +214,7 @@ def test_a_decoder_without_a_head_is_served_by_names_and_by_places(name: str, ki
             model.base_model(new, so_far, positions, cache)
         else:
             model.base_model(new, cache, attention_mask=so_far, position_ids=positions)
-    close(cache.layers[-1].keys, expected.layers[-1].keys)
+    assert_close(cache.layers[-1].keys, expected.layers[-1].keys)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from clearhead.errors import ArgumentError, CacheError, ClearheadError, DTypeError, ShapeError
 from clearhead.integrations.transformers import cache_for
-from tests.checkpoints.architectures import CASES
+from tests.checkpoints.architectures import CASES, assert_close
 from tests.integrations.decoders import (
     KINDS,
     PROMPT,
@@ -22,7 +22,6 @@ from tests.integrations.decoders import (
     batch,
     cache_of,
     cached_logits,
-    close,
     generated,
     model_of,
     prompt_of,
@@ -37,28 +36,21 @@ def state(model: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("kind", "arguments", "error", "message"),
     [
-        ("heavy_hitters", {"budget": 0}, ArgumentError, "budget: expected an int ≥ 1, got 0"),
-        ("heavy_hitters", {"budget": 4, "recent": 1.5}, ArgumentError, r"recent: expected a share in \[0, 1\]"),
         ("heavy_hitters", {"budget": 9, "max_length": 64}, ArgumentError, "max_length: expected nothing"),
         ("heavy_hitters", {"budget": 9, "sinks": 1}, ArgumentError, "sinks: expected nothing"),
         ("sinks_and_recent", {}, DTypeError, "budget: expected an int ≥ 1, got None"),
         ("sinks_and_recent", {"budget": 4}, ArgumentError, "sinks: expected fewer than budget=4"),
-        ("sinks_and_recent", {"budget": 4, "sinks": -1}, ArgumentError, "sinks: expected an int ≥ 0, got -1"),
         ("sinks_and_recent", {"budget": 9, "recent": 0.25}, ArgumentError, "recent: expected nothing"),
-        ("sliding", {"window": 2.0}, DTypeError, "window: expected an int ≥ 1, got 2.0"),
         ("sliding", {}, DTypeError, "window: expected an int ≥ 1, got None"),
         ("sliding", {"window": 3, "budget": 3}, ArgumentError, "budget: expected nothing for kind='sliding'"),
-        ("full", {"max_length": 0}, ArgumentError, "max_length: expected an int ≥ 1, got 0"),
-        ("full", {"window": 3}, ArgumentError, "window: expected nothing for kind='full', got 3. window is for"),
-        ("full", {"budget": 3}, ArgumentError, "budget is for 'heavy_hitters' and 'sinks_and_recent'"),
-        ("lru", {}, ArgumentError, "kind: expected 'full', 'sliding'"),
-        (["full"], {}, ArgumentError, "kind: expected 'full', 'sliding'"),
+        ("full", {"budget": 3}, ArgumentError, "got 3. It is for 'heavy_hitters' and 'sinks_and_recent'"),
     ],
     ids=str,
 )
 def test_arguments_that_mean_nothing(
     kind: Any, arguments: dict[str, Any], error: type[ClearheadError], message: str
 ) -> None:
+    """`tests/malformed` has arguments of other types."""
     model = model_of("llama")
     before = state(model)
     with pytest.raises(error, match=message):
@@ -76,13 +68,11 @@ def gpt2_with_cross_attention() -> Any:
     ("make", "kind", "message"),
     [
         (CASES["bert"].build, "full", "expected for kind='full' a decoder of type llama.*, got BertModel, type bert"),
-        (CASES["bert"].build, "sliding", "model: expected for kind='sliding' a decoder of type llama"),
         (gpt2_with_cross_attention, "sliding", "model: expected for kind='sliding' a decoder of type llama"),
         (lambda: model_of("bloom", "eager"), "sinks_and_recent", "bloom: its attention adds .* kind='full' serves it"),
         (lambda: model_of("t5"), "sliding", "t5: its attention adds a bias .* kind='full' serves it"),
         (lambda: model_of("llama", "eager"), "heavy_hitters", "'clearhead', got 'eager'.*set_attn_implementation"),
         (lambda: nn.Linear(2, 2), "full", "model: expected a model of transformers"),
-        (lambda: "llama", "full", "model: expected a torch.nn.Module, got str"),
     ],
 )
 def test_models_that_cannot_be_served(make: Callable[[], Any], kind: str, message: str) -> None:
@@ -136,7 +126,7 @@ def test_what_a_cache_cannot_take_is_refused_before_anything_is_written(kind: st
     refused(ArgumentError, f"model: expected for kind='{kind}' the attention implementation")
     model.set_attn_implementation("clearhead")
     later = cached_logits(model, cache, ids, mask, STEPS[1:], start=PROMPT)
-    close(torch.cat((first, later), 1)[mask.bool()], expected[mask.bool()])
+    assert_close(torch.cat((first, later), 1)[mask.bool()], expected[mask.bool()])
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from clearhead.errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError
+from clearhead.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from clearhead.integrations.transformers import attention_forward, make_mask
 from tests.support.oracle import Problem, solve
 
@@ -64,7 +64,6 @@ def test_numbers_of_the_softmax(options: dict[str, Any]) -> None:
 def test_position_bias_adds_to_a_mask() -> None:
     inputs = tensors()
     position_bias, keep = torch.randn(1, H, L, S), torch.rand(B, 1, L, S) > 0.3
-    keep[..., 0] = True
     expected = formula(*inputs, bias=position_bias + hidden(keep))
     check(expected, layer(), *inputs, keep, position_bias=position_bias)
 
@@ -105,19 +104,9 @@ def test_masks_are_bool_or_hide_with_the_lowest_number(lowest: float | None) -> 
     """A mask hides all that is hidden: a window of the call or what the module says adds nothing."""
     inputs = tensors(5, 5)
     keep = torch.rand(B, 1, 5, 5) > 0.3
-    keep[..., 0] = True
+    keep[..., 0], keep[0, :, 2] = True, False  # one query sees no key
     mask = keep if lowest is None else torch.where(keep, 0.0, lowest)
     check(formula(*inputs, bias=hidden(keep)), layer(is_causal=True), *inputs, mask, sliding_window=2)
-
-
-def test_a_query_that_sees_nothing_gives_zero() -> None:
-    inputs, keep = tensors(), torch.ones(B, 1, L, S, dtype=torch.bool)
-    keep[0, :, 2] = False
-    for mask in (keep, torch.where(keep, 0.0, torch.finfo(torch.float32).min)):
-        output, weights = attention_forward(layer(), *inputs, mask, output_attentions=True)
-        assert weights is not None
-        assert output[0, 2].eq(0).all()
-        assert weights[0, :, 2].eq(0).all()
 
 
 def test_dropout_counts_only_while_training() -> None:
@@ -128,35 +117,25 @@ def test_dropout_counts_only_while_training() -> None:
     assert trained.eq(0).all()
 
 
-def test_half_precision_weights_have_the_models_dtype() -> None:
-    output, weights = attention_forward(layer(), *(t.bfloat16() for t in tensors()), None, output_attentions=True)
-    assert weights is not None
-    assert output.dtype == weights.dtype == torch.bfloat16
-
-
-def test_queries_shared_by_the_batch() -> None:
+def test_half_precision_and_queries_shared_by_the_batch() -> None:
     query, key, value = tensors()
-    expected = formula(query[:1].expand(B, -1, -1, -1), key, value)
-    check(expected, layer(), query[:1], key, value, None)
+    check(formula(query[:1].expand(B, -1, -1, -1), key, value), layer(), query[:1], key, value, None)
+    half = (tensor.bfloat16() for tensor in (query, key, value))
+    assert {x.dtype for x in attention_forward(layer(), *half, None, output_attentions=True)} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ["indices", "sinks"])
-def test_unknown_keywords_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ArgumentError, match=f"^{name}: .*may change the result"):
-        attention_forward(layer(), *tensors(), None, **{name: torch.zeros(1)})
-
-
-def test_unknown_keywords_of_none_and_known_ones_pass() -> None:
+def test_unknown_keywords_are_refused_by_name_unless_they_are_none() -> None:
     inputs = tensors()
+    for name in ("indices", "sinks"):
+        with pytest.raises(ArgumentError, match=f"^{name}: .*may change the result"):
+            attention_forward(layer(), *inputs, None, **{name: torch.zeros(1)})
     check(formula(*inputs), layer(), *inputs, None, indices=None, use_cache=True, position_ids=torch.arange(L)[None])
 
 
 def test_masks_that_cannot_be_read() -> None:
     inputs = tensors()
-    with pytest.raises(DTypeError, match=r"attention_mask: .*torch.int64 of shape \(2, 1, 5, 7\)"):
+    with pytest.raises(DTypeError, match=r"attention_mask: .*torch.int64 tensor \(2, 1, 5, 7\)"):
         attention_forward(layer(), *inputs, torch.ones(B, 1, L, S, dtype=torch.long))
-    with pytest.raises(MaskTypeError, match=r"attention_mask: .*got str"):
-        attention_forward(layer(), *inputs, "causal")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="cu_seq_lens_q"):
         attention_forward(layer(), *inputs, None, cu_seq_lens_q=torch.tensor([0, 5]))
 
@@ -215,10 +194,8 @@ def attend(mask: Tensor | None, length: int = S, keys: int = S) -> Tensor:
 @pytest.mark.parametrize("name", MASKS)
 def test_what_is_read_is_eagers_mask(name: str) -> None:
     expected, mask = (make(**MASKS[name], dtype=torch.bfloat16) for make in (eager_mask, make_mask))
-    if expected is None:
-        assert mask is None
-    else:
-        assert mask is not None
+    assert (mask is None) == (expected is None)
+    if mask is not None:
         assert (mask.shape, mask.dtype, mask.device, mask.ndim) == (expected.shape, torch.bfloat16, expected.device, 4)
         assert torch.equal(mask + 0, expected)
 

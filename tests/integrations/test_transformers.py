@@ -7,34 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers.masking_utils import create_chunked_causal_mask
 
 from clearhead.integrations import transformers as integration
 from tests.integrations.architectures import DECODERS, GROUPED, SMALL, make_pair, padding, relative_error, token_ids
-from tests.support.models import minilm
-
-TEXTS = [
-    "The animal didn't cross the street because it was too tired.",
-    "Short.",
-    "Attention weights are not explanations, but they are worth a look.",
-]
-
-
-@torch.no_grad()
-def test_minilm_equals_eager_on_a_padded_batch() -> None:
-    path = minilm()
-    inputs = transformers.AutoTokenizer.from_pretrained(path)(TEXTS, padding=True, return_tensors="pt")
-    expected, actual = (
-        transformers.AutoModel.from_pretrained(path, attn_implementation=name).eval()(**inputs, output_attentions=True)
-        for name in ("eager", "clearhead")
-    )
-    valid = inputs["attention_mask"].bool()
-    assert (actual.last_hidden_state - expected.last_hidden_state)[valid].abs().max() <= 2e-5
-    assert len(actual.attentions) == 6
-    for weights, expected_weights in zip(actual.attentions, expected.attentions, strict=True):
-        assert weights.shape == (3, 12, valid.shape[1], valid.shape[1])
-        assert (weights - expected_weights).transpose(1, 2)[valid].abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("side", "cache"), [("none", None), ("left", "static")])
@@ -67,7 +43,7 @@ def test_generation_equals_eager(name: str, side: str, cache: str | None) -> Non
 @torch.no_grad()
 def test_packed_sequences() -> None:
     eager, ours = make_pair("LlamaModel", "LlamaConfig", GROUPED)
-    ids, positions = token_ids(1, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
+    ids, positions = token_ids(9, 1), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
     bounds = torch.tensor([0, 4, 7, 9], dtype=torch.int32)
     expected = eager(input_ids=ids, position_ids=positions, use_cache=False)[0]
     for told in ({}, {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}):

@@ -144,8 +144,8 @@ def test_attention_that_cannot_be_set_is_left() -> None:
     part = clearhead.downgrade(model["bert"].bert)
     assert list(part.left) == [""]
     assert "a model that it is a part of" in part.left[""]
-    whole = clearhead.downgrade(model)
-    assert (whole.models, whole.left) == (("bert",), {})
+    report = clearhead.downgrade(model)
+    assert (report.models, report.left) == (("bert",), {})
     assert model["bert"].config._attn_implementation == "sdpa"
 
 

@@ -232,7 +232,6 @@ def test_every_mask_runs_fused_on_cuda(
     mask: Callable[[], Mask] | None, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_sdpa_backend, "fused_sdpa_choice", _cuda_choice)
-    monkeypatch.setattr("clearhead.kernels._native_support.extension", None)
     _sdpa_backend._choice.cache_clear()
     with FakeTensorMode():
         query = torch.empty(B, H, L, D, device="cuda")
@@ -280,7 +279,6 @@ def test_rows_of_a_lowered_mask_have_no_gaps_on_other_devices(
 def test_a_forced_math_backend_is_not_fused_after_a_normal_call(
     mask: Mask | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clearhead.kernels._native_support.extension", None)
     operands = torch.randn(B, H, L, D), torch.randn(B, H, S, D), torch.randn(B, H, S, D)
     attention = Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)

@@ -13,7 +13,7 @@ import clearhead
 from clearhead import masks
 from tests.support.comparing import require_half_as_good
 from tests.support.native import SETS, needs_native, threads
-from tests.support.native_cases import CASES, Case, close_to_exact, exact_numbers, numbers
+from tests.support.native_cases import CASES, Case, Make, close_to_exact, exact_numbers, numbers
 
 LONG = Case(kv_heads=2, length=197, count=1217, dim=64, value_dim=96, mask=lambda *_: masks.causal("bottom_right"))
 HEADS = [(item, head) for item in range(2) for head in range(3)]
@@ -41,6 +41,51 @@ LEARNT = {
 }
 LEARNT_ALONE = LEARNT["learnt bias (1, H, L, S) beside nothing"]
 
+#: Beyond the length from which the backward pass takes the keys in parts, and no multiple of a part.
+MANY = 4099
+
+
+def scattered(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(5))
+
+
+#: Few query rows, for which the kernel walks along keys and values instead of cutting them into tiles.
+MANY_KEYS: dict[str, Case] = {
+    "one query of many keys": Case(length=1, group=1, count=MANY),
+    "heads that share keys": Case(length=3, group=5, kv_heads=3, batch=1, count=MANY),
+    "few rows, causal": Case(length=7, count=MANY, mask=lambda *_: masks.causal("bottom_right")),
+    "keys that nobody sees": Case(length=11, count=MANY, mask=lambda *_: masks.causal()),
+    "few rows, window": Case(
+        length=7, count=MANY, mask=lambda *_: masks.sliding_window(1031, 5), options={"query_positions": 3001}
+    ),
+    "few rows, lengths": Case(length=5, count=MANY, mask=lambda *_: masks.lengths(torch.tensor([MANY, 2053]))),
+    "few rows, bool": Case(length=5, count=MANY, mask=lambda b, h, n, s: masks.keep(scattered(b, h, n, s) < 0.7)),
+    "few rows, bias": Case(length=3, count=MANY, mask=lambda b, h, n, s: masks.bias(scattered(h, n, s))),
+    "few rows, soft-cap and sinks": Case(length=3, count=MANY, options={"softcap": 2.0}, sinks=True),
+    "few rows of one head": Case(length=3, batch=1, count=MANY),
+}
+
+
+def heads_apart(first_head: bool) -> Make:
+    """The first head sees all keys, or none; each other head sees other keys."""
+
+    def make(b: int, h: int, n: int, s: int) -> masks.Mask:
+        visible = torch.arange(s) % torch.arange(2, h + 2)[:, None] == 0  # (H, S)
+        visible[0] = first_head
+        return masks.keep(visible[None, :, None].expand(b, h, n, s))
+
+    return make
+
+
+HEADS_APART = {
+    f"{length} rows of heads that see other keys, the first {first}": Case(
+        group=6, length=length, count=131, dim=8, value_dim=8, mask=heads_apart(first == "everything")
+    )
+    for length in (1, 3)
+    for first in ("everything", "nothing")
+}
+ALL = CASES | LEARNT | MANY_KEYS | HEADS_APART
+
 pytestmark = needs_native
 
 
@@ -50,17 +95,17 @@ def _several_threads(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", CASES | LEARNT)
+@pytest.mark.parametrize("name", ALL)
 def test_close_to_exact(name: str, instructions: str) -> None:
-    close_to_exact((CASES | LEARNT)[name], "native")
+    close_to_exact(ALL[name], "native")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["plain", "causal", "one query", "one query of many heads", "bias per item", "bias that hides", "everything"],
-)
+ON_THREADS = ["plain", "causal", "one query", "one query of many heads", "bias per item", "bias that hides"]
+
+
+@pytest.mark.parametrize("name", [*ON_THREADS, "everything", "few rows of one head"])
 def test_on_several_threads(name: str, several_threads: None) -> None:
-    close_to_exact(CASES[name], "native")
+    close_to_exact(ALL[name], "native")
 
 
 @pytest.mark.parametrize(
@@ -161,80 +206,23 @@ def test_heads_last_stay_last_and_features_may_come_first() -> None:
         torch.testing.assert_close(clearhead.attention(*(x.mT.contiguous().mT for x in inputs)), output)
 
 
-# One tile has rows that see other keys: of several heads, beside NaN, and without any.
-
-
-def attended(kernel: str, length: int, mask: masks.Mask, dtype: torch.dtype, last: float = 0.0) -> torch.Tensor:
-    """Six query heads of one key/value head; its last key is `last`, if that is not 0."""
-    generator = torch.Generator().manual_seed(7)
-    query = torch.randn(2, 6, length, 8, generator=generator, dtype=torch.float64)
-    key, value = (torch.randn(2, 1, 131, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    if last:
-        key[:, :, -1] = last
-    with clearhead.use_kernel(kernel):
-        return clearhead.attention(query.to(dtype), key.to(dtype), value.to(dtype), mask)
-
-
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("first_head", ["everything", "nothing"])
-def test_heads_of_one_tile_see_other_keys(length: int, first_head: str) -> None:
-    """The first head sees all keys, or none; each other head sees other keys."""
-    visible = torch.arange(131) % torch.arange(2, 8)[:, None] == 0  # (H, S)
-    visible[0] = first_head == "everything"
-    mask = masks.keep(visible[None, :, None].expand(2, 6, length, 131))
-    expected = attended("reference", length, mask, torch.float64)
-    found = attended("native", length, mask, torch.float32)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_key_of_nan_that_a_bias_hides_from_some_rows(number: float) -> None:
     """The first query sees the key, and no other query does."""
+    query, key, value = (torch.randn(2, heads, length, 8) for heads, length in ((6, 5), (1, 131), (1, 131)))
+    key[:, :, -1] = 0
     bias = torch.linspace(-1, 1, 131).repeat(5, 1)
     bias[1:, -1] = float("-inf")
-    expected = attended("reference", 5, masks.bias(bias), torch.float64)
-    found = attended("native", 5, masks.bias(bias), torch.float32, last=number)
+    with clearhead.use_kernel("reference"):
+        expected = clearhead.attention(query.double(), key.double(), value.double(), masks.bias(bias))
+    key[:, :, -1] = number
+    with clearhead.use_kernel("native"):
+        found = clearhead.attention(query, key, value, masks.bias(bias))
     torch.testing.assert_close(found[:, :, 1:].double(), expected[:, :, 1:], rtol=0, atol=1e-6)
     assert not found[:, :, 0].isfinite().any()
-
-
-# Few query rows, for which the kernel walks along keys and values instead of cutting them into tiles.
-
-#: Beyond the length from which the backward pass takes the keys in parts, and no multiple of a part.
-MANY = 4099
-
-
-def scattered(*shape: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(5))
-
-
-MANY_KEYS: dict[str, Case] = {
-    "one query": Case(length=1, group=1, count=MANY),
-    "heads that share keys": Case(length=3, group=5, kv_heads=3, batch=1, count=MANY),
-    "causal": Case(length=7, count=MANY, mask=lambda *_: masks.causal("bottom_right")),
-    "keys that nobody sees": Case(length=11, count=MANY, mask=lambda *_: masks.causal()),
-    "window": Case(
-        length=7, count=MANY, mask=lambda *_: masks.sliding_window(1031, 5), options={"query_positions": 3001}
-    ),
-    "lengths": Case(length=5, count=MANY, mask=lambda *_: masks.lengths(torch.tensor([MANY, 2053]))),
-    "bool": Case(length=5, count=MANY, mask=lambda b, h, n, s: masks.keep(scattered(b, h, n, s) < 0.7)),
-    "bias": Case(length=3, count=MANY, mask=lambda b, h, n, s: masks.bias(scattered(h, n, s))),
-    "soft-cap and sinks": Case(length=3, count=MANY, options={"softcap": 2.0}, sinks=True),
-}
 
 
 @pytest.mark.parametrize("dim", [13, 80, 131])
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 11, 12, 13])
 def test_any_number_of_rows(length: int, dim: int, instructions: str) -> None:
     close_to_exact(Case(length=length, group=1, count=67, dim=dim, value_dim=dim), "native")
-
-
-@pytest.mark.parametrize("name", MANY_KEYS)
-def test_many_keys(name: str, instructions: str) -> None:
-    close_to_exact(MANY_KEYS[name], "native")
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_threads_share_the_keys_of_one_head(count: int) -> None:
-    with threads(count):
-        close_to_exact(Case(length=3, batch=1, count=MANY), "native")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -74,30 +74,22 @@ SDPA, NATIVE = "scaled_dot_product_attention", "clearhead.attention"
 @pytest.fixture(name="operator", params=[SDPA, NATIVE])
 def _operator(request: pytest.FixtureRequest, fresh_compiler: None) -> Iterator[str]:
     """The operator of `sdpa` and of `native` in graphs, with the one or the other kernel."""
-    with _kernel_of(request.param):
+    native = request.param == NATIVE
+    if native and not SETS:
+        pytest.skip("the extension was not built here")
+    with pytest.MonkeyPatch.context() as patch, clearhead.use_kernel("native") if native else nullcontext():
+        if not native:
+            patch.setattr("clearhead.kernels._native_support.extension", None)
         yield request.param
 
 
-@pytest.fixture(name="without_native")
-def _without_native(fresh_compiler: None) -> Iterator[None]:
-    with _kernel_of(SDPA):
-        yield
+def _only(operator: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A mark for tests of one of the two."""
+    chosen = pytest.mark.parametrize("operator", [operator], indirect=True)
+    return lambda test: pytest.mark.usefixtures("operator")(chosen(test))
 
 
-@pytest.fixture(name="native")
-def _native(fresh_compiler: None) -> Iterator[None]:
-    with _kernel_of(NATIVE):
-        yield
-
-
-@contextmanager
-def _kernel_of(operator: str) -> Iterator[None]:
-    if operator == NATIVE and not SETS:
-        pytest.skip("the extension was not built here")
-    with pytest.MonkeyPatch.context() as patch, clearhead.use_kernel("native") if operator == NATIVE else nullcontext():
-        if operator == SDPA:
-            patch.setattr("clearhead.kernels._native_support.extension", None)
-        yield
+without_native, with_native = _only(SDPA), _only(NATIVE)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -111,7 +103,7 @@ def test_one_graph_for_all_lengths_of_self_attention(variant: str, operator: str
         assert backend.operators == 1
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 @pytest.mark.parametrize("variant", ["bottom right", "lengths", *slow("plain", "causal", "scale", "lse")])
 def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:
     calls = ((random(length), random(count)) for length, count in [(11, 13), (17, 29), (23, 19)])
@@ -119,7 +111,7 @@ def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:
     assert check_compiled(lambda x, y: clearhead.attention(x, y, y, **VARIANTS[variant]), calls).graphs <= 2
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 def test_tensors_of_masks_are_inputs_of_the_graph() -> None:
     def attend(x: Tensor, padding: Tensor, bias: Tensor) -> Tensor:
         return clearhead.attention(x, x, x, masks.keep(keys=padding) & masks.bias(bias) & masks.causal())
@@ -154,7 +146,7 @@ def test_gradients(operator: str, backend: str, variant: str) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(f(x), inputs) for f in (function, loss)))
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 def test_hidden_rows_and_poisoned_padding() -> None:
     def attend(x: Tensor, y: Tensor, padding: Tensor) -> Tensor:
         return clearhead.attention(x, y, y, masks.keep(keys=padding))
@@ -171,7 +163,7 @@ def test_hidden_rows_and_poisoned_padding() -> None:
         assert gradient.isfinite().all()
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 def test_dropout_keeps_the_mean() -> None:
     def attend(x: Tensor) -> Tensor:
         return clearhead.attention(x, x, torch.ones_like(x), softcap=50.0, dropout_p=0.25)
@@ -181,7 +173,7 @@ def test_dropout_keeps_the_mean() -> None:
     assert abs(float(output.mean()) - 1) < 0.01
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 @pytest.mark.parametrize("average", [True, *slow(False)])
 def test_weights(average: bool) -> None:
     def weigh(x: Tensor, y: Tensor) -> Tensor:
@@ -191,13 +183,13 @@ def test_weights(average: bool) -> None:
     assert check_compiled(weigh, calls).graphs == 1
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 def test_weights_of_chosen_queries() -> None:
     calls = [(random(11), torch.tensor([10, 0, -1]))]
     check_compiled(lambda x, rows: clearhead.attention_weights(x, x, queries=rows), calls)
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 def test_use_kernel_inside_the_compiled_function() -> None:
     def attend(x: Tensor) -> Tensor:
         with clearhead.use_kernel("reference"):
@@ -206,7 +198,7 @@ def test_use_kernel_inside_the_compiled_function() -> None:
     assert check_compiled(attend, [(random(11),)]).operators == 0
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 def test_use_kernel_after_compiling_takes_effect() -> None:
     backend, x = Counting("scaled_dot_product_attention"), random(11)
     function = torch.compile(lambda x: clearhead.attention(x, x, x), backend=backend, fullgraph=True)
@@ -232,7 +224,7 @@ class Padded(nn.Module):
         return self.attend(x, mask=masks.drop(keys=padding) & masks.causal(), need_weights=need_weights)
 
 
-@pytest.mark.usefixtures("without_native")
+@without_native
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_exported_module_takes_any_batch_and_length(need_weights: bool) -> None:
     def arguments(*size: int) -> tuple[Tensor, Tensor, bool]:
@@ -249,7 +241,7 @@ def test_exported_module_takes_any_batch_and_length(need_weights: bool) -> None:
 # The native kernel's own graphs, and what it says to those it refuses.
 
 
-@pytest.mark.usefixtures("native")
+@with_native
 def test_a_graph_drops_the_weights_of_a_part_that_reference_drops() -> None:
     def seeded(x: Tensor) -> Tensor:
         return requested(x, x, x, dropout_p=0.5, seed=torch.tensor(42), offset=Offset(11, 2, 3, 5)).output
@@ -263,7 +255,7 @@ def test_a_graph_drops_the_weights_of_a_part_that_reference_drops() -> None:
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.usefixtures("native")
+@with_native
 def test_an_exported_graph_holds_pytorchs_own_operators() -> None:
     class Module(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -274,7 +266,7 @@ def test_an_exported_graph_holds_pytorchs_own_operators() -> None:
         export(Module(), (x,))
 
 
-@pytest.mark.usefixtures("native")
+@with_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_operator_keeps_pytorchs_rules(dtype: torch.dtype) -> None:
     query, key, value = (random(length).to(dtype).requires_grad_() for length in (11, 13, 13))
@@ -288,7 +280,7 @@ X = random(11)
 PER_HEAD = masks.mask_mod(lambda b, h, q, k: k % 2 == h)
 
 
-@pytest.mark.usefixtures("native")
+@with_native
 @pytest.mark.parametrize(
     ("x", "mask", "reason"),
     [
@@ -301,7 +293,7 @@ def test_reasons(x: Tensor, mask: masks.Mask | None, reason: str) -> None:
     assert clearhead.explain(x, x, x, mask).reasons["native"] == (reason,)
 
 
-@pytest.mark.usefixtures("native")
+@with_native
 def test_reasons_against_transforms() -> None:
     with pytest.raises(clearhead.errors.KernelError, match=r"cannot be transformed by torch\.func"):
         torch.func.grad(lambda y: clearhead.attention(y, y, y).sum())(X)

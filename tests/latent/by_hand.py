@@ -17,22 +17,16 @@ RANK, NOPE, ROPE, VALUE, LOW = 13, 5, 4, 3, 7
 #: More query rows than this are cheaper expanded: 18 more products per row and key against 104 per key.
 FEW = 5
 CAUSAL = masks.causal()
+SIZES: dict[str, Any] = {
+    **{"embed_dim": E, "num_heads": H, "kv_lora_rank": RANK},
+    **{"qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE},
+}
 
 
 def module(low: int | None = LOW, *, dtype: torch.dtype = torch.float64, **options: Any) -> MultiHeadLatentAttention:
     torch.manual_seed(3)
     options = {"position": Rotary(ROPE, base=50.0, interleaved=True)} | options
-    built = MultiHeadLatentAttention(
-        E,
-        H,
-        kv_lora_rank=RANK,
-        qk_nope_head_dim=NOPE,
-        qk_rope_head_dim=ROPE,
-        v_head_dim=VALUE,
-        q_lora_rank=low,
-        dtype=dtype,
-        **options,
-    )
+    built = MultiHeadLatentAttention(**SIZES, q_lora_rank=low, dtype=dtype, **options)
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)  # norms and biases are constants otherwise

@@ -13,7 +13,7 @@ from clearhead.caches import CrossKVCache
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, RelativeBias
 from tests.support.budgets import in_turn
-from tests.support.derivatives import WEIGHTS, check_batched, check_derivatives, random
+from tests.support.derivatives import WEIGHTS, check_derivatives, check_module, random
 from tests.support.exact import close
 
 from .by_hand import CAUSAL, FEW, LOW, NOPE, ROPE, VALUE, B, E, H, L, by_hand, fed, module, tokens
@@ -101,16 +101,7 @@ MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @in_turn({"name": MODULES}, {"weights": WEIGHTS})
 def test_expanded(name: str, weights: str) -> None:
     options, call = MODULES[name]
-    attend = module(**options).double().train()
-
-    def function(x: Tensor, *_: Tensor) -> Any:
-        torch.manual_seed(3)
-        return attend(x, **call, **WEIGHTS[weights])
-
-    check_derivatives(function, random(B, L, E), *attend.parameters(), fast=True)
-    attend.float()
-    leaves = (torch.randn(B, L, E, requires_grad=True), *attend.parameters())
-    check_batched(function(*leaves), leaves)
+    check_module(module(**options).train(), random(B, L, E), **call, **WEIGHTS[weights])
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

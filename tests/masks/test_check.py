@@ -21,11 +21,28 @@ LEFT_PADDED = RIGHT_PADDED.flip(1)
 PADDED_FURTHER = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0]])  # to a fixed length, no item is full
 
 
-def findings(mask: Mask, *sizes: int, **more: int) -> str:
-    return "\n".join(mask.check(*sizes, **more).findings)
+SIZES = {"query_length": L, "key_length": S, "batch_size": 2}
+FOUND: list[tuple[Mask, dict[str, Any], str]] = [
+    (masks.causal() & masks.keep(keys=LEFT_PADDED), {}, "queries that see no key: 6 (the first: item 1, index 0)"),
+    (masks.sliding_window(0, 1), SIZES, "keys that no query sees: 2 (the first: item 0, index 6); fine for padding"),
+    (masks.sliding_window(0, 0), {"query_positions": torch.tensor([1, 5]), "key_length": 2}, "see no key: 1 (the fi"),
+    (masks.keep(keys=1 - RIGHT_PADDED), {}, "if 1 marks padding in this tensor, use masks.drop(keys=t)"),
+    (masks.drop(keys=RIGHT_PADDED), {}, "if 1 marks real keys in this tensor, use masks.keep(keys=t)"),
+    (masks.lengths(torch.tensor([1, 9])), SIZES, "shape or value: mask lengths(...): expected lengths of at most"),
+    (masks.bias(torch.zeros(2, S)), SIZES, "numbers per key (batch, key), give them as t[:, None, None, :]"),
+    (masks.causal() & masks.keep(torch.ones(4, S)), SIZES, "got (4, 7)"),
+    (~masks.keep(torch.ones(4, S)), SIZES, "got (4, 7)"),
+    (masks.mask_mod(lambda b, h, q, k: q - k), SIZES, "fn to return a bool tensor"),
+    (masks.mask_mod(lambda b, h, q, k: torch.ones(1, 1, L + 1, S).bool()), SIZES, "shape or value: mask mask_mod(fn)"),
+]
 
 
-def test_queries_that_see_nothing_are_counted_and_the_first_is_named() -> None:
+@pytest.mark.parametrize(("mask", "sizes", "text"), FOUND, ids=range(len(FOUND)))
+def test_mistakes_are_findings(mask: Mask, sizes: dict[str, Any], text: str) -> None:
+    assert text in "\n".join(mask.check(**sizes).findings)
+
+
+def test_the_report() -> None:
     marks = torch.ones(2, L, S)
     marks[1, 3:] = 0
     report = masks.keep(marks).check()
@@ -33,35 +50,21 @@ def test_queries_that_see_nothing_are_counted_and_the_first_is_named() -> None:
     assert str(report) == (
         "keep((2, 5, 7)):\n  - queries that see no key: 2 (the first: item 1, index 3); their output will be zero"
     )
-    text = findings(masks.causal() & masks.keep(keys=LEFT_PADDED), S)
-    assert "queries that see no key: 6 (the first: item 1, index 0)" in text
-
-
-def test_keys_that_no_query_sees_are_counted_and_the_first_is_named() -> None:
-    text = "keys that no query sees: 1 (the first: item 0, index 6); fine for padding"
-    assert findings(masks.sliding_window(0, 1), L, S) == text
 
 
 @pytest.mark.parametrize("padded", [RIGHT_PADDED, LEFT_PADDED], ids=["right", "left"])
 @pytest.mark.parametrize("causal", [False, True], ids=["padding", "causal & padding"])
 def test_padding_with_the_wrong_polarity_is_named(padded: Tensor, causal: bool) -> None:
     for wrong in (masks.drop(keys=padded), masks.keep(keys=1 - padded), masks.drop(padded[:, None, None].bool())):
-        text = findings(masks.causal() & wrong if causal else wrong, S)
-        assert "inverted padding: item 0 shows no key at all" in text
-
-
-def test_the_advice_for_inverted_padding_names_the_other_function() -> None:
-    assert "masks.drop(keys=t)" in findings(masks.keep(keys=1 - RIGHT_PADDED), S)
-    advice = findings(masks.drop(keys=RIGHT_PADDED), S).split("\n")[0]
-    assert "masks.keep(keys=t)" in advice
-    assert "masks.drop(keys=t)" not in advice
+        report = (masks.causal() & wrong if causal else wrong).check(S)
+        assert "inverted padding: item 0 shows no key at all" in str(report)
 
 
 @pytest.mark.parametrize("size", [2, 64, 65])
 def test_an_inverted_causal_mask_is_named_at_any_size(size: int) -> None:
-    for text in (findings(~masks.causal(), size, size + 3), findings(masks.keep(torch.ones(size, size).triu(1)))):
-        assert "inverted causal mask" in text
-        assert "masks.drop(t)" in text
+    for report in ((~masks.causal()).check(size, size + 3), masks.keep(torch.ones(size, size).triu(1)).check()):
+        assert "inverted causal mask" in str(report)
+        assert "masks.drop(t)" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_an_inverted_causal_mask_is_named_at_any_size(size: int) -> None:
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["padding", "causal & padding"])
 def test_ordinary_padding_is_not_called_inverted(mask: Mask, causal: bool) -> None:
-    text = findings(masks.causal() & mask if causal else mask, S, S)
+    text = str((masks.causal() & mask if causal else mask).check(S, S))
     assert "inverted" not in text
     assert "shape" not in text
 
@@ -104,34 +107,9 @@ def test_ordinary_masks_are_ok(mask: Mask) -> None:
     assert str(report) == f"{mask.describe()}: nothing suspicious"
 
 
-@pytest.mark.parametrize(
-    ("mask", "words"),
-    [
-        (masks.lengths(torch.tensor([1, 9])), "at most S = 7 keys, got a length of 9"),
-        (masks.bias(torch.zeros(2, S)), "numbers per key (batch, key), give them as t[:, None, None, :]"),
-        (masks.causal() & masks.keep(torch.ones(4, S)), "got (4, 7)"),
-        (~masks.keep(torch.ones(4, S)), "got (4, 7)"),
-        (masks.mask_mod(lambda b, h, q, k: q - k), "fn to return a bool tensor"),
-        (masks.mask_mod(lambda b, h, q, k: torch.ones(1, 1, L + 1, S).bool()), "mask_mod"),
-    ],
-    ids=lambda value: value.describe() if isinstance(value, Mask) else "",
-)
-def test_mistakes_in_shapes_are_findings_not_exceptions(mask: Mask, words: str) -> None:
-    text = findings(mask, L, S, batch_size=2)
-    assert text.startswith("shape or value: ")
-    assert words in text
-
-
 def test_a_mask_that_fits_any_length_needs_one() -> None:
     with pytest.raises(ArgumentError, match=r"query_length: expected a length, because causal\(\) fits any, got none"):
         masks.causal().check()
-
-
-def test_positions_are_taken_into_account() -> None:
-    given = {"query_positions": torch.tensor([3, 4]), "key_positions": torch.tensor([2, 3, 4])}
-    assert masks.sliding_window(2, 0).check(**given).ok
-    report = masks.sliding_window(0, 0).check(2, 2, query_positions=torch.tensor([1, 5]))
-    assert "queries that see no key: 1 (the first: item 0, index 1)" in "\n".join(report.findings)
 
 
 # A mask's `repr`: a small picture that never builds L × S and never fails.
@@ -164,11 +142,7 @@ PICTURES = [
         "~(causal() & sliding_window(1, 0)) & keep((4, 4))",
         "·■■■ ··■■ ■··■ ■■··",
     ),
-    (
-        masks.keep(torch.eye(3).expand(2, 5, 3, 3)),
-        "keep((2, 5, 3, 3)), item 0 of 2, head 0 of 5",
-        "■·· ·■· ··■",
-    ),
+    (masks.keep(torch.eye(3).expand(2, 5, 3, 3)), "keep((2, 5, 3, 3)), item 0 of 2, head 0 of 5", "■·· ·■· ··■"),
     (masks.keep(torch.ones(23, 23).tril()), "keep((23, 23)), 12 of 23 queries × 12 of 23 keys", triangle(12)),
     (masks.causal(), "causal()", triangle(8)),  # a mask that fits any length is drawn for eight
     (masks.mask_mod(same_parity), "mask_mod(same_parity)", "■·■·■·■· ·■·■·■·■ " * 3 + "■·■·■·■· ·■·■·■·■"),
@@ -240,13 +214,9 @@ def test_a_mask_that_cannot_be_drawn_says_why(make: Callable[[], Mask]) -> None:
     assert text.endswith(">")
 
 
-EMPTY = [
-    masks.keep(torch.ones(3, 0)),
-    masks.keep(keys=torch.ones(0, 3)),
-    masks.lengths(torch.zeros(0, dtype=torch.int64)),
-    masks.documents(torch.zeros(0, dtype=torch.int64)),
-    masks.bias(torch.zeros(2, 0, 3, 3)),
-]
+NONE = torch.zeros(0, dtype=torch.int64)
+EMPTY = [masks.keep(torch.ones(3, 0)), masks.keep(keys=torch.ones(0, 3)), masks.bias(torch.zeros(2, 0, 3, 3))]
+EMPTY += [masks.lengths(NONE), masks.documents(NONE)]
 
 
 @pytest.mark.parametrize("mask", EMPTY, ids=lambda mask: mask.describe())

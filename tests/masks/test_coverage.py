@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from clearhead.masks import Mask
 from clearhead.masks._coverage import Coverage, coverage
 from clearhead.masks._lowering import dense_mask, is_plain_causal
 from clearhead.masks._part import part_of
+from tests.support.mask_cases import Frame, draw_mask
 from tests.support.requests import Block, Grid, Offset
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
@@ -81,42 +82,19 @@ CPU = torch.device("cpu")
 
 
 @st.composite
-def grids(draw: st.DrawFn) -> Grid:
-    queries, keys = draw(st.integers(1, 11)), draw(st.integers(1, 13))
-    positions = [
-        draw(st.none() | st.lists(st.integers(0, 12), min_size=n, max_size=n).map(lambda p: torch.tensor([p])))
-        for n in (queries, keys)
-    ]
-    return Grid(B, H, queries, keys, CPU, *positions)
-
-
-@st.composite
-def leaves(draw: st.DrawFn, grid: Grid) -> Mask:
-    shape = [draw(st.sampled_from([1, n])) for n in (B, H, grid.query_length, grid.key_length)]
-    marks = torch.rand(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < 0.5
-    per_item = torch.tensor(draw(st.lists(st.integers(0, grid.key_length), min_size=B, max_size=B)))
-    return draw(
-        st.sampled_from(
-            [
-                masks.causal(),
-                masks.causal("bottom_right"),
-                masks.sliding_window(draw(st.integers(0, 5)), draw(st.integers(0, 5))),
-                masks.prefix(draw(st.integers(0, 9))),
-                masks.prefix(per_item),
-                masks.lengths(per_item),
-                masks.documents(torch.arange(13) // 4) if grid.has_positions else masks.causal(),
-                masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b),
-                masks.keep(marks),
-                masks.drop(keys=marks[:, 0, 0].expand(B, grid.key_length)),
-                masks.bias(torch.zeros(shape).masked_fill(marks, -torch.inf)),
-            ]
-        )
-    )
+def leaves(draw: st.DrawFn, frame: Frame) -> Mask:
+    part = draw_mask(draw, frame, torch.float32, learnt_bias=False)
+    assume(part is not None)
+    return part.mask if isinstance(part.mask, Mask) else masks.keep(part.mask)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Mask, Grid]:
-    grid = draw(grids())
+    lengths = draw(st.integers(1, 11)), draw(st.integers(1, 13))
+    positions = [draw(st.none() | st.lists(st.integers(0, 12), min_size=n, max_size=n)) for n in lengths]
+    places = [[[*range(n)] if each is None else each] * B for each, n in zip(positions, lengths, strict=True)]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    frame = Frame(B, H, *lengths, *places, positions != [None, None], generator)
 
     def combine(parts: st.SearchStrategy[Mask]) -> st.SearchStrategy[Mask]:
         # A bias has no `|` and no `~`.
@@ -124,7 +102,8 @@ def cases(draw: st.DrawFn) -> tuple[Mask, Grid]:
         opposite = parts.map(lambda a: a if a.has_bias else ~a)
         return st.one_of(st.builds(lambda a, b: a & b, parts, parts), either, opposite)
 
-    return draw(st.recursive(leaves(grid), combine, max_leaves=4)), grid
+    mask = draw(st.recursive(leaves(frame), combine, max_leaves=3))
+    return mask, Grid(B, H, *lengths, CPU, *(None if each is None else torch.tensor([each]) for each in positions))
 
 
 def visible(mask: Mask, grid: Grid) -> Tensor:
@@ -179,7 +158,7 @@ def test_a_block_is_the_same_part_of_the_whole(case: tuple[Mask, Grid], data: st
     rows = data.draw(st.sampled_from(pieces(data, grid.query_length)) | chosen)
     block = Block(grid, items, heads, rows, columns)
     expected = whole[items, heads][:, :, rows][..., columns]
-    marks, added = mask.visible(block), mask.bias(block, torch.float64)
+    marks, added = mask.visible(block), mask.bias(block, torch.promote_types(whole.dtype, torch.float32))
     shown = torch.ones_like(expected, dtype=torch.bool) if marks is None else marks.expand(expected.shape)
     assert torch.equal(shown, expected if added is None else expected != -torch.inf)
     if added is not None:
@@ -191,40 +170,29 @@ def test_a_part_of_an_attention_sees_what_the_whole_sees_there(case: tuple[Mask,
     mask, grid = case
     heads = data.draw(st.sampled_from(pieces(data, H)))
     rows = data.draw(st.sampled_from(pieces(data, grid.query_length)))
-    columns = data.draw(st.sampled_from(pieces(data, grid.key_length)))
-    own = Grid(B, heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start, CPU)
-    part = part_of(mask, Offset(H, heads.start, rows.start, columns.start), grid)
-    assert part is not None
+    piece = data.draw(st.sampled_from(pieces(data, grid.key_length)))
+    columns = range(piece.start, piece.stop, data.draw(st.integers(1, 5)))
+    own = Grid(B, heads.stop - heads.start, rows.stop - rows.start, len(columns), CPU)
     whole = visible(mask, grid)
-    expected = whole[:, heads, rows, columns]
-    assert torch.equal(visible(part, own), expected)
-    require_structure(part, own, expected)
-    # No visible key is outside of the columns that a structure leaves.
-    for structure, size, cells in ((mask.structure(grid), grid, whole), (part.structure(own), own, expected)):
-        for chosen in pieces(data, size.query_length):
-            start, stop = structure.columns(size, chosen)
-            assert 0 <= start <= stop <= size.key_length
-            assert not cells[:, :, chosen, :start].any()
-            assert not cells[:, :, chosen, stop:].any()
+    expected = whole[:, heads, rows, columns.start : columns.stop : columns.step]
+    for chosen in (columns, torch.tensor(columns), None):
+        if chosen is None and columns.step > 1:
+            continue
+        part = part_of(mask, Offset(H, heads.start, rows.start, columns.start), grid, chosen)
+        assert part is not None
+        assert torch.equal(visible(part, own), expected)
+        require_structure(part, own, expected)
+        require_columns(part, own, expected, data)
+    require_columns(mask, grid, whole, data)
 
 
-@given(cases(), st.data())
-def test_a_part_with_every_nth_column_sees_what_the_whole_sees_there(
-    case: tuple[Mask, Grid], data: st.DataObject
-) -> None:
-    mask, grid = case
-    rows = data.draw(st.sampled_from(pieces(data, grid.query_length)))
-    start = data.draw(st.integers(0, grid.key_length - 1))
-    columns = range(start, grid.key_length, data.draw(st.integers(1, 5)))
-    own = Grid(B, H, rows.stop - rows.start, len(columns), CPU)
-    part = part_of(mask, Offset(H, row=rows.start), grid, columns)
-    assert part is not None
-    expected = visible(mask, grid)[:, :, rows, columns.start : columns.stop : columns.step]
-    assert torch.equal(visible(part, own), expected)
-    require_structure(part, own, expected)
-    exact = part_of(mask, Offset(H, row=rows.start), grid, torch.tensor(columns))
-    assert exact is not None
-    assert torch.equal(visible(exact, own), expected)
+def require_columns(mask: Mask, grid: Grid, shown: Tensor, data: st.DataObject) -> None:
+    """Require that no visible key is outside of the columns that a structure leaves."""
+    for rows in pieces(data, grid.query_length):
+        start, stop = mask.structure(grid).columns(grid, rows)
+        assert 0 <= start <= stop <= grid.key_length
+        assert not shown[:, :, rows, :start].any()
+        assert not shown[:, :, rows, stop:].any()
 
 
 def require_structure(mask: Mask, grid: Grid, shown: Tensor) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import clearhead
-from tests.support.native import NativeArguments, needs_native, on_sets_of_dtype, plan_of, threads, use_instruction_set
+from tests.support.native import NativeArguments, needs_native, on_sets_of_dtype, plan_of, threads
 from tests.support.native_cases import CASES, numbers
 from tests.support.threads import in_threads
 
@@ -175,8 +174,3 @@ with clearhead.use_kernel("native"):
 
 def test_a_forked_child_computes_too() -> None:
     assert subprocess.run([sys.executable, "-c", _FORKED], timeout=120, check=False).returncode == 0
-
-
-def test_an_unknown_instruction_set() -> None:
-    with pytest.raises(clearhead.errors.ArgumentError, match="name: expected an instruction set of this processor"):
-        use_instruction_set("mmx")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import clearhead.nn
 from tests.support.budgets import in_turn
-from tests.support.derivatives import WEIGHTS, check_batched, check_derivatives, random
+from tests.support.derivatives import WEIGHTS, check_derivatives, check_module, random
 
 N, L, S, E, H, KEYS, VALUES = 2, 5, 7, 12, 3, 11, 13
 HIDDEN = torch.arange(L * L).view(L, L) % 4 == 1
@@ -32,24 +32,11 @@ CALLS: dict[str, dict[str, Any]] = {
 weights = pytest.mark.parametrize("weights", WEIGHTS)
 
 
-def run(module: clearhead.nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, Any]) -> Any:
-    """Dropping the same entries in every call."""
-    torch.manual_seed(3)
-    query, key, value = inputs if len(inputs) == 3 else inputs[:1] * 3
-    dtype = query.dtype
-    call = {name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()}
-    output, result = module(query, key, value, **call)
-    return output if result is None else (output, result)
-
-
 def check(module: clearhead.nn.MultiheadAttention, call: dict[str, Any], *inputs: Tensor) -> None:
-    """In float64 against finite differences, of inputs and parameters; in float32 batched against one by one."""
-    count = len(inputs)
-    module.double()
-    check_derivatives(lambda *given: run(module, given[:count], call), *inputs, *module.parameters(), fast=True)
-    module.float()
-    single = tuple(x.detach().float().requires_grad_() for x in inputs)
-    check_batched(run(module, single, call), (*single, *module.parameters()))
+    """One input is query, key and value."""
+    if len(inputs) == 1:
+        module.register_forward_pre_hook(lambda _module, args: args * 3)
+    check_module(module, *inputs, **call)
 
 
 @in_turn({"options": MODULES, "batch_first": [False, True]}, {"weights": WEIGHTS})
@@ -79,7 +66,8 @@ def test_masks_that_learn(weights: str) -> None:
     x, attn_mask, padding = random(L, N, E), random(L, L), random(N, L)
 
     def function(x: Tensor, attn_mask: Tensor, padding: Tensor, *_: Tensor) -> Any:
-        return run(module, (x,), {"attn_mask": attn_mask, "key_padding_mask": padding} | WEIGHTS[weights])
+        output, *rest = module(x, x, x, padding, attn_mask=attn_mask, **WEIGHTS[weights])
+        return output if rest == [None] else (output, *rest)
 
     check_derivatives(function, x, attn_mask, padding, *module.parameters(), fast=True)
 

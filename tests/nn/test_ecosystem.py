@@ -21,12 +21,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "kdim without bias": {"kdim": 5, "bias": False},
     "all": {
-        "kdim": 5,
-        "vdim": 7,
-        "add_bias_kv": True,
-        "add_zero_attn": True,
-        "batch_first": True,
-        "dtype": torch.float64,
+        **{"kdim": 5, "vdim": 7, "add_bias_kv": True, "add_zero_attn": True},
+        **{"batch_first": True, "dtype": torch.float64},
     },
 }
 

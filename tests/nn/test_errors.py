@@ -67,82 +67,77 @@ def test_a_dropout_that_is_no_probability_is_refused_at_once() -> None:
         clearhead.nn.MultiheadAttention(12, 3, dropout=-0.1)
 
 
-Given = tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]
+#: Clearhead's error and words of its text, options of a module, and arguments of its call.
+Refused = tuple[type[ClearheadError], tuple[str, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]
 
 
-def given(query: Any = (L, N, E), key: Any = (S, N, E), value: Any = None, of: Any = None, **masks: Any) -> Given:
-    """Options of a module, and arguments of its call: ones of these sizes, or what is no size as it is."""
+def refused(
+    kind: type[ClearheadError],
+    *words: str,
+    query: Any = (L, N, E),
+    key: Any = (S, N, E),
+    value: Any = None,
+    **given: Any,
+) -> Refused:
+    """A call with inputs of ones of these sizes, or what is no size as it is."""
     inputs = (query, key, key if value is None else value)
-    return of or {}, tuple(x(*item) if isinstance(item, tuple) else item for item in inputs), masks
+    options = {name: given.pop(name) for name in ("batch_first",) if name in given}
+    return kind, words, options, tuple(x(*item) if isinstance(item, tuple) else item for item in inputs), given
 
 
-BATCH_FIRST = {"batch_first": True}
-UNBATCHED = {"query": (L, E), "key": (S, E)}
-INTEGERS = x(L, N, E, dtype=torch.int64)
+INTEGERS, DOUBLES = x(L, N, E, dtype=torch.int64), x(L, N, E, dtype=torch.float64)
 PADDING = ("key_padding_mask", "(N, S) = (2, 7)")
 ATTN_MASK = "(L, S) = (5, 7), (N·H, L, S) = (6, 5, 7), (N, L, S) = (2, 5, 7) or (N, H, L, S) = (2, 3, 5, 7)"
 HIDES = "bool (True = hidden) or float"
 SEVERAL = "query, key, value"
+CAUSAL, WIDE = clearhead.masks.causal(), mask(N, S, dtype=torch.int64)
+BATCHES = "equal batch sizes N in dimension"
 
-#: name: (what is called how, Clearhead's error, words its text has)
-CALLS: dict[str, tuple[Given, type[ClearheadError], tuple[str, ...]]] = {
-    "query features": (given((L, N, 11)), ShapeError, ("query", "12 features", "11)")),
-    "key features": (given(key=(S, N, 11)), ShapeError, ("key", "12 features", "11)")),
-    "key and value lengths": (
-        *(given(value=(6, N, E)), ShapeError),
-        ("key, value", "equal lengths", "key (7, 2, 12)", "value (6, 2, 12)"),
+CALLS: dict[str, Refused] = {
+    "query features": refused(ShapeError, "query", "12 features", "11)", query=(L, N, 11)),
+    "key features": refused(ShapeError, "key", "12 features", "11)", key=(S, N, 11)),
+    "key and value lengths": refused(
+        ShapeError, "key, value", "equal lengths", "key (7, 2, 12)", "value (6, 2, 12)", value=(6, N, E)
     ),
-    "batch sizes": (
-        *(given(key=(S, 4, E)), ShapeError),
-        ("query, key", "equal batch sizes N in dimension 1", "(7, 4, 12)", "batch_first=False"),
+    "batch sizes": refused(ShapeError, "query, key", f"{BATCHES} 1", "(7, 4, 12)", "batch_first=False", key=(S, 4, E)),
+    "batch sizes, batch first": refused(
+        *(ShapeError, "query, key", f"{BATCHES} 0", "(4, 7, 12)", "batch_first=True"),
+        **{"query": (N, L, E), "key": (4, S, E), "batch_first": True},
     ),
-    "batch sizes, batch first": (
-        *(given((N, L, E), (4, S, E), of=BATCH_FIRST), ShapeError),
-        ("query, key", "equal batch sizes N in dimension 0", "(4, 7, 12)", "batch_first=True"),
+    "one dimension": refused(ShapeError, "three-dimensional", "two-dimensional", "(12,)", query=(E,), key=(E,)),
+    "batched query only": refused(ShapeError, SEVERAL, "query (5, 2, 12)", "key (7, 12)", key=(S, E)),
+    "float64 in a float32 module": refused(
+        DTypeError, "query", "torch.float32", "got torch.float64", ".to(torch.float32)", query=DOUBLES
     ),
-    "one dimension": (given((E,), (E,)), ShapeError, ("three-dimensional", "two-dimensional", "(12,)")),
-    "batched query only": (given(key=(S, E)), ShapeError, (SEVERAL, "query (5, 2, 12)", "key (7, 12)")),
-    "float64 in a float32 module": (
-        *(given(x(L, N, E, dtype=torch.float64)), DTypeError),
-        ("query", "torch.float32", "got torch.float64", ".to(torch.float32)"),
+    "integer query": refused(DTypeError, "query", "torch.float32", "got torch.int64", query=INTEGERS, key=INTEGERS),
+    "query is None": refused(DTypeError, "query", "torch.Tensor", "NoneType", query=None),
+    "key is a list": refused(DTypeError, "key", "torch.Tensor", "list", key=[1.0], value=(S, N, E)),
+    "padding mask transposed": refused(ShapeError, *PADDING, "got (7, 2)", "batch first", key_padding_mask=mask(S, N)),
+    "padding mask without a batch": refused(ShapeError, *PADDING, "got (7,)", key_padding_mask=mask(S)),
+    "integer padding mask": refused(
+        DTypeError, "key_padding_mask", HIDES, "got torch.int64", ".bool()", key_padding_mask=WIDE
     ),
-    "integer query": (given(INTEGERS, INTEGERS), DTypeError, ("query", "torch.float32", "got torch.int64")),
-    "query is None": (given(None), DTypeError, ("query", "torch.Tensor", "NoneType")),
-    "key is a list": (given(key=[1.0], value=(S, N, E)), DTypeError, ("key", "torch.Tensor", "list")),
-    "padding mask transposed": (
-        *(given(key_padding_mask=mask(S, N)), ShapeError),
-        (*PADDING, "got (7, 2)", "batch first"),
+    "integer attn_mask": refused(
+        DTypeError, "attn_mask", HIDES, "got torch.uint8", ".bool()", attn_mask=mask(L, S, dtype=torch.uint8)
     ),
-    "padding mask without a batch": (given(key_padding_mask=mask(S)), ShapeError, (*PADDING, "got (7,)")),
-    "integer padding mask": (
-        *(given(key_padding_mask=mask(N, S, dtype=torch.int64)), DTypeError),
-        ("key_padding_mask", HIDES, "got torch.int64", ".bool()"),
+    "attn_mask transposed": refused(ShapeError, "attn_mask", ATTN_MASK, "got (7, 5)", attn_mask=mask(S, L)),
+    "attn_mask that is a padding mask": refused(
+        ShapeError, "attn_mask", ATTN_MASK, "got (2, 7)", "key_padding_mask", attn_mask=mask(N, S)
     ),
-    "integer attn_mask": (
-        *(given(attn_mask=mask(L, S, dtype=torch.uint8)), DTypeError),
-        ("attn_mask", HIDES, "got torch.uint8", ".bool()"),
+    "attn_mask with four wrong sizes": refused(ShapeError, ATTN_MASK, "got (2, 2, 5, 7)", attn_mask=mask(N, 2, L, S)),
+    "attn_mask transposed, unbatched": refused(
+        ShapeError, "attn_mask", "got (7, 5)", query=(L, E), key=(S, E), attn_mask=mask(S, L)
     ),
-    "attn_mask transposed": (given(attn_mask=mask(S, L)), ShapeError, ("attn_mask", ATTN_MASK, "got (7, 5)")),
-    "attn_mask that is a padding mask": (
-        *(given(attn_mask=mask(N, S)), ShapeError),
-        ("attn_mask", ATTN_MASK, "got (2, 7)", "key_padding_mask"),
-    ),
-    "attn_mask with four wrong sizes": (given(attn_mask=mask(N, 2, L, S)), ShapeError, (ATTN_MASK, "got (2, 2, 5, 7)")),
-    "attn_mask transposed, unbatched": (
-        *(given(**UNBATCHED, attn_mask=mask(S, L)), ShapeError),
-        ("attn_mask", "got (7, 5)"),
-    ),
-    "attn_mask is a list": (given(attn_mask=[[0.0] * S] * L), DTypeError, ("attn_mask", "torch.Tensor", "list")),
-    "attn_mask is one of Clearhead's masks": (
-        *(given(attn_mask=clearhead.masks.causal()), DTypeError),
-        ("attn_mask", "torch.Tensor", "Causal", "clearhead.MultiHeadAttention"),
+    "attn_mask is a list": refused(DTypeError, "attn_mask", "torch.Tensor", "list", attn_mask=[[0.0] * S] * L),
+    "attn_mask is one of Clearhead's masks": refused(
+        DTypeError, "attn_mask", "torch.Tensor", "Causal", "clearhead.MultiHeadAttention", attn_mask=CAUSAL
     ),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_call(name: str) -> None:
-    (options, args, keywords), kind, words = CALLS[name]
+    kind, words, options, args, keywords = CALLS[name]
     ours = raised(lambda: clearhead.nn.MultiheadAttention(E, H, **options)(*args, **keywords))
     theirs = raised(lambda: nn.MultiheadAttention(E, H, **options)(*args, **keywords))
     assert_useful(ours, theirs, kind, *words)
@@ -167,27 +162,18 @@ def test_an_error_can_be_sent_to_another_process() -> None:
 
 
 Q, K, V = x(2, 6, 5, 4), x(2, 6, 7, 4), x(2, 6, 7, 3)
+GROUPS, GQA = {"enable_gqa": True}, "enable_gqa=True"
 
 FUNCTIONAL: dict[str, tuple[tuple[Any, ...], type[ClearheadError], tuple[str, ...]]] = {
-    "heads": (
-        *((Q, K[:, :2], V[:, :2]), ShapeError),
-        ("key", "equal numbers of heads", "(2, 2, 7, 4)", "enable_gqa=True"),
-    ),
-    "heads that do not divide": (
-        (Q, K[:, :4], V[:, :4], {"enable_gqa": True}),
-        ShapeError,
-        ("key", "H = 6", "(2, 4, 7, 4)"),
-    ),
+    "heads": ((Q, K[:, :2], V[:, :2]), ShapeError, ("key", "equal numbers of heads", "(2, 2, 7, 4)", GQA)),
+    "heads that do not divide": ((Q, K[:, :4], V[:, :4], GROUPS), ShapeError, ("key", "H = 6", "(2, 4, 7, 4)")),
     "features": ((Q, K[..., :3], V), ShapeError, ("key", "D = 4", "(2, 6, 7, 3)")),
     "batch sizes": ((Q, x(4, 6, 7, 4), x(4, 6, 7, 3)), ShapeError, (SEVERAL, "broadcast", "(4, 6, 7, 4)")),
     "one dimension": ((x(4), x(4), x(4)), ShapeError, ("query", "(length, features)", "(4,)")),
     "dtypes": ((Q, K.double(), V.double()), DTypeError, ("key", "torch.float32", "torch.float64")),
     "mask shape": ((Q, K, V, mask(7, 5)), ShapeError, ("attn_mask", "(7, 5)")),
     "mask with too many dimensions": ((Q, K, V, mask(1, 2, 6, 5, 7)), ShapeError, ("attn_mask", "(1, 2, 6, 5, 7)")),
-    "mask with a batch for inputs without": (
-        *((Q[0], K[0], V[0], mask(2, 6, 5, 7)), ShapeError),
-        ("attn_mask", "(2, 6, 5, 7)"),
-    ),
+    "mask with a batch": ((Q[0], K[0], V[0], mask(2, 6, 5, 7)), ShapeError, ("attn_mask", "(2, 6, 5, 7)")),
     "integer mask": ((Q, K, V, mask(5, 7, dtype=torch.int64)), DTypeError, ("attn_mask", "bool", "torch.int64")),
     "mask is a list": ((Q, K, V, [[True] * 7] * 5), DTypeError, ("attn_mask", "torch.Tensor", "list")),
     "query is None": ((None, K, V), DTypeError, ("query", "torch.Tensor", "NoneType")),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
@@ -25,9 +24,8 @@ from clearhead.positions import (
     YarnScaling,
     rotary_from_config,
 )
-from tests.support.positions_oracle import turn
+from tests.support.positions_oracle import BATCH, HEAD_DIM, HEADS, KV_HEADS, states, turn
 
-BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 10, 5, 22
 MAXIMUM = 61  # max_position_embeddings
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -68,11 +66,6 @@ def llama_config(name: str) -> LlamaConfig:
 
 def from_config(config: LlamaConfig) -> Rotary:
     return rotary_from_config(config.rope_parameters, HEAD_DIM, max_position_embeddings=MAXIMUM)
-
-
-def states(length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    q = torch.randn(BATCH, HEADS, length, HEAD_DIM, dtype=dtype)
-    return q, torch.randn(BATCH, KV_HEADS, length, HEAD_DIM, dtype=dtype)
 
 
 #: At 30,011 an error in the last bit of a frequency is an angle of 1e-3.
@@ -164,11 +157,7 @@ READINGS: dict[str, tuple[dict[str, object], int | None, Scaling]] = {
     "yarn": ({**YARN, **ORIGINAL, "truncate": False}, 2048, YarnScaling(4.0, 512, truncate=False)),
     "yarn, factor from the lengths": ({**YARN, "factor": None, **ORIGINAL}, 2048, YarnScaling(4.0, 512)),
     "yarn, length from the maximum": (YARN, 2048, YarnScaling(4.0, 2048)),
-    "yarn, equal mscales": (
-        {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        2048,
-        YarnScaling(4.0, 2048, attention_factor=1.0),
-    ),
+    "yarn, mscales": ({**YARN, "mscale": 1, "mscale_all_dim": 1}, 2048, YarnScaling(4.0, 2048, attention_factor=1.0)),
     "yarn, one mscale": ({**YARN, "mscale": 0.7}, 2048, YarnScaling(4.0, 2048)),
     "llama3": ({"rope_type": "llama3", "factor": 8.0, **BOUNDS}, 2048, Llama3Scaling(8.0, 2048, 1.5, 5.0)),
 }
@@ -181,31 +170,17 @@ def test_settings_become_a_scaling(name: str) -> None:
 
 
 ERRORS: dict[str, tuple[object, str]] = {
-    "unknown type": (
-        {"rope_type": "longrope"},
-        "rope_type: expected one of default, linear, dynamic, yarn, llama3, got 'longrope'.",
-    ),
-    "missing factor": (
-        {"rope_type": "linear"},
-        "factor: expected a number, which rope_type 'linear' needs, got none. Give it.",
-    ),
+    "unknown type": ({"rope_type": "longrope"}, "rope_type: expected one of default, linear, dynamic, yarn, llama3"),
+    "missing factor": ({"rope_type": "linear"}, "factor: expected a number, which rope_type 'linear' needs, got none"),
     "missing length": ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings: expected a number"),
     "missing maximum": ({"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings: expected a number, which"),
-    "missing bound": (
-        {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 7, "low_freq_factor": 1.0},
-        "high_freq_factor: expected a number, which rope_type 'llama3' needs",
-    ),
+    "missing bound": ({"rope_type": "llama3", "factor": 2.0, **ORIGINAL}, "low_freq_factor: expected a number, which"),
     "factor below one": ({"rope_type": "linear", "factor": 0.5}, "factor: expected a finite number ≥ 1, got 0.5."),
     "fraction out of range": ({"partial_rotary_factor": 1.5}, "fraction: expected a share in (0, 1], got 1.5."),
-    "unknown setting": (
-        {"rope_type": "default", "mrope_section": [1, 2]},
-        "got mrope_section. Remove what has no effect in your model",
-    ),
+    "unknown setting": ({"mrope_section": [1, 2]}, "got mrope_section. Remove what has no effect in your model"),
     "setting of another type": ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "got beta_fast."),
-    "one for each kind of layer": (
-        {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
-        "got a dictionary for each of full_attention, sliding_attention. Give rope_parameters['full_attention'] for",
-    ),
+    "length of another kind": ({**YARN, "max_position_embeddings": 7}, "got max_position_embeddings. Remove"),
+    "one for each kind of layer": ({"one": {}, "two": {}}, "of one, two. Give rope_parameters['one'] for such a"),
 }
 
 

@@ -13,7 +13,7 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import DTypeError, KernelError, ShapeError
 from tests.support.budgets import in_turn
-from tests.support.exact import exact_attention
+from tests.support.exact import exact_attention, near
 from tests.support.models import VIT
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
@@ -33,13 +33,6 @@ def attend(kernel: str | None, *operands: Tensor, **options: Any) -> Any:
         pytest.skip(str(error))
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    limit = 1e-10 if found.dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(
-        found.double(), expected.double(), rtol=0, atol=limit * max(1, float(expected.detach().abs().max()))
-    )
-
-
 @in_turn({"kernel": KERNELS, "learns": [(0, 1, 2), (0,), (1, 2), ()]}, {"dtype": [torch.float32, torch.float64]})
 def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, learns: tuple[int, ...]) -> None:
     marks = torch.ones(L, S, dtype=torch.bool)
@@ -50,12 +43,12 @@ def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, lea
     doubles = [x.detach().double().requires_grad_(n in learns) for n, x in enumerate(inputs)]
     expected = exact_attention(*doubles, marks[None, None]).output
     output = attend(kernel, *leaves, mask=masks.keep(marks))
-    close(output, expected)
+    near(output, expected)
     if learns:
         result = torch.autograd.grad(output.square().sum(), [leaves[n] for n in learns])
         wanted = torch.autograd.grad(expected.square().sum(), [doubles[n] for n in learns])
         for mine, theirs in zip(result, wanted, strict=True):
-            close(mine, theirs)
+            near(mine, theirs)
 
 
 @pytest.mark.parametrize("kernel", ["native", "chunked", "reference", None])
@@ -77,7 +70,7 @@ def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, A
     )  # fmt: skip
     assert result[0].abs().max() > 0.01
     for mine, theirs in zip(result, expected, strict=True):
-        close(mine, theirs)
+        near(mine, theirs)
 
 
 @in_turn({"kernel": KERNELS, "more": [1, 3], "learns": [False, True]}, {"poison": [torch.nan, torch.inf]})
@@ -91,12 +84,12 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
     marks = (torch.arange(L)[:, None] >= torch.arange(L))[None, None]
     expected = exact_attention(*doubles, marks).output
     output = attend(kernel, *leaves, mask=masks.causal())
-    close(output, expected)
+    near(output, expected)
     if learns:
         result = torch.autograd.grad(output.square().sum(), leaves)
         wanted = torch.autograd.grad(expected.square().sum(), doubles)
         for mine, theirs in zip(result, wanted, strict=True):
-            close(mine[:, :, :L], theirs)
+            near(mine[:, :, :L], theirs)
             assert not mine[:, :, L:].any()
 
 
@@ -142,7 +135,7 @@ def test_compare_of_cross_attention(side: str) -> None:
 def test_a_sparse_tensor_after_an_expanded_one(place: int) -> None:
     """PyTorch says of both that their strides are zero."""
     inputs = [drawn(1, 1, 1, 1).expand(B, H, L, D) for _ in range(3)]
-    close(clearhead.attention(*inputs), inputs[2])
+    near(clearhead.attention(*inputs), inputs[2])
     inputs[place] = drawn(B, H, L, D).to_sparse()
     name = ("query", "key", "value")[place]
     with pytest.raises(DTypeError, match=rf"^{name}: expected a torch.Tensor, got a tensor of layout torch.sparse_coo"):

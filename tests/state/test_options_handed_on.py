@@ -14,6 +14,7 @@ import clearhead
 from clearhead import caches, masks
 from clearhead.positions import Rotary
 from clearhead.transformer import Encoder, EncoderLayer, FeedForward
+from tests.support.exact import near
 from tests.support.projected import KV, B, D, E, H, L, Option, Whole, operands, option, solved
 
 _AT = torch.arange(L)
@@ -61,10 +62,6 @@ def made(name: str) -> tuple[clearhead.MultiHeadAttention, Tensor, Option, Whole
     return module, x, item, solved(module, x, item)
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * max(1, float(expected.abs().max())))
-
-
 every_option = pytest.mark.parametrize("name", OPTIONS)
 _KERNELS = (None, "reference", "chunked")
 
@@ -72,11 +69,11 @@ _KERNELS = (None, "reference", "chunked")
 @every_option
 def test_the_module_and_its_weights(name: str) -> None:
     module, x, item, expected = made(name)
-    close(module(x, **item.given), expected.output)
+    near(module(x, **item.given), expected.output)
     for average in (False, True):
         output, weights = module(x, **item.given, need_weights=True, average_attn_weights=average)
-        close(output, expected.output)
-        close(weights, expected.inside.weights.mean(1) if average else expected.inside.weights)
+        near(output, expected.output)
+        near(weights, expected.inside.weights.mean(1) if average else expected.inside.weights)
 
 
 @every_option
@@ -87,8 +84,8 @@ def test_training_and_checkpointing(name: str) -> None:
     (expected,) = torch.autograd.grad(solved(module, leaf, item).output.square().sum(), leaf)
     for run in (module.train(), lambda *args, **inputs: checkpoint(module, *args, **inputs, use_reentrant=False)):
         output = run(leaf, **item.given)
-        close(output, whole.output)
-        close(torch.autograd.grad(output.square().sum(), leaf)[0], expected)
+        near(output, whole.output)
+        near(torch.autograd.grad(output.square().sum(), leaf)[0], expected)
 
 
 @every_option
@@ -96,17 +93,17 @@ def test_a_record(name: str) -> None:
     module, x, item, expected = made(name)
     names = ("rows", "received", "max_logit", "entropy", "head_average", "output", "confidence")
     with clearhead.record(module, names, keep="queries_keys") as rec:
-        close(module(x, **item.given), expected.output)
+        near(module(x, **item.given), expected.output)
     result, inside = rec[""][0], expected.inside
     logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
-    close(result.rows, inside.weights)
-    close(result.entropy, -(inside.weights * logs).sum(-1))
-    close(result.received, inside.weights.sum(-2))
-    close(result.head_average, inside.weights.mean(1))
-    close(result.output, inside.output)
-    close(result.confidence, inside.weights.amax(-1))
-    close(result.max_logit, inside.scores.amax((-1, -2)))
-    close(rec.weights(0), inside.weights)
+    near(result.rows, inside.weights)
+    near(result.entropy, -(inside.weights * logs).sum(-1))
+    near(result.received, inside.weights.sum(-2))
+    near(result.head_average, inside.weights.mean(1))
+    near(result.output, inside.output)
+    near(result.confidence, inside.weights.amax(-1))
+    near(result.max_logit, inside.scores.amax((-1, -2)))
+    near(rec.weights(0), inside.weights)
 
 
 @every_option
@@ -118,8 +115,8 @@ def test_an_observer_that_may_change_outputs(name: str) -> None:
         return lambda output: seen.setdefault(head, output)
 
     with clearhead.intervene(module, {("", head): noted(head) for head in range(H)}):
-        close(module(x, **item.given), expected.output)
-    close(torch.stack([seen[head] for head in range(H)], 1), expected.inside.output)
+        near(module(x, **item.given), expected.output)
+    near(torch.stack([seen[head] for head in range(H)], 1), expected.inside.output)
 
 
 @every_option
@@ -128,7 +125,7 @@ def test_a_monitor(name: str) -> None:
     module.dropout = 0.0
     told: dict[str, float] = {}
     with clearhead.monitor(module.train(), 1, ("entropy", "max_logit"), to=lambda step, values: told.update(values)):
-        close(module(x, **item.given), whole.output)
+        near(module(x, **item.given), whole.output)
     logs = torch.where(whole.inside.weights > 0, whole.inside.weights, 1.0).log()
     entropy, sees = -(whole.inside.weights * logs).sum(-1), whole.inside.weights.sum(-1) > 0
     # Per head over the queries that see a key, then over the heads.
@@ -150,10 +147,10 @@ def test_the_functions(name: str) -> None:
         forced = torch.no_grad() if kernel is None else clearhead.use_kernel(kernel)
         with forced:
             output, lse = clearhead.attention(q, k, v, mask, return_lse=True, **options)
-        close(output, expected.inside.output)
-        close(lse, expected.inside.lse)
-    close(clearhead.attention_weights(q, k, mask, **options), expected.inside.weights)
-    close(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, expected.inside.weights)
+        near(output, expected.inside.output)
+        near(lse, expected.inside.lse)
+    near(clearhead.attention_weights(q, k, mask, **options), expected.inside.weights)
+    near(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, expected.inside.weights)
 
 
 @every_option
@@ -164,9 +161,9 @@ def test_the_layers_of_an_encoder(name: str) -> None:
         nn.init.zeros_(parameter)
     stack = Encoder([layer])
     for part in (layer, stack):
-        close(part(x, **item.given), x + expected.output)
+        near(part(x, **item.given), x + expected.output)
         weights = part(x, **item.given, need_weights=True, average_attn_weights=False)[1]
-        close(weights[0] if isinstance(weights, list) else weights, expected.inside.weights)
+        near(weights[0] if isinstance(weights, list) else weights, expected.inside.weights)
 
 
 CACHES: dict[str, Callable[[], caches.Cache]] = {
@@ -183,7 +180,7 @@ def test_a_cache(name: str, kind: str, step: int) -> None:
     module, x, item, expected = made(name)
     cache = CACHES[kind]()
     outputs = [module(part, **item.given, cache=cache) for part in x.split(step, 1)]
-    close(torch.cat(outputs, 1), expected.output)
+    near(torch.cat(outputs, 1), expected.output)
 
 
 @pytest.mark.parametrize("name", ["softcap", "sinks", "scale", "rotary", "causal", "window", "documents"])
@@ -212,4 +209,4 @@ def test_jagged_rows(name: str) -> None:
     for row, output in zip(rows, result, strict=True):
         n = len(row)
         alone = Option(item.parts, item.given, None if item.visible is None else item.visible[..., :n, :n])
-        close(output, solved(module, row[None], alone).output[0])
+        near(output, solved(module, row[None], alone).output[0])

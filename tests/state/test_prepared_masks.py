@@ -12,7 +12,7 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask, PreparedMask
-from tests.support.exact import exact_attention
+from tests.support.exact import exact_attention, near
 from tests.support.forgetting import GRID_FIELDS, forget
 
 L, S, D = 5, 7, 11
@@ -128,9 +128,7 @@ def _require(found: Any, alone: Any, name: str, setting: Setting) -> None:
     if found[0].is_meta:
         assert found[0].shape == alone[0].shape
         return
-    for mine, theirs in zip(found, expected(MASKS[name](), setting), strict=True):
-        limit = (1e-10 if mine.dtype == torch.float64 else 1e-5) * max(1.0, float(theirs.detach().abs().max()))
-        torch.testing.assert_close(mine.detach().double(), theirs.detach(), rtol=0, atol=limit)
+    near(found, expected(MASKS[name](), setting))
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,3 +69,11 @@ def close(found: Tensor, expected: Tensor) -> None:
     if expected.dtype == torch.float64:
         expected = expected.to(found.dtype)
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def near(found: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> None:
+    """1e-10 in float64, else 1e-5; relative to the largest number of each tensor where that is above 1."""
+    pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
+    for x, y in pairs:
+        limit = (1e-10 if x.dtype == torch.float64 else 1e-5) * max(1.0, float(y.detach().abs().max()))
+        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=limit)

@@ -10,18 +10,18 @@ import pytest
 import torch
 from hypothesis import settings
 
-from clearhead._native import best_first, extension, instruction_sets, use_instruction_set
-from clearhead.kernels._native_arguments import OPERANDS, NativeArguments
+from clearhead._native import best_first, extension, instruction_sets
+from clearhead.kernels._native_arguments import NativeArguments
 from clearhead.kernels._native_plan import NativePlan, plan_of
 from tests.support.budgets import in_turn
 
-__all__ = ["FLOAT_SETS", "OPERANDS", "SETS", "NativeArguments", "NativePlan", "best_first", "extension"]
+__all__ = ["FLOAT_SETS", "SETS", "NativeArguments", "NativePlan", "best_first", "extension"]
 __all__ += ["fewer_unless_best", "needs_native", "on_every_set", "on_sets_of_dtype", "plan_of", "threads"]
 __all__ += ["use_instruction_set"]
 
-SETS = instruction_sets()
+SETS = tuple(instruction_sets())
 _AVX512 = [name for name in SETS if name in ("amx", "avx512_bf16", "avx512")]
-#: Sets of pairs have passes of their own for bfloat16 only; the others are AVX-512's (`with_pairs` in `module.cpp`).
+#: Sets of pairs have passes of their own for bfloat16 only; the others are AVX-512's (`with_pairs`).
 FLOAT_SETS = tuple(name for name in SETS if name not in _AVX512[1:])
 
 needs_native = pytest.mark.skipif(not SETS, reason="the extension was not built here")
@@ -56,6 +56,20 @@ def on_every_set(
     """
     sets = {fixture: (*whole, *rest)}
     return in_turn({**sets, **cases}, turns, whole=lambda name, *_: name in whole, indirect=[fixture, *indirect])
+
+
+@contextmanager
+def use_instruction_set(name: str) -> Iterator[None]:
+    """Run the native kernel on one of `SETS` inside the block."""
+    numbers = instruction_sets()
+    before = dict(numbers)
+    numbers.clear()
+    numbers.update({name: before[name]} | before)
+    try:
+        yield
+    finally:
+        numbers.clear()
+        numbers.update(before)
 
 
 @contextmanager

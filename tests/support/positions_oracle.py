@@ -1,4 +1,4 @@
-"""Rotary embeddings, ALiBi and T5's buckets written a second time, in plain numbers and complex float64."""
+"""Rotary embeddings written a second time, in complex float64, and the tensors that they rotate."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import math
 import torch
 from torch import Tensor
 
+BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 10, 5, 22
 
-def frequency(base: float, size: int, i: int) -> float:
-    """Radians per position of pair i, unscaled."""
-    return math.exp(-2 * i / size * math.log(base))
+
+def states(length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """q (B, H, L, D) and k (B, Hkv, L, D)."""
+    q = torch.randn(BATCH, HEADS, length, HEAD_DIM, dtype=dtype)
+    return q, torch.randn(BATCH, KV_HEADS, length, HEAD_DIM, dtype=dtype)
+
+
+def frequencies(base: float, size: int) -> list[float]:
+    """Radians per position of each pair, unscaled."""
+    return [math.exp(-2 * i / size * math.log(base)) for i in range(size // 2)]
 
 
 def turn(x: Tensor, positions: Tensor, frequencies: list[float], *, interleaved: bool = False) -> Tensor:
@@ -25,28 +33,3 @@ def turn(x: Tensor, positions: Tensor, frequencies: list[float], *, interleaved:
     pairs = pairs * torch.exp(1j * angles)
     parts = torch.view_as_real(pairs).flatten(-2) if interleaved else torch.cat((pairs.real, pairs.imag), -1)
     return torch.cat((parts, rest), -1)
-
-
-def alibi_slope(num_heads: int, head: int) -> float:
-    """The paper's geometric sequence; beyond a power of two every other number of the sequence twice as long."""
-    power = 1
-    while power * 2 <= num_heads:
-        power *= 2
-    if head < power:
-        return 2.0 ** (-8.0 * (head + 1) / power)
-    doubled = [2.0 ** (-8.0 * (i + 1) / (2 * power)) for i in range(2 * power)]
-    return doubled[0::2][head - power]
-
-
-def bucket(distance: int, num_buckets: int, max_distance: int, *, bidirectional: bool) -> int:
-    """T5's bucket of key position − query position."""
-    if bidirectional:
-        half = num_buckets // 2
-        return bucket(-abs(distance), half, max_distance, bidirectional=False) + (half if distance > 0 else 0)
-    back = max(0, -distance)
-    single = num_buckets // 2
-    if back < single:
-        return back
-    share = math.log(back / single) / math.log(max_distance / single)
-    # Rounding must not decide: the sizes used here never fall on an edge by a hair, except exactly.
-    return min(num_buckets - 1, single + math.floor(share * (num_buckets - single) + 1e-9))

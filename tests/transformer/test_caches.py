@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SinksAndRecent, SlidingKVCache
+from clearhead.caches import CrossKVCache, KVCache
 from clearhead.errors import ArgumentError, CacheError, DTypeError, ShapeError
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
@@ -258,28 +258,6 @@ def test_a_stack_of_any_attention_writes_step_by_step(attention: Callable[[], nn
         torch.cat([model(part, mask=causal, cache=caches) for part in x.split([4] + [1] * (L - 4), 1)], 1),
         model(x, mask=causal),
     )
-
-
-@attentions
-def test_every_parameter_of_every_part_learns(attention: Callable[[], nn.Module]) -> None:
-    model = stack(attention).train()
-    model(normal(B, L, E), mask=causal).square().sum().backward()
-    assert [name for name, own in model.named_parameters() if own.grad is None or not own.grad.any()] == []
-
-
-CACHES: dict[str, Callable[[], Cache]] = {
-    "sliding": lambda: SlidingKVCache(B, KV_HEADS, WINDOW, DIM, dtype=F64),
-    "evicting, with room": lambda: EvictingKVCache(B, KV_HEADS, L, DIM, dtype=F64),
-    "evicting, the latest": lambda: EvictingKVCache(B, KV_HEADS, WINDOW, DIM, policy=SinksAndRecent(0), dtype=F64),
-}
-
-
-@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-@torch.no_grad()
-def test_a_stack_takes_any_cache(cache: Callable[[], Cache]) -> None:
-    model, x = stack(ATTENTIONS["window"]), normal(B, L, E)
-    caches = [cache(), cache()]
-    close(torch.cat([model(x[:, [n]], mask=causal, cache=caches) for n in range(L)], 1), model(x, mask=causal))
 
 
 @torch.no_grad()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Any
 
 import torch
 
 from benchmarks.kernel_checks import MASKS, errors_of
-from clearhead.kernels._triton import pooled
-from clearhead.kernels._triton._terms import Terms
+from clearhead.kernels._triton import Operands, Terms
+from clearhead.kernels._triton._calls import pooled
 
 OTHERS = [("causal", "bfloat16", 40), ("drop keys", "float16", 16), ("causal", "float32", 72)]
 CASES = [*((name, "float32", 16) for name in MASKS), *OTHERS]
@@ -25,8 +24,8 @@ def maps_with_nan() -> dict[str, list[float]]:
     query, key = torch.ones(1, 1, count, 16), torch.ones(1, 1, count // 2, 16)
     query[0, 0, count // 2 + 1] = float("nan")
     lse = (query @ key.mT).logsumexp(-1)
-    terms, options = Terms(-count, count, count // 2), dict[str, Any](counted=None, scale=1.0, softcap=0.0)
-    maps = {each: pooled(query, key, lse, terms, (2, 1), largest=each == "max", **options) for each in ("mass", "max")}
+    operands = Operands(query, key, Terms(-count, count, count // 2), 1.0)
+    maps = {each: pooled(operands, lse, (2, 1), largest=each == "max") for each in ("mass", "max")}
     return {each: found.flatten().tolist() for each, found in maps.items()}
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("triton", reason="Triton is installed with PyTorch for CUDA, and with [test] on Linux")
+
 from benchmarks.kernel_checks import wrong_numbers
 from tests.triton.interpreted import CASES, THOROUGH
-
-pytest.importorskip("triton", reason="Triton is installed with PyTorch for CUDA, and with [test] on Linux")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from ..masks._grid import Block, Grid
 from .dropout import dropout_factors
 from .request import Request
 from .sequences import require_within
-from .sharding import CallPart
 from .spec import AttentionSpec, spec_of
 from .validation import read_positions, read_sinks, require_numbers, require_shapes, require_tensors
 
@@ -37,7 +36,7 @@ class Results(NamedTuple):
 
 @dataclass(slots=True)
 class AttentionCall:
-    """A spec and its operands: what a kernel computes.
+    """A spec, its operands and its request: what a kernel computes.
 
     Args:
         spec: everything but the tensors.
@@ -45,8 +44,6 @@ class AttentionCall:
         key: (B, Hkv, S, D); Hkv divides H, query head h reads key/value head h // (H / Hkv).
         value: (B, Hkv, S, Dv).
         request: how it attends.
-        part: for observers of a call that is distributed over processes: how they compute its statistics. Query, key
-            and value are then those of this process. Everything else, `grid` included, describes the complete call.
     """
 
     spec: AttentionSpec
@@ -54,7 +51,6 @@ class AttentionCall:
     key: Tensor
     value: Tensor
     request: Request
-    part: CallPart | None = None
     grid_: Grid | None = field(default=None, repr=False)
     coverage_: Coverage | None = field(default=None, repr=False)
     # The result of `zero_hidden`. `replace` does not copy it, because a call with other tensors has other zeros.
@@ -140,10 +136,10 @@ def make_call(
     for x in (query, key, value):
         is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
         if not is_plain or x.dtype is not query.dtype or x.device != query.device:
-            require_tensors(query=query, key=key, value=value)
+            require_tensors(query, key, value)
             break
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        require_shapes(query=query, key=key, value=value)
+        require_shapes(query, key, value)
         query, key, value = query[None], key[None], value[None]  # (1, H, L, D)
     changes: dict[str, Any] = {}
     if request.query_positions is not None:
@@ -163,8 +159,8 @@ def make_call(
 
 def validate(call: AttentionCall) -> None:
     """Raise unless tensors, sizes and numbers of a call fit together. Equal specs pass alike."""
-    require_tensors(query=call.query, key=call.key, value=call.value)
-    require_shapes(query=call.query, key=call.key, value=call.value)
+    require_tensors(call.query, call.key, call.value)
+    require_shapes(call.query, call.key, call.value)
     require_numbers(call.spec)
 
 
@@ -172,12 +168,9 @@ def valid_call(
     query: Tensor, key: Tensor, value: Tensor | None, request: Request, environment: Environment | None = None
 ) -> AttentionCall:
     """A call of arguments, all of them checked. Without a `value` the key is used for it."""
-    tensors = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
-    require_tensors(**tensors)
-    require_shapes(**tensors)
     environment = read_environment() if environment is None else environment
     call = make_call(query, key, key if value is None else value, request, environment)
-    require_numbers(call.spec)
+    validate(call)
     if call.request.mask is not None:
         call.request.mask.validate(call.grid)
     return call

@@ -8,10 +8,12 @@ order, and a backward pass draws the same bits again.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from ..masks._grid import Block, Index, Offset
+from ..masks._grid import Block, Offset, ends_of
 
 _WORD = 0xFFFFFFFF
 _LEVELS = 1 << 16  # values of the 16 bits that decide about one weight
@@ -39,7 +41,7 @@ def dropout_factors(seed: Tensor, p: float, block: Block, dtype: torch.dtype, of
 def _bits(seed: Tensor, block: Block, offset: Offset | None) -> Tensor:
     """16 random bits for every entry of the block, int64 (b, h, l, s)."""
     num_heads, head, row, column, item = offset or Offset(block.grid.num_heads)
-    start, stop = (end + column for end in _ends(block.columns, block.grid.key_length))
+    start, stop = (end + column for end in ends_of(cast(slice, block.columns), block.grid.key_length))
     first_group, last_group = start // _LANES, (stop + _LANES - 1) // _LANES
     groups = torch.arange(first_group, last_group, device=seed.device)  # (g,)
     streams = (block.b + item) * num_heads + (block.h + head)  # (b, h, 1, 1)
@@ -67,9 +69,3 @@ def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """Low and high words of a 32 × 32 bit product; int64 wraps, the bits are the same."""
     product = x * factor
     return product & _WORD, (product >> 32) & _WORD
-
-
-def _ends(index: Index, length: int) -> tuple[int, int]:
-    if isinstance(index, Tensor):
-        raise TypeError("dropout is drawn for ranges of keys only")
-    return (0, length) if index.start is None else (index.start, index.stop)

@@ -11,9 +11,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .._checks import strided, with_values
+from .._checks import same_device, strided, with_values
 from .._environment import is_tracing, reads_values
-from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._positional import Causal
@@ -95,18 +95,19 @@ def read_sequences(
         )
     tokens, tracing = (query.shape[0], key.shape[0]), is_tracing()
     # A graph must hold for other boundaries, and an accelerator would be waited for.
-    if tracing or bounds[0].device.type not in ("cpu", "meta"):
-        if reads_values(bounds[0]):
-            for name, each, count, most in zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, tokens, longest, strict=True):
-                _checked(name, each, count, most)
-        if not tracing:  # unread, they must at least lie within the tensors
-            limited = [each.clamp(0, count).cummax(0).values for each, count in zip(bounds, tokens, strict=True)]
-            bounds = limited[0], limited[0] if same else limited[1]
-        most = [count if given is None else min(given, count) for given, count in zip(longest, tokens, strict=True)]
-        return PackedSequences(*bounds, (), (), tokens, (most[0], most[1]))
-    queries = _checked("cu_seqlens_q", bounds[0], tokens[0], longest[0])
-    keys = queries if same else _checked("cu_seqlens_k", bounds[1], tokens[1], longest[1])
-    return PackedSequences(*bounds, queries, keys, tokens)
+    holds_numbers = not tracing and bounds[0].device.type in ("cpu", "meta")
+    queries = keys = ()
+    if holds_numbers or reads_values(bounds[0]):
+        queries = keys = _checked("cu_seqlens_q", bounds[0], tokens[0], longest[0])
+        if not same or longest[0] != longest[1]:
+            keys = _checked("cu_seqlens_k", bounds[1], tokens[1], longest[1])
+    if holds_numbers:
+        return PackedSequences(*bounds, queries, keys, tokens)
+    if not tracing:  # unread, they must at least lie within the tensors
+        limited = [each.clamp(0, count).cummax(0).values for each, count in zip(bounds, tokens, strict=True)]
+        bounds = limited[0], limited[0] if same else limited[1]
+    most = [count if given is None else min(given, count) for given, count in zip(longest, tokens, strict=True)]
+    return PackedSequences(*bounds, (), (), tokens, (most[0], most[1]))
 
 
 def require_within(mask: Mask) -> None:
@@ -156,9 +157,7 @@ def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
         raise DTypeError(name, expected=expected, got=str(bounds.dtype))
     if bounds.dim() != 1 or bounds.shape[0] < 1:
         raise ShapeError(name, expected="(n + 1,) for n sequences", got=shape_text(bounds.shape))
-    if bounds.device != x.device:
-        fix = f"Move it with .to({str(x.device)!r})."
-        raise DeviceError(name, expected=f"the {what}'s {x.device}", got=str(bounds.device), fix=fix)
+    same_device(name, bounds, x.device, f"the {what}'s")
     # A copy: what is written to the caller's tensor later must not change a backward pass.
     return bounds.to(torch.int64).clone(memory_format=torch.contiguous_format)
 

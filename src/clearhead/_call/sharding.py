@@ -8,29 +8,26 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..masks._base import Mask
-from .caching import Cache, Positions
+from .caching import Cache
 
 
 class HeadShard(Protocol):
     """Which heads of a module this process computes, and how tensors enter and leave it.
 
     Args:
+        group: the process group that shares the heads.
         first: the first head of this process.
         num_heads, num_kv_heads: the numbers of heads of this process.
-        group: the process group that shares the heads.
+        all_num_kv_heads: Hkv of the module.
     """
 
     @property
     def group(self) -> Any: ...
 
-    @property
-    def first(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
+    first: int
+    num_heads: int
+    num_kv_heads: int
+    all_num_kv_heads: int
 
     def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """The inputs (B, L, features) as the split projections need them. Identical inputs stay identical."""
@@ -42,11 +39,6 @@ class HeadShard(Protocol):
 
     def mask(self, mask: Mask | None) -> Mask | None:
         """A mask of all heads as one of this process's heads."""
-        ...
-
-    @property
-    def all_num_kv_heads(self) -> int:
-        """Hkv of the module."""
         ...
 
     def all_weights(self, weights: Tensor) -> Tensor:
@@ -65,35 +57,13 @@ class HeadShard(Protocol):
 class SequenceShard(Protocol):
     """How a module is called whose sequence is split over several processes."""
 
-    def call(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        mask: Mask | Tensor | None,
-        positions: Positions | None,
-        cache: Cache | None,
-        need_weights: bool,
-        average_attn_weights: bool,
-        /,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output for this process's queries, and their weights if they are wanted."""
+    def call(self, module: Any, /, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """The output for this process's queries, and their weights if they are wanted.
+
+        The arguments are those of the module's `forward`, in its order.
+        """
         ...
 
     def shared_cache(self, make: Callable[[int], Any], max_length: int) -> Cache:
         """A cache of `max_length` tokens, of which this process holds its part. `make` makes a cache of some length."""
-        ...
-
-
-class CallPart(Protocol):
-    """How statistics are computed for a call of which this process holds some queries and keys."""
-
-    @property
-    def totals(self) -> Any:
-        """The `Totals` over the processes."""
-        ...
-
-    def results(self, call: Any, names: Any, options: Any, counted: Tensor | None, queries: Any) -> dict[str, Any]:
-        """As `results_of`, for this process's queries or keys."""
         ...

@@ -7,8 +7,8 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
-from .._checks import FLOATS, is_probability, number, strided
-from ..errors import DeviceError, DTypeError, ShapeError, shape_text
+from .._checks import FLOATS, is_probability, number, same_device, strided
+from ..errors import DTypeError, ShapeError, shape_text
 from ..masks._check import as_positions
 from .spec import AttentionSpec
 
@@ -26,10 +26,9 @@ def require_numbers(spec: AttentionSpec) -> None:
         number("softcap", spec.softcap, "a number > 0, or None", lambda c: 0 < c <= largest)
 
 
-def require_tensors(**operands: Tensor) -> None:
-    """Raise unless query, key and value, by these names, have strides, one supported dtype and one device."""
-    query = operands["query"]
-    for name, tensor in operands.items():
+def require_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless query, key and value have strides, one supported dtype and one device."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         strided(name, tensor)
         if tensor.dtype not in FLOATS:
             raise DTypeError(
@@ -41,12 +40,13 @@ def require_tensors(**operands: Tensor) -> None:
         if tensor.dtype != query.dtype:
             fix = f"Convert it with .to({query.dtype})."
             raise DTypeError(name, expected=f"query's dtype {query.dtype}", got=str(tensor.dtype), fix=fix)
-        _require_device(name, tensor, query)
+        same_device(name, tensor, query.device, "query's device")
 
 
-def require_shapes(**operands: Tensor) -> None:
+def require_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise unless the sizes of query, key and value fit together, with a batch or without one."""
-    query, key = operands["query"], operands["key"]
+    # A value that is the key is not named again.
+    operands = {"query": query, "key": key} if value is key else {"query": query, "key": key, "value": value}
     dims = set(map(Tensor.dim, operands.values()))
     # First, because the other checks compare sizes by their place.
     if dims == {3, 4}:
@@ -71,7 +71,6 @@ def require_shapes(**operands: Tensor) -> None:
             got=shape_text(key.shape),
             fix="Project both to the same size; only values may have another.",
         )
-    value = operands.get("value", key)
     if value.shape[-3] != key.shape[-3]:
         _mismatch("key/value head counts (Hkv)", operands, "Each key head needs its value head.")
     if value.shape[-2] != key.shape[-2]:
@@ -91,12 +90,6 @@ def _mismatch(what: str, operands: dict[str, Tensor], fix: str) -> NoReturn:
     raise ShapeError(", ".join(operands), expected=f"equal {what}", got=shapes, fix=fix)
 
 
-def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:
-    if tensor.device != query.device:
-        fix = f"Move it with .to({str(query.device)!r})."
-        raise DeviceError(name, expected=f"query's device {query.device}", got=str(tensor.device), fix=fix)
-
-
 def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int | None = None) -> Tensor | int | None:
     """Positions as masks read them, (1 or B, n), or (B, H, n) with `heads`.
 
@@ -106,7 +99,7 @@ def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int |
     result = as_positions(name, positions, per_head=heads is not None)
     if not isinstance(result, Tensor):
         return result
-    _require_device(name, result, tensor)
+    same_device(name, result, tensor.device, "query's device")
     batch, length = tensor.shape[0], tensor.shape[2]
     fits = (result.shape[0] == 1 or result.shape[0] == batch) and result.shape[-1] == length
     if not fits or (result.dim() == 3 and result.shape[1] != heads):
@@ -133,6 +126,6 @@ def read_sinks(sinks: Tensor, query: Tensor) -> Tensor:
             got=shape_text(sinks.shape),
             fix="Grouped heads have one sink per query head too.",
         )
-    _require_device("sinks", sinks, query)
+    same_device("sinks", sinks, query.device, "query's device")
     # A sink of −∞ is no sink. In the softmax of a fully masked row it would be the only term.
     return (sinks if sinks.dtype in _READ else sinks.float()).clamp_min(NO_SINK)

@@ -21,7 +21,7 @@ from ..masks._grid import Grid
 from ..masks._tensors import as_mask
 from .packing import Unpadded, unpad
 from .plan import Show, attend
-from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
+from .positions import PositionPart, positions_of_keys, positions_of_queries, require_one_length, with_hidden
 from .unmodified import apply_linear
 
 
@@ -174,7 +174,8 @@ class Layer:
         q, k = _heads(q, self.num_heads, self.q_norm), _heads(k, self.num_kv_heads, self.k_norm)
         v = _heads(v, self.num_kv_heads, None)
         if self.position is not None:
-            q, k = apply_position(self.position, q, k, positions)
+            require_one_length(q.shape[2], k.shape[2])
+            q, k = self.position(q, k, positions)
         if environment.autocast:
             q, k, v = cast_for_autocast(q, k, v)
         return q, k, v
@@ -227,7 +228,7 @@ class Layer:
             unpadded.sequences,
             unpadded.rest,
             environment,
-            positions=0 if self.position is None else unpadded.positions,
+            positions=0 if self.position is None else unpadded.queries.positions,
             show=unpadded.show,
         )
         return unpadded.project_out(mixed, self.out_proj, environment, batch_first=self.batch_first)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._call.forwards import LinearForward
-from .._checks import PLAIN, flag, kind, require_factory, shown, size, strided_or_jagged
+from .._checks import FLOATS, PLAIN, flag, kind, require_factory, same_device, shown, size, strided_or_jagged
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
 from .._torch_private import has_onednn_linear, onednn_linear
-from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError
+from ..errors import ArgumentError, DTypeError, KernelError, ShapeError, shape_text
 
 Backend = Literal["pytorch", "onednn"]
 BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
@@ -82,10 +82,8 @@ class Linear(nn.Linear):
         Raises:
             ShapeError, DTypeError, DeviceError: if the input does not fit the weight.
         """
-        if is_tracing():
-            return F.linear(input, self.weight, self.bias)
         try:
-            return multiply(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError):
             require_input("input", input, self)  # only after an error, so that ordinary calls skip the check
             raise
@@ -102,17 +100,27 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
     require_same(name, x, linear_layer.weight)
 
 
+def require_tokens(name: str, x: object, features: int | None, fix: str = "") -> Tensor:
+    """A float tensor (B, length, features), or (length, features) without a batch. ``None`` allows any features."""
+    x = strided_or_jagged(name, x)
+    if x.dtype not in FLOATS:
+        raise DTypeError(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
+    if x.dim() not in (2, 3) or (features is not None and x.shape[-1] != features):
+        last = "features" if features is None else features
+        expected = f"(B, length, {last}), or (length, {last}) without a batch"
+        raise ShapeError(name, expected=expected, got=shape_text(x.shape), fix=fix)
+    return x
+
+
 def require_same(name: str, x: Tensor, weight: Tensor) -> None:
     """Raise unless an input has the dtype and the device of a module's weight, or autocast converts its dtype."""
-    if x.device != weight.device:
-        fix = "Move the input or the module with .to(...)."
-        raise DeviceError(name, expected=f"the module's device {weight.device}", got=str(x.device), fix=fix)
+    same_device(name, x, weight.device, "the module's device", "Move the input or the module")
     if x.dtype != weight.dtype and not (autocast_is_on(x) and x.is_floating_point()):
         fix = f"Convert the input with .to({weight.dtype}), or the module."
         raise DTypeError(name, expected=f"the module's dtype {weight.dtype}", got=str(x.dtype), fix=fix)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, environment: Environment | None = None) -> Tensor:
     """`torch.nn.functional.linear`, y = x Wᵀ + b, on oneDNN's GEMM where the rule of `describe_backend` says so.
 
     Gradients of every order, autocast, tracing and `torch.func` are as for PyTorch's: what oneDNN's operator does
@@ -122,6 +130,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         input: (…, in_features).
         weight: (out_features, in_features).
         bias: (out_features,). Default: none.
+        environment: of the call, if it was read before.
 
     Returns:
         (…, out_features).
@@ -129,27 +138,17 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         KernelError: under ``use_linear("onednn")``, if oneDNN cannot run it.
     """
-    return F.linear(input, weight, bias) if is_tracing() else multiply(input, weight, bias)
-
-
-def chosen_backend() -> Backend:
-    """The backend that is forced in this thread, or preferred on this machine."""
-    return cast("Backend | None", forced_linears.value) or ("pytorch" if _why_pytorchs() else "onednn")
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment | None = None) -> Tensor:
-    """`linear` where nothing is traced, in an environment that may have been read before."""
     forced = forced_linears.value
-    if forced == "pytorch":
-        return F.linear(x, weight, bias)
+    if forced == "pytorch" or (is_tracing() if environment is None else environment.tracing):
+        return F.linear(input, weight, bias)
     if not forced:
-        if _why_pytorchs() or type(x) not in PLAIN or type(weight) not in PLAIN:
-            return F.linear(x, weight, bias)
+        if _why_pytorchs() or type(input) not in PLAIN or type(weight) not in PLAIN:
+            return F.linear(input, weight, bias)
         # Most GEMMs of small models end here, before anything else is compared.
-        rows = 0 if x.dim() == 0 else x.numel() // max(x.shape[-1], 1)
+        rows = 0 if input.dim() == 0 else input.numel() // max(input.shape[-1], 1)
         if rows < _FEWEST_ROWS or rows * weight.numel() < _FEWEST_MULTIPLICATIONS:
-            return F.linear(x, weight, bias)
-    against = _against(x, weight, bias, environment or read_environment())
+            return F.linear(input, weight, bias)
+    against = _against(input, weight, bias, environment or read_environment())
     if forced and not has_onednn_linear():
         against = _NO_ONEDNN
     if forced and against:
@@ -157,9 +156,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Enviro
             f'use_linear("onednn"): oneDNN cannot run this GEMM: {against}. Use use_linear("pytorch") for it.'
         )
     if against:
-        return F.linear(x, weight, bias)
-    rows = _gemm(x.reshape(-1, x.shape[-1]), weight, bias)  # (rows, out_features)
-    return rows.view(*x.shape[:-1], weight.shape[0])
+        return F.linear(input, weight, bias)
+    product = _gemm(input.reshape(-1, input.shape[-1]), weight, bias)  # (rows, out_features)
+    return product.view(*input.shape[:-1], weight.shape[0])
+
+
+def chosen_backend() -> Backend:
+    """The backend that is forced in this thread, or preferred on this machine."""
+    return cast("Backend | None", forced_linears.value) or ("pytorch" if _why_pytorchs() else "onednn")
 
 
 def describe_backend() -> str:

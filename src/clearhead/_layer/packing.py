@@ -52,11 +52,6 @@ class Unpadded:
     rest: Mask | None
     sequences: PackedSequences
 
-    @property
-    def positions(self) -> Tensor:
-        """(T,) the positions of the queries in their items."""
-        return self.queries.positions
-
     def tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, length, E) → (T, E) each; one tensor stays one where it can."""
         k = self.keys.unpad(key)

@@ -40,16 +40,6 @@ def positions_of_keys(keys: KeyValues, of_new_keys: Positions | None, num_heads:
     return positions
 
 
-def apply_position(position: PositionPart, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-    """Queries (B, H, L, D) and keys (B, Hkv, L, D), rotated by a position part.
-
-    Raises:
-        ShapeError: if there are more keys than queries or fewer.
-    """
-    require_one_length(q.shape[2], k.shape[2])
-    return position(q, k, positions)
-
-
 def require_one_length(queries: int, keys: int) -> None:
     """Raise unless there are as many keys as queries, as a position part needs."""
     if queries != keys:

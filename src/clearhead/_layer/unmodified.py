@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._checks import PLAIN
-from .._environment import Environment, read_environment
+from .._environment import Environment
 from .._torch_private import is_compiled
-from .linear import Linear, multiply
+from .linear import Linear, linear
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
@@ -65,10 +65,9 @@ def inputs_fit(
     return same and (query.dim() == 2 or query.shape[batch_dim] == key.shape[batch_dim])
 
 
-def apply_linear(module: nn.Module, x: Tensor, environment: Environment | None = None) -> Tensor:
+def apply_linear(module: nn.Module, x: Tensor, environment: Environment) -> Tensor:
     """The output of ``module(x)``. An unmodified module is not called, which is faster."""
-    environment = environment or read_environment()
     if environment.tracing or environment.module_hooks or not is_unmodified(module):
         return module(x)
     parameters = module.__dict__["_parameters"]
-    return multiply(x, cast(Tensor, parameters["weight"]), parameters["bias"], environment)
+    return linear(x, cast(Tensor, parameters["weight"]), parameters["bias"], environment)

@@ -20,34 +20,23 @@ struct BackwardBuffers {
     float *weights, *gradients, *slopes, *masks;
 };
 
-// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES). Calls between(step, number of steps) before
-// each step.
+// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES)
 template <int V, class Between>
-static void product(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to,
-                    const Between& between) {
-    for (int64_t j = 0; j < count; j += STEP) {
-        between(j / STEP, count / STEP);
-        Floats acc[STEP][V] = {};
-        multiply<true>(acc, left + j * stride, stride, right, V * LANES, columns);
-        UNROLL for (int t = 0; t < STEP; t++)
-            UNROLL for (int v = 0; v < V; v++) store(to + ((j + t) * V + v) * LANES, acc[t][v]);
-    }
+static void multiply_tile(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to,
+                          const Between& between) {
+    const auto write = [&](int64_t j, int v, Floats sum) __attribute__((always_inline)) {
+        store(to + (j * V + v) * LANES, sum);
+    };
+    product<true, V>(left, stride, right, V * LANES, columns, count, between, write);
 }
 
-// to (keys × columns) += left (keys × rows) · right (rows × columns), V vectors of columns
-template <int V>
-static void add_columns(const float* left, int64_t rows, const float* right, int64_t stride, int64_t keys, float* to) {
-    for (int64_t j = 0; j < keys; j += STEP) {
-        Floats acc[STEP][V] = {};
-        multiply<true>(acc, left + j * rows, rows, right, stride, rows);
-        add_sums(acc, to + j * stride, stride);
-    }
-}
-
+// to (keys × columns) += left (keys × rows) · right (rows × columns)
 static void add_products(const float* left, int64_t rows, const float* right, int64_t stride, int64_t keys, float* to) {
     for (int64_t d = 0, vectors; d < stride; d += vectors * LANES) {
         vectors = columns_at_once((stride - d) / LANES);
-        by_vectors(vectors, [&](auto v) { add_columns<v.value>(left, rows, right + d, stride, keys, to + d); });
+        by_vectors(vectors, [&](auto v) {
+            product<true, v.value>(left, rows, right + d, stride, rows, keys, fetch_nothing, add_to(to + d, stride));
+        });
     }
 }
 
@@ -116,13 +105,13 @@ static void keep_heavy_slopes(BackwardTile& tile, int64_t start, int64_t stop, c
     }
 }
 
-// Adds ds, the gradient of a bias, from the lanes to its rows.
+// Adds ds, the gradient of a bias, from the lanes to its rows, times a factor if they are given.
 static void add_to_bias_gradient(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t stop,
                                  const float* gradients, const float* factors) {
     const int64_t columns = smaller(stop, p.keys) - start;
     each_row_vector(gradients, tile, columns, [&](int64_t lane, int64_t j, Floats ds, int64_t count) {
         float* to = p.bias_gradient.at<float>(batch, tile.head[lane], tile.row[lane]) + start + j;
-        store_some(to, load_some(to, count) + ds * factors[lane], count);
+        store_some(to, load_some(to, count) + ds * (factors ? factors[lane] : 1.f), count);
     });
 }
 
@@ -153,9 +142,9 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     if (p.few)
         score_few<V>(p, tile, keys, count, buffers.weights);
     else
-        product<V>(keys, key_stride, p.dim, tile.query_lanes, count, buffers.weights, between);
+        multiply_tile<V>(keys, key_stride, p.dim, tile.query_lanes, count, buffers.weights, between);
     by_form(mask, [&](auto form) { recompute_probs<V, form()>(p, tile.lse, count, mask, buffers.weights, buffers.slopes); });
-    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, buffers.gradients, fetch_nothing);
+    multiply_tile<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, buffers.gradients, fetch_nothing);
     differentiate<V, HEAVY>(p, tile, batch, start, count, buffers.weights, buffers.gradients);
     if (HEAVY && p.softcap != 0) keep_heavy_slopes(tile, start, stop, buffers.slopes);
     if (p.bias_gradient.data) add_to_bias_gradient(p, tile, batch, start, stop, buffers.gradients, tile.missing);
@@ -164,11 +153,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
             store(buffers.gradients + place, load(buffers.gradients + place) * load(buffers.slopes + place));
     add_products(buffers.weights, rows, tile.gradient_rows, lanes_up(p.value_dim), count, value_sums);
     add_products(buffers.gradients, rows, tile.query_rows, lanes_up(p.dim), count, key_sums);
-    for (int64_t d = 0; d < p.dim; d += STEP) {
-        Floats acc[STEP][V] = {};
-        multiply<false>(acc, keys + d, key_stride, buffers.gradients, rows, count);
-        add_sums(acc, tile.sums + d * rows, rows);
-    }
+    product<false, V>(keys, key_stride, buffers.gradients, rows, count, p.dim, fetch_nothing, add_to(tile.sums, rows));
 }
 
 static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? 4 : 8; }
@@ -189,7 +174,7 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
                                          [&](BackwardTile& tile) { prepare<T>(p, b, tile, scratch); });
     const int64_t key_width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
     float* value_sums = sums + keys_summed(p) * key_width;
-    each_block<T>(p, task, tiles, count, buffers.keys, buffers.values, end_query_run,
+    each_block<T>(p, task, tiles, count, buffers.keys, buffers.values,
                   [&](auto vectors, BackwardTile& tile, int64_t start, int64_t stop, const float* k, const float* v,
                       const auto& between) {
                       attend_back<vectors.value, HEAVY>(p, tile, b, start, stop, buffers, between, k, v,

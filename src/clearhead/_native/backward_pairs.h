@@ -14,111 +14,106 @@ namespace clearhead::ISA {
 constexpr int BACKWARD_BLOCK = 64;          // keys of a unit, packed for all tiles
 constexpr int64_t TILES_BYTES = 768 * 1024;  // of tiles at once, which have to stay in the second cache
 
-struct PairBackwardBuffers {
+struct PairBackward {
+    static constexpr int BLOCK_KEYS = BACKWARD_BLOCK, CHUNK_KEYS = BACKWARD_BLOCK, SUMS = 3, SCORES = 2;
+    typedef DueProducts<SUMS + SCORES> Due;
+
+    const Problem& p;
+    const Task& task;
+    float* key_sums;  // of dk, then dv
     Pair *copied_keys, *copied_values, *keys_twice[SIDES];  // (keys × pairs of D or Dv); (D × keys)
-    float *weights[2], *gradients[2], *slopes;              // (keys × V·LANES)
+    float *weights[2], *gradients[2], *slopes;              // (keys × V·LANES); first scores and dp
     float* masks;
     Matrix<const Pair> keys, values;
-};
 
-// The five products of a unit and its neighbours, in the order in which they are due.
-struct DueProducts {
-    Product of_before[3] = {}, of_next[2] = {};
+    bool keeps_numbers() const { return p.softcap != 0 || p.bias_gradient.data; }
 
-    void step_of_any() {
-        for (Product& product : of_before)
-            if (product.unfinished()) return step(product);
-        for (Product& product : of_next)
-            if (product.unfinished()) return step(product);
+    void pack(int64_t start, int64_t present, int64_t padded, int side) {
+        keys = find_pairs(p.key, task.batch, task.kv_head, start, present, p.dim, padded, copied_keys);
+        values = find_pairs(p.value, task.batch, task.kv_head, start, present, p.value_dim, padded, copied_values);
+        transpose_twice(p.key, task.batch, task.kv_head, start, present, p.dim, height_up(p.dim), BACKWARD_BLOCK, padded,
+                        keys_twice[side]);
     }
-    void finish_all() {
-        for (Product& product : of_before) finish(product);
-        for (Product& product : of_next) finish(product);
+
+    void scores(const Unit<BackwardTile>& unit, Product* of_next) const {
+        const BackwardTile& tile = *unit.tile;
+        const int64_t vectors = tile.vectors, lanes = vectors * LANES;
+        of_next[0] = {{keys.at(unit.within, 0), keys.stride}, {as_pairs(tile.query_lanes), lanes}, 1, pairs_up(p.dim),
+                      unit.count, vectors, {weights[unit.slot], lanes}, false};
+        of_next[1] = {{values.at(unit.within, 0), values.stride}, {as_pairs(tile.gradient_lanes), lanes}, 1,
+                      pairs_up(p.value_dim), unit.count, vectors, {gradients[unit.slot], lanes}, false};
     }
-};
 
-static void scores_ahead(const Problem& p, const Unit<BackwardTile>& unit, const PairBackwardBuffers& buffers,
-                         DueProducts& due) {
-    const BackwardTile& tile = *unit.tile;
-    const int64_t vectors = tile.vectors, lanes = vectors * LANES;
-    const Pair *keys = buffers.keys.at(unit.within, 0), *values = buffers.values.at(unit.within, 0);
-    due.of_next[0] = {{keys, buffers.keys.stride}, {as_pairs(tile.query_lanes), lanes}, 1, pairs_up(p.dim), unit.count, vectors,
-                      {buffers.weights[unit.slot], lanes}, false};
-    due.of_next[1] = {{values, buffers.values.stride}, {as_pairs(tile.gradient_lanes), lanes}, 1, pairs_up(p.value_dim),
-                      unit.count, vectors, {buffers.gradients[unit.slot], lanes}, false};
-}
+    template <int V, MaskForm FORM>
+    void adjust(const Unit<BackwardTile>& unit) const {
+        recompute_probs<V, FORM>(p, unit.tile->lse, unit.count, unit.mask, weights[unit.slot], slopes);
+    }
 
-static void sums_behind(const Problem& p, const Unit<BackwardTile>& unit, const PairBackwardBuffers& buffers,
-                        float* sums, DueProducts& due) {
-    const BackwardTile& tile = *unit.tile;
-    const int64_t vectors = tile.vectors, lanes = vectors * LANES;
-    const int64_t width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
-    const Matrix<const Pair> weights = {reinterpret_cast<const Pair*>(buffers.weights[unit.slot]), lanes};
-    const Matrix<const Pair> gradients = {reinterpret_cast<const Pair*>(buffers.gradients[unit.slot]), lanes};
-    const Matrix<float> key_sums = {sums + unit.start * width, width};
-    const Matrix<float> value_sums = {sums + keys_summed(p) * width + unit.start * value_width, value_width};
-    const Matrix<const Pair> keys = {buffers.keys_twice[unit.side] + unit.within, BACKWARD_BLOCK};
-    due.of_before[0] = {weights, {as_pairs(tile.gradient_rows), value_width}, 1, lanes, unit.count, value_width / LANES,
-                        value_sums, true};
-    due.of_before[1] = {gradients, {as_pairs(tile.query_rows), width}, 1, lanes, unit.count, width / LANES, key_sums, true};
-    due.of_before[2] = {keys, gradients, 1, unit.count, height_up(p.dim), vectors, {tile.sums, lanes}, true};
-}
-
-// Scores and dp to weights and ds in their places, as pairs. If not PLAIN, there may be dropout, scores may be weights
-// already, ds may have to stay a number for now, and weights may miss a factor.
-template <int V, bool PLAIN>
-static void differentiate_pairs(const Problem& p, const Unit<BackwardTile>& unit, int64_t batch, bool weighed,
-                                bool numbers, float* weights, float* gradients, DueProducts& due) {
-    const BackwardTile& tile = *unit.tile;
-    const bool drop = !PLAIN && p.drop_below;
-    const float factor = p.scale * LOG2E;
-    for (int64_t j = 0; j < unit.count; j += GROUP)
-        UNROLL for (int v = 0; v < V; v++) {
-            Ints undropped[GROUP];
-            if (drop) dropout_mask(p, tile, batch, v, unit.start + j, undropped);
-            const Floats lse = load(tile.lse + v * LANES), correction = load(tile.correction + v * LANES);
-            for (int t = 0; t < GROUP; t++) {
-                if (t % 2 == 0) due.step_of_any();
-                const int64_t place = ((j + t) * V + v) * LANES;
-                Floats weight = load(weights + place), x = load(gradients + place);
-                if (PLAIN || !weighed) weight = exp2_of_weight(weight * factor - lse);
-                if (!PLAIN) weight *= load(tile.missing + v * LANES);
-                if (drop) x = only_where(undropped[t], x * p.kept_factor);
-                x = weight * (x - correction);
-                if (drop) weight = only_where(undropped[t], weight * p.kept_factor);
-                store(weights + place, reinterpret_cast<Floats>(split(weight)));
-                store(gradients + place, !PLAIN && numbers ? x : reinterpret_cast<Floats>(split(x)));
+    // Scores and dp to weights and ds in their places, as pairs. If not PLAIN, there may be dropout, scores may be weights
+    // already, ds may have to stay a number for now, and weights may miss a factor.
+    template <int V, bool PLAIN>
+    void differentiate(const Unit<BackwardTile>& unit, Due& due) const {
+        const BackwardTile& tile = *unit.tile;
+        const bool drop = !PLAIN && p.drop_below, numbers = !PLAIN && keeps_numbers(), weighed = !PLAIN && unit.adjusted;
+        const float factor = p.scale * LOG2E;
+        float *of_weights = weights[unit.slot], *of_gradients = gradients[unit.slot];
+        for (int64_t j = 0; j < unit.count; j += GROUP)
+            UNROLL for (int v = 0; v < V; v++) {
+                Ints undropped[GROUP];
+                if (drop) dropout_mask(p, tile, task.batch, v, unit.start + j, undropped);
+                const Floats lse = load(tile.lse + v * LANES), correction = load(tile.correction + v * LANES);
+                for (int t = 0; t < GROUP; t++) {
+                    if (t % 2 == 0) due.step_of_any();
+                    const int64_t place = ((j + t) * V + v) * LANES;
+                    Floats weight = load(of_weights + place), x = load(of_gradients + place);
+                    if (!weighed) weight = exp2_of_weight(weight * factor - lse);
+                    if (!PLAIN) weight *= load(tile.missing + v * LANES);
+                    if (drop) x = only_where(undropped[t], x * p.kept_factor);
+                    x = weight * (x - correction);
+                    if (drop) weight = only_where(undropped[t], weight * p.kept_factor);
+                    store(of_weights + place, reinterpret_cast<Floats>(split(weight)));
+                    store(of_gradients + place, numbers ? x : reinterpret_cast<Floats>(split(x)));
+                }
             }
+    }
+
+    // ds that stayed numbers, for the gradient of a bias or the slope of a soft-cap, become pairs.
+    template <int V>
+    void finish_gradients(const Unit<BackwardTile>& unit) const {
+        float* to = gradients[unit.slot];
+        if (p.bias_gradient.data)  // the weights had their factors already
+            add_to_bias_gradient(p, *unit.tile, task.batch, unit.start, unit.start + unit.count, to, nullptr);
+        for (int64_t place = 0; place < unit.count * V * LANES; place += LANES) {
+            Floats x = load(to + place);
+            if (p.softcap != 0) x *= load(slopes + place);
+            store(to + place, reinterpret_cast<Floats>(split(x)));
         }
-}
-
-// ds that stayed numbers, for the gradient of a bias or the slope of a soft-cap, become pairs.
-template <int V>
-static void finish_gradients(const Problem& p, const Unit<BackwardTile>& unit, int64_t batch, const float* slopes,
-                             float* gradients) {
-    if (p.bias_gradient.data) {
-        float factors[TILE];  // which the weights had already
-        for (float& factor : factors) factor = 1;
-        add_to_bias_gradient(p, *unit.tile, batch, unit.start, unit.start + unit.count, gradients, factors);
     }
-    for (int64_t place = 0; place < unit.count * V * LANES; place += LANES) {
-        Floats x = load(gradients + place);
-        if (p.softcap != 0) x *= load(slopes + place);
-        store(gradients + place, reinterpret_cast<Floats>(split(x)));
-    }
-}
 
-template <int V>
-static void attend_back_pairs(const Problem& p, const Unit<BackwardTile>& unit, int64_t batch, bool weighed,
-                              const PairBackwardBuffers& buffers, DueProducts& due) {
-    float *weights = buffers.weights[unit.slot], *gradients = buffers.gradients[unit.slot];
-    const bool numbers = p.softcap != 0 || p.bias_gradient.data;
-    if (weighed || numbers || p.drop_below || unit.tile->misses)
-        differentiate_pairs<V, false>(p, unit, batch, weighed, numbers, weights, gradients, due);
-    else
-        differentiate_pairs<V, true>(p, unit, batch, false, false, weights, gradients, due);
-    if (numbers) finish_gradients<V>(p, unit, batch, buffers.slopes, gradients);
-}
+    template <int V>
+    void weigh(const Unit<BackwardTile>& unit, Due& due) const {
+        if (unit.adjusted || keeps_numbers() || p.drop_below || unit.tile->misses)
+            differentiate<V, false>(unit, due);
+        else
+            differentiate<V, true>(unit, due);
+        if (keeps_numbers()) finish_gradients<V>(unit);
+    }
+
+    void sums(const Unit<BackwardTile>& unit, Product* of_before) const {
+        const BackwardTile& tile = *unit.tile;
+        const int64_t vectors = tile.vectors, lanes = vectors * LANES;
+        const int64_t width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
+        const Matrix<const Pair> left_weights = {reinterpret_cast<const Pair*>(weights[unit.slot]), lanes};
+        const Matrix<const Pair> left_gradients = {reinterpret_cast<const Pair*>(gradients[unit.slot]), lanes};
+        const Matrix<const Pair> transposed = {keys_twice[unit.side] + unit.within, BACKWARD_BLOCK};
+        float* value_sums = key_sums + keys_summed(p) * width;
+        of_before[0] = {left_weights, {as_pairs(tile.gradient_rows), value_width}, 1, lanes, unit.count,
+                        value_width / LANES, {value_sums + unit.start * value_width, value_width}, true};
+        of_before[1] = {left_gradients, {as_pairs(tile.query_rows), width}, 1, lanes, unit.count, width / LANES,
+                        {key_sums + unit.start * width, width}, true};
+        of_before[2] = {transposed, left_gradients, 1, unit.count, height_up(p.dim), vectors, {tile.sums, lanes}, true};
+    }
+};
 
 static int64_t pair_tile_floats(const Problem& p) {
     const int64_t width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
@@ -145,61 +140,22 @@ static void prepare_pairs(const Problem& p, int64_t batch, BackwardTile& tile, f
     rows_to_pairs(p.output_gradient, tile, batch, p.value_dim, pairs_up(p.value_dim), false, as_pairs(tile.gradient_lanes));
     rows_twice(p.query, tile, batch, p.dim, as_pairs(tile.query_rows));
     rows_twice(p.output_gradient, tile, batch, p.value_dim, as_pairs(tile.gradient_rows));
-    begin_query_sums(tile, height_up(p.dim), p.keys > PAIR_RUN, scratch);
+    begin_sums(tile, height_up(p.dim), p.keys > PAIR_RUN, scratch);
     correct<BFloat16>(p, batch, tile);
     tile.misses = false;
     for (const float factor : tile.missing) tile.misses = tile.misses || fabsf(factor - 1) > 0x1p-13f;
 }
 
-// A few tiles of rows against all their visible keys.
-static void backward_tiles(const Problem& p, const Task& task, BackwardTile* tiles, int64_t count,
-                           PairBackwardBuffers& buffers, float* sums) {
-    const auto pack = [&](int64_t start, int64_t present, int64_t padded, int side) {
-        buffers.keys = find_pairs(p.key, task.batch, task.kv_head, start, present, p.dim, padded, buffers.copied_keys);
-        buffers.values =
-            find_pairs(p.value, task.batch, task.kv_head, start, present, p.value_dim, padded, buffers.copied_values);
-        transpose_twice(p.key, task.batch, task.kv_head, start, present, p.dim, height_up(p.dim), BACKWARD_BLOCK, padded,
-                        buffers.keys_twice[side]);
-    };
-    Units<BackwardTile, decltype(pack)> units(p, task, tiles, count, BACKWARD_BLOCK, BACKWARD_BLOCK, buffers.masks,
-                                                     pack);
-    Unit<BackwardTile> now, next;
-    DueProducts due;
-    bool has_next = units.next(now);
-    if (has_next) scores_ahead(p, now, buffers, due);
-    due.finish_all();
-    while (has_next) {
-        const bool weighed = p.softcap != 0 || now.masked();
-        if (weighed)
-            by_vectors(now.tile->vectors, [&](auto v) {
-                by_form(now.mask, [&](auto form) {
-                    recompute_probs<v.value, form()>(p, now.tile->lse, now.count, now.mask, buffers.weights[now.slot],
-                                                  buffers.slopes);
-                });
-            });
-        has_next = units.next(next);
-        if (has_next) scores_ahead(p, next, buffers, due);
-        by_vectors(now.tile->vectors,
-                   [&](auto v) { attend_back_pairs<v.value>(p, now, task.batch, weighed, buffers, due); });
-        due.finish_all();
-        if (now.tile->summed + now.count > PAIR_RUN) end_query_run(*now.tile);
-        now.tile->summed += now.count;
-        sums_behind(p, now, buffers, sums, due);
-        now = next;
-    }
-    due.finish_all();
-}
-
 template <>
 void backward<BFloat16>(const Problem& p, const Task& task, float* sums, float* scratch) {
-    PairBackwardBuffers buffers;
-    buffers.copied_keys = take_pairs(scratch, BACKWARD_BLOCK * pairs_up(p.dim));
-    buffers.copied_values = take_pairs(scratch, BACKWARD_BLOCK * pairs_up(p.value_dim));
-    for (Pair*& keys : buffers.keys_twice) keys = take_pairs(scratch, height_up(p.dim) * BACKWARD_BLOCK);
-    for (float*& weights : buffers.weights) weights = take(scratch, BACKWARD_BLOCK * TILE);
-    for (float*& gradients : buffers.gradients) gradients = take(scratch, BACKWARD_BLOCK * TILE);
-    buffers.slopes = take(scratch, BACKWARD_BLOCK * TILE);
-    buffers.masks = take(scratch, MASK_SCRATCH_FLOATS);
+    PairBackward pass = {p, task, sums};
+    pass.copied_keys = take_pairs(scratch, BACKWARD_BLOCK * pairs_up(p.dim));
+    pass.copied_values = take_pairs(scratch, BACKWARD_BLOCK * pairs_up(p.value_dim));
+    for (Pair*& keys : pass.keys_twice) keys = take_pairs(scratch, height_up(p.dim) * BACKWARD_BLOCK);
+    for (float*& weights : pass.weights) weights = take(scratch, BACKWARD_BLOCK * TILE);
+    for (float*& gradients : pass.gradients) gradients = take(scratch, BACKWARD_BLOCK * TILE);
+    pass.slopes = take(scratch, BACKWARD_BLOCK * TILE);
+    pass.masks = take(scratch, MASK_SCRATCH_FLOATS);
     const TileRegisters registers;
     const int64_t step = pair_tiles_at_once(p) * TILE;
     for (int64_t row = task.row_start; row < task.row_stop; row += step) {
@@ -208,7 +164,7 @@ void backward<BFloat16>(const Problem& p, const Task& task, float* sums, float* 
         const int64_t stop = smaller(row + step, task.row_stop);
         const int64_t count = describe_tiles(
             p, task, row, stop, tiles, [&](BackwardTile& tile) { prepare_pairs(p, task.batch, tile, memory); });
-        backward_tiles(p, task, tiles, count, buffers, sums);
+        run_units(p, task, tiles, count, pass);
         for (float& factor : factors) factor = p.scale;
         for (int64_t n = 0; n < count; n++)
             write_query_gradient<BFloat16>(p, task.batch, tiles[n], factors);

@@ -7,15 +7,12 @@ namespace clearhead::ISA {
 constexpr float HEAVY_WEIGHT = 0.51f;  // above one half, so that rounding cannot make two keys of a row heavy
 
 // A tile with its numbers from the forward pass and its dq. (D) and (Dv) are padded to whole vectors or steps.
-struct BackwardTile : Tile {
+struct BackwardTile : SummedTile {
     float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES), or their pairs
     float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), or pairs of each number twice
-    float *sums, *totals;                 // (D × V·LANES), of a run of keys, and of earlier runs or null
-    int64_t floats;                       // of these sums
-    int64_t summed;                       // of products of pairs: the keys of this run,
-    bool misses;                          // and whether `missing` is more than the rounding of weights
     float lse[TILE], correction[TILE];    // lse in units of log 2, rounded; δ − dl
     float missing[TILE];                  // the factor of the weights that corrects this rounding
+    bool misses;                          // of products of pairs: whether it is more than the rounding of weights
     float* few_queries;                   // the queries as decoding reads them, if `few`
     float heavy_above[TILE];              // the weight above which a key is heavy
     int32_t heavy_key[TILE];              // the heavy key, or −1
@@ -31,7 +28,7 @@ static int64_t tile_floats(const Problem& p) {
 static int64_t keys_summed(const Problem& p) { return round_up(p.keys, KEY_STEP); }
 static int64_t sums_size(const Problem& p) { return keys_summed(p) * (lanes_up(p.dim) + lanes_up(p.value_dim)); }
 
-// Copies the rows of a tile, times a factor and a factor per row, with zeros for lanes without a row.
+// Copies the rows of a tile, times a factor and perhaps a factor per row, with zeros for lanes without a row.
 template <class T>
 static void copy_rows(const View& view, const Tile& tile, int64_t batch, int64_t columns, float factor,
                       const float* factors, float* to) {
@@ -42,8 +39,8 @@ static void copy_rows(const View& view, const Tile& tile, int64_t batch, int64_t
             continue;
         }
         const T* from = view.at<T>(batch, tile.head[lane], tile.row[lane]);
-        for (int64_t j = 0; j < columns; j += LANES)
-            store(to + j, factor * factors[lane] * load_some(from + j, columns - j));
+        const float of_row = factors ? factor * factors[lane] : factor;
+        for (int64_t j = 0; j < columns; j += LANES) store(to + j, of_row * load_some(from + j, columns - j));
     }
 }
 
@@ -84,18 +81,10 @@ static void correct(const Problem& p, int64_t batch, BackwardTile& tile) {
     for (int lane = 0; lane < TILE; lane += LANES) store(tile.missing + lane, exp2(load(tile.missing + lane)));
 }
 
-// Sums of zero for dq of `height` rows, with a total if there are several runs.
-static void begin_query_sums(BackwardTile& tile, int64_t height, bool totals, float*& scratch) {
-    tile.floats = height * tile.vectors * LANES, tile.summed = 0;
-    tile.sums = take(scratch, tile.floats), tile.totals = totals ? take(scratch, tile.floats) : nullptr;
-    clear(tile.sums, tile.floats);
-    if (totals) clear(tile.totals, tile.floats);
-}
-
 // Adds the sums of a run to the total, and begins the next with zeros.
-static void end_query_run(BackwardTile& tile) {
+static void end_run(BackwardTile& tile) {
     for (int64_t place = 0; place < tile.floats; place += LANES)
-        store(tile.totals + place, load(tile.totals + place) + load(tile.sums + place));
+        store(tile.total + place, load(tile.total + place) + load(tile.sums + place));
     clear(tile.sums, tile.floats);
     tile.summed = 0;
 }
@@ -103,8 +92,8 @@ static void end_query_run(BackwardTile& tile) {
 // Writes dq of a tile, each row times its factor.
 template <class T>
 static void write_query_gradient(const Problem& p, int64_t batch, BackwardTile& tile, const float* factors) {
-    if (tile.totals) end_query_run(tile);
-    lanes_to_rows<T>(tile.totals ? tile.totals : tile.sums, tile, batch, p.dim, factors, p.query_gradient);
+    if (tile.total) end_run(tile);
+    lanes_to_rows<T>(tile.total ? tile.total : tile.sums, tile, batch, p.dim, factors, p.query_gradient);
 }
 
 template <class T>
@@ -114,7 +103,7 @@ static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*&
     tile.gradient_lanes = take(scratch, p.value_dim * lanes);
     tile.query_rows = take(scratch, lanes_up(p.dim) * lanes);
     tile.gradient_rows = take(scratch, lanes_up(p.value_dim) * lanes);
-    begin_query_sums(tile, step_up(p.dim), has_totals(p), scratch);
+    begin_sums(tile, step_up(p.dim), has_totals(p), scratch);
     correct<T>(p, batch, tile);
     for (int lane = 0; lane < TILE; lane++) {
         tile.heavy_above[lane] = p.whole_rows ? HEAVY_WEIGHT / tile.missing[lane] : INFINITY;
@@ -125,9 +114,7 @@ static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*&
     copy_rows<T>(p.query, tile, batch, p.dim, 1, tile.missing, tile.query_rows);
     if (p.few) {
         tile.few_queries = take(scratch, lanes_up(p.dim) * lanes);
-        float ones[TILE];
-        for (float& factor : ones) factor = 1;
-        copy_rows<T>(p.query, tile, batch, p.dim, 1, ones, tile.few_queries);
+        copy_rows<T>(p.query, tile, batch, p.dim, 1, nullptr, tile.few_queries);
     }
     copy_rows<T>(p.output_gradient, tile, batch, p.value_dim, p.kept_factor, tile.missing, tile.gradient_rows);
 }

@@ -6,10 +6,10 @@ namespace {
 constexpr int64_t CHUNK = 16;  // cells that are read together, until one is visible
 constexpr int64_t AHEAD = 16;  // rows to prefetch, which are too far apart for the processor's prefetcher
 
-// Clears the marks of hidden cells among the `count` cells from `start` on.
+// Clears the marks of hidden cells among the `count` cells of a row from `start` on.
 template <class T>
-void hide(const Cells& cells, int64_t start, int64_t count, uint8_t* marks) {
-    const T* from = static_cast<const T*>(cells.data) + start;
+void hide(const Cells& cells, const char* row, int64_t start, int64_t count, uint8_t* marks) {
+    const T* from = reinterpret_cast<const T*>(row) + start * cells.column;
     const T hidden = static_cast<T>(cells.hidden);
     if (cells.column == 1) {
         for (int64_t j = 0; j < count; j++) marks[j] &= from[j] != hidden;
@@ -51,18 +51,13 @@ class Plane {
 
     // Whether a row sees a key. Marks its visible keys that were unseen so far.
     bool sees(int64_t row) {
-        int64_t first = larger(0, row + search_.low);
-        int64_t last = smaller(smaller(search_.keys, search_.stop), row + search_.high + 1);
-        if (search_.first) {
-            const int64_t place = batch_ * search_.range_batch + row * search_.range_row;
-            first = larger(first, search_.first[place]), last = smaller(last, search_.last[place]);
-        }
+        const auto [first, last] = search_.range(batch_, row);
         bool any = false;
         for (int64_t j = larger(first, open_start_); j < smaller(last, open_stop_); j += CHUNK)
             any |= look(row, j, smaller(last, open_stop_), keys_seen_ + j);
         while (open_start_ < open_stop_ && keys_seen_[open_start_]) open_start_++;
         while (open_start_ < open_stop_ && keys_seen_[open_stop_ - 1]) open_stop_--;
-        if (any || first >= last) return any;
+        if (any || first == last) return any;
         fetch(smaller(row + AHEAD, search_.rows - 1), hint_);
         const int64_t start = hint_ < first || hint_ >= last ? first : hint_;
         for (hint_ = start; hint_ < last; hint_ += CHUNK)
@@ -75,13 +70,9 @@ class Plane {
     void fetch(int64_t row, int64_t column) const {
         for (int64_t n = 0; n < search_.count; n++) {
             const Cells& cells = search_.masks[n];
-            const int64_t cell = place(cells, row) + smaller(column, search_.keys - 1) * cells.column;
-            __builtin_prefetch(static_cast<const char*>(cells.data) + cell * cells.bytes);
+            const int64_t offset = smaller(column, search_.keys - 1) * cells.column * cells.bytes;
+            __builtin_prefetch(cells.address(batch_, head_, row, cells.bytes) + offset);
         }
-    }
-
-    int64_t place(const Cells& cells, int64_t row) const {
-        return batch_ * cells.batch + head_ * cells.head + row * cells.row;
     }
 
     // Whether a row sees one of CHUNK columns. Marks these unless `key_marks` is null.
@@ -91,11 +82,11 @@ class Plane {
         memset(marks, 1, sizeof marks);
         for (int64_t n = 0; n < search_.count; n++) {
             const Cells& cells = search_.masks[n];
-            const int64_t from = place(cells, row) + start * cells.column;
-            if (cells.bytes == 1) hide<uint8_t>(cells, from, count, marks);
-            if (cells.bytes == 2) hide<uint16_t>(cells, from, count, marks);
-            if (cells.bytes == 4) hide<uint32_t>(cells, from, count, marks);
-            if (cells.bytes == 8) hide<uint64_t>(cells, from, count, marks);
+            const char* from = cells.address(batch_, head_, row, cells.bytes);
+            if (cells.bytes == 1) hide<uint8_t>(cells, from, start, count, marks);
+            if (cells.bytes == 2) hide<uint16_t>(cells, from, start, count, marks);
+            if (cells.bytes == 4) hide<uint32_t>(cells, from, start, count, marks);
+            if (cells.bytes == 8) hide<uint64_t>(cells, from, start, count, marks);
         }
         uint8_t any = 0;
         for (int64_t j = 0; j < count; j++) any |= marks[j];
@@ -106,7 +97,7 @@ class Plane {
 
 void add_mask(const View& view, int64_t bytes, uint64_t hidden, CoverageSearch& search, const Problem& p) {
     if (!view.data) return;
-    search.masks[search.count++] = {view.data, bytes, hidden, view.batch, view.head, view.row, view.column};
+    search.masks[search.count++] = {view, bytes, hidden};
     if (view.batch) search.batch = p.batch;
     if (view.head) search.heads = p.heads;
 }
@@ -132,11 +123,8 @@ bool may_hide_altogether(const Problem& p) {
 }
 
 Isolated::Isolated(const Problem& p) : problem_(p), copy_(p) {
-    search_.batch = search_.heads = 1;
-    search_.rows = p.rows, search_.keys = p.keys;
-    search_.low = p.low, search_.high = p.high, search_.stop = p.stop;
-    search_.first = p.first, search_.last = p.last, search_.range_batch = p.range_batch, search_.range_row = p.range_row;
-    if (p.first && p.range_batch) search_.batch = p.batch;
+    static_cast<RowRanges&>(search_) = p;
+    search_.heads = 1, search_.batch = p.first && p.range_batch ? p.batch : 1;
     add_mask(p.visible, 1, 0, search_, p);
     add_mask(p.bias, 4, 0xff800000, search_, p);
     const int64_t planes = search_.batch * search_.heads;

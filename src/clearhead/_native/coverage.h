@@ -8,20 +8,16 @@
 namespace clearhead {
 
 // A tensor of bool or of a bias. Strides count cells and are zero where a size of 1 broadcasts.
-struct Cells {
-    const void* data;
+struct Cells : View {
     int64_t bytes;    // of a cell
     uint64_t hidden;  // the bits of a cell that hides
-    int64_t batch, head, row, column;
 };
 
 constexpr int64_t MOST_MASKS = 4;
 
-struct CoverageSearch {
-    int64_t batch, heads, rows, keys;  // 1 batch item or head where all have the same mask
-    int64_t low, high, stop;           // row i sees i + low <= j <= i + high and j < stop, where no mask hides it
-    const int32_t *first, *last;       // and first <= j < last of the row, or null
-    int64_t range_batch, range_row;
+// Row ranges and masks, each of which may hide keys.
+struct CoverageSearch : RowRanges {
+    int64_t batch, heads;            // 1 batch item or head where all have the same mask
     uint8_t *rows_seen, *keys_seen;  // results, (batch, heads, rows) and (batch, heads, keys)
     int64_t count;
     Cells masks[MOST_MASKS];

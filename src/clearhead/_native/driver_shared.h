@@ -1,7 +1,6 @@
 // Common parts of the drivers of all passes.
 #pragma once
 #include "coverage.h"
-#include "driver.h"
 #include "parallel.h"
 
 namespace clearhead {

@@ -12,8 +12,8 @@ class ChunkSums {
   public:
     ChunkSums(const Problem& p, const Statistics& s, int64_t chunks, int64_t step)
         : p_(p), s_(s), chunks_(chunks), step_(step), columns_(s.received ? columns_of(p) : 0),
-          memory_(zeros<float>(3 * p.batch * p.heads * chunks * columns_)),
-          maps_(zeros<double>(s.map ? (p.batch * p.heads * (s.map_rows + chunks) + s.map_rows) * s.map_columns : 0)) {}
+          cells_(s.map ? s.map_rows * s.map_columns : 0), memory_(zeros<float>(3 * p.batch * p.heads * chunks * columns_)),
+          maps_(zeros<double>(p.batch * p.heads * chunks * cells_)) {}
 
     TaskSums of(int64_t head, int64_t chunk) const {
         TaskSums sums = {};
@@ -22,61 +22,46 @@ class ChunkSums {
             sums.lost = sums.received + columns_;
             sums.viewers = sums.lost + columns_;
         }
-        if (!s_.map) return sums;
-        sums.first_map_row = s_.map_row(p_, chunk * step_);
-        // The last row of a chunk and the first of the next may go to the same row of the map.
-        const int64_t row = head * (s_.map_rows + chunks_) + sums.first_map_row + chunk;
-        sums.map = maps_.get() + row * s_.map_columns;
+        if (s_.map) sums.map = maps_.get() + (head * chunks_ + chunk) * cells_;
         return sums;
     }
 
     void add_up() const {
         for (int64_t head = 0; head < p_.batch * p_.heads; head++) {
-            for (int64_t j = 0; s_.received && j < p_.keys; j += KEYS) add_up_keys(head, j);
+            for (int64_t j = 0; s_.received && j < p_.keys; j++) add_up_key(head, j);
             if (s_.map) add_up_map(head);
         }
     }
 
   private:
-    static constexpr int64_t KEYS = 16;  // added together; `columns_of` has padding for as many
-
-    void add_up_keys(int64_t head, int64_t start) const {
-        double received[KEYS] = {}, viewers[KEYS] = {};
+    void add_up_key(int64_t head, int64_t j) const {
+        double received = 0, viewers = 0;
         for (int64_t chunk = 0; chunk < chunks_; chunk++) {
-            const float* of_chunk = memory_.get() + 3 * (head * chunks_ + chunk) * columns_ + start;
-            for (int64_t j = 0; j < KEYS; j++) {
-                received[j] += static_cast<double>(of_chunk[j]) + of_chunk[j + columns_];
-                viewers[j] += of_chunk[j + 2 * columns_];
-            }
+            const TaskSums of_chunk = of(head, chunk);
+            received += static_cast<double>(of_chunk.received[j]) + of_chunk.lost[j];
+            viewers += of_chunk.viewers[j];
         }
-        for (int64_t j = start; j < p_.keys && j < start + KEYS; j++) {
-            s_.received[head * p_.keys + j] = static_cast<float>(received[j - start]);
-            s_.viewers[head * p_.keys + j] = static_cast<float>(viewers[j - start]);
-        }
+        s_.received[head * p_.keys + j] = static_cast<float>(received);
+        s_.viewers[head * p_.keys + j] = static_cast<float>(viewers);
     }
 
     void add_up_map(int64_t head) const {
-        const int64_t cells = s_.map_rows * s_.map_columns;
-        double* total = maps_.get() + p_.batch * p_.heads * (s_.map_rows + chunks_) * s_.map_columns;  // behind maps
-        memset(total, 0, static_cast<size_t>(cells) * sizeof(double));
-        for (int64_t chunk = 0; chunk < chunks_; chunk++) {
-            const TaskSums of_chunk = of(head, chunk);
-            const int64_t stop = smaller((chunk + 1) * step_, p_.rows);
-            const int64_t count = (s_.map_row(p_, stop - 1) + 1 - of_chunk.first_map_row) * s_.map_columns;
-            double* to = total + of_chunk.first_map_row * s_.map_columns;
-            for (int64_t i = 0; i < count; i++) {
-                const double x = of_chunk.map[i];
-                to[i] = !s_.map_max ? to[i] + x : x > to[i] || x != x ? x : to[i];
-            }
+        double* total = of(head, 0).map;
+        for (int64_t chunk = 1; chunk < chunks_; chunk++) {
+            const double* map = of(head, chunk).map;
+            const int64_t last_row = smaller((chunk + 1) * step_, p_.rows) - 1;
+            const int64_t start = s_.map_row(p_, chunk * step_), stop = s_.map_row(p_, last_row) + 1;
+            for (int64_t i = start * s_.map_columns; i < stop * s_.map_columns; i++)
+                total[i] = !s_.map_max ? total[i] + map[i] : map[i] > total[i] || map[i] != map[i] ? map[i] : total[i];
         }
-        for (int64_t i = 0; i < cells; i++) s_.map[head * cells + i] = static_cast<float>(total[i]);
+        for (int64_t i = 0; i < cells_; i++) s_.map[head * cells_ + i] = static_cast<float>(total[i]);
     }
 
     const Problem& p_;
     const Statistics& s_;
-    int64_t chunks_, step_, columns_;  // columns: of one sum over rows
+    int64_t chunks_, step_, columns_, cells_;      // columns: of one sum over rows; cells: of a map
     const std::unique_ptr<float[], Free> memory_;  // of each chunk received, lost and viewers
-    const std::unique_ptr<double[], Free> maps_;
+    const std::unique_ptr<double[], Free> maps_;   // of each chunk, which writes some of its rows
 };
 
 void compute_statistics(const Kernels& kernels, const Problem& p, const Statistics& s) {

@@ -93,16 +93,12 @@ static void score_keys_exactly(const Problem& p, const float* rows, int64_t coun
 
 // Computes the scores of a part, and updates the row maxima.
 template <int V>
-static void score_exactly(const Problem& p, ScorePanel& panel, int64_t batch, const Part& part,
-                          float* mask_memory, const ExactScores& exact, float* viewers) {
-    const TileMask mask = tile_mask<V>(p, panel.tile, batch, part.start, part.stop, mask_memory, 1.f);
-    panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
-    if (mask.form == MaskForm::nothing) return;
+static void score_exactly(const Problem& p, const ScorePanel& panel, const Part& part, const TileMask& mask,
+                          const ExactScores& exact) {
     double* to = exact.scores + (part.start - panel.start) * V * LANES;
     by_form(mask, [&](auto form) {
         const auto score = panel.raw_max ? score_keys_exactly<V, form.value, true> : score_keys_exactly<V, form.value, false>;
         score(p, part.rows, part.count(), mask, exact.query, to, exact.row_max, exact.raw_max);
-        count_visible<V, form.value>(panel, part.count(), mask, viewers);
     });
 }
 

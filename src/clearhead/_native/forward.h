@@ -4,12 +4,16 @@
 
 namespace clearhead::ISA {
 
-// A tile with its sums over a run of keys.
-struct ForwardTile : Tile {
-    float* query;           // (D × V·LANES), or their pairs
-    float *output, *total;  // (Dv × V·LANES), rows in the lanes; of this run, and of earlier runs or null
-    int64_t floats;         // of an output
-    int64_t summed;         // keys or blocks of this run
+// A tile with sums over a run of keys, rows in the lanes.
+struct SummedTile : Tile {
+    float *sums, *total;  // of this run, and of earlier runs or null
+    int64_t floats;       // of these sums
+    int64_t summed;       // keys or blocks of this run
+};
+
+// A tile with its outputs (Dv × V·LANES).
+struct ForwardTile : SummedTile {
+    float* query;  // (D × V·LANES), or their pairs
     float row_max[TILE], sum[TILE];
     float total_max[TILE], total_sum[TILE];
 };
@@ -22,12 +26,16 @@ INLINE float* take(float*& scratch, int64_t count) {
 
 INLINE void clear(float* to, int64_t floats) { memset(to, 0, static_cast<size_t>(floats) * sizeof(float)); }
 
-// Sums of zero for outputs of `height` columns, with a total if there are several runs.
-static void begin_sums(ForwardTile& tile, int64_t height, bool totals, float*& scratch) {
+// Sums of zero of `height` columns, with a total if there are several runs.
+static void begin_sums(SummedTile& tile, int64_t height, bool totals, float*& scratch) {
     tile.floats = height * tile.vectors * LANES, tile.summed = 0;
-    tile.output = take(scratch, tile.floats), tile.total = totals ? take(scratch, tile.floats) : nullptr;
-    clear(tile.output, tile.floats);
+    tile.sums = take(scratch, tile.floats), tile.total = totals ? take(scratch, tile.floats) : nullptr;
+    clear(tile.sums, tile.floats);
     if (totals) clear(tile.total, tile.floats);
+}
+
+static void begin_outputs(ForwardTile& tile, int64_t height, bool totals, float*& scratch) {
+    begin_sums(tile, height, totals, scratch);
     for (int lane = 0; lane < TILE; lane++) {
         tile.row_max[lane] = tile.total_max[lane] = LOWEST;
         tile.sum[lane] = tile.total_sum[lane] = 0;
@@ -42,15 +50,15 @@ static void add_total(ForwardTile& tile) {
         const Floats rescale = exp2(load(tile.total_max + lane) - load(tile.row_max + lane));
         store(tile.sum + lane, load(tile.sum + lane) + load(tile.total_sum + lane) * rescale);
         for (int64_t place = lane; place < tile.floats; place += lanes)
-            store(tile.output + place, load(tile.output + place) + load(tile.total + place) * rescale);
+            store(tile.sums + place, load(tile.sums + place) + load(tile.total + place) * rescale);
     }
 }
 
 // Adds the sums of a run to the total, and begins the next.
 static void end_run(ForwardTile& tile) {
     add_total(tile);
-    std::swap(tile.output, tile.total);
-    clear(tile.output, tile.floats);
+    std::swap(tile.sums, tile.total);
+    clear(tile.sums, tile.floats);
     memcpy(tile.total_max, tile.row_max, sizeof tile.row_max);
     memcpy(tile.total_sum, tile.sum, sizeof tile.sum);
     memset(tile.sum, 0, sizeof tile.sum);
@@ -65,28 +73,20 @@ INLINE double unit_of_raw(const Problem& p) { return p.softcap != 0 ? static_cas
 
 // Writes scores in units of log 2 to `to`, and updates the row maxima. RAW also updates the maxima of the products of
 // visible keys, in `unit_of_raw`.
-// Calls between(step, number of steps) before each step.
 template <int V, MaskForm FORM, bool CAPPED, bool RAW, class Between>
 INLINE void score(const Problem& p, const ForwardTile& tile, const float* keys, int64_t count, const TileMask& mask,
                   const Between& between, float* to, Floats (&row_maxima)[V], [[maybe_unused]] Floats* raw_maxima) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
-    for (int64_t j = 0; j < count; j += STEP) {
-        between(j / STEP, count / STEP);
-        Floats acc[STEP][V] = {};
-        multiply<true>(acc, keys + j * p.dim, p.dim, tile.query, V * LANES, p.dim);
-        UNROLL for (int t = 0; t < STEP; t++) {
-            UNROLL for (int v = 0; v < V; v++) {
-                const int64_t place = ((j + t) * V + v) * LANES;
-                Floats x = rounded(acc[t][v] * factor);
-                [[maybe_unused]] const Floats raw = x;
-                if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
-                x = masked<FORM, V>(x, mask, j + t, v);
-                row_maxima[v] = larger(x, row_maxima[v]);
-                if (RAW) raw_maxima[v] = larger(x > splat(-INFINITY) ? raw : x, raw_maxima[v]);
-                store(to + place, x);
-            }
-        }
-    }
+    const auto write = [&](int64_t j, int v, Floats sum) __attribute__((always_inline)) {
+        Floats x = rounded(sum * factor);
+        [[maybe_unused]] const Floats raw = x;
+        if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
+        x = masked<FORM, V>(x, mask, j, v);
+        row_maxima[v] = larger(x, row_maxima[v]);
+        if (RAW) raw_maxima[v] = larger(x > splat(-INFINITY) ? raw : x, raw_maxima[v]);
+        store(to + (j * V + v) * LANES, x);
+    };
+    product<true, V>(keys, p.dim, tile.query, V * LANES, p.dim, count, between, write);
 }
 
 template <int V, bool RAW = false, class Between>
@@ -139,16 +139,11 @@ static void attend(const Problem& p, ForwardTile& tile, int64_t batch, int64_t s
         store(tile.row_max + v * LANES, row_maxima[v]);
         store(tile.sum + v * LANES, load(tile.sum + v * LANES) * rescale[v] + sums[v]);
     }
-    for (int64_t d = 0; d < width; d += STEP) {
-        Floats acc[STEP][V] = {};
-        float* output = tile.output + d * V * LANES;
-        multiply<false>(acc, values + d, width, weights, V * LANES, count);
-        UNROLL for (int t = 0; t < STEP; t++)
-            UNROLL for (int v = 0; v < V; v++) {
-                float* place = output + (t * V + v) * LANES;
-                store(place, load(place) * rescale[v] + acc[t][v]);
-            }
-    }
+    const auto rescale_and_add = [&](int64_t d, int v, Floats sum) __attribute__((always_inline)) {
+        float* place = tile.sums + (d * V + v) * LANES;
+        store(place, load(place) * rescale[v] + sum);
+    };
+    product<false, V>(values, width, weights, V * LANES, count, width, fetch_nothing, rescale_and_add);
 }
 
 // Writes the lse of a row, and returns the factor of its output, from row maximum (in units of log 2) and sum.
@@ -172,8 +167,8 @@ static void finish(const Problem& p, ForwardTile& tile, int64_t batch) {
     add_total(tile);
     for (int64_t lane = 0; lane < tile.count; lane++)
         factors[lane] = finish_row(p, batch, tile.head[lane], tile.row[lane], tile.row_max[lane], tile.sum[lane]);
-    if (p.wide_output) return lanes_to_rows<float>(tile.output, tile, batch, p.value_dim, factors, p.output);
-    lanes_to_rows<T>(tile.output, tile, batch, p.value_dim, factors, p.output);
+    if (p.wide_output) return lanes_to_rows<float>(tile.sums, tile, batch, p.value_dim, factors, p.output);
+    lanes_to_rows<T>(tile.sums, tile, batch, p.value_dim, factors, p.output);
 }
 
 [[maybe_unused]] static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
@@ -197,20 +192,16 @@ INLINE int64_t describe_tiles(const Problem& p, const Task& task, int64_t start,
 }
 
 // Calls attend(number of vectors of rows, tile, start, stop, keys and values from `start` on, a function that prefetches
-// masks between steps) for all blocks of visible keys and each tile, and end(tile) after each run of blocks. A block's keys
-// and values become rows of floats.
-template <class T, class SomeTile, class End, class Attend>
+// masks between steps) for all blocks of visible keys and each tile, and end_run(tile) after each run of blocks. A block's
+// keys and values become rows of floats.
+template <class T, class SomeTile, class Attend>
 INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, const View& keys,
-                       const View& values, const End& end, const Attend& attend) {
+                       const View& values, const Attend& attend) {
     const int64_t b = task.batch, h = task.kv_head;
-    int64_t key_start = p.keys, key_stop = 0;
-    for (int64_t n = 0; n < count; n++) {
-        key_start = smaller(key_start, tiles[n].lowest_first);
-        key_stop = larger(key_stop, tiles[n].highest_last);
-    }
+    const auto [key_start, key_stop] = visible_keys(p, tiles, count);
     const int64_t first = key_start / BLOCK * BLOCK, run = run_length((key_stop - first) / BLOCK) * BLOCK;
     for (int64_t block = first; block < key_stop; block += BLOCK) {
-        for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++) end(tiles[n]);
+        for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++) end_run(tiles[n]);
         const int64_t rows = smaller(BLOCK, p.keys - block), padded = round_up(rows, GROUP);
         widen_rows(p.key.at<T>(b, h, block), p.key.row, rows, p.dim, keys.at<float>(0, 0, 0), keys.row, padded);
         widen_rows(p.value.at<T>(b, h, block), p.value.row, rows, p.value_dim, values.at<float>(0, 0, 0), values.row, padded);
@@ -236,9 +227,9 @@ static void forward(const Problem& p, const Task& task, float* scratch) {
     const int64_t count = describe_tiles(p, task, task.row_start, task.row_stop, tiles, [&](ForwardTile& tile) {
         tile.query = take(scratch, p.dim * tile.vectors * LANES);
         rows_to_lanes<T>(p.query, tile, b, p.dim, 1, tile.query);
-        begin_sums(tile, width, has_totals(p), scratch);
+        begin_outputs(tile, width, has_totals(p), scratch);
     });
-    each_block<T>(p, task, tiles, count, keys, values, end_run,
+    each_block<T>(p, task, tiles, count, keys, values,
                   [&](auto vectors, ForwardTile& tile, int64_t start, int64_t stop, const float* k, const float* v,
                       const auto& between) {
                       attend<vectors.value>(p, tile, b, start, stop, k, v, weights, mask_memory, between);

@@ -33,15 +33,6 @@ INLINE Floats in_units_of_log2(Floats bias, float unit = LOG2E) {
     return bias == splat(-INFINITY) ? bias : larger(splat(LOWEST), unit * bias);
 }
 
-// The bias of one row from column j on, in units of log 2.
-INLINE Floats bias_row(const Problem& p, int64_t batch, int64_t head, int64_t row, int64_t j, int64_t count) {
-    const float* from = p.bias.at<float>(batch, head, row) + j * p.bias.column;
-    if (p.bias.column == 1) return in_units_of_log2(load_some(from, count));
-    Floats added = {};
-    for (int64_t lane = 0; lane < count; lane++) added[lane] = from[lane * p.bias.column];
-    return in_units_of_log2(added);
-}
-
 // A hidden score is −∞ even if it was NaN: the key may be visible to other rows.
 INLINE Floats add_mask(Floats score, Floats added) { return added == splat(-INFINITY) ? added : score + added; }
 
@@ -62,32 +53,36 @@ INLINE Floats masked(Floats score, const TileMask& mask, int64_t key, int v) {
 // The bias of a row for LANES scores from column j on, −∞ where hidden.
 INLINE Floats mask_row(const Problem& p, int64_t batch, int64_t head, int64_t row, int64_t j, int64_t count) {
     Floats added = {};
-    if (p.bias.data) added = bias_row(p, batch, head, row, j, count);
+    if (p.bias.data) {
+        const float* from = p.bias.at<float>(batch, head, row) + j * p.bias.column;
+        if (p.bias.column == 1) added = load_some(from, count);
+        else
+            for (int64_t lane = 0; lane < count; lane++) added[lane] = from[lane * p.bias.column];
+        added = in_units_of_log2(added);
+    }
     if (p.visible.data) {
         typedef uint8_t Few __attribute__((vector_size(LANES)));
         Few visible = {};
         const uint8_t* from = p.visible.at<uint8_t>(batch, head, row) + j * p.visible.column;
-        if (p.visible.column == 1 && count == LANES) {
-            memcpy(&visible, from, LANES);
-        } else {
+        if (p.visible.column == 1 && count == LANES) memcpy(&visible, from, LANES);
+        else
             for (int64_t lane = 0; lane < count; lane++) visible[lane] = from[lane * p.visible.column];
-        }
         typedef uint16_t Pairs __attribute__((vector_size(LANES * 2)));  // in two steps of one instruction each
         added = __builtin_convertvector(__builtin_convertvector(visible, Pairs), Ints) != 0 ? added : splat(-INFINITY);
     }
     return added;
 }
 
-// A function that prefetches the masks of a tile for the block that begins at the key `start`: fetch(part, parts), one of
-// `parts` parts of the rows, between two products. The rows are too far apart for the processor's prefetcher, and
+// A function that prefetches the masks of a tile for the block that begins at the key `start`: fetch(done, some, all), for
+// a part of the rows, between two steps of a product. The rows are too far apart for the processor's prefetcher, and
 // prefetching all of them together would stall. Packed masks need none: they are read sequentially.
 INLINE auto fetch_masks(const Problem& p, const Tile& tile, int64_t batch, int64_t start) {
     const bool bias = p.bias.data && p.bias.row && p.bias.column == 1;
     const bool visible = p.visible.data && p.visible.row && p.visible.column == 1;
     const int64_t stop = !tile.masks && (bias || visible) ? smaller(start + BLOCK, p.keys) : start;
-    return [&p, &tile, batch, start, stop](int64_t part, int64_t parts) __attribute__((always_inline)) {
+    return [&p, &tile, batch, start, stop](int64_t done, int64_t some, int64_t all) __attribute__((always_inline)) {
         if (start >= stop) return;
-        for (int64_t lane = tile.count * part / parts; lane < tile.count * (part + 1) / parts; lane++) {
+        for (int64_t lane = tile.count * done / all; lane < tile.count * (done + some) / all; lane++) {
             const int64_t head = tile.head[lane], row = tile.row[lane];
             if (p.bias.data)
                 for (int64_t j = start; j < stop; j += 16)
@@ -98,6 +93,5 @@ INLINE auto fetch_masks(const Problem& p, const Tile& tile, int64_t batch, int64
         }
     };
 }
-constexpr auto fetch_nothing = [](int64_t, int64_t) {};
 
 }  // namespace clearhead::ISA

@@ -1,87 +1,210 @@
 // The Python module, built for the stable ABI. It takes numbers and addresses, without PyTorch's types.
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
+#include <limits.h>
 
-#include "call.h"
+#include <initializer_list>
+#include <new>
+#include <string>
+
 #include "coverage.h"
 #include "parallel.h"
-
-#ifdef COMPILES_PAIRS
-#include <cpuid.h>
-#endif
 
 namespace clearhead {
 namespace {
 
-#ifdef COMPILES_PAIRS
-Kernels with_pairs(const Kernels& pairs) {
-    Kernels result = avx512_kernels;
-    result.name = pairs.name, result.supported = pairs.supported, result.pairs = true;
-    result.forward_scratch = pairs.forward_scratch, result.forward[bfloat16] = pairs.forward[bfloat16];
-    result.backward_scratch = pairs.backward_scratch, result.backward[bfloat16] = pairs.backward[bfloat16];
-    return result;
+constexpr int64_t NO_LIMIT = int64_t(1) << 40;  // of a band: more than any distance of a row and a key
+
+// The name of an argument, and the assignment of its value.
+template <class Target>
+struct Argument {
+    const char* name;
+    void (*assign)(Target& to, PyObject* value);
+};
+
+template <class T>
+void set(T& to, PyObject* value) {
+    to = static_cast<T>(PyLong_AsLongLong(value));
+}
+template <class T>
+void set(T*& to, PyObject* value) {
+    to = reinterpret_cast<T*>(PyLong_AsLongLong(value));
+}
+void set(double& to, PyObject* value) { to = PyFloat_AsDouble(value); }
+// Strides of batch, heads, rows and, in masks, columns.
+void set(View& to, PyObject* value) {
+    int64_t* const strides[] = {&to.batch, &to.head, &to.row, &to.column};
+    for (Py_ssize_t n = 0; n < PyTuple_Size(value) && n < 4; n++) set(*strides[n], PyTuple_GetItem(value, n));
 }
 
-#ifdef COMPILES_AMX
-const Kernels amx_kernels = with_pairs(amx_pairs);
-#endif
-const Kernels avx512_bf16_kernels = with_pairs(avx512_bf16_pairs);
-#endif
+// An argument that is assigned to a member, or to the member of its name.
+#define TO(name, member) {name, [](auto& to, PyObject* value) { set(to.member, value); }}
+#define ARGUMENT(member) TO(#member, member)
 
-}  // namespace
+// All but the addresses, by name.
+constexpr Argument<Problem> PLAN[] = {
+    ARGUMENT(type), ARGUMENT(batch), ARGUMENT(heads), ARGUMENT(kv_heads),
+    ARGUMENT(rows), ARGUMENT(keys), ARGUMENT(dim), ARGUMENT(value_dim),
+    TO("scale", exact_scale), TO("softcap", exact_softcap), ARGUMENT(drop_below), ARGUMENT(wide_output),
+    ARGUMENT(query), ARGUMENT(key), ARGUMENT(value), ARGUMENT(output),
+    ARGUMENT(query_gradient), ARGUMENT(key_gradient), ARGUMENT(value_gradient), ARGUMENT(bias_gradient),
+    ARGUMENT(low), ARGUMENT(high), ARGUMENT(stop), ARGUMENT(sequences),
+    ARGUMENT(range_batch), ARGUMENT(range_row), ARGUMENT(visible), ARGUMENT(bias),
+};
 
-const Kernels* const INSTRUCTION_SETS[] = {
-#ifdef COMPILES_AMX
-    &amx_kernels,
-#endif
-#ifdef COMPILES_PAIRS
-    &avx512_bf16_kernels,
-#endif
-#ifdef __x86_64__
-    &avx512_kernels,      &avx2_kernels,
-#endif
-#ifdef __aarch64__
-    &neon_kernels,
-#endif
-    &generic_kernels};
-const int64_t INSTRUCTION_SET_COUNT = sizeof INSTRUCTION_SETS / sizeof *INSTRUCTION_SETS;
+// Dropout is drawn from a number in a tensor.
+void read_seed(Problem& p, PyObject* value) {
+    const uint64_t* seed;
+    set(seed, value);
+    p.seed = seed ? *seed : 0;
+}
 
-namespace {
+// The order in C++. Python's order is in kernels/_native_arguments.py, and the import compares the two. A call may end
+// after `lse`, or where the arguments of the backward pass begin.
+constexpr Argument<Problem> CALL[] = {
+    ARGUMENT(threads),
+    TO("query", query.data),
+    TO("key", key.data),
+    TO("value", value.data),
+    TO("output", output.data),
+    ARGUMENT(lse),
+    ARGUMENT(sinks),
+    ARGUMENT(first),
+    ARGUMENT(last),
+    TO("visible", visible.data),
+    TO("bias", bias.data),
+    {"seed", read_seed},
+    TO("cu_seqlens_q", row_starts),
+    TO("cu_seqlens_k", key_starts),
+    TO("num_heads", all_heads),  // 0: those of the problem
+    TO("head", first_head),
+    TO("row", first_row),
+    TO("column", first_key),
+    TO("item", first_item),
+    TO("output_gradient", output_gradient.data),
+    TO("output_gradient_batch", output_gradient.batch),  // and its other strides
+    TO("output_gradient_head", output_gradient.head),
+    TO("output_gradient_row", output_gradient.row),
+    ARGUMENT(lse_gradient),
+    TO("query_gradient", query_gradient.data),
+    TO("key_gradient", key_gradient.data),
+    TO("value_gradient", value_gradient.data),
+    ARGUMENT(correction),
+    TO("bias_gradient", bias_gradient.data),
+    ARGUMENT(whole_rows),
+};
+
+constexpr Argument<Statistics> STATISTICS[] = {
+    ARGUMENT(counted), ARGUMENT(largest), ARGUMENT(visible), ARGUMENT(raw),
+    ARGUMENT(entropy), ARGUMENT(confidence), ARGUMENT(norm), ARGUMENT(received), ARGUMENT(viewers),
+    ARGUMENT(top_weights), ARGUMENT(top_keys), ARGUMENT(top),
+    TO("weights", weights.data), TO("weights_strides", weights),
+    ARGUMENT(map), ARGUMENT(map_rows), ARGUMENT(map_columns), ARGUMENT(map_max),
+    ARGUMENT(sink), ARGUMENT(first_keys), ARGUMENT(sink_keys),
+    ARGUMENT(distance), ARGUMENT(shift), ARGUMENT(stripes), ARGUMENT(offsets), ARGUMENT(offset_count),
+    ARGUMENT(exact),
+};
+
+// Assigns arguments by name, except None. Returns false with a Python error.
+template <class Target, size_t COUNT>
+bool read_named(const Argument<Target> (&arguments)[COUNT], PyObject* names, PyObject* const* values, Target& to) {
+    for (Py_ssize_t n = 0; names && n < PyTuple_Size(names); n++) {
+        const Argument<Target>* known = arguments;
+        while (known < arguments + COUNT && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, n), known->name)) known++;
+        if (known == arguments + COUNT) PyErr_Format(PyExc_TypeError, "unknown argument %R", PyTuple_GetItem(names, n));
+        else if (values[n] != Py_None) known->assign(to, values[n]);
+    }
+    return !PyErr_Occurred();
+}
+
+// The bytes of a problem without addresses, which many calls share.
+PyObject* plan(PyObject*, PyObject* const* values, Py_ssize_t, PyObject* names) {
+    Problem p = {};
+    p.low = -NO_LIMIT, p.high = p.stop = NO_LIMIT;
+    if (!read_named(PLAN, names, values, p)) return nullptr;
+    for (const int64_t size : {p.batch * p.heads, p.rows, p.keys, p.dim, p.value_dim})
+        if (size >= INT_MAX) {
+            PyErr_SetString(PyExc_ValueError, "rows, keys or heads are too many");
+            return nullptr;
+        }
+    p.lse_head = p.rows, p.lse_batch = p.heads * p.rows;
+    p.scale = static_cast<float>(p.exact_scale), p.softcap = static_cast<float>(p.exact_softcap);
+    p.wide_output = p.wide_output || p.type == Type::float32;
+    p.kept_factor = p.drop_below < 65536 ? 65536.f / static_cast<float>(65536 - p.drop_below) : 0;
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&p), sizeof p);
+}
+
+// Whether the starts of sequences rise from 0 to the number of all.
+bool rise(const int64_t* starts, int64_t count, int64_t all) {
+    if (!starts || starts[0] != 0 || starts[count] != all) return false;
+    for (int64_t n = 0; n < count; n++)
+        if (starts[n] > starts[n + 1]) return false;
+    return true;
+}
+
+// Reads a plan, the number of an instruction set, and the arguments of a call in their order. Returns the functions to
+// run the problem with, or null with a Python error.
+const Kernels* read_call(PyObject* const* items, Py_ssize_t count, Problem& p) {
+    memcpy(&p, PyBytes_AsString(items[0]), sizeof p);
+    for (Py_ssize_t n = 2; n < count; n++) CALL[n - 2].assign(p, items[n]);
+    if (p.all_heads == 0) p.all_heads = p.heads;
+    if (p.sequences && !(rise(p.row_starts, p.sequences, p.rows) && rise(p.key_starts, p.sequences, p.keys)))
+        PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
+    return PyErr_Occurred() ? nullptr : INSTRUCTION_SETS[PyLong_AsLongLong(items[1])];
+}
+
+template <class Run>
+PyObject* run_without_gil(const Run& run) {
+    bool enough_memory = true;
+    PyThreadState* state = PyEval_SaveThread();
+    try {
+        run();
+    } catch (const std::bad_alloc&) {
+        enough_memory = false;
+    }
+    PyEval_RestoreThread(state);
+    return enough_memory ? Py_NewRef(Py_None) : PyErr_NoMemory();
+}
+
+PyObject* forward(PyObject*, PyObject* const* items, Py_ssize_t count) {
+    Problem p;
+    const Kernels* kernels = read_call(items, count, p);
+    return kernels ? run_without_gil([&] { run_forward(*kernels, p); }) : nullptr;
+}
+
+PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
+    Problem p;
+    const Kernels* kernels = read_call(items, count, p);
+    p.exact_output = p.output;
+    return kernels ? run_without_gil([&] { run_backward(*kernels, p); }) : nullptr;
+}
+
+// Also takes the statistics by name.
+PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count, PyObject* names) {
+    Problem p;
+    Statistics s = {};
+    const Kernels* kernels = read_call(items, count, p);
+    if (!kernels || !read_named(STATISTICS, names, items + count, s)) return nullptr;
+    return run_without_gil([&] { run_statistics(*kernels, p, s); });
+}
 
 // Returns whether any row is fully masked, and any key masked for every row. Takes sizes, a band, two addresses to write
 // visible rows and keys to, and for each mask the address, size and hidden value of its cells, and four strides.
 PyObject* coverage(PyObject*, PyObject* const* items, Py_ssize_t count) {
     constexpr Py_ssize_t FIRST = 9, OF_MASK = 7;
     int64_t numbers[FIRST + OF_MASK * MOST_MASKS];
-    if (count < FIRST || count > FIRST + OF_MASK * MOST_MASKS || (count - FIRST) % OF_MASK) {
-        PyErr_SetString(PyExc_TypeError, "wrong number of addresses");
-        return nullptr;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) numbers[i] = PyLong_AsLongLong(items[i]);
+    for (Py_ssize_t n = 0; n < count; n++) set(numbers[n], items[n]);
     if (PyErr_Occurred()) return nullptr;
     CoverageSearch s = {};
     s.batch = numbers[0], s.heads = numbers[1], s.rows = numbers[2], s.keys = numbers[3];
     s.low = numbers[4], s.high = numbers[5], s.stop = numbers[6];
     s.rows_seen = reinterpret_cast<uint8_t*>(numbers[7]), s.keys_seen = reinterpret_cast<uint8_t*>(numbers[8]);
     for (const int64_t* m = numbers + FIRST; m < numbers + count; m += OF_MASK)
-        s.masks[s.count++] = {reinterpret_cast<const void*>(m[0]), m[1], static_cast<uint64_t>(m[2]),
-                              m[3], m[4], m[5], m[6]};
+        s.masks[s.count++] = {{reinterpret_cast<void*>(m[0]), m[3], m[4], m[5], m[6]}, m[1], static_cast<uint64_t>(m[2])};
     PyThreadState* state = PyEval_SaveThread();
     const FullyMasked masked = find_coverage(s);
     PyEval_RestoreThread(state);
     return Py_BuildValue("(NN)", PyBool_FromLong(masked.rows), PyBool_FromLong(masked.keys));
-}
-
-// On processors with tile registers `vdpbf16ps` is slow, and float32 is 1.6 times as fast (measured). Processors without
-// tile registers run it at full rate. CPUID does not report throughput.
-bool pairs_are_slow() {
-#ifdef COMPILES_PAIRS
-    constexpr unsigned TILES_OF_BFLOAT16 = 1u << 22;
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILES_OF_BFLOAT16);
-#else
-    return false;
-#endif
 }
 
 // (number, name) of each instruction set of this processor, those with more features first.
@@ -96,10 +219,19 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
     return sets;
 }
 
+template <class Function>
+PyMethodDef method(const char* name, Function function, int flags) {
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), flags, nullptr};
+}
+
 PyMethodDef methods[] = {
-    {"coverage", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(coverage)), METH_FASTCALL, nullptr},
-    {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr},
+    method("plan", plan, METH_FASTCALL | METH_KEYWORDS),
+    method("forward", forward, METH_FASTCALL),
+    method("backward", backward, METH_FASTCALL),
+    method("statistics", statistics, METH_FASTCALL | METH_KEYWORDS),
+    method("coverage", coverage, METH_FASTCALL),
+    method("instruction_sets", instruction_sets, METH_NOARGS),
+    {},
 };
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_attention", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
@@ -111,10 +243,10 @@ constexpr bool OPENMP = false;
 #endif
 
 bool add_constants(PyObject* module) {
-    PyObject* arguments = argument_names();
-    const bool added = arguments && PyModule_AddObjectRef(module, "arguments", arguments) == 0;
-    Py_XDECREF(arguments);
-    return added && PyModule_AddIntConstant(module, "MOST_MASKS", MOST_MASKS) == 0 &&
+    std::string names;
+    for (const Argument<Problem>& argument : CALL) names += (names.empty() ? "" : ", ") + std::string(argument.name);
+    return PyModule_AddStringConstant(module, "arguments", names.c_str()) == 0 &&
+           PyModule_AddIntConstant(module, "MOST_MASKS", MOST_MASKS) == 0 &&
            PyModule_AddObjectRef(module, "openmp", OPENMP ? Py_True : Py_False) == 0 &&
            PyModule_AddObjectRef(module, "pairs_are_slow", pairs_are_slow() ? Py_True : Py_False) == 0;
 }
@@ -125,7 +257,7 @@ bool add_constants(PyObject* module) {
 PyMODINIT_FUNC PyInit__attention() {
     clearhead::stay_alone_after_fork();
     PyObject* module = PyModule_Create(&clearhead::definition);
-    if (module && clearhead::add_problem_type(module) && clearhead::add_constants(module)) return module;
+    if (module && clearhead::add_constants(module)) return module;
     Py_XDECREF(module);
     return nullptr;
 }

@@ -68,10 +68,33 @@ struct HeavyKey {
     float slope;
 };
 
-struct Problem {
+// The keys from `start` on, up to `stop`.
+struct KeyRange {
+    int64_t start, stop;
+};
+
+// Row i sees column j where i + low <= j <= i + high, j < stop, and first <= j < last if there are such arrays.
+struct RowRanges {
+    int64_t rows, keys, low, high, stop;
+    const int32_t *first, *last;
+    int64_t range_batch, range_row;
+
+    // The visible columns of a row. Start and stop are equal if it sees none.
+    KeyRange range(int64_t batch, int64_t row) const {
+        int64_t start = larger(0, row + low), end = smaller(smaller(keys, stop), row + high + 1);
+        if (first) {
+            const int64_t place = batch * range_batch + row * range_row;
+            start = larger(start, first[place]), end = smaller(end, last[place]);
+        }
+        end = larger(0, end);
+        return {smaller(start, end), end};
+    }
+};
+
+struct Problem : RowRanges {
     Type type;
     int64_t threads;
-    int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
+    int64_t batch, heads, kv_heads, dim, value_dim;
     float scale, softcap;  // softcap 0: none
     double exact_scale, exact_softcap;  // the same, for scores in double precision
     View query, key, value, output;
@@ -79,14 +102,8 @@ struct Problem {
     double* lse;         // (B, H, L), natural logarithm; null in a forward pass that does not return it
     int64_t lse_batch, lse_head;  // strides of everything (B, H, L)
     const float* sinks;  // (H), or null
-
-    // Row i sees column j where i + low <= j <= i + high, j < stop, and first <= j < last if there are such arrays.
-    int64_t low, high, stop;
-    const int32_t *first, *last;
-    int64_t range_batch, range_row;
-    View visible;  // bytes, or null
-    View bias;     // float32, or null
-    bool takes_ranges, takes_visible, takes_bias;  // whether calls may pass these
+    View visible;        // bytes, or null
+    View bias;           // float32, or null
 
     // Packed sequences in a batch of one: rows [row_starts[d], row_starts[d + 1]) see only the keys [key_starts[d],
     // key_starts[d + 1]). Masks and dropout count within a sequence, as if it were item d of a batch.
@@ -154,8 +171,7 @@ struct Statistics {
 struct TaskSums {
     float *received, *lost;  // Σ p of each key, and the rounding errors of these sums
     float* viewers;          // the number of rows that see each key
-    double* map;             // rows of the map, starting with that of the task's first row
-    int64_t first_map_row;
+    double* map;             // the map, of which the task writes some rows
 };
 
 // Folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop). Only decoding splits keys.
@@ -194,5 +210,19 @@ extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels
 
 // These have only the forward and backward pass of bfloat16. Everything else is AVX-512's.
 extern const Kernels amx_pairs, avx512_bf16_pairs;
+
+// Cut a problem into tasks and run them on the threads. Throw std::bad_alloc without memory. NaN in fully masked rows, and
+// in keys that are masked for every row, reaches no result.
+void run_forward(const Kernels& kernels, const Problem& problem);
+void run_backward(const Kernels& kernels, const Problem& problem);
+void run_statistics(const Kernels& kernels, const Problem& problem, const Statistics& wanted);
+
+// The instruction sets of this build, those with more features first.
+extern const Kernels* const INSTRUCTION_SETS[];
+extern const int64_t INSTRUCTION_SET_COUNT;
+
+// On processors with tile registers `vdpbf16ps` is slow, and float32 is 1.6 times as fast (measured). Processors without
+// tile registers run it at full rate. CPUID does not report throughput.
+bool pairs_are_slow();
 
 }  // namespace clearhead

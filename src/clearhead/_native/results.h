@@ -38,12 +38,12 @@ static int64_t width_of_output(const Problem& p) { return p.output.data ? round_
 template <class T>
 static void write_output(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
     const Tile& tile = panel.tile;
-    lanes_to_rows<T>(panel.tile.output, tile, batch, p.value_dim, panel.factor, p.output);
+    lanes_to_rows<T>(panel.tile.sums, tile, batch, p.value_dim, panel.factor, p.output);
     if (!s.norm) return;
     for (int64_t lane = 0; lane < tile.count; lane++) {
         double sum = 0;
         for (int64_t d = 0; d < p.value_dim; d++) {
-            const double x = panel.tile.output[d * tile.vectors * LANES + lane];
+            const double x = panel.tile.sums[d * tile.vectors * LANES + lane];
             sum += x * x;
         }
         const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]);
@@ -187,7 +187,7 @@ template <int V>
 static void pool(const Problem& p, const Statistics& s, const ScorePanel& panel, const TaskSums& sums) {
     const Tile& tile = panel.tile;
     int64_t tiles[TILE];
-    for (int64_t lane = 0; lane < tile.count; lane++) tiles[lane] = s.map_row(p, tile.row[lane]) - sums.first_map_row;
+    for (int64_t lane = 0; lane < tile.count; lane++) tiles[lane] = s.map_row(p, tile.row[lane]);
     each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
         stop = smaller(stop, p.keys);
         for (int64_t j = start; j < stop;) {

@@ -12,11 +12,8 @@ namespace clearhead::ISA {
 
 // The scores of a part and the row maxima of its pieces.
 template <int V, class Fetch>
-static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const Part& part, const Fetch& fetch_next,
-                       float* mask_memory, float* viewers) {
-    const TileMask mask = tile_mask<V>(p, panel.tile, batch, part.start, part.stop, mask_memory);
-    panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
-    if (mask.form == MaskForm::nothing) return;
+static void score_part(const Problem& p, ScorePanel& panel, const Part& part, const TileMask& mask,
+                       const Fetch& fetch_next) {
     float* piece_maxima = panel.maxima_of(part.block);
     Floats best[V], raw[V];
     for (int v = 0; v < V; v++) {
@@ -45,7 +42,6 @@ static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const
         store(panel.tile.row_max + v * LANES, best[v]);
         if (panel.raw_max) store(panel.raw_max + v * LANES, raw[v]);
     }
-    by_form(mask, [&](auto form) { count_visible<V, form.value>(panel, part.count(), mask, viewers); });
 }
 
 // Turns scores into weights in place, after the largest scores are noted. Each part is summed first, so that sums are
@@ -84,12 +80,8 @@ static void weigh_part(ScorePanel& panel, const Part& part) {
 template <int V, class Fetch>
 static void mix_part(ScorePanel& panel, const Part& part, const Fetch& fetch_next, int64_t width) {
     const float* weights = panel.at(part.start);
-    for (int64_t d = 0; d < width; d += STEP) {
-        fetch_next(d, STEP, width);
-        Floats acc[STEP][V] = {};
-        multiply<false>(acc, part.rows + d, width, weights, V * LANES, part.count());
-        add_sums(acc, panel.tile.output + d * V * LANES, V * LANES);
-    }
+    product<false, V>(part.rows, width, weights, V * LANES, part.count(), width, fetch_next,
+                      add_to(panel.tile.sums, V * LANES));
 }
 
 // Adds the sums of a run to the totals, and begins the next.
@@ -131,7 +123,7 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
     panel.row_maxima = take(scratch, keys / PIECE * TILE);
     panel.visible_blocks = reinterpret_cast<int32_t*>(take(scratch, keys / BLOCK));
     panel.tile.query = take(scratch, p.dim * TILE);
-    begin_sums(panel.tile, width, has_totals(p), scratch);
+    begin_outputs(panel.tile, width, has_totals(p), scratch);
     panel.largest.count = s.top;
     panel.largest.scores = take(scratch, panel.largest.capacity() * TILE);
     panel.largest.keys = reinterpret_cast<int32_t*>(take(scratch, panel.largest.capacity() * TILE));
@@ -189,10 +181,15 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
                          const TaskSums& sums, float* block_rows, float* mask_memory, const ExactScores& exact) {
     const int64_t b = task.batch, width = width_of_output(p), run = run_length(keys_of_panel(p) / BLOCK);
     const auto score = [&](ScorePanel& panel, const Part& part, const auto& fetch_next) {
-        float* seen_by = sums.viewers ? sums.viewers + part.start : nullptr;
         by_vectors(panel.tile.vectors, [&](auto v) {
-            if (s.exact) return score_exactly<v.value>(p, panel, b, part, mask_memory, exact, seen_by);
-            score_part<v.value>(p, panel, b, part, fetch_next, mask_memory, seen_by);
+            const float unit = s.exact ? 1.f : LOG2E;
+            const TileMask mask = tile_mask<v.value>(p, panel.tile, b, part.start, part.stop, mask_memory, unit);
+            panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
+            if (mask.form == MaskForm::nothing) return;
+            if (s.exact) score_exactly<v.value>(p, panel, part, mask, exact);
+            else score_part<v.value>(p, panel, part, mask, fetch_next);
+            float* viewers = sums.viewers ? sums.viewers + part.start : nullptr;
+            by_form(mask, [&](auto form) { count_visible<v.value, form()>(panel, part.count(), mask, viewers); });
         });
     };
     const auto weigh = [&](ScorePanel& panel, const Part& part, const auto& fetch_next) {

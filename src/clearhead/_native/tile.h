@@ -32,14 +32,27 @@ INLINE void multiply(Floats (&acc)[STEP][V], const float* __restrict a, int64_t 
     }
 }
 
-// Adds sums to rows of V vectors that lie `stride` apart.
-template <int V>
-INLINE void add_sums(const Floats (&acc)[STEP][V], float* to, int64_t stride) {
-    UNROLL for (int t = 0; t < STEP; t++)
-        UNROLL for (int v = 0; v < V; v++) {
-            float* place = to + t * stride + v * LANES;
-            store(place, load(place) + acc[t][v]);
-        }
+// Calls write(row, vector, sum) for the product left (rows × count) · right (count × V·LANES), and before each step
+// between(row, STEP, rows). Numbers of a row of `left` lie side by side if ALONG, else `left_stride` apart.
+template <bool ALONG, int V, class Between, class Write>
+INLINE void product(const float* left, int64_t left_stride, const float* right, int64_t right_stride, int64_t count,
+                    int64_t rows, const Between& between, const Write& write) {
+    for (int64_t row = 0; row < rows; row += STEP) {
+        between(row, STEP, rows);
+        Floats acc[STEP][V] = {};
+        multiply<ALONG>(acc, ALONG ? left + row * left_stride : left + row, left_stride, right, right_stride, count);
+        UNROLL for (int t = 0; t < STEP; t++)
+            UNROLL for (int v = 0; v < V; v++) write(row + t, v, acc[t][v]);
+    }
+}
+constexpr auto fetch_nothing = [](int64_t, int64_t, int64_t) {};
+
+// Adds sums to rows of vectors that lie `stride` apart.
+INLINE auto add_to(float* to, int64_t stride) {
+    return [=](int64_t row, int v, Floats sum) __attribute__((always_inline)) {
+        float* place = to + row * stride + v * LANES;
+        store(place, load(place) + sum);
+    };
 }
 
 template <auto X>
@@ -55,7 +68,7 @@ INLINE void by_vectors(int64_t vectors, const Work& work) {
 
 // Some query rows, with their heads and ranges of columns. Lanes without a row repeat the last row.
 struct Tile {
-    int64_t start, count, vectors;  // folded rows
+    int64_t count, vectors;  // of folded rows
     int32_t head[TILE], row[TILE], first[TILE], last[TILE];
     int64_t lowest_first, highest_first, lowest_last, highest_last;
     bool one_head;
@@ -63,7 +76,6 @@ struct Tile {
 };
 
 static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, Tile& tile) {
-    tile.start = start;
     tile.count = smaller(TILE, stop - start);
     tile.vectors = divide_up(tile.count, LANES);
     tile.masks = nullptr;
@@ -71,14 +83,7 @@ static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int6
     tile.highest_first = tile.highest_last = 0;
     for (int64_t lane = 0; lane < tile.vectors * LANES; lane++) {
         const int64_t folded = start + smaller(lane, tile.count - 1), i = folded % p.rows;
-        int64_t first = larger(0, i + p.low), last = smaller(p.stop, i + p.high + 1);
-        if (p.first) {
-            const int64_t place = batch * p.range_batch + i * p.range_row;
-            first = larger(first, p.first[place]);
-            last = smaller(last, p.last[place]);
-        }
-        last = larger(0, smaller(last, p.keys));
-        first = smaller(first, last);
+        const auto [first, last] = p.range(batch, i);
         tile.head[lane] = static_cast<int32_t>(kv_head * p.group() + folded / p.rows);
         tile.row[lane] = static_cast<int32_t>(i);
         tile.first[lane] = static_cast<int32_t>(first);
@@ -96,16 +101,23 @@ static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int6
     tile.one_head = tile.head[0] == tile.head[tile.count - 1];
 }
 
+// All keys that rows of some tiles may see.
+template <class SomeTile>
+static KeyRange visible_keys(const Problem& p, const SomeTile* tiles, int64_t count) {
+    KeyRange range = {p.keys, 0};
+    for (int64_t n = 0; n < count; n++) {
+        range.start = smaller(range.start, tiles[n].lowest_first);
+        range.stop = larger(range.stop, tiles[n].highest_last);
+    }
+    return range;
+}
+
 // Copies rows of T into rows of floats of length `to_stride`, padded with zeros to this length and to `padded` rows.
 template <class T>
 static void widen_rows(const T* from, int64_t from_stride, int64_t count, int64_t columns, float* to, int64_t to_stride,
                        int64_t padded) {
-    for (int64_t i = 0; i < count; i++, from += from_stride, to += to_stride) {
-        int64_t j = 0;
-        for (; j + LANES <= columns; j += LANES) store(to + j, load_wide(from + j));
-        for (; j < columns; j++) to[j] = widen(from[j]);
-        for (; j < to_stride; j++) to[j] = 0;
-    }
+    for (int64_t i = 0; i < count; i++, from += from_stride, to += to_stride)
+        for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load_some(from + j, columns - j), to_stride - j);
     memset(to, 0, static_cast<size_t>((padded - count) * to_stride) * sizeof(float));
 }
 

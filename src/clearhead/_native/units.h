@@ -1,9 +1,13 @@
 // The order of work in products of pairs. A unit is one tile of rows against a block of keys. A chunk is the keys that
 // are packed together, for all tiles of a task. Chunks are the outer loop, then tiles, then blocks.
 #pragma once
+#include "pairs.h"
 #include "tile_masks.h"
 
 namespace clearhead::ISA {
+
+constexpr int SIDES = 3;        // the current unit, the previous and the next may belong to different chunks
+constexpr int PAIR_RUN = 1024;  // keys that are summed without a total: tile registers add to the sums there are
 
 template <class SomeTile>
 struct Unit {
@@ -11,76 +15,80 @@ struct Unit {
     int64_t start = 0, count = 0, within = 0;  // keys; the number of keys of the chunk before it
     int side = 0, slot = 0;                    // which of several buffers
     TileMask mask = {};                        // valid until the next unit
-
-    bool masked() const { return mask.form != MaskForm::everything; }
+    bool adjusted = false;                     // whether scores need more than a factor: a soft-cap or the mask
 };
 
-constexpr int SIDES = 3;  // the current unit, the previous and the next may belong to different chunks
-
-// Finds the units that are not fully masked. pack(first key, number of keys, number with padding, side)
-template <class SomeTile, class Pack>
-class Units {
-  public:
-    Units(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, int64_t block, int64_t chunk,
-          float* mask_memory, const Pack& pack)
-        : p_(p), task_(task), tiles_(tiles), count_(count), tile_(count), size_(block), length_(chunk), masks_(mask_memory),
-          pack_(pack) {
-        int64_t first = p.keys;
-        for (int64_t n = 0; n < count; n++) {
-            first = smaller(first, tiles[n].lowest_first);
-            stop_ = larger(stop_, tiles[n].highest_last);
-        }
-        chunk_ = first / block * block - chunk;
-    }
-
-    bool next(Unit<SomeTile>& unit) {
-        for (;;) {
-            if (block_ >= end_ && !next_tile()) return false;
-            const int64_t start = block_, stop = smaller(start / size_ * size_ + size_, end_);
-            block_ = stop;
-            const SomeTile& tile = tiles_[tile_];
-            by_vectors(tile.vectors, [&](auto vectors) {
-                unit.mask = tile_mask<vectors.value>(p_, tile, task_.batch, start, stop, masks_);
-            });
-            if (unit.mask.form == MaskForm::nothing) continue;
-            if (!packed_) {
-                side_ = (side_ + 1) % SIDES, packed_ = true;
-                pack_(chunk_, smaller(length_, p_.keys - chunk_), padded_, side_);
+// Calls work(unit) for the units that are not fully masked, and before pass.pack(first key, number of keys, number with
+// padding, side) for their chunks.
+template <class SomeTile, class Pass, class Work>
+INLINE void each_unit(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, Pass& pass, const Work& work) {
+    constexpr int64_t block = Pass::BLOCK_KEYS, chunk = Pass::CHUNK_KEYS;
+    const KeyRange keys = visible_keys(p, tiles, count);
+    Unit<SomeTile> unit;
+    for (int64_t first = keys.start / block * block; first < keys.stop; first += chunk) {
+        const int64_t present = smaller(chunk, p.keys - first), padded = round_up(present, KEY_STEP);
+        bool packed = false;
+        for (SomeTile* tile = tiles; tile < tiles + count; tile++) {
+            const int64_t end = smaller(first + padded, round_up(tile->highest_last, KEY_STEP));
+            int64_t start = larger(first, tile->lowest_first / KEY_STEP * KEY_STEP);
+            for (int64_t stop; start < end; start = stop) {
+                stop = smaller(start / block * block + block, end);
+                by_vectors(tile->vectors, [&](auto vectors) {
+                    unit.mask = tile_mask<vectors.value>(p, *tile, task.batch, start, stop, pass.masks);
+                });
+                if (unit.mask.form == MaskForm::nothing) continue;
+                if (!packed) {
+                    unit.side = (unit.side + 1) % SIDES, packed = true;
+                    pass.pack(first, present, padded, unit.side);
+                }
+                unit.tile = tile, unit.slot = 1 - unit.slot;
+                unit.start = start, unit.count = stop - start, unit.within = start - first;
+                unit.adjusted = p.softcap != 0 || unit.mask.form != MaskForm::everything;
+                work(unit);
             }
-            slot_ = 1 - slot_;
-            unit.tile = &tiles_[tile_], unit.side = side_, unit.slot = slot_;
-            unit.start = start, unit.count = stop - start, unit.within = start - chunk_;
-            return true;
         }
     }
+}
 
-  private:
-    bool next_tile() {
-        do {
-            if (++tile_ >= count_ && !next_chunk()) return false;
-            const Tile& tile = tiles_[tile_];
-            block_ = larger(chunk_, tile.lowest_first / KEY_STEP * KEY_STEP);
-            end_ = smaller(chunk_ + padded_, round_up(tile.highest_last, KEY_STEP));
-        } while (block_ >= end_);
-        return true;
+// Products beside the vector units, in the order in which they are due.
+template <int COUNT>
+struct DueProducts {
+    Product products[COUNT] = {};
+
+    void step_of_any() {
+        for (Product& product : products)
+            if (product.unfinished()) return step(product);
     }
-
-    bool next_chunk() {
-        chunk_ += length_;
-        if (chunk_ >= stop_ || count_ == 0) return false;
-        tile_ = 0, padded_ = round_up(smaller(length_, p_.keys - chunk_), KEY_STEP);
-        packed_ = false;  // until a row sees a key of it
-        return true;
+    void finish_all() {
+        for (Product& product : products) finish(product);
     }
-
-    const Problem& p_;
-    const Task& task_;
-    SomeTile* tiles_;
-    int64_t count_, tile_, size_, length_, chunk_ = 0, padded_ = 0, block_ = 0, end_ = 0, stop_ = 0;
-    float* const masks_;
-    const Pack& pack_;
-    bool packed_ = false;
-    int side_ = 0, slot_ = 0;
 };
+
+// Runs a pass on its units. `pass` has the functions that are called here. It makes weights of one unit while products of
+// its neighbours are due: first the sums of the unit before, then the scores of the next.
+template <class SomeTile, class Pass>
+static void run_units(const Problem& p, const Task& task, SomeTile* tiles, int64_t count, Pass& pass) {
+    DueProducts<Pass::SUMS + Pass::SCORES> due;
+    Unit<SomeTile> now;
+    const auto weigh = [&] {
+        if (now.tile) by_vectors(now.tile->vectors, [&](auto v) { pass.template weigh<v.value>(now, due); });
+        due.finish_all();
+        if (!now.tile) return;
+        if (now.tile->summed + now.count > PAIR_RUN) end_run(*now.tile);
+        now.tile->summed += now.count;
+        pass.sums(now, due.products);
+    };
+    each_unit(p, task, tiles, count, pass, [&](const Unit<SomeTile>& next) {
+        pass.scores(next, due.products + Pass::SUMS);
+        weigh();
+        now = next;
+        if (!now.adjusted) return;
+        by_vectors(now.tile->vectors, [&](auto v) {
+            by_form(now.mask, [&](auto form) { pass.template adjust<v.value, form()>(now); });
+        });
+    });
+    weigh();
+    due.finish_all();
+}
 
 }  // namespace clearhead::ISA

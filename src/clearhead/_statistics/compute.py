@@ -11,11 +11,12 @@ from torch import Tensor
 from .._call.call import AttentionCall, build_call
 from .._call.request import Request
 from .._call.sharding import HeadShard
-from .._environment import autocast_off, cast_for_autocast, is_tracing
+from .._environment import autocast_off, cast_for_autocast
 from .._weights import Queries, row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..kernels._native_statistics import gather, refuses
+from ..kernels._triton_check import runs
 from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
@@ -23,6 +24,7 @@ from .arguments import DEFAULT, Per, counted_queries, make_options, require_name
 from .definitions import LIST, STATISTICS, need_values, shape_of
 from .result import AttentionStatistics
 from .statistic import Options, Statistic
+from .totals import PartialCall
 
 
 def attention_statistics(
@@ -112,13 +114,13 @@ def compute_statistics(
     """Statistics of a validated call.
 
     Args:
-        call: the call. If it has a `part`, the results cover the queries, or keys, of this process.
+        call: the call. The results of a `PartialCall` cover the queries, or keys, of this process.
         names, options, queries, per: see `attention_statistics`. They describe the full call.
         counted: (B, L) bool over all queries, or ``None`` if all count.
         heads: set if the call has some of a module's heads. The results then cover all of them.
     """
     require_per(per, names)
-    part, kv_heads = call.part, call.key.shape[1]
+    part, kv_heads = call if isinstance(call, PartialCall) else None, call.key.shape[1]
     with torch.no_grad(), autocast_off(call.query):
         results = (results_of if part is None else part.results)(call, names, options, counted, queries)
         if heads is not None:
@@ -148,7 +150,7 @@ def results_of(
     column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
     statistics = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
     # The native or Triton kernels compute as many as they can in one pass. Blocks compute the others.
-    results = (_results_by_triton if call.query.is_cuda else _results_natively)(call, statistics, counted)
+    results = _results_by_kernels(call, statistics, counted)
     missing = [statistic for statistic in statistics if statistic.name not in results]
     # `sees` is always needed, to count the fully masked queries.
     if missing or "sees" not in results:
@@ -162,45 +164,27 @@ def results_of(
     return results
 
 
-def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
-    """Results of the statistics that the native kernel computes, and ``sees``. Empty if it computes none.
-
-    It refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
-    """
-    if call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
+def _results_by_kernels(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
+    """Results of the statistics that the native or the Triton kernels compute, and ``sees``. Empty without any."""
+    by_triton = runs(call)
+    # The native kernel refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
+    natively = not call.query.is_cuda and call.spec.compute_dtype == torch.float32 and not call.spec.tracing
+    if not by_triton and (not natively or refuses(call)):
         return {}
-    forms = {statistic: form for statistic in statistics if (form := statistic.native()) is not None}
-    if not forms:
+    forms = {each: each.triton() if by_triton else each.native() for each in statistics}
+    wanted = {name: argument for form in forms.values() if form is not None for name, argument in form.items()}
+    computed = [statistic for statistic, form in forms.items() if form is not None]
+    if not computed:
         return {}
-    buffers = gather(
-        call,
-        {name: buffer for form in forms.values() for name, buffer in form.items()},
-        counted,
-        with_output=need_values([statistic.name for statistic in forms]),
-        exact=exact_dtype(call) == torch.float64,
-    )
-    return _results_read(forms, buffers)
+    if by_triton:
+        from ..kernels import _triton_statistics  # imports Triton
 
-
-def _results_by_triton(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
-    """Results of the statistics that the Triton kernels compute, and ``sees``. Empty if they compute none."""
-    from ..kernels._triton_statistics import (
-        gather as gather_by_triton,
-    )  # registers operators, only where there is a GPU
-    from ..kernels._triton_statistics import runs
-
-    if not runs(call):
-        return {}
-    forms = {statistic: form for statistic in statistics if (form := statistic.triton()) is not None}
-    if not forms:
-        return {}
-    wanted = {name: argument for form in forms.values() for name, argument in form.items()}
-    return _results_read(forms, gather_by_triton(call, wanted, counted))
-
-
-def _results_read(statistics: Iterable[Statistic], buffers: dict[str, Any]) -> dict[str, Any]:
+        buffers = _triton_statistics.gather(call, wanted, counted)
+    else:
+        with_output = need_values([statistic.name for statistic in computed])
+        buffers = gather(call, wanted, counted, with_output=with_output, exact=exact_dtype(call) == torch.float64)
     results: dict[str, Any] = {"sees": buffers["largest"] > float("-inf")}
-    for statistic in statistics:
+    for statistic in computed:
         results |= statistic.read(buffers)
     return results
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
+
+from .._call.call import AttentionCall
 
 
 class Totals(Protocol):
@@ -37,3 +41,18 @@ class _OneProcess(Totals):
 
 
 ONE_PROCESS: Totals = _OneProcess()
+
+
+@dataclass(slots=True, kw_only=True)
+class PartialCall(AttentionCall):
+    """A call that is distributed over processes, as its observers receive it.
+
+    Query, key and value are those of this process. Everything else, `grid` included, describes the complete call.
+
+    Args:
+        totals: over the queries of all processes.
+        results: computes the results of this process's queries or keys, as `results_of`.
+    """
+
+    totals: Totals
+    results: Callable[..., dict[str, Any]]

@@ -89,15 +89,20 @@ class KVCache(Buffered):
             expected = f"at most max_length = {self.max_length} tokens"
             raise CacheError("cache", expected=expected, got=got, fix=f"{fix} Nothing was written.")
         new_positions = self._new_positions(key, positions, counts_up=self._positions is None)
+        if self._lengths is None:
+            rows, columns = slice(None), slice(start, stop)
+            self._key[:, :, columns], self._value[:, :, columns] = key, value
+        else:
+            rows = torch.arange(key.shape[0], device=key.device)[:, None]
+            columns = self._lengths[:, None] + torch.arange(count, device=key.device)  # (B, L)
+            self._key[rows, :, columns] = key.transpose(1, 2)  # (B, L, Hkv, D)
+            self._value[rows, :, columns] = value.transpose(1, 2)
+            self._lengths = self._lengths + count
+        self._length = stop
         if new_positions is None:
-            self._write(key, value, start, stop)
             return KeyValues(self.key, self.value)
         all_positions = self._all_positions()
-        if self._lengths is None:
-            all_positions[:, start:stop] = new_positions
-        else:
-            all_positions.scatter_(1, self._columns(self._lengths, count), new_positions)
-        self._write(key, value, start, stop)
+        all_positions[rows, columns] = new_positions
         return KeyValues(self.key, self.value, all_positions[:, :stop], Present())
 
     def saved(self, count: int) -> Callable[[], None]:
@@ -146,21 +151,6 @@ class KVCache(Buffered):
     def __repr__(self) -> str:
         batch, heads, _, dim = self._key.shape
         return f"KVCache({self._length} of {self.max_length} tokens, B={batch}, Hkv={heads}, D={dim})"
-
-    def _write(self, key: Tensor, value: Tensor, start: int, stop: int) -> None:
-        if self._lengths is None:
-            self._key[:, :, start:stop] = key
-            self._value[:, :, start:stop] = value
-        else:
-            items = torch.arange(key.shape[0], device=key.device)[:, None]
-            columns = self._columns(self._lengths, key.shape[2])
-            self._key[items, :, columns] = key.transpose(1, 2)  # (B, L, Hkv, D)
-            self._value[items, :, columns] = value.transpose(1, 2)
-            self._lengths = self._lengths + key.shape[2]
-        self._length = stop
-
-    def _columns(self, lengths: Tensor, count: int) -> Tensor:
-        return lengths[:, None] + torch.arange(count, device=lengths.device)  # (B, L)
 
     def _all_positions(self) -> Tensor:
         """The positions of all columns, (B, max_length), stored from now on."""

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._call.caching import KeyValues, Positions
 from .._checks import size
@@ -79,10 +80,7 @@ class SlidingKVCache(Buffered):
     @property
     def positions(self) -> Tensor:
         """(B, S): the positions of the keys in the ring, in the order of its slots; −1 in empty slots."""
-        if self._rings is not None:
-            return self._rings.positions
-        positions = self._ring_positions(self._length, self._furthest)[:, : self._slots_in_use]
-        return positions.expand(self._key.shape[0], -1)
+        return self._positions_in_use().expand(self._key.shape[0], -1)
 
     def _last_positions(self) -> Tensor | None:
         return None if self._rings is None else self._rings.positions.amax(1)
@@ -90,15 +88,23 @@ class SlidingKVCache(Buffered):
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
         """Write keys and values over the oldest ones, and return those that the new queries may see."""
         self._check(key, value)
-        start, count = self._length, key.shape[2]
+        start, stop = self._length, self._length + key.shape[2]
         new_positions = self._new_positions(key, positions, counts_up=self._rings is None)
-        if new_positions is None:
-            key_values = self._append(key, value, start, start + count)
-        else:
-            key_values = self._append_per_item(key, value, new_positions)
-        self._length = start + count
-        self._furthest = max(self._furthest, self._length)
-        return key_values
+        rings = None if new_positions is None else self._rings_of_items()
+        window = sliding_window(self.window - 1, _FAR)
+        if rings is None and max(stop, self._furthest) <= self._slots:
+            self._write(key, value, start, None)
+            return KeyValues(self._key[:, :, :stop], self._value[:, :, :stop], None, window)
+        window = window & Present()
+        if stop - start <= 1:
+            self._write(key, value, start, new_positions)
+            return KeyValues(self.key, self.value, self._positions_in_use(), window)
+        # Copies, because the last of these keys overwrite keys that are visible to the first of these queries.
+        new = torch.arange(start, stop, device=key.device)[None] if new_positions is None else new_positions
+        keys, values = torch.cat((self.key, key), 2), torch.cat((self.value, value), 2)
+        all_positions = torch.cat((self._positions_in_use(), new), 1)
+        self._write(key, value, start, new_positions)
+        return KeyValues(keys, values, all_positions, window)
 
     def saved(self, count: int) -> Callable[[], None]:
         """A function that restores the slots that the next `count` tokens overwrite."""
@@ -159,52 +165,39 @@ class SlidingKVCache(Buffered):
         """The number of slots ever written, or all of them once the batch items differ."""
         return self._slots if self._rings is not None else min(self._furthest, self._slots)
 
-    def _append(self, key: Tensor, value: Tensor, start: int, stop: int) -> KeyValues:
-        """Store tokens that have the same positions in all batch items: token n in slot n mod slots."""
-        slots = self._slots
-        window = sliding_window(self.window - 1, _FAR)
-        if max(stop, self._furthest) <= slots:
-            self._key[:, :, start:stop], self._value[:, :, start:stop] = key, value
-            return KeyValues(self._key[:, :, :stop], self._value[:, :, :stop], None, window)
-        if stop - start == 1:
-            slot = start % slots
-            self._key[:, :, slot : slot + 1], self._value[:, :, slot : slot + 1] = key, value
-            positions = self._ring_positions(stop, max(stop, self._furthest))
-            return KeyValues(self._key[:, :, :slots], self._value[:, :, :slots], positions, window & Present())
-        ring_positions = self._ring_positions(start, self._furthest)
-        new_positions = torch.arange(start, stop, device=key.device)[None]
-        # Copies, because the last of these keys overwrite keys that are visible to the first of these queries.
-        copies = torch.cat((self._key[:, :, :slots], key), 2), torch.cat((self._value[:, :, :slots], value), 2)
-        count = min(stop - start, slots)
-        written = torch.arange(stop - count, stop, device=key.device) % slots
-        self._key.index_copy_(2, written, key[:, :, -count:])
-        self._value.index_copy_(2, written, value[:, :, -count:])
-        return KeyValues(*copies, torch.cat((ring_positions, new_positions), 1), window & Present())
+    def _write(self, key: Tensor, value: Tensor, start: int, new_positions: Tensor | None) -> None:
+        """Store tokens: token n in slot n mod slots, or at positions (B, L) in the ring of each batch item."""
+        slots, count = self._slots, key.shape[2]
+        first = start % slots
+        if self._rings is not None and new_positions is not None:
+            items = torch.arange(key.shape[0], device=key.device)[:, None]
+            written = self._rings.take(new_positions, slots)  # (B, L)
+            self._key[items, :, written] = key.transpose(1, 2)  # (B, L, Hkv, D)
+            self._value[items, :, written] = value.transpose(1, 2)
+        elif first + count <= slots:
+            self._key[:, :, first : first + count], self._value[:, :, first : first + count] = key, value
+        else:
+            stored = min(count, slots)
+            written = torch.arange(start + count - stored, start + count, device=key.device) % slots
+            self._key.index_copy_(2, written, key[:, :, -stored:])
+            self._value.index_copy_(2, written, value[:, :, -stored:])
+        self._length = start + count
+        self._furthest = max(self._furthest, self._length)
 
-    def _append_per_item(self, key: Tensor, value: Tensor, new_positions: Tensor) -> KeyValues:
-        """Store tokens whose positions (B, L) differ: each batch item has its own ring, without its padding."""
-        rings = self._rings_of_items()
-        key_values, positions = (self.key, self.value), rings.positions
-        if key.shape[2] > 1:
-            key_values = torch.cat((self.key, key), 2), torch.cat((self.value, value), 2)
-            positions = torch.cat((positions, new_positions), 1)
-        slots = rings.take(new_positions, self._slots)  # (B, L)
-        items = torch.arange(key.shape[0], device=key.device)[:, None]
-        self._key[items, :, slots] = key.transpose(1, 2)  # (B, L, Hkv, D)
-        self._value[items, :, slots] = value.transpose(1, 2)
-        return KeyValues(*key_values, positions, sliding_window(self.window - 1, _FAR) & Present())
-
-    def _ring_positions(self, stop: int, furthest: int) -> Tensor:
-        """The position in every slot after `stop` tokens, (1, slots); −1 in empty or overwritten slots."""
-        slots = torch.arange(self._slots, device=self._key.device)
-        positions = stop - 1 - (stop - 1 - slots) % self._slots
-        return positions.masked_fill(positions < max(furthest - self._slots, 0), -1)[None]
+    def _positions_in_use(self) -> Tensor:
+        """The position in every slot in use, (1 or B, S); −1 in empty or overwritten slots."""
+        if self._rings is not None:
+            return self._rings.positions
+        last, slots = self._length - 1, torch.arange(self._slots_in_use, device=self._key.device)
+        positions = last - (last - slots) % self._slots
+        return positions.masked_fill(positions < max(self._furthest - self._slots, 0), -1)[None]
 
     def _rings_of_items(self) -> _Rings:
         """The rings of the batch items, stored from now on."""
         if self._rings is None:
             batch = self._key.shape[0]
-            positions = self._ring_positions(self._length, self._furthest).repeat(batch, 1)
+            empty_slots = self._slots - self._slots_in_use
+            positions = pad(self._positions_in_use().repeat(batch, 1), (0, empty_slots), value=-1)
             taken = torch.full((batch,), self._length, device=positions.device)
             furthest = torch.full_like(taken, self._furthest)
             self._rings = _Rings(positions, positions.clone(), taken, taken.clone(), furthest)

@@ -77,17 +77,11 @@ class StoredLayer:
     @property
     def prefix(self) -> str:
         """The prefix of the block's tensors."""
-        return self.prefix_of(self.number)
-
-    def prefix_of(self, number: int) -> str:
-        """The prefix of another layer's tensors."""
-        return self.root + self.block.path.format(layer=number)
+        return self.root + self.block.path.format(layer=self.number)
 
     def setting(self, name: str) -> Any:
         """A setting that the configuration must have."""
-        if not hasattr(self.config, name):
-            raise without_setting(self.config, name)
-        return getattr(self.config, name)
+        return setting_of(self.config, name)
 
     @property
     def embed_dim(self) -> int:
@@ -111,18 +105,24 @@ class StoredLayer:
         features = getattr(self.config, "head_dim", None)
         return self.embed_dim // self.num_heads if features is None else size("config.head_dim", features)
 
-    def tensor(self, name: str, shape: tuple[int, ...], *, layer: int | None = None) -> Tensor:
-        """A tensor besides the projections, with the shape that the configuration requires. Default layer: this one."""
-        (key,) = self.require([name], layer)
+    @property
+    def dropout(self) -> float:
+        """The dropout of the weights."""
+        name, dropout = self.block.dropout, self.setting(self.block.dropout)
+        return 0.0 if dropout is None else number(f"config.{name}", dropout, "a probability in [0, 1]", is_probability)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor besides the projections, with the shape that the configuration requires."""
+        (key,) = self.require([name])
         self._read.add(key)
         tensor = self.tensors[key]
         if tuple(tensor.shape) != shape:
             raise _does_not_fit(key, shape_text(shape), shape_text(tensor.shape))
         return tensor
 
-    def require(self, names: list[str], layer: int | None = None) -> list[str]:
-        """The keys of tensors of a layer, this one by default. Raise if one is missing."""
-        keys = [self.prefix_of(self.number if layer is None else layer) + name for name in names]
+    def require(self, names: list[str]) -> list[str]:
+        """The keys of tensors of the layer. Raise if one is missing."""
+        keys = [self.prefix + name for name in names]
         absent = [key for key in keys if key not in self.tensors]
         if absent:
             expected = f"what {self.config.model_type} with this configuration has under {self.prefix!r}"
@@ -134,9 +134,8 @@ class StoredLayer:
         naming, prefix = self.block.naming, self.prefix
         entries = naming.weights + tuple(entry for entry in naming.biases if self._has_bias(entry.holds[0]))
         self.require([entry.key for entry in entries])
-        unexpected = [
-            entry.key for entry in naming.biases if entry not in entries and prefix + entry.key in self.tensors
-        ]
+        absent = [entry.key for entry in naming.biases if entry not in entries]
+        unexpected = [key for key in absent if prefix + key in self.tensors]
         if unexpected:
             raise _does_not_fit("config", "a configuration with these biases", f"none for {', '.join(unexpected)}")
         tensors: Tensors = {}
@@ -189,10 +188,12 @@ class StoredLayer:
 Reading = Callable[[StoredLayer], dict[str, Any]]
 
 
-def without_setting(config: Any, name: str) -> ArgumentError:
-    """The error for a configuration without a setting."""
-    expected = f"the setting {name}, as configurations of {config.model_type} have it"
-    return ArgumentError("config", expected=expected, got=f"a {type(config).__name__} without it")
+def setting_of(config: Any, name: str) -> Any:
+    """A setting that the configuration must have."""
+    if not hasattr(config, name):
+        expected = f"the setting {name}, as configurations of {config.model_type} have it"
+        raise ArgumentError("config", expected=expected, got=f"a {type(config).__name__} without it")
+    return getattr(config, name)
 
 
 def _does_not_fit(what: str, expected: str, got: str) -> CheckpointError:
@@ -215,7 +216,7 @@ def multi_head(layer: StoredLayer) -> MultiHeadAttention:
         head_dim=layer.head_dim,
         bias=projections["query"].bias is not None,
         out_bias=projections["output"].bias is not None,
-        dropout=_dropout(layer),
+        dropout=layer.dropout,
         sinks=sinks is not None,
         device="meta",
         **parts,
@@ -239,17 +240,9 @@ def multi_head(layer: StoredLayer) -> MultiHeadAttention:
     return module
 
 
-def _dropout(layer: StoredLayer) -> float:
-    name = layer.block.dropout
-    dropout = layer.setting(name)
-    return 0.0 if dropout is None else number(f"config.{name}", dropout, "a probability in [0, 1]", is_probability)
-
-
 def report(module: Attention, lines: list[str], *, causal: bool) -> None:
     """Store in `loaded_from` what was read, and whether the model is causal. The module itself is not causal."""
-    hidden = (
-        "not hidden here, but hidden in the model. Pass mask=masks.causal()" if causal else "not hidden in the model"
-    )
+    here = "here, but hidden in the model. Pass mask=masks.causal()"
     dropout = [f"  dropout: {module.dropout}"] if module.dropout else []
-    text = "\n".join([*lines, *dropout, f"  the future: {hidden}"])
+    text = "\n".join([*lines, *dropout, f"  the future: not hidden {here if causal else 'in the model'}"])
     module.loaded_from = text  # pyright: ignore[reportArgumentType]

@@ -67,7 +67,7 @@ def _empty(layer: StoredLayer) -> MultiHeadLatentAttention:
         qk_rope_head_dim=rotary,
         bias=bool(layer.setting("attention_bias")),
         scale=(unrotated + rotary) ** -0.5 * _sharpening(layer.config),
-        dropout=layer.setting("attention_dropout") or 0.0,
+        dropout=layer.dropout,
         position=position,
         device="meta",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import nn
 
@@ -108,9 +107,9 @@ def load(
     finding, projections = recognise(tensors, namings_called(naming), prefix)
     _require_place(finding)
     block = None if module is None else module.get_submodule(finding.prefix.removesuffix("."))
-    settings = Settings() if block is None else read_settings(block)
-    scale = settings.scale if scale is None else scale
-    heads = _heads(num_heads, settings, finding)
+    module_heads, module_dropout, module_scale = _read_settings(block)
+    scale = module_scale if scale is None else scale
+    heads = _heads(num_heads, module_heads, finding)
     head_dim = finding.inner_dim // heads
     loaded = MultiHeadAttention(
         finding.embed_dim,
@@ -123,7 +122,7 @@ def load(
         bias=any(role in finding.biases for role in _INPUTS),
         out_bias="output" in finding.biases,
         scale=None if scale is None or math.isclose(scale, head_dim**-0.5) else scale,
-        dropout=(settings.dropout or 0.0) if dropout is None else dropout,
+        dropout=(module_dropout or 0.0) if dropout is None else dropout,
         device="meta",
     )
     fill(loaded, projections)
@@ -135,21 +134,18 @@ def load(
 
 def _require_place(finding: Finding) -> None:
     if finding.obstacles:
-        raise CheckpointError(
-            "source",
-            expected=f"nothing but attention under {finding.prefix!r}, named as {finding.naming.name}",
-            got="; ".join(f"{finding.prefix}{key} ({reason})" for key, reason in finding.obstacles.items()),
-            fix="Leave keys that have nothing to do with attention out of the state dict.",
-        )
+        expected = f"nothing but attention under {finding.prefix!r}, named as {finding.naming.name}"
+        got = "; ".join(f"{finding.prefix}{key} ({reason})" for key, reason in finding.obstacles.items())
+        fix = "Leave keys that have nothing to do with attention out of the state dict."
+        raise CheckpointError("source", expected=expected, got=got, fix=fix)
 
 
-def _heads(num_heads: int | None, settings: Settings, finding: Finding) -> int:
-    heads = settings.num_heads if num_heads is None else num_heads
+def _heads(num_heads: int | None, module_heads: int | None, finding: Finding) -> int:
+    heads = module_heads if num_heads is None else num_heads
     if heads is None:
         raise ArgumentError("num_heads", expected="an int ≥ 1", got="None", fix="Shapes of weights do not say it.")
-    if settings.num_heads not in (None, heads):
-        expected = f"{settings.num_heads}, which is what the module says"
-        raise ArgumentError("num_heads", expected=expected, got=shown(heads))
+    if module_heads not in (None, heads):
+        raise ArgumentError("num_heads", expected=f"{module_heads}, which is what the module says", got=shown(heads))
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or finding.inner_dim % heads:
         expected = f"a divisor of {finding.inner_dim}, the features of the queries"
         raise ArgumentError("num_heads", expected=expected, got=shown(heads))
@@ -159,10 +155,8 @@ def _heads(num_heads: int | None, settings: Settings, finding: Finding) -> int:
 def _kv_heads(num_kv_heads: int | None, finding: Finding, heads: int, head_dim: int) -> int:
     kv_heads, remainder = divmod(finding.kv_inner_dim, head_dim)
     if remainder or not kv_heads or heads % kv_heads:
-        expected = (
-            f"a number of heads under which {finding.inner_dim} features of queries and {finding.kv_inner_dim} of keys "
-            "are whole heads of one size, the one number a multiple of the other"
-        )
+        features = f"{finding.inner_dim} features of queries and {finding.kv_inner_dim} of keys"
+        expected = f"a number that splits {features} into heads of one size, the one number a multiple of the other"
         raise ArgumentError("num_heads", expected=expected, got=str(heads))
     if num_kv_heads not in (None, kv_heads):
         expected = f"{kv_heads}, as the shapes say for num_heads = {heads}"
@@ -183,41 +177,27 @@ _HEADS = ("num_heads", "nums_head", "nhead", "num_attention_heads", "n_heads", "
 _DROPOUT = ("attention_dropout", "attn_dropout", "att_dropout", "attn_drop", "dropout")
 # Names of the submodule that computes the weights in BERT, ViT and Dive into Deep Learning.
 _CHILDREN = ("self", "attention")
-#: Settings that change what attention computes, the attention without them, and the class or function that has them.
-_REFUSED = (
-    (
-        "add_zero_attn",
-        "attention over the given keys alone",
-        "clearhead.nn.MultiheadAttention has it: use clearhead.upgrade(model).",
-    ),
-    (
-        "attn_logit_softcapping",
-        "attention without soft-capping",
-        "checkpoints.from_transformers reads it from the configuration of the model.",
-    ),
-)
+#: Settings that change what attention computes, and the class or function that has them.
+_REFUSED = {
+    "add_zero_attn": "clearhead.nn.MultiheadAttention has it: use clearhead.upgrade(model).",
+    "attn_logit_softcapping": "checkpoints.from_transformers reads it from the configuration of the model.",
+}
 
 
-class Settings(NamedTuple):
-    """The settings of a module, ``None`` for a setting that it does not have."""
-
-    num_heads: int | None = None
-    dropout: float | None = None
-    scale: float | None = None
-
-
-def read_settings(block: nn.Module) -> Settings:
-    """Read the number of heads, the dropout of the weights and the scale of the scores from an attention module."""
-    for name, expected, fix in _REFUSED:
+def _read_settings(block: nn.Module | None) -> tuple[int | None, float | None, float | None]:
+    """The number of heads, the dropout of the weights and the scale of the scores that an attention module has."""
+    if block is None:
+        return None, None, None
+    for name, fix in _REFUSED.items():
         value = getattr(block, name, None)
         if value is not None and value is not False:
-            raise CheckpointError("source", expected=expected, got=f"a module with {name}", fix=fix)
+            raise CheckpointError("source", expected=f"attention without {name}", got=f"a module with {name}", fix=fix)
     modules = [block, *(child for name in _CHILDREN if isinstance(child := getattr(block, name, None), nn.Module))]
     # `scaling` is always a factor. In lessons, `scale` is as often a divisor.
     scales = ("scale",) if isinstance(block, MultiHeadAttention) else ("scaling",)
     heads = (value for value in _numbers(modules, _HEADS) if isinstance(value, int))
     dropouts = (float(value) for value in _numbers(modules, _DROPOUT) if 0 <= value <= 1)
-    return Settings(next(heads, None), next(dropouts, None), next(_numbers(modules, scales), None))
+    return next(heads, None), next(dropouts, None), next(_numbers(modules, scales), None)
 
 
 def _numbers(modules: list[nn.Module], names: tuple[str, ...]) -> Iterator[int | float]:

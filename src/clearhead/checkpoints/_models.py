@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from .._call.naming import remember_name
-from .._checks import shown, size, text
+from .._checks import integer, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
-from ._blocks import Attention, StoredAttention, StoredLayer, multi_head, without_setting
+from ._blocks import Attention, StoredAttention, StoredLayer, multi_head, setting_of
 from ._sources import Source, Tensors, listed, read_source
 
 _LOGGER = logging.getLogger("clearhead")
@@ -59,7 +59,8 @@ def from_transformers(source: Source, layer: int, *, config: Any = None, part: s
         torch.Size([2, 7, 12])
     """
     load, count = _open(source, config, part)
-    return load(_checked_layer(layer, count))
+    expected = f"0 … {count - 1}, the layers of the model"
+    return load(integer("layer", layer, least=0, most=count - 1, expected=expected))
 
 
 def layers_from_transformers(source: Source, *, config: Any = None, part: str | None = None) -> list[Attention]:
@@ -97,10 +98,7 @@ def _open(source: Source, config: Any, part: str | None) -> tuple[Callable[[int]
     tensors, module = read_source(source)
     config = getattr(module, "config", None) if config is None else config
     blocks = _blocks_of(config, part)
-    count = getattr(config, blocks[0].layers, None)
-    if not isinstance(count, int):
-        raise without_setting(config, blocks[0].layers)
-    size(f"config.{blocks[0].layers}", count)
+    count = size(f"config.{blocks[0].layers}", setting_of(config, blocks[0].layers))
     shared: dict[str, nn.Module] = {}
 
     def load(number: int) -> Attention:
@@ -120,19 +118,13 @@ def _blocks_of(config: Any, part: str | None) -> tuple[StoredAttention, ...]:
         raise ArgumentError("config", expected="the model's configuration", got="None", fix=fix)
     model_type = getattr(config, "model_type", None)
     if not isinstance(model_type, str):
-        raise DTypeError(
-            "config",
-            expected="a configuration of transformers, an object with model_type",
-            got=type(config).__name__,
-            fix="transformers.AutoConfig.from_pretrained reads a config.json." if isinstance(config, dict) else "",
-        )
+        expected = "a configuration of transformers, an object with model_type"
+        fix = "transformers.AutoConfig.from_pretrained reads a config.json."
+        raise DTypeError("config", expected=expected, got=type(config).__name__, fix=fix)
     if model_type not in ARCHITECTURES:
-        raise ArgumentError(
-            "config.model_type",
-            expected=f"one of {', '.join(ARCHITECTURES)}",
-            got=repr(model_type),
-            fix="For other models, checkpoints.load reads the weights. Pass the other settings yourself.",
-        )
+        expected = f"one of {', '.join(ARCHITECTURES)}"
+        fix = "For other models, checkpoints.load reads the weights. Pass the other settings yourself."
+        raise ArgumentError("config.model_type", expected=expected, got=repr(model_type), fix=fix)
     architecture = ARCHITECTURES[model_type]
     name = "self" if part is None else text("part", part)
     blocks = tuple(block for block in architecture if block.part == name)
@@ -140,16 +132,6 @@ def _blocks_of(config: Any, part: str | None) -> tuple[StoredAttention, ...]:
         parts = " or ".join(map(repr, dict.fromkeys(block.part for block in architecture)))
         raise ArgumentError("part", expected=f"{parts} in {model_type}", got=repr(part))
     return blocks
-
-
-def _checked_layer(layer: object, count: int) -> int:
-    if isinstance(layer, bool) or not isinstance(layer, int):
-        fix = "layers_from_transformers reads all layers."
-        raise DTypeError("layer", expected="an int", got=type(layer).__name__, fix=fix)
-    if not 0 <= layer < count:
-        expected = f"0 … {count - 1}, the layers of the model"
-        raise ArgumentError("layer", expected=expected, got=shown(layer))
-    return layer
 
 
 def _find(
@@ -164,12 +146,9 @@ def _find(
         fix = "Pass the one model that you mean, not what contains several."
         got = "several, under " + ", ".join(repr(root + block.path.format(layer=number)) for block, root in matches)
         raise CheckpointError("source", expected=f"one {paths[0]!r}", got=got, fix=fix)
-    raise CheckpointError(
-        "source",
-        expected=f"attention of {model_type} under " + " or ".join(map(repr, paths)),
-        got=listed(list(tensors), 6),
-        fix="Pass the whole model, or all of its state dict; a sharded checkpoint by the file that has the layer.",
-    )
+    expected = f"attention of {model_type} under {' or '.join(map(repr, paths))}"
+    fix = "Pass the whole model, or all of its state dict; a sharded checkpoint by the file that has the layer."
+    raise CheckpointError("source", expected=expected, got=listed(list(tensors), 6), fix=fix)
 
 
 def _roots(tensors: Tensors, block: StoredAttention, number: int) -> list[str]:

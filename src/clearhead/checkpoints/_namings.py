@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from .._checks import flag, items, shown, text
-from ..errors import ArgumentError, DTypeError
+from ..errors import ArgumentError
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
@@ -197,16 +197,10 @@ def namings_called(naming: str | Naming | None) -> tuple[Naming, ...]:
         return NAMINGS
     if isinstance(naming, Naming):
         return (naming,)
-    if not isinstance(naming, str):
-        expected = "the name of a naming, or a clearhead.checkpoints.Naming"
-        raise DTypeError("naming", expected=expected, got=type(naming).__name__)
-    layouts = tuple(layout for layout in NAMINGS if layout.name == naming)
+    name = text("naming", naming, "the name of a naming, or a clearhead.checkpoints.Naming")
+    layouts = tuple(layout for layout in NAMINGS if layout.name == name)
     if not layouts:
         names = ", ".join(dict.fromkeys(layout.name for layout in NAMINGS))
-        raise ArgumentError(
-            "naming",
-            expected=f"one of {names}",
-            got=shown(naming),
-            fix="For other names build one with clearhead.checkpoints.Naming.of_linears.",
-        )
+        fix = "For other names build one with clearhead.checkpoints.Naming.of_linears."
+        raise ArgumentError("naming", expected=f"one of {names}", got=shown(name), fix=fix)
     return layouts

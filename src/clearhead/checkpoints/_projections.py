@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import strided
+from .._checks import kind
 from .._multihead import MultiHeadAttention
-from ..errors import CheckpointError, DTypeError, shape_text
+from ..errors import CheckpointError, shape_text
 from ._namings import ROLES, Entry, Naming, Projection, Role
 
 Projections = Mapping[Role, Projection]
@@ -32,13 +32,10 @@ def unpack(tensors: Mapping[str, Tensor], naming: Naming, prefix: str) -> Projec
 
 
 def _require_plain(key: str, tensor: Tensor, dimensions: int) -> Tensor:
-    expected = f"a floating point tensor with {dimensions} dimension(s)"
-    try:
-        strided(key, tensor, expected)
-    except DTypeError as error:
-        raise CheckpointError(*error.args) from None
-    if tensor.dim() != dimensions or tensor.numel() == 0 or not tensor.is_floating_point():
-        raise CheckpointError(key, expected=expected, got=f"{tensor.dtype} of shape {shape_text(tensor.shape)}")
+    plain = not tensor.is_nested and tensor.layout is torch.strided and tensor.is_floating_point()
+    if not plain or tensor.dim() != dimensions or tensor.numel() == 0:
+        expected = f"a strided floating point tensor with {dimensions} dimension(s)"
+        raise CheckpointError(key, expected=expected, got=kind(tensor))
     return tensor
 
 
@@ -63,13 +60,9 @@ def _require_fit(naming: Naming, prefix: str, projections: Projections) -> None:
     if rows["key"] != rows["value"]:
         problems.append(f"keys have {rows['key']} features and values {rows['value']}")
     if problems:
-        where = f" under {prefix!r}" if prefix else ""
-        raise CheckpointError(
-            "source",
-            expected=f"sizes that fit together in the naming {naming.name}{where}",
-            got="; ".join(problems),
-            fix="Stored as (in, out), a weight has to be transposed first." if not naming.transposed else "",
-        )
+        expected = f"sizes that fit together in the naming {naming.name}" + (f" under {prefix!r}" if prefix else "")
+        fix = "" if naming.transposed else "Stored as (in, out), a weight has to be transposed first."
+        raise CheckpointError("source", expected=expected, got="; ".join(problems), fix=fix)
 
 
 #: The names of the projections in `MultiHeadAttention`.

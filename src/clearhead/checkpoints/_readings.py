@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -67,23 +68,16 @@ def window(layer: StoredLayer) -> dict[str, Any]:
 def alternating_window(layer: StoredLayer) -> dict[str, Any]:
     """A window in the layers that ``layer_types`` gives one."""
     if getattr(layer.config, "use_bidirectional_attention", None):
-        raise ArgumentError(
-            "config",
-            expected="windows that look back",
-            got="use_bidirectional_attention = True",
-            fix="Build the layer yourself, with mask=masks.sliding_window(size - 1, size - 1).",
-        )
-    kinds = layer.setting("layer_types")
-    kind = kinds[layer.number] if len(kinds) > layer.number else None
+        got = "use_bidirectional_attention = True"
+        fix = "Build the layer yourself, with mask=masks.sliding_window(size - 1, size - 1)."
+        raise ArgumentError("config", expected="windows that look back", got=got, fix=fix)
+    kind, size = dict(enumerate(layer.setting("layer_types"))).get(layer.number), layer.setting("sliding_window")
     if kind == "full_attention":
         return {}
-    if kind == "sliding_attention" and layer.setting("sliding_window") is not None:
+    if kind == "sliding_attention" and size is not None:
         return window(layer)
-    raise ArgumentError(
-        "config",
-        expected=f"layer_types[{layer.number}] full_attention, or sliding_attention with a sliding_window",
-        got=f"{kind!r} and sliding_window = {layer.setting('sliding_window')}",
-    )
+    expected = f"layer_types[{layer.number}] full_attention, or sliding_attention with a sliding_window"
+    raise ArgumentError("config", expected=expected, got=f"{kind!r} and sliding_window = {size}")
 
 
 def alibi(layer: StoredLayer) -> dict[str, Any]:
@@ -96,7 +90,7 @@ def relative_bias(*, bidirectional: bool) -> Reading:
 
     def read(layer: StoredLayer) -> dict[str, Any]:
         buckets, heads = layer.setting("relative_attention_num_buckets"), layer.num_heads
-        weight = layer.tensor("relative_attention_bias.weight", (buckets, heads), layer=0)
+        weight = replace(layer, number=0).tensor("relative_attention_bias.weight", (buckets, heads))
         if "relative_bias" not in layer.shared:
             most = layer.setting("relative_attention_max_distance")
             # Made without memory, so that no random number is drawn.

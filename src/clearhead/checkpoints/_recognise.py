@@ -29,12 +29,8 @@ def recognise(
     if prefix in prefixes:
         prefixes = [prefix]
     if len(prefixes) > 1:
-        raise CheckpointError(
-            "source",
-            expected="one attention block",
-            got=f"{len(prefixes)}, under " + ", ".join(repr(path) for path in sorted(prefixes, key=_natural)),
-            fix="Choose one with prefix=.",
-        )
+        got = f"{len(prefixes)}, under {', '.join(map(repr, sorted(prefixes, key=_natural)))}"
+        raise CheckpointError("source", expected="one attention block", got=got, fix="Choose one with prefix=.")
     return _only_fit(tensors, [naming for path, naming in blocks if path == prefixes[0]], prefixes[0])
 
 
@@ -62,25 +58,20 @@ def _ends(name: str, key: str) -> bool:
 
 def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str) -> tuple[Finding, Projections]:
     """The naming that fits the shapes. GPT-2 and nanoGPT, for example, have the same keys."""
-    fits: list[tuple[Finding, Projections]] = []
+    fits: list[tuple[Naming, Projections]] = []
     errors: list[CheckpointError] = []
     for naming in namings:
         try:
-            projections = unpack(tensors, naming, prefix)
+            fits.append((naming, unpack(tensors, naming, prefix)))
         except CheckpointError as error:
             errors.append(error)
-        else:
-            fits.append((describe(tensors, naming, prefix, projections), projections))
-    if len(fits) > 1:
-        raise CheckpointError(
-            "source",
-            expected="one naming",
-            got=f"keys under {prefix!r} that fit " + ", ".join(finding.naming.name for finding, _ in fits),
-            fix="Choose one with naming=.",
-        )
     if not fits:
         raise errors[0]
-    return fits[0]
+    if len(fits) > 1:
+        got = f"keys under {prefix!r} that fit {', '.join(naming.name for naming, _ in fits)}"
+        raise CheckpointError("source", expected="one naming", got=got, fix="Choose one with naming=.")
+    naming, projections = fits[0]
+    return describe(tensors, naming, prefix, projections), projections
 
 
 def _nothing_found(tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], prefix: str) -> CheckpointError:
@@ -97,12 +88,8 @@ def _nothing_found(tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], p
             f"{', '.join(missing)}. Projections of other names are given as "
             '{"query": linear, "key": linear, "value": linear, "output": linear}.'
         )
-    return CheckpointError(
-        "source",
-        expected="the names of an attention block" + (f" under {prefix!r}" if prefix else ""),
-        got=listed(names, 12),
-        fix=fix.strip(),
-    )
+    expected = "the names of an attention block" + (f" under {prefix!r}" if prefix else "")
+    return CheckpointError("source", expected=expected, got=listed(names, 12), fix=fix.strip())
 
 
 def _nearness(naming: Naming, names: list[str]) -> tuple[int, int, float]:

@@ -43,12 +43,9 @@ def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") 
     layouts = namings_called(naming)
     problems = [_problem(layout, projections) for layout in layouts]
     if all(problems):
-        raise CheckpointError(
-            "module",
-            expected=f"sizes that the naming {layouts[0].name} has a place for",
-            got="; ".join(dict.fromkeys(problems)),
-            fix="A naming of four separate weights, such as o_proj, takes every size.",
-        )
+        expected = f"sizes that the naming {layouts[0].name} has a place for"
+        fix = "A naming of four separate weights, such as o_proj, takes every size."
+        raise CheckpointError("module", expected=expected, got="; ".join(dict.fromkeys(problems)), fix=fix)
     packed = _pack(layouts[problems.index("")], projections)
     return {as_path(prefix) + key: tensor for key, tensor in packed.items()}
 
@@ -61,12 +58,8 @@ def _projections(module: object) -> Projections:
     for role, name in LINEARS.items():
         linear = getattr(module, name)
         if not isinstance(linear, nn.Linear) or nn.utils.parametrize.is_parametrized(linear):
-            raise CheckpointError(
-                f"module.{name}",
-                expected="a plain nn.Linear",
-                got=type(linear).__name__,
-                fix="Merge adapters and remove parametrizations first.",
-            )
+            got, fix = type(linear).__name__, "Merge adapters and remove parametrizations first."
+            raise CheckpointError(f"module.{name}", expected="a plain nn.Linear", got=got, fix=fix)
         projections[role] = Projection(linear.weight, linear.bias)
     return projections
 
@@ -82,10 +75,8 @@ def _problem(naming: Naming, projections: Projections) -> str:
         if entry in naming.weights and len({weight.shape for weight, _ in fused}) > 1:
             inputs = ", ".join(str(weight.shape[1]) for weight, _ in fused)
             return f"inputs of {inputs} features, which share one weight there"
-        if (
-            len({(tensor.dtype, tensor.device) for projection in fused for tensor in projection if tensor is not None})
-            > 1
-        ):
+        tensors = [tensor for projection in fused for tensor in projection if tensor is not None]
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             return f"several dtypes or devices for what is one tensor there, {entry.key}"
     return ""
 

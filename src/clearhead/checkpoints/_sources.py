@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ Tensors = dict[str, Tensor]
 
 # Keys of a mapping that was written by hand: `{"query": linear, …}`. A weight may replace the Linear.
 _BY_HAND = ("q", "k", "v", "o", "query", "key", "value", "output")
+_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 def read_source(source: Source) -> tuple[Tensors, nn.Module | None]:
@@ -41,23 +42,17 @@ def _flat(mapping: Mapping[str, object]) -> Tensors:
     tensors: Tensors = {}
     for name, value in mapping.items():
         if not isinstance(name, str):
-            fix = "Its keys are the names of the tensors."
-            got = f"a key {shown(name)}"
-            raise CheckpointError("source", expected="a state dict with strings as keys", got=got, fix=fix)
+            expected = "a state dict, whose keys are the names of the tensors"
+            raise CheckpointError("source", expected=expected, got=f"a key {shown(name)}")
         if isinstance(value, nn.Module):
             tensors |= value.state_dict(prefix=f"{name}.")
         elif isinstance(value, Tensor):
             tensors[f"{name}.weight" if name in _BY_HAND else name] = value
         elif not name.endswith("_extra_state"):
-            raise CheckpointError(
-                "source",
-                expected="a state dict, with a tensor under every name",
-                got=f"{type(value).__name__} under {name!r}",
-                fix=f"If the state dict lies inside, pass source[{name!r}]; read a file with "
-                "torch.load(path, weights_only=True) first."
-                if isinstance(value, Mapping)
-                else "",
-            )
+            expected, got = "a state dict, with a tensor under every name", f"{type(value).__name__} under {name!r}"
+            read_first = "read a file with torch.load(path, weights_only=True) first."
+            fix = f"If the state dict lies inside, pass source[{name!r}]; {read_first}"
+            raise CheckpointError("source", expected=expected, got=got, fix=fix if isinstance(value, Mapping) else "")
     return tensors
 
 
@@ -66,60 +61,32 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
     Files of `torch.save` are read with ``weights_only=True``, which unpickles only tensors and plain containers.
     """
-    read = _READERS.get(path.suffix)
-    if read is None:
-        raise CheckpointError(
-            "source",
-            expected="a file that ends in " + ", ".join(_READERS),
-            got=f"{path}",
-            fix="A sharded checkpoint is given one of its files at a time.",
-        )
+    if path.suffix not in _SUFFIXES:
+        fix = "A sharded checkpoint is given one of its files at a time."
+        raise CheckpointError("source", expected=f"a file that ends in {', '.join(_SUFFIXES)}", got=f"{path}", fix=fix)
     if not path.is_file():
         raise CheckpointError("source", expected="a file", got=f"{path}, which is none")
-    content = read(path)
+    content = _content(path)
     if not isinstance(content, Mapping):
         expected = "a file with a state dict, names and tensors"
         raise CheckpointError("source", expected=expected, got=f"{type(content).__name__} in {path}")
     return content
 
 
-def _read_safetensors(path: Path) -> object:
+def _content(path: Path) -> object:
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise CheckpointError(
-            "source",
-            expected="the package safetensors, to read .safetensors files",
-            got="no such package here",
-            fix='Install it with pip install "clearhead[hf]".',
-        ) from error
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _unreadable(path, error, "a readable .safetensors file") from error
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-
-def _read_torch(path: Path) -> object:
-    try:
+            return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
+    except ModuleNotFoundError as error:
+        fix = 'Install it with pip install "clearhead[hf]".'
+        raise CheckpointError("source", expected="the package safetensors", got=str(error), fix=fix) from error
     # The exception depends on the bytes. Each one means that these are not plain tensors.
     except Exception as error:
-        raise _unreadable(
-            path,
-            error,
-            "a file of tensors alone, as torch.save(module.state_dict(), path) writes it",
-            "A file that holds a whole pickled module runs code when it is opened and is not read here.",
-        ) from error
-
-
-def _unreadable(path: Path, error: Exception, expected: str, fix: str = "") -> CheckpointError:
-    lines = str(error).strip().splitlines()
-    got = f"{path}, which fails with {type(error).__name__}" + (f" ({lines[0].rstrip('. ')})" if lines else "")
-    return CheckpointError("source", expected=expected, got=got, fix=fix)
-
-
-_READERS: dict[str, Callable[[Path], object]] = {
-    ".safetensors": _read_safetensors,
-    **dict.fromkeys((".pt", ".pth", ".bin"), _read_torch),
-}
+        lines = str(error).strip().splitlines()
+        got = f"{path}, which fails with {type(error).__name__}" + (f" ({lines[0].rstrip('. ')})" if lines else "")
+        expected = "a file of tensors alone, as safetensors or torch.save(module.state_dict(), path) writes it"
+        fix = "A pickled module runs code when it is opened, and is not read here."
+        raise CheckpointError("source", expected=expected, got=got, fix=fix) from error

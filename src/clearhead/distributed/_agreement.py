@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,9 +28,7 @@ from ._collectives import from_every_rank
 _FACTS = 32  # int64 numbers of facts in a record
 _TEXT = 640  # bytes of a refusal's text in a record
 _READABLE = 1 << 40  # larger facts are fingerprints
-
-Local = TypeVar("Local")
-Result = TypeVar("Result")
+_SECONDS_AT_EXIT = 5
 
 #: The numbers that a process sends, by name.
 Facts = Mapping[str, int]
@@ -87,39 +85,33 @@ def agree(where: str, group: dist.ProcessGroup, device: torch.device | str, fact
     return [dict(zip(facts, numbers, strict=True)) for numbers in records[:, 2 : 2 + len(facts)].tolist()]
 
 
-def agree_on(
-    where: str,
-    groups: Sequence[dist.ProcessGroup],
-    device: str,
-    find: Callable[[], tuple[Facts, Local]],
-    read: Callable[[Gathered, Local], Result],
-) -> Result:
-    """Agree in the first group. If `find` or `read` raises in one process, all processes of all groups raise.
+@contextmanager
+def agreement(
+    where: str, groups: Sequence[dist.ProcessGroup], device: str
+) -> Generator[Callable[[Facts], Gathered], None, None]:
+    """A block that all processes of all groups finish, or none: if it raises in one process, all of them raise.
+
+    The block gets a function, and calls it once with the facts of this process. The function returns the facts of every
+    process of the first group.
 
     Args:
         where, device: as for `agree`.
         groups: the group that shares the sequence, and the groups that share the heads of one shard.
-        find: returns the facts of this process, and an object that stays in it.
-        read: computes the result from the facts of every process and the object, or raises.
-
-    Returns:
-        The result of `read`.
     """
-    first, *head_groups = groups
+    waiting = list(groups)
+
+    def exchange(facts: Facts) -> Gathered:
+        return agree(where, waiting.pop(0), device, facts)
+
     try:
-        try:
-            facts, local = find()
-        except Exception as error:
-            agree(where, first, device, error)
-            raise
-        result = read(agree(where, first, device, facts), local)
+        yield exchange
     except Exception as error:
-        for group in head_groups:
-            agree(where, group, device, error)
+        for group in waiting:
+            with suppress(Exception):  # the error is raised below
+                agree(where, group, device, error)
         raise
-    for group in head_groups:
+    for group in waiting:
         agree(where, group, device, {})
-    return result
 
 
 #: Groups for agreements, by the group with the same processes. They end with it: if a group outlives
@@ -167,7 +159,7 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
     """Send an error to the next agreement of the others, without waiting for them.
 
     Args:
-        where, groups, device: as for `agree_on`.
+        where, groups, device: as for `agreement`.
         problem: the error, which the caller raises.
     """
     if getattr(problem, "not_announced", False):
@@ -179,25 +171,13 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
         read = record.new_empty((dist.get_world_size(group), 1))
         with suppress(RuntimeError, ValueError):  # the problem is what counts
             all_gather_single(records, record[None], group=group, async_op=True)
-            # The second exchange of `agree`.
-            _wait_at_exit(all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True))
+            # The second exchange of `agree`. A process waits for it before it ends.
+            atexit.register(_wait, all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True))
 
 
-#: Exchanges of announced errors. A process waits for them before it ends.
-_announced: list[Any] = []
-_SECONDS_AT_EXIT = 5
-
-
-def _wait_at_exit(exchange: Any) -> None:
-    if not _announced:
-        atexit.register(_wait_for_announced)
-    _announced[:] = [*(work for work in _announced if not work.is_completed()), exchange]
-
-
-def _wait_for_announced() -> None:
-    for work in _announced:
-        with suppress(RuntimeError, ValueError):
-            work.wait(timedelta(seconds=_SECONDS_AT_EXIT))
+def _wait(exchange: Any) -> None:
+    with suppress(RuntimeError, ValueError):
+        exchange.wait(timedelta(seconds=_SECONDS_AT_EXIT))
 
 
 def _record(where: str, facts: Facts | Exception) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from ..errors import KernelError
 from ..masks._base import Mask
 from ..masks._check import as_positions
 from ..masks._tensors import as_mask
-from ._agreement import Gathered, agree_on, fingerprint, group_of, require_equal, require_mesh
+from ._agreement import Gathered, agreement, fingerprint, group_of, require_equal, require_mesh
 from ._layout import Layout, require_layout
 from ._methods import Operands, SharedCall, chunks_of_queries, mask_fact, of_all_sizes
 from ._sequence import shards_of
@@ -111,15 +110,13 @@ def attention_statistics(
         require_layout(layout)
         return of_one_process(**arguments)
 
-    def find() -> tuple[dict[str, int], _Arguments]:
+    with agreement(_WHERE, (group, group), device) as exchange:
         require_mesh(mesh)
         require_layout(layout)
         facts, local = _read(arguments)
-        return {"layout": fingerprint(layout), **facts}, local
-
-    read = partial(_shared_call, group, layout, query_mask)
-    # The second agreement is about errors that show only in the length of the whole sequence.
-    local, shared, counted = agree_on(_WHERE, (group, group), device, find, read)
+        gathered = exchange({"layout": fingerprint(layout), **facts})
+        # The second agreement is about errors that show only in the length of the whole sequence.
+        shared, counted = _shared_call(group, layout, query_mask, gathered, local)
     with torch.no_grad(), autocast_off(local.operands[0]):
         # Statistics of gathered keys and of each interval of this process's queries.
         call = shared_call_of(local.operands, shared, chunks_of_queries(*local.operands, shared))
@@ -198,12 +195,12 @@ def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
 
 def _shared_call(
     group: dist.ProcessGroup, layout: Layout, query_mask: Tensor | None, gathered: Gathered, local: _Arguments
-) -> tuple[_Arguments, SharedCall, Tensor | None]:
-    """The arguments, the shared call, and the counted queries. Raise unless all processes make one call."""
+) -> tuple[SharedCall, Tensor | None]:
+    """The shared call, and the counted queries. Raise unless all processes make one call."""
     require_equal(_WHERE, gathered, [name for name in gathered[0] if name not in ("query", "key")], _SAME)
     queries, keys = (shards_of(_WHERE, gathered, name, layout) for name in ("query", "key"))
     with torch.no_grad(), autocast_off(local.operands[0]):
         call = valid_call(*of_all_sizes(local.operands, queries, keys), local.request, local.environment)
     row_numbers(local.queries, queries.length)
     rank, counted = dist.get_rank(group), counted_queries(query_mask, call)
-    return local, SharedCall(group, rank, queries, keys, call.grid, call.request, local.environment, _WHERE), counted
+    return SharedCall(group, rank, queries, keys, call.grid, call.request, local.environment, _WHERE), counted

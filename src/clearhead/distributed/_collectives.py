@@ -101,14 +101,22 @@ def from_every_rank(x: Tensor, group: Group) -> Tensor:
     return gathered
 
 
-def reduce_scatter(sent: Tensor, group: Group) -> Tensor:
-    """The sum over all processes of ``sent[r]`` (W, …), on process r. Without gradients."""
+def reduce_scatter_shards(tensors: Sequence[Tensor], shards: Shards, group: Group) -> list[Tensor]:
+    """The shards (l, …) of this process of the sums of whole tensors (L, …) of all processes. Without gradients."""
+    shapes = [x.shape for x in tensors]
+    features = sum(math.prod(shape[1:]) for shape in shapes)
+    sent = tensors[0].new_empty((shards.world_size, shards.longest, features), dtype=sum_dtype(tensors[0]))
+    views = [shards.split(x, 0) for x in tensors]
+    for rank, count in enumerate(shards.lengths):
+        sent[rank, count:] = 0
+        for target, intervals in zip(_features(sent[rank, :count], shapes), views, strict=True):
+            torch.cat(intervals[rank], out=target)
     summed = torch.empty_like(sent[0])
     if sent.device.type == GLOO_DEVICE:  # a third of the time for a list
         dist.reduce_scatter(summed, list(sent), group=group)
     else:
         reduce_scatter_single(summed[None], sent, group=group)
-    return summed
+    return _features(summed[: shards.lengths[dist.get_rank(group)]], shapes)
 
 
 def gather_shards(
@@ -124,25 +132,16 @@ def gather_shards(
 class _GatherShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shards: Shards, group: Group, where: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.group, ctx.where, ctx.shapes = shards, group, where, [x.shape for x in tensors]
+        ctx.shards, ctx.group, ctx.where = shards, group, where
         with step("forward: all-gather", where):
             return tuple(shards.join(gathered, 0) for gathered in _all_gather(tensors, shards, group))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        shards: Shards = ctx.shards
-        features = sum(math.prod(shape[1:]) for shape in ctx.shapes)
-        sent = gradients[0].new_empty((shards.world_size, shards.longest, features), dtype=sum_dtype(gradients[0]))
-        views = [shards.split(x, 0) for x in gradients]
-        for rank, count in enumerate(shards.lengths):
-            sent[rank, count:] = 0
-            for target, intervals in zip(_features(sent[rank, :count], ctx.shapes), views, strict=True):
-                torch.cat(intervals[rank], out=target)
         with step("backward: reduce-scatter", ctx.where):
-            summed = reduce_scatter(sent, ctx.group)
-        returned = _features(summed[: ctx.shapes[0][0]], ctx.shapes)
-        return None, None, None, *(x.to(gradient.dtype) for x, gradient in zip(returned, gradients, strict=True))
+            summed = reduce_scatter_shards(gradients, ctx.shards, ctx.group)
+        return None, None, None, *(x.to(gradient.dtype) for x, gradient in zip(summed, gradients, strict=True))
 
 
 def _all_gather(tensors: Sequence[Tensor], shards: Shards, group: Group) -> list[list[Tensor]]:
@@ -219,27 +218,6 @@ def exchange(sent: Sent, shapes: Sequence[Shapes], group: Group) -> tuple[Tensor
 
 def _cut(flat: Tensor, shapes: Shapes) -> tuple[Tensor, ...]:
     return tuple(x.view(shape) for x, shape in zip(flat.split([*map(math.prod, shapes)]), shapes, strict=True))
-
-
-def sum_of_gradients(x: Tensor, group: Group, where: str) -> Tensor:
-    """A tensor that is equal in every process. Its gradient is summed over the processes."""
-    return cast(Tensor, _SumOfGradients.apply(x, group, where)) if x.requires_grad and torch.is_grad_enabled() else x
-
-
-class _SumOfGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, where: str) -> Tensor:
-        ctx.group, ctx.where = group, where
-        return x.view_as(x)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        summed = gradient.to(sum_dtype(gradient), copy=True, memory_format=torch.contiguous_format)
-        with step("backward: all-reduce of a bias's gradient", ctx.where):
-            dist.all_reduce(summed, group=ctx.group)
-        return summed.to(gradient.dtype), None, None
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

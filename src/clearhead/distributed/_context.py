@@ -17,8 +17,7 @@ from .._environment import outside_graphs_alone
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError
 from ._agreement import (
-    Gathered,
-    agree_on,
+    agreement,
     announce,
     fingerprint,
     group_for_agreements,
@@ -27,7 +26,7 @@ from ._agreement import (
     require_equal,
     require_mesh,
 )
-from ._description import Attentions, Split, attention_parts, facts_of_module
+from ._description import Split, attention_parts, facts_of_module
 from ._layout import Layout, require_layout
 from ._methods import heads_divide
 from ._sequence import require_shards
@@ -99,22 +98,17 @@ def context_parallel(
         torch.Size([2, 7, 12])
         >>> dist.destroy_process_group()
     """
-
-    def find() -> tuple[dict[str, int], Attentions]:
+    group, device = group_of(mesh)
+    with agreement(WHERE, (group,), device) as exchange:
         require_mesh(mesh)
         choice("method", method, METHODS)
         require_layout(layout)
         attentions, other_parts = attention_parts(WHERE, module)
         heads = [(name, _heads_of(name, attention, method, mesh.size())) for name, attention in attentions]
         facts = {"method": fingerprint(method), "layout": fingerprint(layout)}
-        return facts | facts_of_module(module, attentions, other_parts) | {"heads": fingerprint(heads)}, attentions
-
-    def read(gathered: Gathered, attentions: Attentions) -> Attentions:
+        facts |= facts_of_module(module, attentions, other_parts) | {"heads": fingerprint(heads)}
+        gathered = exchange(facts)
         require_equal(WHERE, gathered, gathered[0], "Split the same module in the same way in every process.")
-        return attentions
-
-    group, device = group_of(mesh)
-    attentions = agree_on(WHERE, (group,), device, find, read)
     if mesh.size() > 1:
         head_groups = dict.fromkeys(part.head_shard.group for _, part in attentions if part.head_shard is not None)
         if device != "cpu":  # made now, because an error is announced without waiting for the others
@@ -161,5 +155,6 @@ def _forward_or_refuse(
     except Exception as error:
         announce(where, sequence.agreements, sequence.device, error)
         raise
-    agree_on(where, sequence.agreements, sequence.device, lambda: ({}, None), lambda *_: None)
+    with agreement(where, sequence.agreements, sequence.device) as exchange:
+        exchange({})
     return output

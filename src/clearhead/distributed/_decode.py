@@ -144,7 +144,7 @@ def decode(
             key_values = cache.update(k, v)
         else:
             q = layer.projected_query(query, environment)
-        if torch.is_grad_enabled() and q.requires_grad:
+        if environment.gradients and q.requires_grad:
             expected, got = "no gradients beside keys that are split", "a tensor that requires them"
             fix = "Decode under torch.no_grad() or torch.inference_mode()."
             raise CacheError("query", expected=expected, got=got, fix=fix)

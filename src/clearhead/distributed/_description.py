@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from .._latent import MultiHeadLatentAttention
 from .._multihead import MultiHeadAttention
 from ..errors import DTypeError
+from ..masks._base import Mask
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward
 from ._agreement import fingerprint
 
@@ -71,17 +72,11 @@ def _unfit(where: str, name: str, module: object) -> DTypeError:
 
 def facts_of_module(module: nn.Module, attentions: Attentions, other_parts: Named) -> dict[str, int]:
     """Facts by the names that messages use. They are equal for equal modules, for any values of parameters."""
-
-    def described(name: str) -> list[str]:
-        return [_described(getattr(attention, name)) for _, attention in attentions]
-
+    settings = "softcap", "scale", "dropout", "mask", "position", "q_norm", "k_norm"
     aspects: dict[str, object] = {
-        f"{name} of the module": [getattr(attention, name) for _, attention in attentions]
-        for name in ("softcap", "scale", "dropout")
+        f"{name} of the module": [_described(getattr(attention, name)) for _, attention in attentions]
+        for name in settings
     }
-    masks = [attention.mask for _, attention in attentions]
-    aspects["mask of the module"] = [None if mask is None else _shared_text(mask.describe()) for mask in masks]
-    aspects |= {f"{name} of the module": described(name) for name in ("position", "q_norm", "k_norm")}
     aspects["parts beside attention"] = [
         # A function is no submodule, so the repr of a feed-forward part does not contain it.
         (name, _described(part), _described(part.activation) if isinstance(part, FeedForward) else "")
@@ -100,11 +95,7 @@ def facts_of_module(module: nn.Module, attentions: Attentions, other_parts: Name
 
 
 def _described(part: object) -> str:
-    text = repr(part)
+    """The part as text, without what differs between processes."""
+    text = part.describe() if isinstance(part, Mask) else repr(part)
     # The repr of a tensor contains its values, which may differ in their last digits.
-    return type(part).__qualname__ if "tensor(" in text else _shared_text(text)
-
-
-def _shared_text(text: str) -> str:
-    """The text without what differs between processes."""
-    return _OF_THIS_PROCESS.sub("", text)
+    return type(part).__qualname__ if "tensor(" in text else _OF_THIS_PROCESS.sub("", text)

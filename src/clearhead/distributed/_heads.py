@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .._environment import is_tracing
 from ..masks._base import Mask
-from ..masks._combined import And
+from ..masks._combined import all_of
 from ..masks._grid import Offset
 from ..masks._part import part_of
 from ._agreement import OfThisProcess, agree, fingerprint, require_device, require_equal
-from ._collectives import step, sum_dtype, sum_of_gradients
+from ._collectives import step, sum_dtype
 from ._statistics import with_all_heads
 
 WHERE = "tensor_parallel"
@@ -59,16 +59,14 @@ class LocalHeads(OfThisProcess):
         for x in inputs:
             if x is not None and id(x) not in replicated:
                 require_device(WHERE, "query", x, self.mesh.device_type)
-                replicated[id(x)] = placed(self.mesh, Replicate(), self.name, x)
+                replicated[id(x)] = placed(self.mesh, Replicate(), f"the input of {self.name}", x)
         return tuple(None if x is None else replicated[id(x)] for x in inputs)
 
     def local(self, parameter: Tensor) -> Tensor:
         return local(parameter)
 
     def mask(self, mask: Mask | None) -> Mask | None:
-        if isinstance(mask, And):
-            return And(tuple(map(self._local_mask, mask.parts())))
-        return None if mask is None else self._local_mask(mask)
+        return None if mask is None else all_of([self._local_mask(part) for part in mask.parts()])
 
     def all_weights(self, weights: Tensor) -> Tensor:
         if not is_tracing():
@@ -92,14 +90,19 @@ class LocalHeads(OfThisProcess):
     def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
         return with_all_heads(results, self.group, lambda _, tensor, rank: tensor, WHERE)
 
-    def _local_mask(self, mask: Mask) -> Mask:
+    def _local_mask(self, mask: Mask) -> Mask | None:
         """A mask without `&`, for the heads of this process."""
         biases = mask.bias_tensors()
         if any(isinstance(tensor, DTensor) for tensor in biases):
             return mask.with_bias_tensors(map(local, biases))
         if any(tensor.requires_grad for tensor in biases):
-            mask = mask.with_bias_tensors(sum_of_gradients(tensor, self.group, WHERE) for tensor in biases)
-        return cast(Mask, part_of(mask, Offset(self.total, self.first)))
+            mask = mask.with_bias_tensors(map(self._with_summed_gradient, biases))
+        return part_of(mask, Offset(self.total, self.first))
+
+    def _with_summed_gradient(self, bias: Tensor) -> Tensor:
+        """The bias of all heads, whose gradient is summed over the processes, in float32 at least."""
+        replicated = placed(self.mesh, Replicate(), f"a bias of {self.name}", bias.to(sum_dtype(bias)))
+        return replicated.to_local(grad_placements=[Partial()]).to(bias.dtype)
 
 
 def distribute(name: str, owner: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -132,7 +135,7 @@ def split_linear(
         leading = getattr(inputs[0], "_leading", None)
         return result if leading is None else result.view(*leading, result.shape[-1])
 
-    place_input(module, lambda x: _as_rows(placed(mesh, placement, name, x)))
+    place_input(module, lambda x: _as_rows(placed(mesh, placement, f"the input of {name}", x)))
     module.register_forward_hook(after)
 
 
@@ -142,7 +145,7 @@ def split_norm(module: nn.Module, mesh: DeviceMesh, placement: Placement, name: 
     def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
         return replicated_output(output) if placement.is_replicate() else local(output)
 
-    place_input(module, partial(placed, mesh, placement, name))
+    place_input(module, partial(placed, mesh, placement, f"the input of {name}"))
     module.register_forward_hook(after)
 
 
@@ -166,19 +169,19 @@ def _as_rows(x: Tensor) -> Tensor:
     return rows
 
 
-def placed(mesh: DeviceMesh, placement: Placement, name: str, x: Tensor) -> Tensor:
-    """The input of a part as a `DTensor`. The gradient of a replicated input is summed over the processes."""
+def placed(mesh: DeviceMesh, placement: Placement, name: str, x: Tensor) -> DTensor:
+    """A tensor of this process as a `DTensor`. The gradient of a replicated tensor is summed over the processes."""
     if isinstance(x, DTensor):
         return x
     tensor = DTensor.from_local(x, mesh, [placement], run_check=False)
     if placement.is_replicate() and tensor.requires_grad and not is_tracing():
         # `from_local` also sums it, as it does in a graph, but its error would not name the step.
-        tensor.register_hook(partial(_summed_input_gradient, name))
+        tensor.register_hook(partial(_summed_gradient, name))
     return tensor
 
 
-def _summed_input_gradient(name: str, gradient: Any) -> Tensor:
-    with step(f"backward: all-reduce of the gradient of the input of {name}", WHERE):
+def _summed_gradient(name: str, gradient: Any) -> Tensor:
+    with step(f"backward: all-reduce of the gradient of {name}", WHERE):
         return gradient.redistribute(placements=[Replicate()])
 
 

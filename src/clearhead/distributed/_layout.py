@@ -35,7 +35,7 @@ class Shards:
     Example:
         >>> from clearhead.distributed._layout import Shards
         >>> Shards(7, 2, "contiguous").intervals[0], Shards(7, 2, "zigzag").intervals[0]
-        ((slice(0, 4, None),), (slice(0, 2, None), slice(6, 7, None)))
+        ((range(0, 4),), (range(0, 2), range(6, 7)))
     """
 
     length: int
@@ -43,20 +43,20 @@ class Shards:
     layout: Layout
 
     @cached_property
-    def intervals(self) -> tuple[tuple[slice, ...], ...]:
-        """For each process its positions in ascending order, as intervals. No interval is empty."""
+    def intervals(self) -> tuple[tuple[range, ...], ...]:
+        """For each process its positions in ascending order, as intervals. An empty shard is one empty interval."""
         count = self.world_size if self.layout == "contiguous" else 2 * self.world_size
         least, remainder = divmod(self.length, count)
         bounds = [index * least + min(index, remainder) for index in range(count + 1)]
-        parts = [slice(*ends) for ends in pairwise(bounds)]
+        parts = [range(*ends) for ends in pairwise(bounds)]
         if self.layout == "contiguous":
-            return tuple(_joined(interval) for interval in parts)
-        return tuple(_joined(*pair) for pair in zip(parts[: self.world_size], reversed(parts), strict=False))
+            return tuple((part,) for part in parts)
+        return tuple(map(_joined, parts[: self.world_size], reversed(parts)))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """The number of positions of each process."""
-        return tuple(sum(map(_size, intervals)) for intervals in self.intervals)
+        return tuple(sum(map(len, intervals)) for intervals in self.intervals)
 
     @cached_property
     def longest(self) -> int:
@@ -68,31 +68,29 @@ class Shards:
 
     def columns(self, rank: int, device: torch.device) -> range | Tensor:
         """The positions of a process, as a range if they are one interval."""
-        intervals = self.intervals[rank] or (slice(0, 0),)
-        return range(intervals[0].start, intervals[0].stop) if len(intervals) == 1 else self.positions(rank, device)
+        first, *others = self.intervals[rank]
+        return self.positions(rank, device) if others else first
 
     def take(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
         """The shard of a process, from a tensor with the whole sequence. It is a view if it is one interval."""
-        intervals = self.intervals[rank] or (slice(0, 0),)
-        views = [tensor.narrow(dim, interval.start, _size(interval)) for interval in intervals]
+        views = [tensor.narrow(dim, interval.start, len(interval)) for interval in self.intervals[rank]]
         return views[0] if len(views) == 1 else torch.cat(views, dim)
 
     def split(self, tensor: Tensor, dim: int) -> list[list[Tensor]]:
-        """The intervals of each process, as views of a tensor with the whole sequence. Empty shards are one view."""
+        """The intervals of each process, as views of a tensor with the whole sequence."""
         shards: list[list[Tensor]] = [[] for _ in range(self.world_size)]
-        views = tensor.split([_size(interval) for interval, _ in self._in_order], dim)
+        views = tensor.split([len(interval) for interval, _ in self._in_order], dim)
         for (_, rank), view in zip(self._in_order, views, strict=True):
             shards[rank].append(view)
-        return [views or [tensor.narrow(dim, 0, 0)] for views in shards]
+        return shards
 
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
         """The whole sequence, a new tensor, from the shards of all processes. A shard may be padded at its end."""
         views = [
-            iter(shard.split([*map(_size, intervals), shard.shape[dim] - length], dim))
+            iter(shard.split([*map(len, intervals), shard.shape[dim] - length], dim))
             for shard, intervals, length in zip(shards, self.intervals, self.lengths, strict=True)
         ]
-        ordered = [next(views[rank]) for _, rank in self._in_order]
-        return torch.cat(ordered or [shards[0].narrow(dim, 0, 0)], dim)
+        return torch.cat([next(views[rank]) for _, rank in self._in_order], dim)
 
     @cached_property
     def _in_order(self) -> list[tuple[slice, int]]:
@@ -101,13 +99,8 @@ class Shards:
         return sorted(pairs, key=lambda pair: pair[0].start)
 
 
-def _size(interval: slice) -> int:
-    return interval.stop - interval.start
-
-
-def _joined(*intervals: slice) -> tuple[slice, ...]:
-    """One or two intervals in ascending order, without empty ones. Neighbours become one interval."""
-    first, last = intervals[0], intervals[-1]
+def _joined(first: range, last: range) -> tuple[range, ...]:
+    """The two intervals of a process. Neighbours become one, and an empty last one is left out."""
     if first.stop == last.start:
-        intervals = (slice(first.start, last.stop),)
-    return tuple(interval for interval in intervals if _size(interval))
+        return (range(first.start, last.stop),)
+    return (first, last) if last else (first,)

@@ -21,7 +21,7 @@ from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
 from ._agreement import fingerprint
-from ._collectives import all_to_all, gather_shards, reduce_scatter, step
+from ._collectives import all_to_all, gather_shards, reduce_scatter_shards, step
 from ._layout import Shards
 
 #: Query (B, H, l, D), key (B, Hkv, s, D) and value (B, Hkv, s, Dv) of this process.
@@ -71,17 +71,13 @@ class SharedCall:
     where: str = "context_parallel"
 
     @property
-    def mask(self) -> Mask | None:
-        return self.request.mask
-
-    @property
     def start(self) -> Offset:
         """The first head, query and key."""
         return Offset(self.grid.num_heads)
 
     def mask_at(self, offset: Offset) -> Mask | None:
         """The mask of a call that lies at an offset in this one."""
-        return part_of(self.mask, offset, self.grid)
+        return part_of(self.request.mask, offset, self.grid)
 
     def request_at(self, offset: Offset, num_heads: int) -> Request:
         """The request of a call with `num_heads` heads that lies at an offset in this one."""
@@ -110,12 +106,9 @@ class SharedCall:
         return reduced
 
     def of_keys(self, total: Tensor) -> Tensor:
-        last = total.dim() - 1
-        sent = total.new_zeros(self.keys.world_size, *total.shape[:last], self.keys.longest)
-        for rank, count in enumerate(self.keys.lengths):
-            sent[rank, ..., :count] = self.keys.take(total, last, rank)
         with step("statistics: reduce-scatter", self.where):
-            return reduce_scatter(sent, self.group)[..., : self.keys.lengths[self.rank]]
+            (summed,) = reduce_scatter_shards([total.movedim(-1, 0)], self.keys, self.group)
+        return summed.movedim(0, -1)
 
     def attend(self, chunk: Chunk) -> Results:
         """The attention of a chunk."""
@@ -149,8 +142,8 @@ def chunks_of_queries(q: Tensor, k: Tensor, v: Tensor, shared: SharedCall) -> li
     chunks: list[Chunk] = []
     start = 0
     # A process without queries computes an empty call: the others wait for its gradients of the keys.
-    for interval in shared.queries.intervals[shared.rank] or (slice(0, 0),):
-        rows = slice(start, start + interval.stop - interval.start)
+    for interval in shared.queries.intervals[shared.rank]:
+        rows = slice(start, start + len(interval))
         chunks.append(Chunk(q[:, :, rows], keys, values, shared.start._replace(row=interval.start), rows))
         start = rows.stop
     return chunks

@@ -33,7 +33,7 @@ _FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistic
 
 def by_ring(q: Tensor, k: Tensor, v: Tensor, shared: SharedCall) -> Results:
     """Attention while the keys travel around: W − 1 exchanges of each block forward, and twice as many backward."""
-    mask, sinks = shared.mask, shared.request.sinks
+    mask, sinks = shared.request.mask, shared.request.sinks
     biases = () if mask is None else mask.bias_tensors()
     if mask is not None:
         mask = mask.with_bias_tensors(tensor.detach() for tensor in biases)  # only autograd holds those that learn
@@ -64,7 +64,7 @@ class _Ring(torch.autograd.Function):
             merge_sinks(output, lse, sinks)
         ctx.shared = shared
         # Autograd notices writes to the mask's tensors if they are saved.
-        mask_tensors = () if shared.mask is None else shared.mask.tensors()
+        mask_tensors = () if shared.request.mask is None else shared.request.mask.tensors()
         ctx.count = 6 + len(biases)
         ctx.save_for_backward(q, k, v, output, lse, sinks, *biases, *(x for x in mask_tensors if not x.is_inference()))
         ctx.mark_non_differentiable(lse)
@@ -162,7 +162,7 @@ def _segments(shards: Shards, rank: int, number: int = 0, blocks: int = 1) -> li
     segments: list[_Segment] = []
     of_shard = of_block = 0
     for interval in shards.intervals[rank]:
-        length = interval.stop - interval.start
+        length = len(interval)
         start, stop = (length * index // blocks for index in (number, number + 1))
         if start < stop:
             block_slice = slice(of_block, of_block + stop - start)

@@ -15,7 +15,7 @@ from .._checks import integer, strided
 from .._environment import is_tracing, outside_graphs
 from .._torch_private import writes_to
 from ..errors import ArgumentError, DistributedError, shape_text
-from ._agreement import Gathered, agree_on, fingerprint, group_of, require_equal, require_mesh
+from ._agreement import Gathered, agreement, fingerprint, group_of, require_equal, require_mesh
 from ._collectives import gather_shards
 from ._layout import LAYOUTS, Layout, Shards, require_layout
 
@@ -85,26 +85,18 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
     """
     where = "gather_sequence"
 
-    def find() -> tuple[dict[str, int], int]:
-        sequence_dim = _require(tensor, mesh, dim, layout)
-        sizes = list(tensor.shape)
-        length = sizes.pop(sequence_dim)
+    group, device = group_of(mesh)
+    with agreement(where, (group,), device) as exchange:
+        dim = _require(tensor, mesh, dim, layout)
         facts = {
-            "dim": sequence_dim,
+            "dim": dim,
             "layout": LAYOUTS.index(layout),
             "dtype": fingerprint(str(tensor.dtype)),
-            "shape": fingerprint(sizes),
-            "length": length,
+            "shape": fingerprint(tensor.shape[:dim], tensor.shape[dim + 1 :]),
         }
-        return facts, sequence_dim
-
-    def read(gathered: Gathered, sequence_dim: int) -> tuple[Shards, int]:
-        fix = "Parts are those of shard_sequence, of one tensor."
-        require_equal(where, gathered, ("dim", "layout", "dtype", "shape"), fix)
-        return shards_of(where, gathered, "length", layout), sequence_dim
-
-    group, device = group_of(mesh)
-    shards, dim = agree_on(where, (group,), device, find, read)
+        gathered = exchange(facts | {"length": tensor.shape[dim]})
+        require_equal(where, gathered, facts, "Parts are those of shard_sequence, of one tensor.")
+        shards = shards_of(where, gathered, "length", layout)
     if shards.world_size == 1:
         return tensor
     (gathered,) = gather_shards([tensor.movedim(dim, 0)], shards, group, where)

@@ -28,7 +28,7 @@ from ..kernels._choice import choose
 from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._tensors import as_mask
-from ._agreement import Gathered, OfThisProcess, agree_on, fingerprint, not_announced, require_device, require_equal
+from ._agreement import Gathered, OfThisProcess, agreement, fingerprint, not_announced, require_device, require_equal
 from ._collectives import from_every_rank
 from ._decode import ShardedKVCache, SplitCache, decode, sizes_of
 from ._layout import Layout, Shards
@@ -76,8 +76,7 @@ class LocalSequence(OfThisProcess):
     @not_announced()  # all processes raise it, or the others wait in an exchange
     def call(self, module: MultiHeadAttention, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         environment = read_environment()
-
-        def find() -> tuple[dict[str, int], Arguments]:
+        with agreement(WHERE, self.agreements, self.device) as exchange:
             query, key, value, _, _, cache, *_ = arguments
             if cache is None:
                 require_shards(self.group, self.layout, query=query, key=key, value=value)
@@ -85,9 +84,8 @@ class LocalSequence(OfThisProcess):
                 require_shards(self.group, self.layout, key=key, value=value)
             require_device(WHERE, "query", query, self.device)
             checked = read_arguments(module, environment, *arguments)
-            return {_NUMBER: self.number, **facts_of(module, checked, environment)}, checked
-
-        checked, shards, seed = agree_on(WHERE, self.agreements, self.device, find, self._require_one_call)
+            gathered = exchange({_NUMBER: self.number, **facts_of(module, checked, environment)})
+            shards = self._shards(gathered, checked.cache)
         layer = layer_of(module, environment)
         if checked.cache is not None:
             query, key, value, mask, *_ = checked
@@ -95,27 +93,21 @@ class LocalSequence(OfThisProcess):
             return layer.projected_out(results, environment, batched=checked.batched)
         if layer.request.dropout_p:
             heads = layer.request.offset or Offset(module.num_heads)
-            seed_tensor = torch.tensor(seed, device="cpu")
+            seed_tensor = torch.tensor(gathered[0]["seed"], device="cpu")
             if not checked.query.is_cpu:  # exchanged on the device, so that no process waits for it
                 seed_tensor = from_every_rank(draw_seed(checked.query.device), self.group)[0]
             layer = replace(layer, request=layer.request._replace(seed=seed_tensor, offset=heads))
         queries, keys = shards
         return self._compute(layer, checked, queries, keys, environment)
 
-    def _require_one_call(self, gathered: Gathered, arguments: Arguments) -> tuple[Arguments, list[Shards], int]:
-        """Raise unless all processes make one call.
-
-        Returns:
-            The arguments, the shards of queries and keys as far as these are split, and the seed of the first process.
-        """
+    def _shards(self, gathered: Gathered, cache: SplitCache | None) -> list[Shards]:
+        """The shards of queries and keys as far as these are split. Raise unless all processes make one call."""
         require_equal(WHERE, gathered, (_NUMBER,), _IN_ORDER)
         require_equal(WHERE, gathered, [name for name in gathered[0] if name not in _MAY_DIFFER], _SAME)
-        cache = arguments.cache
         # With a cache of its own every process has all tokens, and with a memory all queries.
         equal = () if cache is None else ("query",) if isinstance(cache, CrossKVCache) else ("query", "key")
         require_equal(WHERE, gathered, equal, "With a cache every process is given all new tokens.")
-        shards = [shards_of(WHERE, gathered, name, self.layout) for name in ("query", "key") if name not in equal]
-        return arguments, shards, gathered[0]["seed"]
+        return [shards_of(WHERE, gathered, name, self.layout) for name in ("query", "key") if name not in equal]
 
     def _compute(
         self, layer: Layer, arguments: Arguments, queries: Shards, keys: Shards, environment: Environment
@@ -167,10 +159,8 @@ class LocalSequence(OfThisProcess):
         """The positions of this process's queries: an int where they count up."""
         if isinstance(at, Tensor):
             return queries.take(at, -1, self.rank)
-        first, intervals = at or 0, queries.intervals[self.rank]
-        if len(intervals) < 2:
-            return first + (intervals[0].start if intervals else 0)
-        return queries.positions(self.rank, device) + first
+        columns = queries.columns(self.rank, device)
+        return (at or 0) + (columns.start if isinstance(columns, range) else columns)
 
     def shared_cache(self, make: Callable[[int], KVCache], max_length: int) -> ShardedKVCache:
         return ShardedKVCache(make(-(-size("max_length", max_length) // self.world)), max_length, self.rank, self.world)
@@ -208,7 +198,7 @@ class Arguments(NamedTuple):
 
 
 def read_arguments(module: MultiHeadAttention, environment: Environment, *arguments: Any) -> Arguments:
-    """The checked arguments of a call of a module, which are those of `SequenceShard.call`."""
+    """The checked arguments of a call of a module, which are those of its `forward`."""
     query, key, value, mask, positions, cache, need_weights, average_attn_weights = arguments
     cache = _read_cache(module, environment, cache, positions, need_weights)
     _require_supported(module, environment)

@@ -8,10 +8,10 @@ Sums over queries are then summed over the processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from .._call.call import AttentionCall, valid_call, zero_hidden
 from .._call.request import Request
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, need_values, shape_of
+from .._statistics.totals import PartialCall
 from .._statistics.vectors import TopK
 from .._weights import row_numbers
 from ..kernels._block_rows import BlockRows
@@ -29,20 +30,6 @@ from ..masks._grid import Block
 from ._collectives import exchange, step
 from ._methods import Chunk, Operands, SharedCall
 from ._ring import chunks_of_ring
-
-
-@final
-@dataclass(frozen=True)
-class _Part:
-    """The `CallPart` of a process.
-
-    Args:
-        totals: the shared call.
-        results: computes the results, as `results_of`.
-    """
-
-    totals: SharedCall
-    results: Callable[..., dict[str, Any]]
 
 
 def shared_call_of(
@@ -71,8 +58,8 @@ def shared_call_of(
         query, key, value, offset, *_ = chunks[0]
         heads = shared.request_at(offset, query.shape[1])._replace(lse=False, weights=None, **positions)
         results = partial(_of_heads, shared, zero_hidden(valid_call(query, key, value, heads, shared.environment)))
-    request = call.request._replace(mask=shared.mask, **positions)
-    return replace(call, request=request, part=_Part(shared, results), grid_=grid)
+    request = call.request._replace(mask=shared.request.mask, **positions)
+    return PartialCall(call.spec, q, k, v, request, grid, totals=shared, results=results)
 
 
 def _of_queries(

@@ -22,10 +22,9 @@ from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError
 from ..transformer import FeedForward, SwiGLU
 from ._agreement import (
-    Gathered,
     OfThisProcess,
     agree,
-    agree_on,
+    agreement,
     fingerprint,
     group_for_agreements,
     group_of,
@@ -86,18 +85,12 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
         >>> attend = tensor_parallel(clearhead.MultiHeadAttention(embed_dim=12, num_heads=4), mesh)
         >>> dist.destroy_process_group()
     """
-
-    def find() -> tuple[dict[str, int], Splitting]:
+    group, device = group_of(mesh)
+    with agreement(WHERE, (group,), device) as exchange:
         require_mesh(mesh)
         splitting = Splitting(mesh)
-        return splitting.add(module), splitting
-
-    def read(gathered: Gathered, splitting: Splitting) -> Splitting:
+        gathered = exchange(splitting.add(module))
         require_equal(WHERE, gathered, gathered[0], "Build the same module in every process.")
-        return splitting
-
-    group, device = group_of(mesh)
-    splitting = agree_on(WHERE, (group,), device, find, read)
     if mesh.size() > 1:
         for change in splitting.changes:
             change()
@@ -155,19 +148,15 @@ class SameInputs(OfThisProcess):
         require_equal(f"{WHERE}: dropout", gathered, state, fix)
         self._agreed_inputs, self._agreed_state = facts, self._agreed_state or draws
 
-    def __deepcopy__(self, memo: object) -> SameInputs:
-        return SameInputs(self._mesh, self._agreements)
-
 
 def _sizes(inputs: Sequence[object]) -> dict[str, int]:
     """Sizes and dtypes of the first two tensors of a call: query and key, or the input and the memory of a decoder."""
     names = ("dimensions", "batch size", "length", "features", "dtype")
     tensors = [x for x in inputs if isinstance(x, Tensor)]
-    sizes = dict(zip(("query", "key"), map(_sizes_of, tensors), strict=False))
     return {
         f"{name} of the {argument}": size
-        for argument in ("query", "key")
-        for name, size in zip(names, sizes.get(argument, (0,) * len(names)), strict=True)
+        for argument, x in zip(("query", "key"), tensors, strict=False)
+        for name, size in zip(names, _sizes_of(x), strict=True)
     }
 
 

@@ -81,7 +81,9 @@ class Splitting:
             self._add_linear(f"{name}.linear2", part.linear2, _ROWS)
         elif isinstance(part, SwiGLU):
             if self._is_new(name, part, "gated"):
-                self.changes.append(partial(place_input, part, partial(placed, self.mesh, Replicate(), name)))
+                self.changes.append(
+                    partial(place_input, part, partial(placed, self.mesh, Replicate(), f"the input of {name}"))
+                )
             self._add_linear(f"{name}.gate_proj", part.gate_proj, _COLUMNS)
             self._add_linear(f"{name}.up_proj", part.up_proj, _COLUMNS)
             self._add_linear(f"{name}.down_proj", part.down_proj, _ROWS)
@@ -164,20 +166,16 @@ class Splitting:
             raise ArgumentError(name, expected="a plain parameter", got="a DTensor", fix=fix)
         owner, _, key = path.rpartition(".")
         owner_module = module.get_submodule(owner)
-        # Several layers may share a relative bias or a part, which is split once.
-        first_name, role = self.roles.setdefault(id(parameter), (name, (id(owner_module), key)))
-        if role != (id(owner_module), key):
-            fix = "Splitting would untie them: share the whole part, or the whole layer, instead of a parameter."
-            raise ArgumentError(name, expected="a parameter of one part", got=f"that of {first_name} too", fix=fix)
-        if first_name == name:
+        if self._is_new(name, parameter, (id(owner_module), key)):
             self.changes.append(partial(distribute, name, owner_module, key, self.mesh, placement))
 
-    def _is_new(self, name: str, part: nn.Module, role: object) -> bool:
-        """Whether a part is found for the first time. Raise if it is split in another way elsewhere."""
+    def _is_new(self, name: str, part: nn.Module | nn.Parameter, role: object) -> bool:
+        """Whether a part or parameter, which layers may share, is met for the first time. Raise if its roles differ."""
         first_name, first_role = self.roles.setdefault(id(part), (name, role))
         if first_role != role:
-            fix = "Give each a part of its own."
-            raise ArgumentError(name, expected="a part that is split in one way", got=f"that of {first_name}", fix=fix)
+            expected, got = "a part or parameter that is split in one way", f"that of {first_name}"
+            fix = "Splitting would untie them: give each its own, or share the whole part or layer."
+            raise ArgumentError(name, expected=expected, got=got, fix=fix)
         return first_name == name
 
 

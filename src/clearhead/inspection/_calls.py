@@ -39,10 +39,9 @@ class Calls(Sequence[AttentionStatistics]):
             raise AttributeError(name)
         if len(self.statistics) == 1:
             return getattr(self.statistics[0], name)
-        raise AttributeError(
-            f"{self.name}: called {len(self.statistics)} times. Take one call with rec[{self.name!r}][0].{name}, "
-            "or fold the batches together with rec.reduce()."
-        )
+        one = f"rec[{self.name!r}][0].{name}"
+        count = f"{self.name}: called {len(self.statistics)} times."
+        raise AttributeError(f"{count} Take one call with {one}, or fold the batches together with rec.reduce().")
 
     def keep(self, call: AttentionCall) -> None:
         """Save copies of the query and key of a call. The key replaces the value.

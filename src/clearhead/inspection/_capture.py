@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from .._call.call import AttentionCall, build_call
 from .._call.observers import is_computing
 from .._call.request import Request
-from .._environment import autocast_off, cast_for_autocast
+from .._environment import autocast_off, cast_for_autocast, read_environment
 from .._torch_private import graph_break, is_vmapped
 from ..errors import RecordError, UnseenAttentionWarning
 from ..masks._grid import Grid
@@ -147,7 +147,7 @@ def _read_mha(_: nn.Module, *args: Any, **kwargs: Any) -> AttentionCall:
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     separate = (arguments["q_proj_weight"], arguments["k_proj_weight"], arguments["v_proj_weight"])
     packed = None if arguments["use_separate_proj_weight"] else arguments["in_proj_weight"]
-    projected = project(query, key, value, packed, arguments["in_proj_bias"], separate)
+    projected = project(query, key, value, packed, arguments["in_proj_bias"], separate, read_environment())
     unbatched = query.dim() == 2
     q, k, v = (x.unsqueeze(0) if unbatched else x.transpose(0, 1) for x in projected)  # (N, L or S, E)
     key_length = k.shape[1]
@@ -205,9 +205,8 @@ class Unseen:
         }
         modules = {what: described for what, described in modules.items() if described}
         if not recorded:
-            noted = "".join(
-                f"{what[0].upper()}{what[1:]} was computed by {described}. " for what, described in modules.items()
-            )
+            sentences = [f"{what} was computed by {described}. " for what, described in modules.items()]
+            noted = "".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
             raise RecordError(
                 f"record: no attention was seen. {noted}Attention is seen in Clearhead's modules, "
                 "torch.nn.MultiheadAttention and wherever F.scaled_dot_product_attention is called, uncompiled. A "
@@ -224,6 +223,5 @@ class Unseen:
             )
 
     def _described(self, names: Iterable[str]) -> str:
-        return ", ".join(
-            f"{name or 'the model itself'} ({type(self._running.model.get_submodule(name)).__name__})" for name in names
-        )
+        kinds = {name: type(self._running.model.get_submodule(name)).__name__ for name in names}
+        return ", ".join(f"{name or 'the model itself'} ({kind})" for name, kind in kinds.items())

@@ -30,24 +30,20 @@ class ChosenLayers:
 
     def require_ran(self) -> None:
         """Raise if some of the chosen modules did not run, but other attention modules did."""
-        missing = [layer for layer in self._layers or () if isinstance(layer, str) and layer not in self.order]
-        missing += [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self.order)]
+        ran = {*self.order, *range(len(self.order))}
+        missing = [layer for layer in self._layers or () if layer not in ran]
         if self.order and missing:
-            raise ArgumentError(
-                "layers",
-                expected=f"numbers below {len(self.order)}, or names among the attention modules that ran: "
-                + ", ".join(map(repr, self.order)),
-                got=", ".join(map(repr, missing)),
-            )
+            names = ", ".join(map(repr, self.order))
+            expected = f"numbers below {len(self.order)}, or names among the attention modules that ran: {names}"
+            raise ArgumentError("layers", expected=expected, got=", ".join(map(repr, missing)))
 
 
 def _checked(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int | str, ...] | None:
     if layers is None:
         return None
     if isinstance(layers, (str, int)):
-        raise ArgumentError(
-            "layers", expected="a list of names or numbers", got=shown(layers), fix=f"Write [{shown(layers)}]."
-        )
+        got = shown(layers)
+        raise ArgumentError("layers", expected="a list of names or numbers", got=got, fix=f"Write [{got}].")
     names = {name for name, _ in model.named_modules()}
     chosen = tuple(items("layers", layers, "a list of names or numbers"))
     if not chosen:
@@ -56,5 +52,5 @@ def _checked(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int 
         if isinstance(layer, str) and layer not in names:
             raise ArgumentError("layers", expected="names of the model's modules", got=shown(layer))
         if not isinstance(layer, str):
-            integer("layers", layer, least=0, expected="numbers ≥ 0, in running order", got=shown)
+            integer("layers", layer, least=0, expected="numbers ≥ 0, in running order")
     return chosen

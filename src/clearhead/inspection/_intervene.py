@@ -19,6 +19,8 @@ from ._naming import ModuleNames, uncompiled
 #: A factor, ``"mean"``, a tensor that replaces the output, or a function of the head's output.
 Change = float | Literal["mean"] | Tensor | Callable[[Tensor], Tensor]
 
+_UPGRADE = "Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a transformers model."
+
 _Edit = Callable[[str | None, AttentionCall, Tensor], Tensor]
 
 
@@ -73,13 +75,8 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
         yield
     missed = sorted(by_module.keys() - ran)
     if missed:
-        raise ArgumentError(
-            "changes",
-            expected="modules whose attention runs through Clearhead",
-            got=f"{', '.join(map(repr, missed))}, which never did",
-            fix="Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a "
-            "transformers model.",
-        )
+        got = f"{', '.join(map(repr, missed))}, which never did"
+        raise ArgumentError("changes", expected="modules whose attention runs through Clearhead", got=got, fix=_UPGRADE)
 
 
 class _Editor:
@@ -115,12 +112,9 @@ def _editing(model: nn.Module, edit: _Edit) -> Generator[None, None, None]:
 
 
 def _of_whole_calls() -> RecordError:
-    return RecordError(
-        "interventions",
-        expected="attention that one process computes",
-        got="a module after clearhead.distributed.tensor_parallel or context_parallel",
-        fix="Change heads on one process.",
-    )
+    expected = "attention that one process computes"
+    got = "a module after clearhead.distributed.tensor_parallel or context_parallel"
+    return RecordError("interventions", expected=expected, got=got, fix="Change heads on one process.")
 
 
 def _checked_changes(model: nn.Module, changes: object) -> dict[str, dict[int, Change]]:
@@ -149,18 +143,13 @@ def _checked_changes(model: nn.Module, changes: object) -> dict[str, dict[int, C
 def _require_change(change: object) -> None:
     expected = "a number, 'mean', a tensor or a function"
     if isinstance(change, Tensor):
-        if strided("changes", change, expected).dtype not in FLOATS + INTEGERS:
-            raise DTypeError("changes", expected=expected, got=f"a {change.dtype} tensor")
+        strided("changes", change, expected, dtypes=FLOATS + INTEGERS)
     elif not (isinstance(change, (int, float)) or (isinstance(change, str) and change == "mean") or callable(change)):
         raise DTypeError("changes", expected=expected, got=type(change).__name__)
 
 
 def head_importance(
-    model: nn.Module,
-    batches: Iterable[Any],
-    loss: Callable[[nn.Module, Any], Tensor],
-    *,
-    progress: bool = True,
+    model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor], *, progress: bool = True
 ) -> dict[str, Tensor]:
     """Estimate how much each head matters: the gradient of the loss with respect to a gate on the head's output.
 
@@ -194,8 +183,6 @@ def head_importance(
         torch.Size([3])
     """
     module("model", model)
-    if not callable(loss):
-        raise DTypeError("loss", expected="a function loss(model, batch)", got=shown(loss))
     if isinstance(batches, (str, bytes, Tensor)):
         batches = items("batches", batches, "an iterable of batches")
     try:
@@ -214,12 +201,8 @@ def head_importance(
             sums[name] = sums.get(name, 0) + (gradient.abs() * len(gradient)).sum(0)
             examples[name] = examples.get(name, 0) + len(gradient)
     if not sums:
-        raise ArgumentError(
-            "model, batches",
-            expected="batches on which attention runs through Clearhead",
-            got="none",
-            fix="Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead').",
-        )
+        expected = "batches on which attention runs through Clearhead"
+        raise ArgumentError("model, batches", expected=expected, got="none", fix=_UPGRADE)
     return {name: total / examples[name] for name, total in sums.items()}
 
 
@@ -246,12 +229,9 @@ def _gate_gradients(
     gradients = torch.autograd.grad(value, [gate for _, gate in gates], allow_unused=True) if gates else ()
     for (name, _), gradient in zip(gates, gradients, strict=True):
         if gradient is None:
-            raise ArgumentError(
-                "loss",
-                expected="a loss that depends on every head's output",
-                got=f"no gradient for {name!r}",
-                fix="Switch activation checkpointing off, or leave modules out that the loss does not use.",
-            )
+            expected, got = "a loss that depends on every head's output", f"no gradient for {name!r}"
+            fix = "Switch activation checkpointing off, or leave modules out that the loss does not use."
+            raise ArgumentError("loss", expected=expected, got=got, fix=fix)
         yield name, gradient.squeeze((2, 3))  # (B, H)
 
 
@@ -260,11 +240,8 @@ def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> 
         try:
             return change.to(output).expand_as(output)
         except RuntimeError as error:
-            raise ShapeError(
-                "changes",
-                expected=f"a patch that broadcasts to (B, L, Dv) = {shape_text(output.shape)}",
-                got=shape_text(change.shape),
-            ) from error
+            expected = f"a patch that broadcasts to (B, L, Dv) = {shape_text(output.shape)}"
+            raise ShapeError("changes", expected=expected, got=shape_text(change.shape)) from error
     if isinstance(change, (int, float)):
         return output * float(change)
     if callable(change):

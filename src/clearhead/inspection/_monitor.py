@@ -107,12 +107,9 @@ class monitor:
     ) -> None:
         self._model = module("model", model)
         if is_compiled(model):  # its hooks run inside a graph, where calls cannot be observed
-            raise ArgumentError(
-                "model",
-                expected="a model that is not compiled in place",
-                got="one after model.compile()",
-                fix="Train and monitor what torch.compile(model) returns.",
-            )
+            expected, got = "a model that is not compiled in place", "one after model.compile()"
+            fix = "Train and monitor what torch.compile(model) returns."
+            raise ArgumentError("model", expected=expected, got=got, fix=fix)
         self._every = size("every", every)
         self._statistics = _checked(statistics)
         self._write = receiver(to)
@@ -166,11 +163,9 @@ class monitor:
                 recording.report_unseen()
             except RecordError as error:
                 self.remove()
-                raise RecordError(
-                    str(in_words_of(error, {"record": "monitor"})).replace(
-                        "record model._orig_mod", "monitor what torch.compile(model) returned"
-                    )
-                ) from None
+                text = str(in_words_of(error, {"record": "monitor"}))
+                compiled = "monitor what torch.compile(model) returned"
+                raise RecordError(text.replace("record model._orig_mod", compiled)) from None
         self._pending = _HeadNumbers(step, recording, self._statistics)
         if self._pending.copied is None:
             self._deliver()
@@ -268,12 +263,9 @@ def _checked(statistics: Sequence[str]) -> tuple[str, ...]:
     names = require_names(statistics, has_value=True)
     unsupported = [name for name in names if name not in _WORST]
     if unsupported or not names:
-        raise ArgumentError(
-            "statistics",
-            expected=f"names among {', '.join(_WORST)}, which have one number per head",
-            got=", ".join(map(repr, unsupported)) or "none",
-            fix="clearhead.record gives every statistic.",
-        )
+        expected = f"names among {', '.join(_WORST)}, which have one number per head"
+        got = ", ".join(map(repr, unsupported)) or "none"
+        raise ArgumentError("statistics", expected=expected, got=got, fix="clearhead.record gives every statistic.")
     return names
 
 

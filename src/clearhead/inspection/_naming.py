@@ -67,12 +67,9 @@ class ModuleNames:
                 if is_unmodified(module):
                     continue
                 if isinstance(module, torch.jit.ScriptModule):
-                    raise ArgumentError(
-                        "model",
-                        expected="modules that run in Python",
-                        got=f"{name or 'the model itself'!r}, which is TorchScript",
-                        fix="Take the model as it was before torch.jit.",
-                    )
+                    got = f"{name or 'the model itself'!r}, which is TorchScript"
+                    fix = "Take the model as it was before torch.jit."
+                    raise ArgumentError("model", expected="modules that run in Python", got=got, fix=fix)
                 enter = partial(self.enter, name)
                 handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(self._leave, always_call=True))

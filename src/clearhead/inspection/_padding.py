@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._call.call import AttentionCall
 from .._statistics.arguments import counted_queries, query_marks
-from .._statistics.totals import Totals
+from .._statistics.totals import PartialCall, Totals
 from ..errors import RecordError, shape_text
 from ._naming import ModuleNames
 
@@ -54,8 +54,8 @@ class CountedQueries:
         mask = self._mask_of(name)
         if mask is None:
             return None
-        if call.part is not None:
-            return _of_shared_call(mask, call, call.part.totals)
+        if isinstance(call, PartialCall):
+            return _of_shared_call(mask, call, call.totals)
         if mask.shape == sizes:
             return mask
         is_step = call.grid.query_length == self._input_length and call.grid.query_length < call.grid.key_length
@@ -113,12 +113,10 @@ def _of_shared_call(mask: Tensor, call: AttentionCall, totals: Totals) -> Tensor
     marks = totals.largest(marks) != 0
     misfits, fitting = marks[:, length:].any(0).tolist()
     if misfits and fitting:
-        raise RecordError(
-            "the padding mask of the root call",
-            expected=f"({batch}, {length}), or the part of it as the tokens are cut, in every process",
-            got=f"{shape_text(mask.shape)} for {len(rows)} tokens in this one",
-            fix="Give record the whole one, as query_mask=.",
-        )
+        expected = f"({batch}, {length}), or the part of it as the tokens are cut, in every process"
+        got = f"{shape_text(mask.shape)} for {len(rows)} tokens in this one"
+        fix = "Give record the whole one, as query_mask=."
+        raise RecordError("the padding mask of the root call", expected=expected, got=got, fix=fix)
     return marks[:, :length] if fitting else None
 
 

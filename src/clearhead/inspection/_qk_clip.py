@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._checks import FLOATS, is_positive, kind, number, strided, with_values
+from .._checks import FLOATS, is_positive, number, strided, with_values
 from .._latent import MultiHeadLatentAttention
 from .._layer.linear import Linear
 from .._multihead import MultiHeadAttention
@@ -80,12 +80,9 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
         True
     """
     if not isinstance(module, (MultiHeadAttention, MultiHeadLatentAttention, nn.MultiheadAttention)):
-        raise DTypeError(
-            "module",
-            expected="a MultiHeadAttention, a MultiHeadLatentAttention or an nn.MultiheadAttention",
-            got=type(module).__name__,
-            fix="Give the attention module itself, such as model.get_submodule(name).",
-        )
+        expected = "a MultiHeadAttention, a MultiHeadLatentAttention or an nn.MultiheadAttention"
+        fix = "Give the attention module itself, such as model.get_submodule(name)."
+        raise DTypeError("module", expected=expected, got=type(module).__name__, fix=fix)
     threshold = number("threshold", threshold, "a finite logit > 0", is_positive)
     largest = _largest(max_logits, cast(int, module.num_heads))
     rows = _latent_rows(module) if isinstance(module, MultiHeadLatentAttention) else _query_rows(module)
@@ -100,18 +97,15 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
 
 def _query_rows(module: MultiHeadAttention | nn.MultiheadAttention) -> list[_ProjectionRows]:
     if isinstance(module, nn.MultiheadAttention):
-        names = ["in_proj_weight" if module.in_proj_weight is not None else "q_proj_weight"]
-        names += ["in_proj_bias"] if module.in_proj_bias is not None else []
+        weight = "q_proj_weight" if module.in_proj_weight is None else "in_proj_weight"
+        names = [weight] if module.in_proj_bias is None else [weight, "in_proj_bias"]
         parameters = [_own_parameter(module, name) for name in names]
     else:
         norms = [name for name in ("q_norm", "k_norm") if getattr(module, name) is not None]
         if norms:
-            raise ArgumentError(
-                "module",
-                expected="projections without norms after them",
-                got=f"one with {' and '.join(norms)}",
-                fix="They undo what scales the projection, and bound the logits themselves.",
-            )
+            got = f"one with {' and '.join(norms)}"
+            fix = "They undo what scales the projection, and bound the logits themselves."
+            raise ArgumentError("module", expected="projections without norms after them", got=got, fix=fix)
         parameters = _linear_parameters("q_proj", module.q_proj)
     return [_ProjectionRows(parameter, cast(int, module.head_dim), slice(None), 1) for parameter in parameters]
 
@@ -121,16 +115,13 @@ def _latent_rows(module: MultiHeadLatentAttention) -> list[_ProjectionRows]:
     q_proj, name = module.q_proj, "q_proj"
     if isinstance(q_proj, nn.Sequential):
         q_proj, name = q_proj.get_submodule("up"), "q_proj.up"
-    rows: list[_ProjectionRows] = []
-    for parameter in _linear_parameters(name, q_proj):
-        per_head = nope + module.qk_rope_head_dim
-        rows += [
-            _ProjectionRows(parameter, per_head, slice(0, nope), 0.5),
-            _ProjectionRows(parameter, per_head, slice(nope, None), 1),
-        ]
-    for parameter in _linear_parameters("kv_up", module.kv_up):
-        rows.append(_ProjectionRows(parameter, nope + module.v_head_dim, slice(0, nope), 0.5))
-    return rows
+    query_rows, key_rows = nope + module.qk_rope_head_dim, nope + module.v_head_dim
+    queries, keys = _linear_parameters(name, q_proj), _linear_parameters("kv_up", module.kv_up)
+    return [
+        *(_ProjectionRows(parameter, query_rows, slice(0, nope), 0.5) for parameter in queries),
+        *(_ProjectionRows(parameter, query_rows, slice(nope, None), 1) for parameter in queries),
+        *(_ProjectionRows(parameter, key_rows, slice(0, nope), 0.5) for parameter in keys),
+    ]
 
 
 def _linear_parameters(name: str, projection: nn.Module) -> list[Tensor]:
@@ -153,12 +144,9 @@ def _own_parameter(module: nn.Module, name: str, prefix: str = "") -> Tensor:
 
 
 def _modified(name: str, got: str) -> DTypeError:
-    return DTypeError(
-        f"module.{name}",
-        expected="a plain linear layer with float parameters of its own",
-        got=got,
-        fix="Merge or remove LoRA, quantisation, pruning and parametrizations first.",
-    )
+    expected = "a plain linear layer with float parameters of its own"
+    fix = "Merge or remove LoRA, quantisation, pruning and parametrizations first."
+    return DTypeError(f"module.{name}", expected=expected, got=got, fix=fix)
 
 
 def _is_split(parameter: Tensor) -> bool:
@@ -177,20 +165,16 @@ def _require_apart(module: nn.Module, scaled: set[int]) -> None:
         names.setdefault(id(parameter), []).append(name)
     for identity, (first, *others) in names.items():
         if others and identity in scaled:
-            raise ArgumentError(
-                f"module.{first}",
-                expected="a parameter that belongs to one projection",
-                got=f"one that is {' and '.join(others)} as well",
-                fix="Give each its own: clone one of them, or use q_norm and k_norm to bound logits.",
-            )
+            expected, got = "a parameter that belongs to one projection", f"one that is {' and '.join(others)} as well"
+            fix = "Give each its own: clone one of them, or use q_norm and k_norm to bound logits."
+            raise ArgumentError(f"module.{first}", expected=expected, got=got, fix=fix)
 
 
 def _largest(max_logits: Tensor, heads: int) -> Tensor:
     """Each head's largest logit, (H,), in float64."""
     expected = f"(H,) or (B, H) with H = {heads}"
-    logits = with_values("max_logits", strided("max_logits", max_logits, f"a float tensor {expected}"))
-    if logits.dtype not in FLOATS:
-        raise DTypeError("max_logits", expected=f"a float tensor {expected}", got=kind(logits))
+    logits = strided("max_logits", max_logits, f"a float tensor {expected}", dtypes=FLOATS)
+    logits = with_values("max_logits", logits)
     if logits.dim() not in (1, 2) or logits.shape[-1] != heads:
         fix = "Several calls of one module are concatenated with torch.cat."
         raise ShapeError("max_logits", expected=expected, got=shape_text(logits.shape), fix=fix)

@@ -133,8 +133,7 @@ class record(Drawable, Recorded):
         elif is_compiler_error(kind):
             raise RecordError(
                 "record: a compiled function attended inside the block, where calls cannot be observed. Run it "
-                "uncompiled: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: "
-                "…"
+                "uncompiled: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: …"
             ) from error
 
     def start_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -161,12 +160,9 @@ class record(Drawable, Recorded):
         if name is None or not self._layers.include(name):
             return None
         if self._keep != "statistics":
-            raise RecordError(
-                "keep",
-                expected="'statistics' of a module that is split over processes",
-                got=repr(self._keep),
-                fix="Each process would keep a part, of which no weights can be computed later.",
-            )
+            expected = "'statistics' of a module that is split over processes"
+            fix = "Each process would keep a part, of which no weights can be computed later."
+            raise RecordError("keep", expected=expected, got=repr(self._keep), fix=fix)
         queries = self._queries.tolist() if isinstance(self._queries, Tensor) else self._queries
         signature = self._counted_queries.signature(name)
         return self._names, repr(self._options), self._per, self._heads, repr(queries), signature
@@ -239,14 +235,11 @@ class record(Drawable, Recorded):
         Raises:
             UnknownNameError: for a layer without a recorded call.
         """
-        if isinstance(layer, str):
-            if layer not in self._calls:
-                recorded = ", ".join(map(repr, self._calls))
-                raise UnknownNameError("layer", expected=f"one of {recorded}", got=shown(layer))
-            return layer
-        name = self._layers.order[index("layer", layer, len(self._layers.order))]
+        order = self._layers.order
+        name = layer if isinstance(layer, str) else order[index("layer", layer, len(order))]
         if name not in self._calls:
-            raise UnknownNameError("layer", expected="one of the layers that were recorded", got=f"{layer}, {name!r}")
+            recorded = ", ".join(map(repr, self._calls))
+            raise UnknownNameError("layer", expected=f"one of {recorded}, which were recorded", got=shown(name))
         return name
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
@@ -257,12 +250,9 @@ class record(Drawable, Recorded):
         """
         calls = self[self.name_of(layer)]
         if not calls.saved:
-            raise RecordError(
-                "keep",
-                expected="a record made with keep='queries_keys'",
-                got=f"keep={self._keep!r}",
-                fix="Weights are computed from queries and keys. Record again with keep='queries_keys'.",
-            )
+            expected, got = "a record made with keep='queries_keys'", f"keep={self._keep!r}"
+            fix = "Weights are computed from queries and keys. Record again with keep='queries_keys'."
+            raise RecordError("keep", expected=expected, got=got, fix=fix)
         return calls.saved[index("call", call, len(calls.saved))]
 
     def patches(self, layer: int | str) -> PatchLayout:

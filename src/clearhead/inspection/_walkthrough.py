@@ -111,16 +111,10 @@ def _largest_difference(output: Tensor, returned: Tensor) -> tuple[float, float]
 def _check_arguments(module: object, language: object) -> None:
     choice("language", language, LANGUAGES)
     if not isinstance(module, MultiHeadAttention):
-        raise DTypeError(
-            "module",
-            expected="a clearhead.MultiHeadAttention",
-            got=f"{type(module).__module__}.{type(module).__qualname__}",
-            fix="Pass the attention module itself, not the model around it.",
-        )
+        got = f"{type(module).__module__}.{type(module).__qualname__}"
+        fix = "Pass the attention module itself, not the model around it."
+        raise DTypeError("module", expected="a clearhead.MultiHeadAttention", got=got, fix=fix)
     if module.head_shard is not None or module.sequence_shard is not None:
-        raise ArgumentError(
-            "module",
-            expected="a module that one process computes",
-            got="a module after clearhead.distributed.tensor_parallel or context_parallel",
-            fix="Walk through the module before it is split.",
-        )
+        got = "a module after clearhead.distributed.tensor_parallel or context_parallel"
+        fix = "Walk through the module before it is split."
+        raise ArgumentError("module", expected="a module that one process computes", got=got, fix=fix)

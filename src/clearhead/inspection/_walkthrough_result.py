@@ -12,8 +12,7 @@ from torch import Tensor
 
 from .._checks import shown
 from ..errors import UnknownNameError, shape_text
-from ._walkthrough_steps import Step
-from ._walkthrough_text import words_in
+from ._walkthrough_steps import Step, words_in
 
 _WIDTH = 96
 _LARGEST_TABLE = 6

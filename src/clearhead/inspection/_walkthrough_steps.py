@@ -5,7 +5,10 @@ The step before a norm, a position part, a soft-cap or a mask is the same comput
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
 from math import isclose, sqrt
 from typing import Any
 
@@ -22,11 +25,17 @@ from ..masks import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import dense_mask
 from ..masks._tensors import as_mask
-from ._walkthrough_text import words_in
 
 _SCORES = "(B, H, L, S)"
 
 Tensors = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+
+
+@cache
+def words_in(language: str) -> dict[str, Any]:
+    """The text in one language: ``letters`` of shapes, ``steps`` with title and meaning, and other ``phrases``."""
+    file = resources.files("clearhead.inspection").joinpath(f"walkthrough_{language}.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, eq=False)

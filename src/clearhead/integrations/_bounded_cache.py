@@ -114,12 +114,9 @@ class BoundedCache(Cache):
         if len(self.layers) != config.num_hidden_layers or [layer.window for layer in self.layers] != windows(config):
             raise _of_another_model()
         if len({layer.get_seq_length() for layer in (*self.layers, *self._ahead.values())}) > 1:
-            raise CacheError(
-                "past_key_values",
-                expected="a cache whose layers have taken the same tokens",
-                got="one that an interrupted forward left halfway",
-                fix="reset() it and begin with the prompt.",
-            )
+            expected, got = "layers that have taken the same tokens", "a cache that an interrupted forward left halfway"
+            fix = "reset() it and begin with the prompt."
+            raise CacheError("past_key_values", expected=expected, got=got, fix=fix)
         require_rows(self.layers[0].batch_size, batch_size)
 
     def _positions(self, attention_mask: object, batch_size: int, length: int) -> Tensor | int:
@@ -134,12 +131,9 @@ class BoundedCache(Cache):
             raise ShapeError("attention_mask", expected=expected, got=shown(attention_mask), fix=fix)
         real = attention_mask.bool()
         if cached > 0 and bool((real[:, :cached].sum(1, keepdim=True) != first).any()):
-            raise CacheError(
-                "attention_mask",
-                expected="the same marks as before for the tokens in the cache",
-                got="others",
-                fix="A token stays padding, or stays real, once it is in the cache. Call reset() to start again.",
-            )
+            expected = "the same marks as before for the tokens in the cache"
+            fix = "A token stays padding, or stays real, once it is in the cache. Call reset() to start again."
+            raise CacheError("attention_mask", expected=expected, got="others", fix=fix)
         new = real[:, cached:]
         if isinstance(first, int) and bool(new.all()):
             return first
@@ -185,30 +179,22 @@ def require_implementation(kind: str, config: Any) -> None:
     implementation = config._attn_implementation
     allowed = ("clearhead",) if kind == "heavy_hitters" else _IMPLEMENTATIONS
     if implementation not in allowed:
-        raise ArgumentError(
-            "model",
-            expected=f"for kind={kind!r} the attention implementation {' or '.join(map(repr, allowed))}",
-            got=repr(implementation),
-            fix='Set it with model.set_attn_implementation("clearhead").',
-        )
+        expected = f"for kind={kind!r} the attention implementation {' or '.join(map(repr, allowed))}"
+        fix = 'Set it with model.set_attn_implementation("clearhead").'
+        raise ArgumentError("model", expected=expected, got=repr(implementation), fix=fix)
 
 
 def _of_another_model() -> CacheError:
-    return CacheError(
-        "past_key_values",
-        expected="a cache that was made for this model",
-        got="one of another",
-        fix="Make it with clearhead.integrations.transformers.cache_for(model, ...).",
-    )
+    fix = "Make it with clearhead.integrations.transformers.cache_for(model, ...)."
+    expected = "a cache that was made for this model"
+    return CacheError("past_key_values", expected=expected, got="one of another", fix=fix)
 
 
 def _unreadable() -> Tensor:
-    raise CacheError(
-        "past_key_values",
-        expected="attention 'clearhead', outside of compiled and exported graphs: the keys differ between heads",
-        got="a mask of heavy hitters that is read by something else",
-        fix='Use model.set_attn_implementation("clearhead") and do not compile the model.',
-    )
+    expected = "attention 'clearhead', outside of compiled and exported graphs: the keys differ between heads"
+    got = "a mask of heavy hitters that is read by something else"
+    fix = 'Use model.set_attn_implementation("clearhead") and do not compile the model.'
+    raise CacheError("past_key_values", expected=expected, got=got, fix=fix)
 
 
 def hook(decoder: nn.Module) -> None:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import signature
-from typing import Any, Literal, cast, final
+from typing import Any, Literal, final
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    EncoderDecoderCache,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from .._checks import choice, is_probability, module, number, shown, size
+from .._checks import choice, module, shown, size
 from ..caches import EvictingKVCache, EvictionPolicy, HeavyHitters, SinksAndRecent, SlidingKVCache
 from ..errors import ArgumentError, CacheError, DTypeError
 from ._bounded_cache import BoundedCache, hook, require_implementation, windows
@@ -32,12 +26,9 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "sinks_and_recent": ("budget", "sinks"),
 }
 
-#: The ``model_type`` of models that all kinds serve, and of those that only "full" serves, with the reason.
+#: The ``model_type`` of models that all kinds serve, and of those that only "full" serves.
 _SERVED = ("llama", "mistral", "qwen3", "gemma2", "gpt_oss", "gpt_neox", "gpt2", "deepseek_v2", "deepseek_v3")
-_FULL_ONLY = {
-    "bloom": "its attention adds a bias to every column, whatever stands there",
-    "t5": "its attention adds a bias to every column, whatever stands there",
-}
+_FULL_ONLY = ("bloom", "t5")
 
 
 def cache_for(
@@ -103,17 +94,19 @@ def cache_for(
         (torch.Size([1, 25]), [0, 1, 18, 19, 20, 21, 22, 23])
     """
     choice("kind", kind, tuple(_ARGUMENTS))
-    _require_used(
-        kind, {"window": window, "budget": budget, "sinks": sinks, "recent": recent, "max_length": max_length}
-    )
-    served = _served(model, kind)
+    _require_unused(kind, window=window, budget=budget, sinks=sinks, recent=recent, max_length=max_length)
     if kind == "full":
-        return _full(served, max_length)
+        return _full(_served(model, kind), None if max_length is None else size("max_length", max_length))
     if kind == "sliding":
-        make = partial(_sliding, cast(int, window))
+        make = partial(_sliding, size("window", window))
     else:
         policy = HeavyHitters(recent) if kind == "heavy_hitters" else SinksAndRecent(sinks)
-        make = partial(_evicting, cast(int, budget), policy)
+        capacity = size("budget", budget)
+        if kind == "sinks_and_recent" and sinks >= capacity:
+            expected = f"fewer than budget={budget}, so that the latest tokens have room"
+            raise ArgumentError("sinks", expected=expected, got=str(sinks))
+        make = partial(_evicting, capacity, policy)
+    served = _served(model, kind)
     cache = BoundedCache(kind, make, windows(served.config))
     require_implementation(kind, served.base_model.config)
     hook(served.base_model)
@@ -133,40 +126,23 @@ class FullCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         length, new = self.get_seq_length(layer_idx), key_states.shape[2]
         if self._max_length is not None and length + new > self._max_length:
-            raise CacheError(
-                "past_key_values",
-                expected=f"at most max_length = {self._max_length} tokens",
-                got=f"{length} held and {new} more, {length + new}",
-                fix="Make it with a larger max_length, or with none: cache_for(model). Or reset() it.",
-            )
+            expected = f"at most max_length = {self._max_length} tokens"
+            got = f"{length} held and {new} more, {length + new}"
+            fix = "Make it with a larger max_length, or with none: cache_for(model). Or reset() it."
+            raise CacheError("past_key_values", expected=expected, got=got, fix=fix)
         layer: Any = self.layers[layer_idx]
         keys = layer.keys
         require_rows(0 if keys is None else keys.shape[0], key_states.shape[0])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _require_used(kind: str, arguments: dict[str, Any]) -> None:
-    """Raise if an argument is not one of the kind's, or is out of bounds."""
-    used = _ARGUMENTS[kind]
+def _require_unused(kind: str, **arguments: Any) -> None:
+    """Raise if an argument belongs to another kind."""
     for name, value in arguments.items():
         default = signature(cache_for).parameters[name].default
-        if name not in used and not (type(value) is type(default) and value == default):
-            kinds = " and ".join(repr(other) for other, names in _ARGUMENTS.items() if name in names)
-            fix = f"{name} is for {kinds}."
+        if name not in _ARGUMENTS[kind] and not (type(value) is type(default) and value == default):
+            fix = f"It is for {' and '.join(repr(other) for other, names in _ARGUMENTS.items() if name in names)}."
             raise ArgumentError(name, expected=f"nothing for kind={kind!r}", got=shown(value), fix=fix)
-    for name in ("window", "budget"):
-        if name in used:
-            size(name, arguments[name])
-    if "sinks" in used and size("sinks", arguments["sinks"], 0) >= arguments["budget"]:
-        raise ArgumentError(
-            "sinks",
-            expected=f"fewer than budget={arguments['budget']}, so that the latest tokens have room",
-            got=str(arguments["sinks"]),
-        )
-    if "recent" in used:
-        number("recent", arguments["recent"], "a share in [0, 1]", is_probability)
-    if "max_length" in used and arguments["max_length"] is not None:
-        size("max_length", arguments["max_length"])
 
 
 def _served(model: object, kind: str) -> PreTrainedModel:
@@ -179,13 +155,11 @@ def _served(model: object, kind: str) -> PreTrainedModel:
     name = config.model_type
     fits = bool(config.is_encoder_decoder) == (name == "t5") and not getattr(config, "add_cross_attention", False)
     if name not in known or not fits:
-        reason = f" {name}: {_FULL_ONLY[name]}; kind='full' serves it." if fits and name in _FULL_ONLY else ""
-        raise ArgumentError(
-            "model",
-            expected=f"for kind={kind!r} a decoder of type {', '.join(known)}",
-            got=f"{type(decoder).__name__}, type {name}",
-            fix=f"Without past_key_values= generate makes transformers' own cache.{reason}",
-        )
+        fix = "Without past_key_values= generate makes transformers' own cache."
+        if fits and name in _FULL_ONLY:
+            fix += f" {name}: its attention adds a bias to every column; kind='full' serves it."
+        expected = f"for kind={kind!r} a decoder of type {', '.join(known)}"
+        raise ArgumentError("model", expected=expected, got=f"{type(decoder).__name__}, type {name}", fix=fix)
     return decoder
 
 
@@ -194,11 +168,9 @@ def _full(served: PreTrainedModel, max_length: int | None) -> Cache:
     dynamic = DynamicCache(config=served.get_decoder().config).layers
     layers = [FullLayer(max_length) if type(layer) is DynamicLayer else layer for layer in dynamic]
     if any(type(layer) not in (FullLayer, DynamicSlidingWindowLayer) for layer in layers):
-        raise ArgumentError(
-            "model",
-            expected="layers with attention to all tokens or to a sliding window",
-            got=", ".join(sorted({type(layer).__name__ for layer in layers} - {"FullLayer"})),
-        )
+        expected = "layers with attention to all tokens or to a sliding window"
+        got = ", ".join(sorted({type(layer).__name__ for layer in layers} - {"FullLayer"}))
+        raise ArgumentError("model", expected=expected, got=got)
     cache = FullCache(layers, max_length)
     return EncoderDecoderCache(cache, DynamicCache()) if served.config.is_encoder_decoder else cache
 

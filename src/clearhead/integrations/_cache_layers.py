@@ -134,10 +134,8 @@ class FullLayer(_CacheLayer[KVCache]):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens. As in early versions, a positive number is the number of tokens that stay."""
         if self.cache is not None and tokens_to_remove != 0:
-            length = self.cache.length
-            self.cache.crop(
-                max(length + tokens_to_remove, 0) if tokens_to_remove < 0 else min(tokens_to_remove, length)
-            )
+            kept = tokens_to_remove + (self.cache.length if tokens_to_remove < 0 else 0)
+            self.cache.crop(min(max(kept, 0), self.cache.length))
 
     def _make(self, key: Tensor, value: Tensor, needed: int) -> KVCache:
         return cache_like(KVCache, key, value, self._max_length or 1 << needed.bit_length())
@@ -216,12 +214,10 @@ def require_rows(cached: int, batch_size: int) -> None:
 
 def not_croppable(argument: str) -> CacheError:
     """The error for decoding that takes tokens back."""
-    return CacheError(
-        argument,
-        expected="decoding that only goes forward: the keys that these tokens displaced are gone",
-        got="a cache that keeps a part of the keys, and tokens to be taken back (assisted decoding does that)",
-        fix='Decode without an assistant or prompt lookup, or use cache_for(model, "full").',
-    )
+    expected = "decoding that only goes forward: the keys that these tokens displaced are gone"
+    got = "a cache that keeps a part of the keys, and tokens to be taken back (assisted decoding does that)"
+    fix = 'Decode without an assistant or prompt lookup, or use cache_for(model, "full").'
+    return CacheError(argument, expected=expected, got=got, fix=fix)
 
 
 @final

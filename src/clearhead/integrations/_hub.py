@@ -52,22 +52,17 @@ def without_noise() -> Generator[None]:
     transformers imports all optional libraries, and some of them write warnings. torchao, for example, lists its
     extensions that do not fit the installed PyTorch. Errors are still raised.
     """
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from transformers.utils import logging as its_logging
+    with contextlib.ExitStack() as undo, warnings.catch_warnings():
+        disabled = logging.root.manager.disable
+        undo.callback(logging.disable, disabled)
+        logging.disable(max(disabled, logging.WARNING))
+        warnings.simplefilter("ignore")
+        from transformers.utils import logging as its_logging
 
-            bars = its_logging.is_progress_bar_enabled()
+        if its_logging.is_progress_bar_enabled():
+            undo.callback(its_logging.enable_progress_bar)
             its_logging.disable_progress_bar()
-            try:
-                yield
-            finally:
-                if bars:
-                    its_logging.enable_progress_bar()
-    finally:
-        logging.disable(before)
+        yield
 
 
 def _require_on_hub(name: str) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
 
 from .. import masks
-from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, strided
+from .._checks import FLOATS, INTEGERS, flag, integer, kind, require_factory, shown, strided
 from .._environment import is_tracing, is_transformed
 from .._torch_private import disabled_torch_function, has_wrappers, wrapper_of
-from ..errors import DTypeError, MaskTypeError, shape_text
+from ..errors import DTypeError, MaskTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
 from ..masks._tensors import KeepKeys
@@ -89,14 +89,13 @@ def make_mask(
         mask = shared(KeepKeys("keep", padding, keyed=fewest > 0))
     elif padding is not None:
         hides = not (may_be_causal and bool(padding.all()))
-        rule, keys = causal_mask_of(q_length, kv_length), masks.keep(keys=padding)
+        rule, keys = causal_mask(q_length, kv_length), masks.keep(keys=padding)
         mask = shared(keys if rule is None else rule & keys) if hides else None
     else:
         visible = sdpa_mask(**arguments, allow_is_causal_skip=may_be_causal)
         if visible is None and not may_be_causal:
             return None
         mask = None if visible is None else shared(masks.keep(visible))
-        build = build if visible is None else partial(additive_mask, visible, dtype)
     return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype=dtype, device=device)
 
 
@@ -128,7 +127,7 @@ def read_mask(attention_mask: Tensor, query: Tensor, key: Tensor) -> masks.Mask 
         raise MaskTypeError("attention_mask", expected="a tensor or None", got=type(attention_mask).__name__)
     carried = carried_by(attention_mask)
     if carried is not None:
-        return causal_mask(query, key) if carried.mask is None else carried.mask
+        return causal_mask(query.shape[2], key.shape[2]) if carried.mask is None else carried.mask
     attention_mask = strided("attention_mask", values_of(attention_mask))
     if attention_mask.dtype == torch.bool:
         return masks.keep(attention_mask)
@@ -136,21 +135,12 @@ def read_mask(attention_mask: Tensor, query: Tensor, key: Tensor) -> masks.Mask 
         # transformers writes "hidden" as the lowest number of the dtype.
         lowest = torch.finfo(attention_mask.dtype).min
         return masks.bias(attention_mask.masked_fill(attention_mask <= lowest, float("-inf")))
-    raise DTypeError(
-        "attention_mask",
-        expected="a bool mask (True = may attend) or an additive float mask",
-        got=f"{attention_mask.dtype} of shape {shape_text(attention_mask.shape)}",
-        fix="Give 4-D masks as bool.",
-    )
+    expected = "a bool mask (True = may attend) or an additive float mask"
+    raise DTypeError("attention_mask", expected=expected, got=kind(attention_mask), fix="Give 4-D masks as bool.")
 
 
-def causal_mask(query: Tensor, key: Tensor) -> masks.Mask | None:
+def causal_mask(length: int, keys: int) -> masks.Mask | None:
     """Causal with the last query at the last key, or ``None`` if that masks nothing."""
-    return causal_mask_of(query.shape[2], key.shape[2])
-
-
-def causal_mask_of(length: int, keys: int) -> masks.Mask | None:
-    """`causal_mask` of these lengths."""
     if length == 1:
         return None
     return masks.causal("bottom_right" if length < keys else "top_left")
@@ -212,12 +202,6 @@ class _LazyMask(Tensor):
         return self.computed().tolist()
 
 
-def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a query may attend and the lowest number of ``dtype`` elsewhere, as ``eager`` writes it."""
-    zero = torch.zeros((), dtype=dtype, device=visible.device)
-    return torch.where(visible, zero, torch.finfo(dtype).min)
-
-
 def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, int, int, int], **options: Any) -> Tensor:
     """Return the additive mask of ``build``, of this shape, dtype and device, which carries its meaning."""
     if is_tracing() or is_transformed() or not has_wrappers:  # a graph cannot compute values later
@@ -227,13 +211,13 @@ def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, in
     return mask
 
 
-def carried_by(mask: Tensor) -> Carried | None:
+def carried_by(mask: object) -> Carried | None:
     """Return the meaning of the mask, or ``None`` if only its values have it."""
     return mask.carried if isinstance(mask, _LazyMask) else None
 
 
-def values_of(mask: Tensor) -> Tensor:
-    """Return the mask as an ordinary tensor."""
+def values_of(mask: Any) -> Any:
+    """Return a lazy mask as an ordinary tensor, and anything else as it is."""
     return mask.computed() if isinstance(mask, _LazyMask) else mask
 
 
@@ -243,4 +227,4 @@ def _values(argument: Any) -> Any:
         return {name: _values(item) for name, item in argument.items()}
     if isinstance(argument, (list, tuple)):
         return type(argument)([_values(item) for item in argument])
-    return values_of(argument) if isinstance(argument, Tensor) else argument
+    return values_of(argument)

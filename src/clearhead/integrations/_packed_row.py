@@ -43,9 +43,7 @@ def _moved(cu_seqlens: Tensor, query: Tensor) -> Tensor:
 
 
 def _refuse(query: Tensor, key: Tensor) -> NoReturn:
-    raise ShapeError(
-        "cu_seq_lens_q, cu_seq_lens_k",
-        expected="the same boundaries for queries and keys, one packed row (B = 1, L = S)",
-        got=f"query {shape_text(query.shape)}, key {shape_text(key.shape)}",
-        fix="Pass position_ids or an attention_mask instead.",
-    )
+    expected = "the same boundaries for queries and keys, one packed row (B = 1, L = S)"
+    got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}"
+    fix = "Pass position_ids or an attention_mask instead."
+    raise ShapeError("cu_seq_lens_q, cu_seq_lens_k", expected=expected, got=got, fix=fix)

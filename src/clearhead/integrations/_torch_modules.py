@@ -24,17 +24,9 @@ def swap_attention(model: nn.Module) -> Swapped:
 
     `nn.TransformerEncoder` makes nested tensors from padded batches, and only its fast path supports these.
     """
-    changed: list[str] = []
-    unchanged: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if type(module) is nn.MultiheadAttention:
-            module.__class__ = MultiheadAttention
-            module.register_forward_pre_hook(keep_off_fast_path)
-            changed.append(name)
-        elif isinstance(module, MultiheadAttention):
-            unchanged[name] = "it is Clearhead's already"
-        elif isinstance(module, nn.MultiheadAttention):
-            unchanged[name] = _of_a_subclass(module)
+    changed, unchanged = _set_class(model, nn.MultiheadAttention, MultiheadAttention)
+    for module in changed.values():
+        module.register_forward_pre_hook(keep_off_fast_path)
     encoders: list[str] = []
     for name, stack in _stacks(model, ours=True):
         share_masks(stack)
@@ -43,20 +35,14 @@ def swap_attention(model: nn.Module) -> Swapped:
             stack.use_nested_tensor = False
             drop_padding(stack)
             encoders.append(name)
-    return changed, unchanged, encoders
+    return list(changed), unchanged, encoders
 
 
 def swap_attention_back(model: nn.Module) -> Swapped:
     """Undo `swap_attention`."""
-    changed: list[str] = []
-    unchanged: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if type(module) is MultiheadAttention:
-            remove_hook(module, keep_off_fast_path)
-            module.__class__ = nn.MultiheadAttention  # pyright: ignore[reportAttributeAccessIssue]
-            changed.append(name)
-        elif isinstance(module, MultiheadAttention):
-            unchanged[name] = _of_a_subclass(module)
+    changed, unchanged = _set_class(model, MultiheadAttention, nn.MultiheadAttention)
+    for module in changed.values():
+        remove_hook(module, keep_off_fast_path)
     encoders: list[str] = []
     for name, stack in _stacks(model, ours=False):
         stop_sharing(stack)
@@ -65,7 +51,24 @@ def swap_attention_back(model: nn.Module) -> Swapped:
             stack.use_nested_tensor = True
             keep_padding(stack)
             encoders.append(name)
-    return changed, unchanged, encoders
+    return list(changed), unchanged, encoders
+
+
+def _set_class(
+    model: nn.Module, old: type[nn.Module], new: type[nn.Module]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Give the attention modules of one class another one. Returns them, and the reason for each other module."""
+    changed: dict[str, nn.Module] = {}
+    unchanged: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if type(module) is old:
+            module.__class__ = new
+            changed[name] = module
+        elif isinstance(module, MultiheadAttention) and new is MultiheadAttention:
+            unchanged[name] = "it is Clearhead's already"
+        elif isinstance(module, old):
+            unchanged[name] = _of_a_subclass(module)
+    return changed, unchanged
 
 
 def _stacks(model: nn.Module, *, ours: bool) -> list[tuple[str, nn.Module]]:
@@ -87,17 +90,14 @@ def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, s
     Returns:
         The layers by their qualified names, and the reason for each other layer.
     """
-    swapped: dict[str, nn.Linear] = {}
-    unchanged: dict[str, str] = {}
     stays = f"the GEMM stays {describe_backend()}" if chosen_backend() == "pytorch" else None
-    for name, module in _outside_of_ours(model):
-        if isinstance(module, nn.Linear):
-            why = _why_not(module) or ("it is part of an adapter" if _is_part_of_lora(model, name) else stays)
-            if why is None:
-                swapped[name] = module
-            else:
-                unchanged[name] = why
-    return swapped, unchanged
+    linears = {name: module for name, module in _outside_of_ours(model) if isinstance(module, nn.Linear)}
+    reasons = {
+        name: _why_not(module) or ("it is part of an adapter" if _is_part_of_lora(model, name) else stays)
+        for name, module in linears.items()
+    }
+    swapped = {name: module for name, module in linears.items() if reasons[name] is None}
+    return swapped, {name: why for name, why in reasons.items() if why is not None}
 
 
 def own_linears(model: nn.Module) -> dict[str, Linear]:
@@ -121,7 +121,7 @@ def _why_not(module: nn.Linear) -> str | None:
     if kind is Linear:
         return "it is Clearhead's already"
     if kind is not nn.Linear:
-        return f"{kind.__module__}.{kind.__qualname__} is a subclass with code of its own"
+        return _of_a_subclass(module)
     if not is_unmodified(module):
         return "it has hooks, a parametrization, or a forward of its own"
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:

@@ -59,12 +59,9 @@ class AttentionMonitorCallback(TrainerCallback):
         """Start the monitor."""
         self._stop()  # a training that ended with an error did not call `on_train_end`
         if args.torch_compile:
-            raise ArgumentError(
-                "torch_compile",
-                expected="TrainingArguments that leave the model uncompiled: calls in a graph cannot be observed",
-                got="torch_compile=True",
-                fix="Leave it out, or train without this callback.",
-            )
+            expected = "TrainingArguments that leave the model uncompiled: calls in a graph cannot be observed"
+            fix = "Leave it out, or train without this callback."
+            raise ArgumentError("torch_compile", expected=expected, got="torch_compile=True", fix=fix)
         if state.is_world_process_zero:
             self._monitor = self._start(kwargs["model"])
 

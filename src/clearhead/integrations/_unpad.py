@@ -158,7 +158,7 @@ class _Packed:
 
 
 class _Running(threading.local):
-    forwards: tuple[_Packed, ...] = ()
+    packed: _Packed | None = None
     labels_padding: bool = False  # the loss of the running head includes padding
 
 
@@ -199,12 +199,11 @@ def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -
     if packed_call is None:
         return forward(encoder, *args, **kwargs)
     packed, packed_arguments = packed_call
-    before = _running.forwards
-    _running.forwards = (*before, packed)
+    before, _running.packed = _running.packed, packed
     try:
         output = forward(encoder, **packed_arguments)
     finally:
-        _running.forwards = before
+        _running.packed = before
     return packed.unpack(output)
 
 
@@ -254,10 +253,10 @@ def _fits(encoder: nn.Module, tokens: Tokens, reads_first: bool) -> bool:
 
 def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a pooler, which then reads the first column of the padded result."""
-    if is_tracing() or not _running.forwards:
+    packed = _running.packed
+    if is_tracing() or packed is None or getattr(packed.encoder, "pooler", None) is not pooler:
         return None
-    packed = _running.forwards[-1]
-    return (packed.pad(args[0]), *args[1:]) if getattr(packed.encoder, "pooler", None) is pooler else None
+    return packed.pad(args[0]), *args[1:]
 
 
 def _without_module(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -199,12 +199,9 @@ def register() -> None:
 def _refuse_unknown(keywords: dict[str, Any]) -> None:
     for name, value in keywords.items():
         if value is not None and name not in _WITHOUT_EFFECT:
-            raise ArgumentError(
-                name,
-                expected="no keyword that Clearhead's attention for transformers does not know",
-                got=f"a {type(value).__name__} from the model",
-                fix='It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").',
-            )
+            expected = "no keyword that Clearhead's attention for transformers does not know"
+            fix = 'It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").'
+            raise ArgumentError(name, expected=expected, got=f"a {type(value).__name__} from the model", fix=fix)
 
 
 def _same_batch(**inputs: Tensor) -> list[Tensor]:
@@ -218,7 +215,7 @@ def _same_batch(**inputs: Tensor) -> list[Tensor]:
 
 def _carried_layer(module: Any, attention_mask: Tensor | None) -> BoundedLayer | None:
     """The layer of the cache that the mask carries, if its heads hold different keys."""
-    carried = carried_by(attention_mask) if isinstance(attention_mask, Tensor) else None
+    carried = carried_by(attention_mask)
     return None if carried is None or carried.cache is None else carried.cache.layers[module.layer_idx]
 
 
@@ -235,12 +232,12 @@ def _mask_of_call(
     query: Tensor, key: Tensor, sliding_window: int | None, is_causal: bool | None
 ) -> tuple[masks.Mask | None, dict[str, Any]]:
     """The mask of a call without `attention_mask`, and the positions of its queries."""
-    mask = causal_mask(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
-    if sliding_window is None or size("sliding_window", sliding_window) >= key.shape[2]:
+    length, keys = query.shape[2], key.shape[2]
+    mask = causal_mask(length, keys) if is_causal is not None and flag("is_causal", is_causal) else None
+    if sliding_window is None or size("sliding_window", sliding_window) >= keys:
         return mask, {}
     mask = _combined(mask, masks.sliding_window(sliding_window - 1, sliding_window - 1))
-    # The last query is at the last key.
-    return mask, {"query_positions": key.shape[2] - query.shape[2]} if query.shape[2] < key.shape[2] else {}
+    return mask, {"query_positions": keys - length} if length < keys else {}  # the last query is at the last key
 
 
 def _combined(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
@@ -263,17 +260,15 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
     Some models pass ``output_attentions`` on. In others, transformers' hooks collect the returned weights, and some of
     these models still pass on a default of ``False``. The collector of the hooks therefore decides as well.
     """
-    if output_attentions is not None:
-        output_attentions = flag("output_attentions", output_attentions)
+    wanted = output_attentions is not None and flag("output_attentions", output_attentions)
     collected = _hooked_outputs()
-    if output_attentions or any(name.endswith("attentions") for name in collected or ()):
+    if wanted or any(name.endswith("attentions") for name in collected or ()):
         return True
     if output_attentions is not None or collected is not None:
         return False
     config = getattr(module, "config", None)
-    return getattr(config, "model_type", None) in _WEIGHTS_IN_EVERY_CALL or bool(
-        getattr(config, "output_attentions", False)
-    )
+    in_every_call = getattr(config, "model_type", None) in _WEIGHTS_IN_EVERY_CALL
+    return in_every_call or bool(getattr(config, "output_attentions", False))
 
 
 def _hooked_outputs() -> dict[str, list[Any]] | None:

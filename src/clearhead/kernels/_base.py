@@ -87,10 +87,6 @@ class Kernel(ABC):
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         """Every reason against calls of this spec; empty if the kernel can run them."""
 
-    def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        """Reasons to leave supported calls to the next kernel, unless `use_kernel` forces this one."""
-        return ()
-
     @abstractmethod
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         """The computation of calls of this spec, with masks of this one's signature.

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
+
 from .._call.call import AttentionCall
+from .._call.spec import AttentionSpec
 from .._checks import shown
 from .._environment import forced_kernels, forcing
+from .._native import extension
 from ..errors import ArgumentError, KernelError
 from ._base import Kernel, Refusal
 from ._chunked import ChunkedKernel
 from ._flex import FlexKernel
+from ._flex_choice import leaves_to_flex
 from ._native import NativeKernel
 from ._reference import ReferenceKernel
 from ._sdpa import SdpaKernel
@@ -19,6 +24,8 @@ from ._sdpa import SdpaKernel
 #: In order of preference. `flex` refuses all that `chunked` refuses, so that nothing is compiled unless it is forced,
 #: or `chunked` leaves a call to it (`leaves_to_flex`). `reference` refuses nothing.
 KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
+
+_WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
 
 
 class use_kernel(forcing[Kernel]):
@@ -116,14 +123,32 @@ def choose_for_packed(call: AttentionCall, forced: Kernel | None) -> Kernel | No
 
 
 def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
-    """The first with neither a refusal nor a reservation."""
-    spec, mask, grid = call.spec, call.request.mask, call.grid
+    """The first that can run the call, and does not leave it to another."""
     # Gradients matter for a bias that learns, and on a GPU for a log-sum-exp (`return_lse`). All other calls run on the
     # same kernel when checkpointing computes them again.
     for kernel in kernels:
-        if not (kernel.refusals(spec, mask, grid) or kernel.reservations(spec, mask, grid)):
+        if not (kernel.refusals(call.spec, call.request.mask, call.grid) or _reservations(kernel, call)):
             return kernel
     return None
+
+
+def _reservations(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
+    """Reasons to leave a supported call to a later kernel, unless `use_kernel` forces this one."""
+    spec = call.spec
+    if kernel.name == "native" and _lacks_threads(spec):
+        return (Refusal("it was built without OpenMP and would run on one thread"),)
+    if kernel.name == "chunked" or (kernel.name == "sdpa" and not spec.lse):
+        return leaves_to_flex(spec, call.request.mask, call.grid)
+    return ()
+
+
+def _lacks_threads(spec: AttentionSpec) -> bool:
+    """Whether PyTorch's kernel, which uses every thread, is faster than the native one without OpenMP."""
+    # A graph must not depend on the number of threads.
+    if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
+        return False
+    batch, heads, length, dim = spec.query
+    return batch * heads * length * spec.key[2] * dim >= _WORTH_THREADS
 
 
 def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
@@ -135,18 +160,13 @@ def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
 
 def explain_call(call: AttentionCall, projections: str) -> Explanation:
     """Every kernel's reasons against a call."""
-    spec, mask, grid, forced = call.spec, call.request.mask, call.grid, forced_kernels.value
-    reasons = {
-        kernel.name: tuple(
-            map(
-                str,
-                kernel.refusals(spec, mask, grid) + (() if kernel is forced else kernel.reservations(spec, mask, grid)),
-            )
-        )
-        for kernel in KERNELS
-    }
+    request, forced = (call.spec, call.request.mask, call.grid), forced_kernels.value
+    reasons: dict[str, tuple[str, ...]] = {}
+    for kernel in KERNELS:
+        reserved = () if kernel is forced else _reservations(kernel, call)
+        reasons[kernel.name] = tuple(map(str, kernel.refusals(*request) + reserved))
     kernel = choose(call, None) if forced is None else None if reasons[forced.name] else forced
-    backend = None if kernel is None else kernel.backend(spec, mask, grid)
+    backend = None if kernel is None else kernel.backend(*request)
     explanation = Explanation(None if kernel is None else kernel.name, reasons, forced is not None, projections)
     return explanation if backend is None else replace(explanation, backend=backend.name, faster=backend.faster)
 

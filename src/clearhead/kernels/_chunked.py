@@ -26,7 +26,6 @@ from ._blocks import (
     head_spans,
     span_blocks,
 )
-from ._flex_choice import leaves_to_flex
 from ._second_order import backward_pass, recompute_by_reference, sinks_gradient
 
 
@@ -43,9 +42,6 @@ class ChunkedKernel(Kernel):
         if spec.transformed:
             return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
-
-    def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        return leaves_to_flex(spec, mask, grid)
 
     def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         return ()

@@ -6,9 +6,11 @@ a kernel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,7 @@ from ..masks._lowering import chosen_cell
 from ..masks._part import whole_mask
 from ..masks._structure import Band, Structure, joined, structure_of
 from ._flex_rule import PREFIXES, SIDE, Limits, numbers_on, table
-
-if TYPE_CHECKING:
-    from ._triton import Terms
+from ._triton._terms import Terms, conditions_of, longer, run_of, with_ranges
 
 _NO_LIMITS: Limits = (None, None)
 #: So many bands become constants of compiled kernels. Compiling takes seconds, and models have one band or two.
@@ -122,8 +122,6 @@ def _constant_limits(band: Band, grid: Grid) -> Limits | None:
 
 def term_blocks(mask: Mask, grid: Grid) -> Blocks:
     """The blocks of a mask by the extremes of its terms in each block, which reads no value."""
-    from ._triton._terms import conditions_of, with_ranges  # its package registers operators, which only a GPU needs
-
     parts = mask.parts()
     union, either = next(((each, runs) for each in parts if (runs := _runs_of(each, grid))), (None, []))
     terms = conditions_of([each for each in parts if each is not union], grid)
@@ -131,15 +129,13 @@ def term_blocks(mask: Mask, grid: Grid) -> Blocks:
         if part.has_bias:  # NaN of a hidden key stays out only if its cells are hidden, whatever is added to them
             terms = terms._replace(visible=joined(terms.visible, part.visible(Block(grid)), and_))
     blocks = _band_blocks(Band(terms.low, terms.high, terms.stop), grid)
-    some, full = _bounds(with_ranges(terms), blocks, grid)
+    bounds = [(blocks.partial | blocks.full, blocks.full), *_bounds(with_ranges(terms), either, grid)]
+    some, full = (reduce(and_, each) for each in zip(*bounds, strict=True))
     rule = dict(blocks.rule)
     for prefix, run in zip(PREFIXES, [(terms.first, terms.last), *either], strict=False):
         for name, limit in zip(("first", "last"), run, strict=True):
             if limit is not None:
                 rule[prefix + name] = _shared(_of_rows(limit, grid))
-    if either:
-        bounds = [_bounds_of_run(*run, grid) for run in either]
-        some, full = some & (bounds[0][0] | bounds[1][0]), full & (bounds[0][1] | bounds[1][1])
     for name in ("keys", "query_documents", "key_documents"):
         numbers: Tensor | None = getattr(terms, name)
         if numbers is not None:
@@ -151,8 +147,6 @@ def term_blocks(mask: Mask, grid: Grid) -> Blocks:
 
 def _runs_of(part: Mask, grid: Grid) -> list[tuple[Tensor | None, Tensor]]:
     """The run of keys that each of two masks shows, joined with `|`. Empty for all other masks, and for single runs."""
-    from ._triton._terms import longer, run_of
-
     structure = structure_of(part, grid)
     if not isinstance(whole_mask(part), Or) or longer(structure, grid) is not None:
         return []
@@ -160,37 +154,36 @@ def _runs_of(part: Mask, grid: Grid) -> list[tuple[Tensor | None, Tensor]]:
     return [] if None in runs else cast("list[tuple[Tensor | None, Tensor]]", runs)
 
 
-def _bounds_of_run(first: Tensor | None, last: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
+def _bounds_of_run(first: Tensor | None, last: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The blocks in which a run of keys of each query may have a key, and those that lie in it, (1 or B, 1, n, m)."""
     columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)
-    some = full = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=grid.device)
+    least, most = (each[:, None, :, None] for each in _extremes(_of_rows(last, grid)))  # (1 or B, 1, n, 1)
+    some, full = columns < most, columns + SIDE <= least
     if first is not None:
-        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(first, grid)))  # (1 or B, 1, n, 1)
+        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(first, grid)))
         some, full = some & (columns + SIDE > least), full & (columns >= most)
-    if last is not None:
-        least, most = (each[:, None, :, None] for each in _extremes(_of_rows(last, grid)))
-        some, full = some & (columns < most), full & (columns + SIDE <= least)
     return some, full
 
 
-def _bounds(terms: Terms, blocks: Blocks, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The blocks that may have a visible cell, and those without a hidden one."""
-    some, full = blocks.partial | blocks.full, blocks.full
-    if terms.first is not None or terms.last is not None:
-        some_of_run, full_of_run = _bounds_of_run(terms.first, terms.last, grid)
-        some, full = some & some_of_run, full & full_of_run
+def _bounds(terms: Terms, either: list[tuple[Tensor | None, Tensor]], grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
+    """By each condition, the blocks that may have a visible cell, and those without a hidden one."""
+    if terms.last is not None:
+        yield _bounds_of_run(terms.first, terms.last, grid)
+    if either:
+        (some, full), (some_too, full_too) = (_bounds_of_run(*run, grid) for run in either)
+        yield some | some_too, full | full_too
     if terms.keys is not None:
         least, most = (each[:, None, None] for each in _extremes(terms.keys.int()))  # (1 or B, 1, 1, m)
-        some, full = some & (most > 0), full & (least > 0)
+        yield most > 0, least > 0
     if terms.query_documents is not None and terms.key_documents is not None:
         least, most = (each[:, None, :, None] for each in _extremes(terms.query_documents))
         least_key, most_key = (each[:, None, None] for each in _extremes(terms.key_documents))
-        some = some & (least <= most_key) & (least_key <= most)
-        full = full & (least == most) & (least_key == most_key) & (least == least_key)
+        yield (
+            (least <= most_key) & (least_key <= most),
+            (least == most) & (least_key == most_key) & (least == least_key),
+        )
     if terms.visible is not None:
-        any_cell, all_cells = _blocks_of_cells(terms.visible, grid)
-        some, full = some & any_cell, full & all_cells
-    return some, full
+        yield _blocks_of_cells(terms.visible, grid)
 
 
 def _of_rows(limit: Tensor, grid: Grid) -> Tensor:

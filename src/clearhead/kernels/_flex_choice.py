@@ -25,6 +25,7 @@ from ._first_check import FirstCheck
 from ._flex import FlexKernel
 from ._flex_rule import SIDE
 from ._reference import ReferenceKernel
+from ._triton import available
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
 FEWEST = 4096
@@ -81,8 +82,6 @@ def _is_rule(structure: Structure) -> bool:
 
 def _is_trusted(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether PyTorch compiles `flex` on a device, and its results are right. The first call compiles a small one."""
-    from ._triton import available  # registers operators, which only a GPU needs
-
     return available(torch.empty(0, 0, 0, 1, dtype=dtype, device=device)) and CHECK.passes(device, dtype)
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .._call.call import AttentionCall, Results, zero_hidden
 from .._call.spec import AttentionSpec
-from .._native import extension
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._structure import Band, structure_of
@@ -23,8 +22,6 @@ from ._native_plan import NativePlan, plan_of
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
 from ._weights_gradient import weights_by_operations, weights_gradients
-
-_WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
 
 
 @final
@@ -40,15 +37,6 @@ class NativeKernel(Kernel):
 
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         return native_refusals(spec, mask, grid)
-
-    def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        # PyTorch's kernel uses every thread, and a graph must not depend on how many there were.
-        if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
-            return ()
-        batch, heads, length, dim = spec.query
-        if batch * heads * length * spec.key[2] * dim < _WORTH_THREADS:
-            return ()
-        return (Refusal("it was built without OpenMP and would run on one thread"),)
 
     def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         if spec.tracing or not refuses_statistics(spec, mask, grid):

@@ -1,6 +1,6 @@
 """The arguments of one call of the compiled kernel, and their order: the one declaration in Python.
 
-C++ declares the order in ``_native/call.cpp``. The two are compared when this module is imported.
+C++ declares the order in ``_native/module.cpp``. The two are compared when this module is imported.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from torch import Tensor
 
 from .._native import require_arguments
 from ..masks._grid import Offset
-
-#: Tensors of every call. Output and lse are written, or read by a backward pass, and may be ``None``.
-OPERANDS = ("query", "key", "value", "output", "lse")
 
 
 class NativeArguments(NamedTuple):
@@ -53,17 +50,20 @@ class NativeArguments(NamedTuple):
     stop: int | None = None
     offset: Sequence[int] | None = None
 
-    def addresses(self, output: Tensor | None, lse: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """`OPERANDS` and the others, as the compiled methods take them. The tensors must outlive the call."""
+    def addresses(self, output: Tensor | None, lse: Tensor | None, *backward: int) -> tuple[int, ...]:
+        """The arguments of the compiled functions, which end early where the others are ``None``.
+
+        The tensors must outlive the call. Output and lse are written, or read by a backward pass, and may be ``None``.
+        """
         query, key, value, sinks, first, _, visible, bias, seed, cu_seqlens_q, *_ = self
         operands = query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)
-        if sinks is first is visible is bias is seed is cu_seqlens_q is None:
-            return operands, None
-        return operands, (*map(address_of, self[3:11]), *(self.offset or _NO_OFFSET))
+        if not backward and sinks is first is visible is bias is seed is cu_seqlens_q is None:
+            return operands
+        return *operands, *map(address_of, self[3:11]), *(self.offset or _NO_OFFSET), *backward
 
 
 class BackwardArguments(NamedTuple):
-    """The other arguments of a backward pass, in the order of `Plan.backward`. `NativePlan.backward` explains them."""
+    """The last arguments of a backward pass, in their order. `NativePlan.backward` explains them."""
 
     output_gradient: int
     output_gradient_batch: int  # and its other strides
@@ -86,8 +86,5 @@ def address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-require_arguments(
-    operands=OPERANDS,
-    extras=(*NativeArguments._fields[3:11], *Offset._fields),
-    backward=BackwardArguments._fields,
-)
+OPERANDS = "threads", "query", "key", "value", "output", "lse"
+require_arguments(*OPERANDS, *NativeArguments._fields[3:11], *Offset._fields, *BackwardArguments._fields)

@@ -21,7 +21,7 @@ from ._native_strides import (
     strides_of_output,
 )
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  #: `Type` of ``_native/problem.h``
 
 _LEVELS = 1 << 16  # of the bits that decide about dropout
 _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
@@ -80,22 +80,19 @@ class NativePlan:
         sequences: int = 0,
     ) -> None:
         (batch, heads, rows, dim), _, (_, kv_heads, keys, value_dim) = shapes
+        layouts = tuple(zip(shapes, strides, strict=True))
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
-        self._contiguous: list[bool] = []
-        read: list[Strides] = []
-        for shape, as_passed in zip(shapes, strides, strict=True):
-            copied = not has_contiguous_rows(shape, as_passed)
-            self._contiguous.append(copied)
-            read.append(contiguous_strides(shape) if copied else as_passed)
+        self._contiguous = [not has_contiguous_rows(*layout) for layout in layouts]
         self._copies = True in self._contiguous
-        self._gradients: list[tuple[tuple[int, ...], Strides]] = []
-        gradients: dict[str, tuple[int, ...]] = {}
-        if differentiable:
-            names = "query_gradient", "key_gradient", "value_gradient"
-            for name, shape, as_passed in zip(names, shapes, strides, strict=True):
-                laid_out = contiguous_strides(shape) if contiguous_gradients else strides_of_gradient(shape, as_passed)
-                self._gradients.append((shape, laid_out))
-                gradients[name] = laid_out[:3]
+        query, key, value = (
+            contiguous_strides(shape) if copied else as_passed
+            for (shape, as_passed), copied in zip(layouts, self._contiguous, strict=True)
+        )
+        of_gradients = [
+            contiguous_strides(shape) if contiguous_gradients else strides_of_gradient(shape, as_passed)
+            for shape, as_passed in layouts
+        ]
+        self._gradients = tuple(zip(shapes, of_gradients, strict=True))
         self._shape = (batch, heads, rows, value_dim)
         self._strides = strides_of_output(self._shape, strides[0])
         self._output_dtype = torch.float32 if differentiable else dtype
@@ -103,8 +100,10 @@ class NativePlan:
         self._bias_shape = bias_gradient
         # Starting threads, and asking PyTorch how many there are, would take longer than such a call.
         self._one_thread = batch * heads * rows * keys * dim <= _WORK_OF_ONE
-        problem = cast(Any, extension).Problem(
-            dtype=DTYPES[dtype],
+        range_batch, range_row = (0, 0) if first is None else broadcast_strides(*first)
+        self._extension = cast(Any, extension)
+        self._plan = self._extension.plan(
+            type=DTYPES[dtype],
             batch=batch,
             heads=heads,
             kv_heads=kv_heads,
@@ -114,24 +113,25 @@ class NativePlan:
             value_dim=value_dim,
             scale=scale,
             softcap=softcap,
-            query=read[0][:3],
-            key=read[1][:3],
-            value=read[2][:3],
-            output=self._strides[:3],
-            **gradients,
+            query=query,
+            key=key,
+            value=value,
+            output=self._strides,
+            query_gradient=of_gradients[0],
+            key_gradient=of_gradients[1],
+            value_gradient=of_gradients[2],
             low=low,
             high=high,
             stop=stop,
-            spans=None if first is None else broadcast_strides(*first),
+            range_batch=range_batch,
+            range_row=range_row,
             visible=None if visible is None else broadcast_strides(*visible),
             bias=None if bias is None else broadcast_strides(*bias),
             bias_gradient=None if bias_gradient is None else strides_of_bias_gradient(bias_gradient),
-            dropout_threshold=round(dropout_p * _LEVELS),
+            drop_below=round(dropout_p * _LEVELS),
             wide_output=differentiable,
             sequences=sequences,
         )
-        # Looked up once: tiny calls would notice.
-        self._forward, self._backward, self._statistics = problem.forward, problem.backward, problem.statistics
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -156,7 +156,7 @@ class NativePlan:
         if wanted:
             self.statistics(arguments, output, lse, **wanted)
         else:
-            self._run(self._forward, arguments, output, lse)
+            self._run(self._extension.forward, arguments, output, lse)
         return output
 
     def backward(
@@ -205,7 +205,7 @@ class NativePlan:
             bias_gradient=address_of(bias_gradient),
             whole_rows=int(whole_rows),
         )
-        self._run(self._backward, arguments, output, lse, others)
+        self._run(self._extension.backward, arguments, output, lse, *others)
         return dq, dk, dv, correction
 
     def statistics(
@@ -224,7 +224,7 @@ class NativePlan:
             wanted: tensors to write to, and sizes, by the names of `Statistics` in ``_native/problem.h``.
         """
         by_address = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in wanted.items()}
-        self._run(self._statistics, arguments, output, lse, **by_address)
+        self._run(self._extension.statistics, arguments, output, lse, **by_address)
 
     def _run(
         self,
@@ -232,10 +232,10 @@ class NativePlan:
         arguments: NativeArguments,
         output: Tensor | None,
         lse: Tensor | None,
-        *others: object,
+        *backward: int,
         **wanted: object,
     ) -> None:
-        """Call a method of the compiled problem with addresses, the number of threads and the instruction set."""
+        """Call a compiled function with the plan, the instruction set, the number of threads, and addresses."""
         query, key, value = arguments[:3]
         # The kernel reads rows whose elements lie side by side. It would read x where a negated view means −x.
         if self._copies or query.is_neg() or key.is_neg() or value.is_neg():
@@ -245,7 +245,8 @@ class NativePlan:
             )
             arguments = arguments._replace(query=query, key=key, value=value)
         threads = 1 if self._one_thread else torch.get_num_threads()
-        function(*arguments.addresses(output, lse), threads, instruction_set_number(), *others, **wanted)
+        addresses = arguments.addresses(output, lse, *backward)
+        function(self._plan, instruction_set_number(), threads, *addresses, **wanted)
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:

@@ -12,12 +12,10 @@ from torch import Tensor
 from .._call.call import AttentionCall, Results
 from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionSpec, has_contiguous_rows
-from .._environment import is_tracing
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
-from ._flex_choice import leaves_to_flex
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused
 from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
 
@@ -66,9 +64,6 @@ class SdpaKernel(Kernel):
             if not reasons and not is_fused(_fused_call(spec, mask, grid)):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
         return tuple(reasons)
-
-    def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        return () if spec.lse else leaves_to_flex(spec, mask, grid)
 
     def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
         if spec.device.type == "cpu" or spec.tracing:
@@ -214,25 +209,24 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
     Fully masked rows are unmasked here, and their output is set to zero later. PyTorch's kernels then compute no
     empty softmax.
     """
-    masked = call.coverage.masked_queries
+    masked, dtype = call.coverage.masked_queries, call.query.dtype
     visible, bias = additive(mask, call.grid, call.spec.compute_dtype)
-    if bias is not None and not bias.is_cpu:
-        bias = _rounded(bias, call.query.dtype)
     if visible is not None and masked is not None:
         visible = visible | masked
-    if visible is not None and bias is None and is_tracing():  # a graph is smaller with a bool tensor
-        lowered = visible
-    else:
-        lowered = bias
-        if visible is not None and bias is None and not visible.is_cpu:
-            lowered = visible.to(call.query.dtype).log_()  # log 1 = 0 and log 0 = −∞, in two operators
-        elif visible is not None:
-            added = visible.new_zeros((), dtype=call.query.dtype) if bias is None else bias
-            lowered = torch.where(visible, added, float("-inf"))
-        if bias is not None and lowered is not None and masked is not None:  # `visible` has shown these rows already
+    if bias is not None:
+        lowered = bias if bias.is_cpu else _rounded(bias, dtype)
+        if visible is not None:
+            lowered = torch.where(visible, lowered, float("-inf"))
+        if masked is not None:
             lowered = lowered.masked_fill(masked, 0)
-    if lowered is None:
+    elif visible is None:
         return None
+    elif call.spec.tracing:  # a graph is smaller with a bool tensor
+        lowered = visible
+    elif visible.is_cpu:
+        lowered = torch.where(visible, visible.new_zeros((), dtype=dtype), float("-inf"))
+    else:
+        lowered = visible.to(dtype).log_()  # log 1 = 0 and log 0 = −∞, in two operators
     return _with_whole_rows(lowered if group == 1 else _fold_mask(lowered, call), call.key.shape[2])
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
-from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -21,18 +18,20 @@ from ..masks._structure import Band, structure_of
 from ._base import Plan, Refusal, applicable
 from ._second_order import without_second_derivatives
 
-_MODULE = "torch.nn.attention.varlen"
 _LARGEST_HEAD = 256
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
     """Every reason against packed sequences."""
+    return tuple(_refusals(spec, mask, grid, spec.same_sequences))
+
+
+def _refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid, same_lengths: bool) -> list[Refusal]:
     dim, value_dim = spec.query[3], spec.value[3]
     fits = dim <= _LARGEST_HEAD and dim % 8 == 0 and value_dim == dim
     reasons = {
         "PyTorch has packed sequences on CUDA devices only": spec.device.type != "cuda",
-        "this version of PyTorch has no torch.nn.attention.varlen": not _has_module(),
         "of packed sequences PyTorch takes float16 and bfloat16 only": spec.dtype not in _HALF,
         "of packed sequences PyTorch takes D = Dv only, a multiple of 8 up to 256": not fits,
         "of packed sequences it takes no soft-cap": spec.softcap is not None,
@@ -40,69 +39,45 @@ def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
         "of packed sequences it takes no dropout": spec.dropout_p > 0,
         "of packed sequences PyTorch gives no gradient of the log-sum-exp": spec.lse and bool(spec.gradients),
         "of packed sequences PyTorch takes the masks causal() and sliding_window(…) only, in self-attention": (
-            _window(spec, mask, grid, spec.same_sequences) is None
+            _window(spec, mask, grid, same_lengths) is None
         ),
         "a size is 0": spec.empty,
         "torch.func cannot transform it twice, or derive it forwards": spec.transformed,
         "a graph cannot hold it": spec.tracing,
     }
-    return tuple(applicable(reasons))
+    return applicable(reasons)
 
 
 def is_one_kernel(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether packed sequences on a CUDA device, without a mask or dropout, run in one kernel."""
-    return _has_module() and dtype in _HALF and head_dim <= _LARGEST_HEAD and head_dim % 8 == 0
-
-
-@functools.cache
-def _has_module() -> bool:
-    return find_spec(_MODULE) is not None  # a search in folders, which calls must not repeat
+    return dtype in _HALF and head_dim <= _LARGEST_HEAD and head_dim % 8 == 0
 
 
 def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     """All sequences in one kernel, which reads no mask."""
-    varlen: Any = import_module(_MODULE)
-    window = cast("tuple[int, int]", _window(spec, mask, grid, spec.same_sequences))
-    results_wanted = varlen.AuxRequest(lse=True) if spec.lse else None
-    grouped: dict[str, bool] = {"enable_gqa": True} if spec.group > 1 and _asks_for_groups(varlen.varlen_attn) else {}
+    attend = _attend(spec, _window(spec, mask, grid, spec.same_sequences))
 
     def compute(call: AttentionCall) -> Results:
         sequences = cast(PackedSequences, call.request.sequences)
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))  # (T, H, D)
         if spec.gradients:
             query, key, value = without_second_derivatives(query, key, value)
-        returned = varlen.varlen_attn(
-            query,
-            key,
-            value,
-            *sequences.int32,
-            *(sequences.longest or sequences.tokens),
-            return_aux=results_wanted,
-            scale=spec.scale,
-            window_size=window,
-            **grouped,
-        )
-        output, lse = returned if spec.lse else (returned, None)
-        return Results(output.transpose(0, 1)[None], None if lse is None else _lse(lse, query))
+        output, lse = attend(query, key, value, *sequences.int32, *(sequences.longest or sequences.tokens))
+        return Results(output.transpose(0, 1)[None], None if lse is None else lse[None])
 
     return compute
 
 
 def gives_lse(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether a batch without padding runs as packed sequences, whose kernel returns the log-sum-exp."""
-    if spec.device.type != "cuda" or spec.gradients or spec.tracing or spec.transformed or spec.empty:
+    if spec.device.type != "cuda" or spec.tracing:  # a graph must not depend on the lengths
         return False
-    dim, value_dim = spec.query[3], spec.value[3]
-    if not is_one_kernel(spec.dtype, dim) or value_dim != dim or spec.softcap is not None or spec.sinks:
-        return False
-    return spec.dropout_p == 0 and _window(spec, mask, grid, grid.query_length == grid.key_length) is not None
+    return not _refusals(spec, mask, grid, grid.query_length == grid.key_length)
 
 
 def plan_batch(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     """A batch without padding and its log-sum-exp: each item is a sequence."""
-    varlen: Any = import_module(_MODULE)
-    window = cast("tuple[int, int]", _window(spec, mask, grid, grid.query_length == grid.key_length))
-    grouped: dict[str, bool] = {"enable_gqa": True} if spec.group > 1 and _asks_for_groups(varlen.varlen_attn) else {}
+    attend = _attend(spec, _window(spec, mask, grid, grid.query_length == grid.key_length))
 
     def compute(call: AttentionCall) -> Results:
         (batch, _, length, _), keys = call.query.shape, call.key.shape[2]
@@ -111,26 +86,35 @@ def plan_batch(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
             torch.arange(0, (batch + 1) * count, count, dtype=torch.int32, device=query.device)
             for count in (length, keys)
         ]
-        aux = varlen.AuxRequest(lse=True)
-        options: dict[str, Any] = {"return_aux": aux, "scale": spec.scale, "window_size": window, **grouped}
-        output, lse = varlen.varlen_attn(query, key, value, *bounds, length, keys, **options)
-        by_item = _lse(lse, query)[0].unflatten(1, (batch, length)).transpose(0, 1)  # (B, H, L)
+        output, lse = attend(query, key, value, *bounds, length, keys)
+        by_item = cast(Tensor, lse).unflatten(1, (batch, length)).transpose(0, 1)  # (B, H, L)
         return Results(output.unflatten(0, (batch, length)).transpose(1, 2), by_item)
 
     return compute
 
 
-def _asks_for_groups(attend: Callable[..., Any]) -> bool:
-    """PyTorch 2.11 has no such argument. It takes grouped heads as they are."""
-    return "enable_gqa" in signature(attend).parameters
+def _attend(spec: AttentionSpec, window: tuple[int, int] | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """PyTorch's function, which returns (T, H, D), and the log-sum-exp (H, T) if `spec.lse` is set."""
+    varlen: Any = import_module("torch.nn.attention.varlen")
+    options: dict[str, Any] = {"scale": spec.scale, "window_size": window}
+    if spec.lse:
+        options["return_aux"] = varlen.AuxRequest(lse=True)
+    if spec.group > 1:
+        options["enable_gqa"] = True
+
+    def attend(query: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
+        results = varlen.varlen_attn(query, *others, **options)
+        return (results[0], _lse(results[1], query)) if spec.lse else (results, None)
+
+    return attend
 
 
 def _lse(lse: Tensor, query: Tensor) -> Tensor:
-    """(1, H, T), with −∞ where a sequence has no key."""
+    """(H, T), with −∞ where a sequence has no key."""
     tokens, heads, _ = query.shape
     # The documentation says (T, H); the kernel, and PyTorch's own description of it for graphs, say (H, T).
     by_head = lse if lse.shape == (heads, tokens) else lse.t()
-    return by_head.masked_fill(by_head == float("inf"), float("-inf"))[None]
+    return by_head.masked_fill(by_head == float("inf"), float("-inf"))
 
 
 def _window(spec: AttentionSpec, mask: Mask | None, grid: Grid, same_lengths: bool) -> tuple[int, int] | None:

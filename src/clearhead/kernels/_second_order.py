@@ -26,10 +26,9 @@ Recompute = Callable[..., OptionalTensors]
 def allow_second_derivatives(kernel_name: str, call: AttentionCall, results: Results) -> Results:
     """The same results, differentiable twice in the call's inputs."""
     output, lse, weights = results
-    if lse is None:
-        return Results(cast(Tensor, _Identity.apply(kernel_name, call, 1, output, *call.inputs)), None, weights)
-    output, lse = cast("tuple[Tensor, Tensor]", _Identity.apply(kernel_name, call, 2, output, lse, *call.inputs))
-    return Results(output, lse, weights)
+    tensors = (output,) if lse is None else (output, lse)
+    same: Any = _Identity.apply(kernel_name, call, len(tensors), *tensors, *call.inputs)
+    return Results(same[0], None if lse is None else same[1], weights)
 
 
 def sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
@@ -42,13 +41,12 @@ class _Identity(torch.autograd.Function):
     """Results of a kernel of PyTorch's, whose backward maps over gradients but is not differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.kernel_name = kernel_name
         ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0 and call.request.seed is None
         ctx.inputs = len(tensors) - count
         ctx.save_for_backward(*tensors[count:], *call.read_again)
-        results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
-        return results[0] if count == 1 else results
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,15 +13,23 @@ from .._call.request import Request
 from .._environment import autocast_off
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
-from ._triton import columns, pooled, rows, terms_of, weights_gradients
-from ._triton import weights as weights_by_kernel
-from ._triton._available import DTYPES, available
-from ._triton._formula import gradients_by_formula, pooled_by_formula
+from ._triton import available, operands_of
+from ._triton._available import DTYPES
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
 TOLERANCE = 1e-3
 _TOP = 8
 _CELLS = (3, 2)
+
+
+def runs(call: AttentionCall) -> bool:
+    """Whether the kernels compute weights and statistics of the call. The first time on a device, they are checked."""
+    spec = call.spec
+    if spec.tracing or spec.transformed or spec.dispatching or spec.subclass is not None:
+        return False
+    if not available(call.query) or 0 in (*call.query.shape, *call.key.shape):
+        return False
+    return CHECK.passes(call.query.device, call.query.dtype)
 
 
 def table() -> dict[str, str]:
@@ -61,28 +71,39 @@ CHECK = FirstCheck(
 
 
 def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
-    operands, terms, scale = (call.query, call.key), terms_of(call), call.spec.scale
-    names = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
+    from ._triton import _calls  # imports Triton
+
+    operands, sinks = operands_of(call), call.request.sinks
     first = torch.arange(call.key.shape[2], device=call.query.device)[None, None] < 1
-    found = rows(*operands, terms, scale=scale, sinks=call.request.sinks, first_keys=first, want=names, top=_TOP)
-    found["received"], found["viewers"] = columns(*operands, found["lse"], terms, scale=scale)
-    found["weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale)
-    found["averaged weights"] = weights_by_kernel(*operands, found["lse"], terms, scale=scale, average=True)
-    found["map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale)
-    found["largest of the map"] = pooled(*operands, found["lse"], terms, _CELLS, scale=scale, largest=True)
-    of_weights = _gradient_of(found["weights"])
-    of_query, of_key, _ = weights_gradients(*operands, found["lse"], of_weights, terms, scale=scale)
-    found["gradient of the query"], found["gradient of the key"] = of_query, of_key
-    return found
+    names = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
+    results = _calls.rows(operands, sinks=sinks, first_keys=first, want=names, top=_TOP)
+    lse = results["lse"]
+    results["received"], results["viewers"] = _calls.columns(operands, lse)
+    results["weights"] = _calls.weights(operands, lse)
+    results["averaged weights"] = _calls.weights(operands, lse, average=True)
+    results["map"] = _calls.pooled(operands, lse, _CELLS)
+    results["largest of the map"] = _calls.pooled(operands, lse, _CELLS, largest=True)
+    of_weights = _gradient_of(results["weights"])
+    results["gradient of the query"], results["gradient of the key"], _ = _calls.weights_gradients(
+        operands, lse, of_weights
+    )
+    return results
 
 
 def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
-    weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
-    scores, places = reference_scores(call), torch.arange(max(weights.shape), device=weights.device)
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in (call.query, call.key)]
+        weights, lse = reference_weights(replace(call, query=leaves[0], key=leaves[1]))  # (B, H, L, S), (B, H, L)
+        of_query, of_key = torch.autograd.grad(weights, leaves, _gradient_of(weights))
+    weights, lse, scores = weights.detach(), lse.detach(), reference_scores(call)
+    places = torch.arange(max(weights.shape), device=weights.device)
     distances = (places[: weights.shape[2], None] - places[: weights.shape[3]]).abs()
+    lines, columns = (places[:n] * cells // n for n, cells in zip(weights.shape[2:], _CELLS, strict=True))
+    numbers = torch.arange(_CELLS[0] * _CELLS[1], device=weights.device).view(-1, 1, 1)
+    is_inside = lines[:, None] * _CELLS[1] + columns == numbers  # (cells, L, S)
+    of_cells = weights[:, :, None] * is_inside  # (B, H, cells, L, S)
     visible = scores > float("-inf")
     top, keys = weights.topk(_TOP, -1)
-    of_query, of_key, _ = gradients_by_formula(call.query, call.key, weights, _gradient_of(weights), call.spec.scale)
     return {
         "lse": lse,
         "entropy": torch.special.entr(weights).sum(-1),
@@ -96,8 +117,8 @@ def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
         "top_weights": top,
         "weights": weights,
         "averaged weights": weights.mean(1),
-        "map": pooled_by_formula(weights, None, _CELLS, largest=False),
-        "largest of the map": pooled_by_formula(weights, None, _CELLS, largest=True),
+        "map": of_cells.sum((-2, -1)).unflatten(2, _CELLS),
+        "largest of the map": of_cells.amax((-2, -1)).unflatten(2, _CELLS),
         "top_keys": keys.masked_fill(top == 0, -1),
         "gradient of the query": of_query,
         "gradient of the key": of_key,

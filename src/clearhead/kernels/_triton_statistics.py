@@ -1,4 +1,4 @@
-"""Statistics of weights, and weights, on a GPU from the Triton kernels."""
+"""Statistics of weights, and weights, on a GPU from the Triton kernels. Importing this module imports Triton."""
 
 from __future__ import annotations
 
@@ -9,20 +9,7 @@ from torch import Tensor
 
 from .._call.call import AttentionCall
 from ._second_order import sinks_gradient
-from ._triton import Terms, available, columns, pooled, rows, terms_of
-from ._triton import weights as weights_by_kernel
-from ._triton import weights_gradients as gradients_by_kernel
-from ._triton_check import CHECK
-
-#: Results of `rows` that a statistic can ask for.
-_OF_ROWS = ("entropy", "visible", "confidence", "sink", "distance")
-
-
-def runs(call: AttentionCall) -> bool:
-    """Whether the kernels compute statistics of the call. The first time on a device, they are checked there."""
-    if call.spec.tracing or call.spec.transformed or not available(call.query):
-        return False
-    return 0 not in (*call.query.shape, *call.key.shape) and CHECK.passes(call.query.device, call.query.dtype)
+from ._triton import Operands, _calls, operands_of
 
 
 def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
@@ -38,24 +25,22 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     Returns:
         The results under the names of the native buffers (``_native/problem.h``), with ``largest`` (B, H, L).
     """
-    operands, terms = (call.query, call.key), terms_of(call)
-    options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
-    names = {"max_logit", *(name for name in _OF_ROWS if name in wanted)}
+    operands = operands_of(call)
+    names = {"max_logit", *wanted}  # `rows` takes its own
     if {"received", "top_k", "map", "head_average"} & wanted.keys():
         names.add("lse")
-    buffers: dict[str, Any] = rows(
-        *operands, terms, **options, sinks=call.request.sinks, first_keys=wanted.get("sink"), want=tuple(names),
-        top=wanted.get("top_k", 0),
-    )  # fmt: skip
+    top, first_keys = wanted.get("top_k", 0), wanted.get("sink")
+    buffers: dict[str, Any] = _calls.rows(
+        operands, sinks=call.request.sinks, first_keys=first_keys, want=names, top=top
+    )
     buffers["largest"] = buffers.pop("max_logit")
     if "received" in wanted:
-        received = columns(*operands, buffers["lse"], terms, **options, counted=counted)
-        buffers["received"], buffers["viewers"] = received
+        buffers["received"], buffers["viewers"] = _calls.columns(operands, buffers["lse"], counted)
     if "map" in wanted:
         cells, largest = wanted["map"]
-        buffers["map"] = pooled(*operands, buffers["lse"], terms, cells, **options, counted=counted, largest=largest)
+        buffers["map"] = _calls.pooled(operands, buffers["lse"], cells, counted=counted, largest=largest)
     if "head_average" in wanted:
-        buffers["head_average"] = weights_by_kernel(*operands, buffers["lse"], terms, **options, average=True)
+        buffers["head_average"] = _calls.weights(operands, buffers["lse"], average=True)
     return buffers
 
 
@@ -71,14 +56,11 @@ def weights(call: AttentionCall, chosen: Tensor | None, average: bool, head: int
     Returns:
         (B, H, n, S), or (B, n, S) if averaged, or of one head.
     """
-    query, terms = _chosen(call, chosen)
-    key, sinks = call.key, call.request.sinks
-    options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
+    operands, sinks = _chosen(call, chosen), call.request.sinks
     if head is not None:
-        query, key = query.narrow(1, head, 1), key.narrow(1, head // call.spec.group, 1)
-        terms, sinks = terms.of_head(head), None if sinks is None else sinks.narrow(0, head, 1)
-    lse = rows(query, key, terms, **options, sinks=sinks)["lse"]
-    return weights_by_kernel(query, key, lse, terms, **options, average=average or head is not None)
+        operands, sinks = operands.of_head(head), None if sinks is None else sinks.narrow(0, head, 1)
+    lse = _calls.rows(operands, sinks=sinks)["lse"]
+    return _calls.weights(operands, lse, average=average or head is not None)
 
 
 def weights_gradients(
@@ -90,23 +72,19 @@ def weights_gradients(
         call, chosen, average: as for `weights`.
         gradient: (B, H, n, S), or (B, n, S) if averaged.
     """
-    query, terms = _chosen(call, chosen)
-    key, sinks = call.key, call.request.sinks
-    options: dict[str, Any] = {"scale": call.spec.scale, "softcap": call.spec.softcap}
-    lse = rows(query, key, terms, **options, sinks=sinks)["lse"]
+    operands, sinks = _chosen(call, chosen), call.request.sinks
+    lse = _calls.rows(operands, sinks=sinks)["lse"]
     of_weights = gradient[:, None] if average else gradient
-    of_query, of_key, means = gradients_by_kernel(query, key, lse, of_weights, terms, **options)
+    of_query, of_key, means = _calls.weights_gradients(operands, lse, of_weights)
     if chosen is not None:  # a row may be chosen more than once: its gradients add up
         of_query = torch.zeros_like(call.query, dtype=of_query.dtype).index_add_(2, chosen, of_query)
-    of_inputs = [of_query.to(query.dtype), of_key.to(key.dtype)]
+    of_inputs = [of_query.to(call.query.dtype), of_key.to(call.key.dtype)]
     if sinks is not None:
         of_inputs.append(sinks_gradient(sinks, means, lse.masked_fill(lse == float("-inf"), float("inf"))))
     return *of_inputs, *(None for _ in call.bias_tensors)
 
 
-def _chosen(call: AttentionCall, chosen: Tensor | None) -> tuple[Tensor, Terms]:
-    """The query of chosen rows, and the mask of these."""
-    query, terms = call.query, terms_of(call)
-    if chosen is None:
-        return query, terms
-    return query.index_select(2, chosen), terms.of_rows(chosen, query.shape[2], call.key.shape[2])
+def _chosen(call: AttentionCall, chosen: Tensor | None) -> Operands:
+    """The operands of the chosen rows."""
+    operands = operands_of(call)
+    return operands if chosen is None else operands.of_rows(chosen)

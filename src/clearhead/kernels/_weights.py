@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from .._environment import autocast_off, is_tracing, is_transformed
+from .._environment import autocast_off
 from ._base import Kernel
 from ._block_rows import BlockRows
 from ._block_weights import block_weights
 from ._blocks import block_scores, exact_dtype, score_blocks
 from ._native_statistics import native_weights
 from ._second_order import backward_pass
+from ._triton_check import runs
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
 
@@ -29,7 +30,7 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
         forced: the kernel of `use_kernel`, or ``None``.
     """
     name = None if forced is None else forced.name
-    if is_tracing() or is_transformed() or name == "reference":
+    if call.spec.tracing or call.spec.transformed or name == "reference":
         return weights_by_operations(call, rows, average)
     # No other kernel may replace a forced one.
     chosen = _Chosen(_placed(rows, call), average, natively=name in (None, "native"))
@@ -43,7 +44,7 @@ def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = N
     """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
     with torch.no_grad(), autocast_off(call.query):
         # Tracing needs PyTorch's own operators.
-        return _forward(call, _Chosen(_placed(rows, call), head=head, exact=True, natively=not is_tracing()))
+        return _forward(call, _Chosen(_placed(rows, call), head=head, exact=True, natively=not call.spec.tracing))
 
 
 def _placed(rows: Tensor | None, call: AttentionCall) -> Tensor | None:
@@ -102,11 +103,10 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
         native = native_weights(call, rows, chosen.average, head=head, exact=dtype == torch.float64)
         if native is not None:
             return native if head is None else native[:, 0]  # (B, n, S)
-    if chosen.natively and call.query.is_cuda:
-        from . import _triton_statistics  # registers operators, which only a GPU needs
+    if chosen.natively and runs(call):
+        from . import _triton_statistics  # imports Triton
 
-        if _triton_statistics.runs(call):
-            return _triton_statistics.weights(call, rows, chosen.average, head)
+        return _triton_statistics.weights(call, rows, chosen.average, head)
     heads, count = call.grid.num_heads, call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, heads, count, call.grid.key_length)
     # Zeros, because blocks skip masked columns.
@@ -125,9 +125,8 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
 
 def _gradients(call: AttentionCall, chosen: _Chosen, gradient: Tensor) -> tuple[Tensor | None, ...]:
     # The Triton kernels compute no gradient of a bias.
-    if chosen.natively and call.query.is_cuda and not any(bias.requires_grad for bias in call.bias_tensors):
-        from . import _triton_statistics  # registers operators, which only a GPU needs
+    if chosen.natively and not any(bias.requires_grad for bias in call.bias_tensors) and runs(call):
+        from . import _triton_statistics  # imports Triton
 
-        if _triton_statistics.runs(call):
-            return _triton_statistics.weights_gradients(call, chosen.rows, chosen.average, gradient)
+        return _triton_statistics.weights_gradients(call, chosen.rows, chosen.average, gradient)
     return weights_gradients(call, chosen.rows, chosen.average, gradient)

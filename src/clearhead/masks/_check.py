@@ -58,8 +58,8 @@ def grid_for(
     """The grid of the passed sizes, completed by the sizes that the mask and the positions require."""
     sizes = Sizes(batch_size, num_heads, query_length, key_length)
     for name in ("query_length", "key_length", "batch_size", "num_heads"):
-        if getattr(sizes, name) is not None:
-            integer(name, getattr(sizes, name), least=0)
+        if (size := getattr(sizes, name)) is not None:
+            integer(name, size, least=0)
     query_positions = as_positions("query_positions", query_positions)
     key_positions = as_positions("key_positions", key_positions, per_head=True)
     sizes = sizes.merged(mask.sizes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -86,9 +85,7 @@ def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
     covered = find_natively(structure, grid)
     if covered is not None:
         return Coverage.of(*(None if of_axis is None else of_axis[..., None] for of_axis in covered))
-    search = _Search(mask, grid)
-    search.run()
-    return Coverage.of(_unless_all(search.queries), _unless_all(search.keys))
+    return Coverage.of(*map(_unless_all, _search(mask, grid)))
 
 
 def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor]:
@@ -100,12 +97,12 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor | None
         is_square_causal = band.is_causal(grid) and grid.query_length == grid.key_length
         is_marks = is_marks and is_square_causal and structure.queries is None
     if is_marks:
-        only_rows = keys is None and structure.queries is None
+        # Whether every query is known to see a key.
+        sees_key = structure.keyed and rows is None and band is None
         if rows is not None:
+            sees_key = keys is None and rows.shortest > 0
             keys = _and(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
-            if only_rows and rows.shortest > 0:  # the first key is visible to every query
-                return None, keys[:, None]
-        if structure.keyed and keys is not None and rows is None and band is None and structure.queries is None:
+        if sees_key and keys is not None and structure.queries is None:
             return None, keys[:, None]
         if band is None or keys is None:
             covered_queries, covered_keys = _of_marks(structure.queries, keys, grid)
@@ -157,59 +154,52 @@ def _any_key(first: Tensor, stop: Tensor, keys: Tensor | None, grid: Grid) -> Te
     return before.gather(1, stop.maximum(first)) > before.gather(1, first)
 
 
-@final
-class _Search:
-    """Evaluates cells until the coverage of every query and every key is known.
+def _search(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The covered queries (1 or B, 1 or H, L) and keys (1 or B, 1 or H, S), from evaluated cells.
 
     In most masks a few rows cover all keys, and a few columns cover all queries. The borders are therefore evaluated
     first, and then only the rows and columns that they leave open.
     """
+    length, count = grid.query_length, grid.key_length
+    # One result for all items and heads that share the mask.
+    cell = mask.visible(chosen_cell(grid))
+    items, heads = (1, 1) if cell is None else cell.shape[:2]
+    queries = torch.zeros(items, heads, length, dtype=torch.bool, device=grid.device)
+    keys = torch.zeros(items, heads, count, dtype=torch.bool, device=grid.device)
 
-    def __init__(self, mask: Mask, grid: Grid) -> None:
-        self._mask, self._grid, self._structure = mask, grid, structure_of(mask, grid)
-        # One result for all items and heads that share the mask.
-        cell = mask.visible(chosen_cell(grid))
-        self._outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])
-        self.queries = torch.zeros(*self._outer, grid.query_length, dtype=torch.bool, device=grid.device)
-        self.keys = torch.zeros(*self._outer, grid.key_length, dtype=torch.bool, device=grid.device)
+    def cells(rows: slice, columns: slice) -> Tensor:
+        visible = mask.visible(Block(grid, rows=rows, columns=columns))
+        return keys.new_ones(1, 1, 1, 1) if visible is None else visible
 
-    def run(self) -> None:
-        length, keys = self._grid.query_length, self._grid.key_length
-        open_rows, open_columns = (0, length), (0, keys)
-        # Reading the outcome to stop early would synchronise an accelerator.
-        if length * keys > _FEW_CELLS and _is_readable(self.queries):
-            self._evaluate_borders()
-            open_rows, open_columns = _open(self.queries), _open(self.keys)
-            if open_rows == open_columns == (0, 0):
-                return
-        # The budget includes all items and heads of a cell.
-        cells = max(1, _ROWS_AT_A_TIME // max(1, self._outer[0] * self._outer[1]))
-        for rows, (start, stop) in row_blocks(self._mask, self._grid, cells):
-            # Rows whose coverage is known are only evaluated in the open columns.
-            is_known = rows.stop <= open_rows[0] or rows.start >= open_rows[1]
-            if is_known:
-                start, stop = max(start, open_columns[0]), min(stop, open_columns[1])
-            self._evaluate(rows, slice(start, stop), for_queries=not is_known, for_keys=open_columns[1] > 0)
-
-    def _evaluate_borders(self) -> None:
-        for rows in _edges(self._grid.query_length, _EDGE_ROWS):
-            self._evaluate(rows, slice(*self._structure.columns(self._grid, rows)), for_queries=False)
+    open_rows, open_columns = (0, length), (0, count)
+    # Reading the outcome to stop early would synchronise an accelerator.
+    if length * count > _FEW_CELLS and _is_readable(queries):
+        for rows in _edges(length, _EDGE_ROWS):
+            columns = slice(*structure_of(mask, grid).columns(grid, rows))
+            keys[..., columns] |= cells(rows, columns).any(-2)
             # Usually one border is enough.
-            if bool(self.keys.all()):
+            if bool(keys.all()):
                 break
-        for columns in _edges(self._grid.key_length, _EDGE_COLUMNS):
-            self._evaluate(slice(0, self._grid.query_length), columns, for_keys=False)
-            if bool(self.queries.all()):
+        for columns in _edges(count, _EDGE_COLUMNS):
+            queries |= cells(slice(0, length), columns).any(-1)
+            if bool(queries.all()):
                 break
-
-    def _evaluate(self, rows: slice, columns: slice, *, for_queries: bool = True, for_keys: bool = True) -> None:
-        if columns.start >= columns.stop:
-            return
-        visible = self._mask.visible(Block(self._grid, rows=rows, columns=columns))
-        if for_queries:
-            self.queries[..., rows] |= True if visible is None else visible.any(-1)
-        if for_keys:
-            self.keys[..., columns] |= True if visible is None else visible.any(-2)
+        open_rows, open_columns = _open(queries), _open(keys)
+        if open_rows == open_columns == (0, 0):
+            return queries, keys
+    # The budget includes all items and heads of a cell.
+    for rows, (start, stop) in row_blocks(mask, grid, max(1, _ROWS_AT_A_TIME // max(1, items * heads))):
+        # Rows whose coverage is known are only evaluated in the open columns.
+        is_known = rows.stop <= open_rows[0] or rows.start >= open_rows[1]
+        if is_known:
+            start, stop = max(start, open_columns[0]), min(stop, open_columns[1])
+        if start < stop:
+            visible = cells(rows, slice(start, stop))
+            if not is_known:
+                queries[..., rows] |= visible.any(-1)
+            if open_columns[1] > 0:
+                keys[..., start:stop] |= visible.any(-2)
+    return queries, keys
 
 
 def _edges(length: int, width: int) -> tuple[slice, slice]:
@@ -244,9 +234,6 @@ def _coverage_at_once(mask: Mask, grid: Grid) -> Coverage:
     visible = mask.visible(Block(grid))
     if visible is None:
         return COVERS_ALL
-    queries, keys = visible.any(-1), visible.any(-2)  # (1 or B, 1 or H, 1 or L) and (…, 1 or S)
-    if queries.shape[-1] != grid.query_length:
-        queries = queries.expand(*queries.shape[:-1], grid.query_length)
-    if keys.shape[-1] != grid.key_length:
-        keys = keys.expand(*keys.shape[:-1], grid.key_length)
+    queries = visible.any(-1).expand(-1, -1, grid.query_length)  # (1 or B, 1 or H, L)
+    keys = visible.any(-2).expand(-1, -1, grid.key_length)
     return Coverage.of(queries[..., None], keys[..., None])

@@ -116,24 +116,16 @@ def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
 
     ``None`` if a sequence of any item is not contiguous.
     """
-    length = ids.shape[1]
-    # PyTorch refuses running extremes of an empty dimension.
-    if ids.numel() == 0:
-        return None
     is_start = torch.ones_like(ids, dtype=torch.bool)
     is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    # Neighbours that are sorted by id belong to one segment if their sequence is contiguous.
-    segments = is_start.cumsum(1)
-    sorted_ids, order = ids.sort(stable=True, dim=1)
-    sorted_segments = segments.gather(1, order)
-    split = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & (sorted_segments[:, 1:] != sorted_segments[:, :-1])
-    if bool(split.any()):
+    starts = is_start.flatten().nonzero()[:, 0]  # of the segments of all items, end to end
+    # Each sequence is one segment if there are as many segments as different ids.
+    sorted_ids = ids.sort(dim=1).values
+    if len(starts) > len(ids) + int((sorted_ids[:, 1:] != sorted_ids[:, :-1]).sum()):
         return None
-    positions = torch.arange(length, device=ids.device).expand_as(ids)
-    first = positions.masked_fill(~is_start, 0).cummax(1).values  # (1 or B, T): the last start so far
-    next_starts = positions.masked_fill(~is_start, length)[:, 1:]
-    stop = next_starts.flip(1).cummin(1).values.flip(1)  # (1 or B, T − 1)
-    return first, torch.nn.functional.pad(stop, (0, 1), value=length)
+    counts = starts.diff(append=starts.new_tensor([ids.numel()]))
+    first = starts.repeat_interleave(counts).view(ids.shape) - torch.arange(len(ids))[:, None] * ids.shape[1]
+    return first, first + counts.repeat_interleave(counts).view(ids.shape)
 
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:

@@ -68,11 +68,11 @@ class PartMask(Wrapping):
 
     def ids(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
         """See `document_ids`."""
-        found = None if isinstance(self._columns, Tensor) else document_ids(self._mask, self._grid(grid))
-        if found is None:
+        ids = None if isinstance(self._columns, Tensor) else document_ids(self._mask, self._grid(grid))
+        if ids is None:
             return None
         rows, columns = self._slices(grid)
-        return found[0][:, rows], found[1][:, columns]
+        return ids[0][:, rows], ids[1][:, columns]
 
     def inner_block(self, block: Block) -> Block:
         grid, offset = block.grid, self._offset

@@ -41,6 +41,4 @@ def _sample(mask: Mask, grid: Grid) -> tuple[list[str], str]:
 
 
 def _spread(length: int, device: torch.device) -> torch.Tensor:
-    if length <= _SIDE:
-        return torch.arange(length, device=device)
-    return torch.linspace(0, length - 1, _SIDE, device=device).round().long()
+    return torch.linspace(0, length - 1, min(length, _SIDE), device=device).round().long()

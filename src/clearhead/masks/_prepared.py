@@ -80,8 +80,8 @@ class PreparedMask(_LoweredOnce):
 
     def read_coverage(self) -> None:
         """Find out, once, whether every query sees a key and every key is seen. Calls then hide no more than needed."""
-        found = coverage(self, self._grid)
-        marks = found.queries, found.keys
+        covered = coverage(self, self._grid)
+        marks = covered.queries, covered.keys
         if all(each is None or type(each) is Tensor for each in marks):  # others, such as fake ones, have no values
             self._coverage = Coverage.of(*(None if each is None or bool(each.all()) else each for each in marks))
 

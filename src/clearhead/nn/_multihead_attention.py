@@ -186,7 +186,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if attn_mask is not None or key_padding_mask is not None or is_causal:
             grid = Grid(query.shape[0], self.num_heads, query.shape[1], key.shape[1], query.device)
             mask = hidden_mask(attn_mask, key_padding_mask, is_causal, grid, appended)
-        heads, projections = self.num_heads, partial(self._project, sequence_first)
+        heads, projections = self.num_heads, partial(self._project, sequence_first, environment)
         request = Request(dropout_p=self.dropout if self.training else 0.0)
         # Appended keys belong to no token, so packed sequences cannot hold them.
         head_dim = None if appended else self.embed_dim // heads
@@ -198,13 +198,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return output.transpose(0, 1) if sequence_first else output, weights
 
-    def _project(self, sequence_first: bool, query: Tensor, key: Tensor | None, value: Tensor | None) -> Inputs:
-        batched = query.dim() == 3
-        inputs = query, cast(Tensor, key), cast(Tensor, value)
+    def _project(self, sequence_first: bool, environment: Environment, *given: Tensor | None) -> Inputs:
+        inputs = cast(Inputs, given)
+        batched = inputs[0].dim() == 3
         if sequence_first and batched:  # as they are in memory
             inputs = _each(inputs, lambda x: x.transpose(0, 1))
         separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        q, k, v = project(*inputs, self.in_proj_weight, self.in_proj_bias, separate)
+        q, k, v = project(*inputs, self.in_proj_weight, self.in_proj_bias, separate, environment)
         if sequence_first and batched:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if batched:

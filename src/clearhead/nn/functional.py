@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
-from .._checks import flag, strided
-from ..errors import ClearheadError, DeviceError, ShapeError, shape_text
+from .._checks import flag, same_device, strided
+from ..errors import ClearheadError, ShapeError, shape_text
 from ..masks import bias, causal, keep
 from ..masks._base import Mask
 from ..masks._of_tensor import broadcasts
@@ -125,9 +125,7 @@ def _mask(attn_mask: Tensor | None, sizes: tuple[int, ...], is_causal: bool, dev
     if attn_mask is None:
         return causal() if is_causal else None
     require_bool_or_float("attn_mask", attn_mask, "True = may attend")
-    if attn_mask.device != device:
-        expected, fix = f"query's device {device}", "Move it with .to(query.device)."
-        raise DeviceError("attn_mask", expected=expected, got=str(attn_mask.device), fix=fix)
+    same_device("attn_mask", attn_mask, device, "query's device")
     shape, leading = tuple(attn_mask.shape), sizes[:-3]
     pairs = zip(reversed(shape), reversed(sizes), strict=False)
     if len(shape) > len(sizes) or not all(broadcasts(*pair) for pair in pairs):

@@ -13,13 +13,16 @@ from ._rotary import Rotary
 from ._scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
 _ANY = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-_KEYS = {
-    "default": set[str](),
-    "linear": {"factor"},
-    "dynamic": {"factor"},
-    "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+_OF_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+#: The settings that each rope_type needs, in the order of the arguments of its scaling.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
+_SCALINGS = {"linear": LinearScaling, "dynamic": DynamicNTKScaling, "llama3": Llama3Scaling}
 
 
 def rotary_from_config(
@@ -79,16 +82,19 @@ def _rope_type(settings: dict[str, Any]) -> str:
         fix = f"Give rope_parameters[{nested[0]!r}] for such a layer."
         raise ArgumentError("rope_parameters", expected="the settings of one kind of layer", got=got, fix=fix)
     rope_type = settings.get("rope_type", settings.get("type", "default"))
-    if not isinstance(rope_type, str) or rope_type not in _KEYS:
-        raise ArgumentError("rope_type", expected=f"one of {', '.join(_KEYS)}", got=shown(rope_type))
+    if not isinstance(rope_type, str) or rope_type not in _NEEDED:
+        raise ArgumentError("rope_type", expected=f"one of {', '.join(_NEEDED)}", got=shown(rope_type))
     return rope_type
 
 
 def _require_known(settings: dict[str, Any], rope_type: str) -> None:
     """Raise for unknown settings, because they could change the outputs of the model."""
-    unknown = sorted(settings.keys() - _ANY - _KEYS[rope_type], key=str)
+    known = _ANY | {*_NEEDED[rope_type]} - {"max_position_embeddings"}
+    if rope_type == "yarn":
+        known |= _OF_YARN
+    unknown = sorted(settings.keys() - known, key=str)
     if unknown:
-        expected = f"settings of rope_type {rope_type!r}: {', '.join(sorted(_ANY | _KEYS[rope_type]))}"
+        expected = f"settings of rope_type {rope_type!r}: {', '.join(sorted(known))}"
         got = ", ".join(name if isinstance(name, str) else shown(name) for name in unknown)
         fix = "Remove what has no effect in your model; other kinds of rotary embedding are not supported."
         raise ArgumentError("rope_parameters", expected=expected, got=got, fix=fix)
@@ -109,44 +115,31 @@ def _require_numbers(settings: dict[str, Any]) -> None:
 
 
 def _scaling(rope_type: str, settings: dict[str, Any], longest: int | None) -> Scaling | None:
-    if rope_type == "default":
-        return None
     original = settings.get("original_max_position_embeddings")
-    if rope_type == "yarn" and "factor" not in settings and original is not None and longest is not None:
-        settings = {**settings, "factor": longest / original}
-    factor = _needed(settings, "factor", rope_type)
-    if rope_type == "linear":
-        return LinearScaling(factor)
     # Dynamic scaling compares with the present maximum, and the others with the one in training.
-    length = longest or original if rope_type == "dynamic" else original or longest
-    if length is None:
-        prefix = "" if rope_type == "dynamic" else "original_"
-        length = _needed(settings, f"{prefix}max_position_embeddings", rope_type)  # raises
-    if rope_type == "dynamic":
-        return DynamicNTKScaling(factor, length)
-    if rope_type == "llama3":
-        bounds = (_needed(settings, name, rope_type) for name in ("low_freq_factor", "high_freq_factor"))
-        return Llama3Scaling(factor, length, *bounds)
+    lengths = {"max_position_embeddings": longest or original, "original_max_position_embeddings": original or longest}
+    settings = settings | {name: length for name, length in lengths.items() if length is not None}
+    if rope_type == "yarn" and original is not None and longest is not None:
+        settings = {"factor": longest / original, **settings}
+    for name in _NEEDED[rope_type]:
+        if name not in settings:
+            expected = f"a number, which rope_type {rope_type!r} needs"
+            raise ArgumentError(name, expected=expected, got="none", fix="Give it.")
+    needed = [settings[name] for name in _NEEDED[rope_type]]
+    if rope_type != "yarn":
+        return None if rope_type == "default" else _SCALINGS[rope_type](*needed)
     return YarnScaling(
-        factor,
-        length,
+        *needed,
         beta_fast=settings.get("beta_fast") or 32.0,
         beta_slow=settings.get("beta_slow") or 1.0,
-        attention_factor=_attention_factor(factor, settings),
+        attention_factor=_attention_factor(settings),
         truncate=settings.get("truncate", True),
     )
 
 
-def _attention_factor(factor: float, settings: dict[str, Any]) -> float | None:
-    attention_factor = settings.get("attention_factor")
+def _attention_factor(settings: dict[str, Any]) -> float | None:
+    attention_factor, factor = settings.get("attention_factor"), settings["factor"]
     mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
     if attention_factor is not None or not mscale or not all_dim or factor < 1:
         return attention_factor
     return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
-
-
-def _needed(settings: dict[str, Any], name: str, rope_type: str) -> Any:
-    if name not in settings:
-        expected = f"a number, which rope_type {rope_type!r} needs"
-        raise ArgumentError(name, expected=expected, got="none", fix="Give it.")
-    return settings[name]

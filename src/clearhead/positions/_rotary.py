@@ -8,9 +8,9 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from .._checks import FLOATS, INTEGERS, flag, integer, strided
+from .._checks import FLOATS, INTEGERS, flag, integer, same_device, strided
 from .._environment import is_tracing
-from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._checks import positive, require_in_range
 from ._scaling import Scaling, unscaled
 
@@ -117,7 +117,7 @@ class Rotary(nn.Module):
             expected = f"batch and length of q, ({q.shape[0]}, Hkv, {q.shape[2]}, {self.head_dim})"
             fix = "Both are turned by the same positions, before a cache joins new keys to old ones."
             raise ShapeError("k", expected=expected, got=shape_text(k.shape), fix=fix)
-        _require_device("k", k, q, "Move it")
+        same_device("k", k, q.device, "q's device")
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         checked = _checked_positions(positions, q, dtype)  # (1 or B, L)
         cos, sin = self._rotation(checked, dtype, length)
@@ -139,21 +139,21 @@ class Rotary(nn.Module):
         return cos, sin
 
     def _frequencies(self, positions: Tensor, dtype: torch.dtype, length: int | Tensor | None) -> Tensor:
+        longest: Tensor | None = None
         if self.scaling is not None and self.scaling.follows_length and positions.numel() > 0:
             longest = positions.amax() + 1 if length is None else torch.as_tensor(length, device=positions.device)
-            return self.scaling.frequencies(self.base, self.size, longest, dtype, positions.device)
-        if dtype == self.frequencies.dtype:
+        elif dtype == self.frequencies.dtype:
             return self.frequencies.to(positions.device)
-        return self._computed_frequencies(dtype, positions.device)
+        return self._computed_frequencies(longest, dtype, positions.device)
 
-    def _computed_frequencies(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _computed_frequencies(self, length: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.scaling is None:
             return unscaled(self.base, self.size, dtype, device)
-        return self.scaling.frequencies(self.base, self.size, None, dtype, device)
+        return self.scaling.frequencies(self.base, self.size, length, dtype, device)
 
     def _constant_frequencies(self, device: torch.device) -> Tensor:
         # Computed on the CPU, so that all devices have the same last bit.
-        return self._computed_frequencies(torch.float32, torch.device("cpu")).to(device)
+        return self._computed_frequencies(None, torch.float32, torch.device("cpu")).to(device)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         features = x[..., : self.size].to(cos.dtype)
@@ -203,12 +203,6 @@ def _rotated_features(head_dim: int, fraction: float) -> int:
     return size
 
 
-def _require_device(name: str, tensor: Tensor, q: Tensor, move: str) -> None:
-    if tensor.device != q.device:
-        fix = f"{move} with .to({str(q.device)!r})."
-        raise DeviceError(name, expected=f"q's device {q.device}", got=str(tensor.device), fix=fix)
-
-
 def _checked_positions(positions: object, q: Tensor, dtype: torch.dtype) -> Tensor:
     """Absolute positions (1 or B, L) of q (B, H, L, D): integers, or of `dtype` if they count up from an int."""
     batch, length = q.shape[0], q.shape[2]
@@ -225,6 +219,6 @@ def _checked_positions(positions: object, q: Tensor, dtype: torch.dtype) -> Tens
     if per_item.dim() != 2 or per_item.shape[1] != length or (per_item.shape[0] != 1 and per_item.shape[0] != batch):
         expected = f"an int or shape ({length},) or ({batch}, {length}), one position per token"
         raise ShapeError("positions", expected=expected, got=shape_text(positions.shape))
-    _require_device("positions", per_item, q, "Move them")
+    same_device("positions", per_item, q.device, "q's device", "Move them")
     require_in_range(per_item)
     return per_item

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .._call.caching import Cache, Positions
 from .._call.forwards import DecoderForward
 from .._checks import flag, strided
+from .._layer.linear import require_tokens
 from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
@@ -162,7 +163,7 @@ class DecoderLayer(ResidualLayer):
             ArgumentError: if neither `memory` nor the cache has the encoder's output.
             DTypeError: if the cache is not a `DecoderCache`. The parts raise errors of their own.
         """
-        self._require_features(x)
+        require_tokens("x", x, self.embed_dim)
         if cache is not None and not isinstance(cache, DecoderCache):
             expected = "a DecoderCache: a cache for each of the two attentions"
             fix = "Take layer.make_cache(batch_size, max_length)."

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .._call.caching import Cache, Positions
 from .._call.forwards import EncoderForward
 from .._checks import flag
+from .._layer.linear import require_tokens
 from ..masks._base import Mask
 from ._parts import Norm, ResidualLayer, call_part, make_part_cache
 
@@ -93,7 +94,7 @@ class EncoderLayer(ResidualLayer):
         Raises:
             ShapeError: if `x` does not end in E. The parts raise errors of their own.
         """
-        self._require_features(x)
+        require_tokens("x", x, self.embed_dim)
         needs = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
 
         def attend(x: Tensor) -> tuple[Tensor, Any]:

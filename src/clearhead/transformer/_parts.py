@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._checks import FLOATS, flag, is_probability, module, number, shown, size, strided_or_jagged
-from ..errors import DTypeError, ShapeError, shape_text
+from .._checks import flag, is_probability, module, number, shown, size
+from ..errors import DTypeError
 from ..masks._base import Mask
 
 #: Masks by the name of their argument.
@@ -34,16 +34,6 @@ class ResidualLayer(nn.Module):
             self.add_module(f"norm{i + 1}", made_norm(norm, embed_dim))
         self.dropout: nn.Dropout = made_dropout(dropout)
         self.norm_first: bool = flag("norm_first", norm_first)
-
-    def _require_features(self, x: object) -> None:
-        """Raise unless x is (B, L, E) or (L, E)."""
-        x = strided_or_jagged("x", x)
-        if x.dtype not in FLOATS:
-            fix = "Embed token ids first."
-            raise DTypeError("x", expected="a floating point tensor", got=str(x.dtype), fix=fix)
-        if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim:
-            expected = f"(B, L, E) with E = {self.embed_dim}, or (L, E) without a batch"
-            raise ShapeError("x", expected=expected, got=shape_text(x.shape))
 
     def _residual(self, x: Tensor, norm: nn.Module, part: Callable[[Tensor], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
         """X plus the output of a part, normed before or after it, and the second result of the part."""

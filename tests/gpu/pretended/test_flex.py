@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from clearhead.kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from clearhead.masks import Mask
 from clearhead.masks._grid import Grid, Offset
 from clearhead.masks._part import part_of
+from tests.support.pretended_cuda.comparing import require_half_as_good, with_gradients
 from tests.support.pretended_cuda.mode import PretendedDevice
 
 L, SHORT = 4096, 300
@@ -101,19 +101,18 @@ def test_values_and_gradients_are_those_of_the_cpu(
         lengths = {"causal lengths": 200, "lengths": 100, "window and lengths": 77, "prefix and lengths": 150}
         for x in inputs[1:]:
             x[1, :, lengths[name] :] = torch.nan
-    exact = _with_gradients(inputs, mask, torch.float64, "reference")
-    same = _with_gradients(inputs, mask, torch.bfloat16, "reference")
+    exact = with_gradients(inputs, mask, torch.float64, "reference")
+    same = with_gradients(inputs, mask, torch.bfloat16, "reference")
     on_device = [x.to(CUDA) for x in inputs]
     if prepared:
         mask = mask.prepare(SHORT, SHORT, batch_size=2, num_heads=2, device=CUDA)
     clearhead.explain(on_device[0], on_device[1], on_device[2], mask)  # the check of the device
     got: list[Tensor] = []
-    seen = cuda.count(lambda: got.extend(_with_gradients(on_device, mask, torch.bfloat16, None)))
+    seen = cuda.count(lambda: got.extend(with_gradients(on_device, mask, torch.bfloat16)))
     assert seen.backends == ["flex"]
     assert not seen.values
     assert not seen.shapes
-    for ours, reference, judge in zip(got, same, exact, strict=True):
-        assert _error(ours.cpu(), judge) <= 2 * _error(reference, judge)
+    require_half_as_good(got, same, exact)
 
 
 @pytest.mark.parametrize("length", [384, SHORT])
@@ -231,29 +230,16 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", WITH_LSE)
 def test_the_log_sum_exp_and_its_gradient_are_those_of_the_cpu(cuda: PretendedDevice, small: None, name: str) -> None:
     inputs, mask = operands(SHORT), WITH_LSE[name](SHORT)
-    exact = _with_lse(inputs, mask, torch.float64, "reference")
-    same = _with_lse(inputs, mask, torch.bfloat16, "reference")
+    exact = with_gradients(inputs, mask, torch.float64, "reference", lse=True)
+    same = with_gradients(inputs, mask, torch.bfloat16, "reference", lse=True)
     on_device = [x.to(CUDA) for x in inputs]
     clearhead.explain(on_device[0], on_device[1], on_device[2], mask, return_lse=True)  # the check of the device
     got: list[Tensor] = []
-    seen = cuda.count(lambda: got.extend(_with_lse(on_device, mask, torch.bfloat16, None)))
+    seen = cuda.count(lambda: got.extend(with_gradients(on_device, mask, torch.bfloat16, lse=True)))
     assert seen.backends == ["flex"]
     assert not seen.values
     assert not seen.shapes
-    for ours, reference, judge in zip(got, same, exact, strict=True):
-        assert torch.equal(ours.cpu().isinf(), judge.isinf())
-        finite = (x.double().cpu().nan_to_num(neginf=0.0) for x in (ours, reference, judge))
-        ours, reference, judge = finite
-        assert _error(ours, judge) <= max(2 * _error(reference, judge), 1e-6)
-
-
-def _with_lse(inputs: list[Tensor], mask: Mask | None, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:
-    leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-    with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
-        output, lse = clearhead.attention(leaves[0], leaves[1], leaves[2], mask, return_lse=True)
-    generator = torch.Generator().manual_seed(2)
-    of_results = [torch.randn(x.shape, generator=generator).to(x) for x in (output, lse)]
-    return [output.detach(), lse.detach(), *torch.autograd.grad((output, lse), leaves, of_results)]
+    require_half_as_good(got, same, exact, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -294,8 +280,8 @@ def test_gradients_of_some_keys_are_those_of_the_cpu(cuda: PretendedDevice, smal
     inputs, mask = operands(SHORT, heads), WITH_LSE[name](SHORT)
     on_device = [x.to(CUDA).requires_grad_() for x in inputs]
     clearhead.explain(on_device[0], on_device[1], on_device[2], mask, return_lse=True)  # the check of the device
-    exact = _with_gradients(inputs, mask, torch.float64, "reference")
-    same = _with_gradients(inputs, mask, torch.bfloat16, "reference")
+    exact = with_gradients(inputs, mask, torch.float64, "reference")
+    same = with_gradients(inputs, mask, torch.bfloat16, "reference")
     generator = torch.Generator().manual_seed(2)
     gradient = torch.randn(exact[0].shape, generator=generator).to(torch.bfloat16).to(CUDA)
     query, key, value = (x.to(CUDA) for x in inputs)
@@ -318,21 +304,4 @@ def test_gradients_of_some_keys_are_those_of_the_cpu(cuda: PretendedDevice, smal
     (of_query, of_key, of_value), (of_query_too, *of_others) = parts
     of_keys = (torch.cat(pair, 2) for pair in zip((of_key, of_value), of_others, strict=True))
     got = output, of_query + of_query_too, *of_keys
-    for ours, reference, judge in zip(got, same, exact, strict=True):
-        assert _error(ours.cpu(), judge) <= 2 * _error(reference, judge)
-
-
-def _with_gradients(inputs: list[Tensor], mask: Mask, dtype: torch.dtype, kernel: str | None) -> list[Tensor]:
-    query, key, value = leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
-    if kernel is None:
-        output = clearhead.attention(query, key, value, mask)
-    else:
-        with clearhead.use_kernel(kernel):
-            output = clearhead.attention(query, key, value, mask)
-    generator = torch.Generator().manual_seed(2)
-    gradient = torch.randn(output.shape, generator=generator).to(inputs[0].dtype).to(output.dtype).to(output.device)
-    return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
-
-
-def _error(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact.double()).abs().max() / exact.abs().max())
+    require_half_as_good(got, same, exact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -270,13 +271,14 @@ def test_doctor_prints_the_checks_of_every_device(cuda: PretendedDevice) -> None
 def test_wrong_kernels_are_not_used(cuda: PretendedDevice, monkeypatch: pytest.MonkeyPatch, forced: bool) -> None:
     query, key, _ = (x.cuda() for x in inputs())
     expected = clearhead.attention_statistics(query, key, statistics=FOUR)
-    rows = _triton_check.rows
+    kernels: Any = sys.modules["clearhead.kernels._triton._calls"]
+    rows = kernels.rows
 
     def wrong(*args: Any, **options: Any) -> dict[str, Tensor]:
         found = rows(*args, **options)
         return found | {"entropy": found["entropy"] * torch.nan}
 
-    monkeypatch.setattr(_triton_check, "rows", wrong)
+    monkeypatch.setattr(kernels, "rows", wrong)
     monkeypatch.setattr(_triton_check.CHECK, "_passed", {})
     if forced:
         monkeypatch.setenv("CLEARHEAD_TRITON", "1")

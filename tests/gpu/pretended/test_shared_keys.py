@@ -20,6 +20,7 @@ from clearhead.kernels import _flex_choice
 from clearhead.masks import Mask
 from clearhead.masks._grid import Grid, Offset
 from clearhead.masks._part import part_of
+from tests.support.pretended_cuda.comparing import require_half_as_good
 from tests.support.pretended_cuda.mode import PretendedDevice
 
 CUDA = torch.device("cuda:0")
@@ -86,8 +87,7 @@ def test_a_ring_runs_on_fused_kernels_forward_and_backward(
     seen = cuda.count(lambda: found.extend(torch.autograd.grad(found[0], own, gradient)))
     assert set(seen.backends) == {"flex"}
     assert not seen.values
-    for ours, reference, judge in zip(found, (same, same_gradient), (exact, exact_gradient), strict=True):
-        assert error(ours.detach().cpu(), judge) <= 2 * error(reference, judge)
+    require_half_as_good(found, (same, same_gradient), (exact, exact_gradient))
 
 
 def expected(inputs: list[Tensor], mask: Mask | None, dtype: torch.dtype, shards: Shards) -> tuple[Tensor, Tensor]:
@@ -100,10 +100,6 @@ def expected(inputs: list[Tensor], mask: Mask | None, dtype: torch.dtype, shards
 
 def gradient_of(output: Tensor) -> Tensor:
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-
-
-def error(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact.double()).abs().max() / exact.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -139,5 +135,4 @@ def test_new_tokens_and_every_other_key_run_on_a_fused_kernel(
     assert seen.backends == [backend]
     assert not seen.values
     assert not seen.shapes
-    for ours, reference, judge in zip(found, same, exact, strict=True):
-        assert error(ours.cpu(), judge) <= max(2 * error(reference, judge), 1e-6)
+    require_half_as_good(found, same, exact, 1e-6)

@@ -1,7 +1,6 @@
 // What the kernel computes of a case, compared with the judge: the largest errors of each kind of call.
 #pragma once
 #include "cases.h"
-#include "driver.h"
 
 namespace checks {
 

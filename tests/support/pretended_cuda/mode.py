@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import flex
+from . import flex, triton
 from .kernels import BACKENDS, FUSED
-
-device: Any = import_module("pretended_cuda_device")  # `build.load` has put it on the path
+from .memory import bytes_of, device
 
 #: Operators that start no kernel.
 _FREE = {
@@ -117,7 +116,7 @@ class PretendedDevice(TorchDispatchMode):
         result = run(*cpu_args, **cpu_kwargs)
         free = func.is_view or name in _FREE
         if not free:
-            self.seen.operators[name] += _launches(name, args)
+            self.seen.operators[name] += 1
         same = {id(memory[id(each)]): each for each in on_device if id(each) in memory}
         base = args[0] if func.is_view and isinstance(args[0], Tensor) and args[0].is_cuda else None
         index = target.index or 0
@@ -132,7 +131,7 @@ class PretendedDevice(TorchDispatchMode):
             if base is not None:
                 return device.view_of(each, base)
             if not free:
-                self.seen.largest = max(self.seen.largest, _bytes(each))
+                self.seen.largest = max(self.seen.largest, bytes_of(each))
             return device.to_device(each, index)
 
         return tree_map(to_result, result)
@@ -184,20 +183,6 @@ def _choice(
     return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
 
 
-def _launches(name: str, args: tuple[Any, ...]) -> int:
-    """How many kernels an operator launches. One of ours has several."""
-    if name == "triton_rows" and args[-1]:  # with the largest weights
-        return 3
-    return 2 if name == "triton_weights_gradients" else 1
-
-
-def _bytes(tensor: Tensor) -> int:
-    size = tensor.element_size()
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        size *= length if stride else 1
-    return size
-
-
 def connect(major: int) -> PretendedDevice:
     """Connect the device to PyTorch, with this compute capability, and return its mode."""
     device.connect(major)
@@ -213,11 +198,11 @@ def connect(major: int) -> PretendedDevice:
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.synchronize = lambda _=None: None
     cuda.is_current_stream_capturing = lambda: False
-    # Our Triton operators run as their formulas on the CPU. They compute only from the arguments that they receive.
-    triton_kernels: Any = import_module("clearhead.kernels._triton._available")
-    triton_kernels._is_installed = lambda: True
+    available: Any = import_module("clearhead.kernels._triton._available")
+    available._is_installed = lambda: True
     mode = PretendedDevice()
     flex.connect(mode)
+    triton.connect(mode)
     getattr(torch, "_C")._set_only_lift_cpu_tensors(True)  # noqa: B009
     torch.autograd.set_multithreading_enabled(False)  # the mode is on in one thread
     return mode

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from ._available import available
-from ._gradients_operator import weights_gradients
-from ._operators import columns, rows
-from ._terms import Terms, terms_of
-from ._weights_operator import pooled, weights
+from ._terms import Operands, Terms, operands_of
 
-__all__ = ["Terms", "available", "columns", "pooled", "rows", "terms_of", "weights", "weights_gradients"]
+__all__ = ["Operands", "Terms", "available", "operands_of"]

@@ -23,16 +23,6 @@ def available(query: Tensor) -> bool:
 
     They need Triton, a CUDA device, D ≤ 256 and float32, bfloat16 or float16. ``CLEARHEAD_TRITON=0`` switches them off.
     """
-    if os.environ.get("CLEARHEAD_TRITON") == "0" or not query.is_cuda:
+    if not query.is_cuda or os.environ.get("CLEARHEAD_TRITON") == "0":
         return False
     return query.dtype in DTYPES and query.shape[3] <= LARGEST_DIM and _is_installed()
-
-
-def runs_kernels(query: Tensor) -> bool:
-    """Whether kernels compute the call: on a GPU, or in Triton's interpreter, as in tests. Otherwise formulas do."""
-    return query.is_cuda or interprets()
-
-
-def interprets() -> bool:
-    """Whether Triton's interpreter runs the kernels on the CPU (``TRITON_INTERPRET=1``)."""
-    return os.environ.get("TRITON_INTERPRET") == "1" and _is_installed()

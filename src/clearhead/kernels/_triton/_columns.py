@@ -6,41 +6,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import LOG2E, changed, load_rows, products, viewers_of, visible_cells
+from ._tile import LOG2E, Call, changed, load_rows, products, viewers_of, visible_cells
 
 
 @triton.jit
 def _over_queries(
-    received, viewers, k, start, end, j, b, h, L, S, low, high, stop, shift, scale, softcap,
-    query, q_l, lse,
-    first, last, range_b, range_l, keys, keys_b,
-    visible, visible_b, visible_h, visible_l, visible_s,
-    bias, bias_b, bias_h, bias_l, bias_s,
-    query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    received, viewers, k, start, end, j, b, h, call, query, q_l, lse,
     D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
     ALL: tl.constexpr, SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Received mass and viewers of each key after queries start … end."""
     for begin in tl.range(start, end, M, num_stages=STAGES):
-        q = load_rows(query, begin, L, q_l, D, M, BLOCK_D, HIDES)
+        q = load_rows(query, begin, call.L, q_l, D, M, BLOCK_D, HIDES)
         i = begin + tl.arange(0, M)
-        row = tl.load(lse + i, mask=i < L, other=float("inf"))
+        row = tl.load(lse + i, mask=i < call.L, other=float("inf"))
         s = products(k, q, UPCAST)  # (keys, queries): the sum over queries stays within a thread
-        factor = scale * LOG2E
+        factor = call.scale * LOG2E
         if not PLAIN:
-            s = changed(
-                s, i[None, :], j[:, None], b, h, L, S, shift, scale, softcap,
-                bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP,
-            )  # fmt: skip
+            s = changed(s, i[None, :], j[:, None], b, h, call, SOFTCAP)
             factor = 1.0
         if HIDES:
-            seen = visible_cells(
-                i[None, :], j[:, None], b, h, L, S, low, high, stop,
-                first, last, range_b, range_l, keys, keys_b,
-                visible, visible_b, visible_h, visible_l, visible_s,
-                query_documents, key_documents, query_documents_b, key_documents_b,
-            )  # fmt: skip
+            seen = visible_cells(i[None, :], j[:, None], b, h, call)
             s = tl.where(seen, s, float("-inf"))
             is_viewer = (s > float("-inf")) & (row != float("inf"))[None, :]
             viewers += tl.sum(is_viewer.to(tl.float32), 1)
@@ -70,6 +57,11 @@ def columns_kernel(
     `lse` is the log-sum-exp × log2 e; it is ∞ for queries without a key and for those that are not counted. Rows share
     one range if `ROWS_ALIKE`. All queries are counted if `ALL`.
     """
+    call = Call(
+        L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
+        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    )  # fmt: skip
     tiles = tl.cdiv(S, N)
     program = tl.program_id(0)
     # Under a causal mask the first keys have the most queries, and they begin first.
@@ -85,9 +77,7 @@ def columns_kernel(
 
     # The queries that see any key, and those that see every key.
     whole, whole_end = tl.maximum(0, j1 - high), tl.minimum(L, j0 - low + 1)
-    begin, end, from_, limit = viewers_of(
-        j, j0, j1, b, L, S, low, high, stop, first, last, range_b, first_query, last_query, query_range_b, ROWS_ALIKE
-    )
+    begin, end, from_, limit = viewers_of(j, j0, j1, b, call, first_query, last_query, query_range_b, ROWS_ALIKE)
     begin = begin // M * M
     whole, whole_end = tl.cdiv(whole, M) * M, tl.maximum(whole_end, 0) // M * M
     PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)
@@ -101,27 +91,11 @@ def columns_kernel(
         whole, whole_end = end, end
 
     received, viewers = tl.zeros([N], tl.float32), tl.zeros([N], tl.float32)
-    received, viewers = _over_queries(
-        received, viewers, k, begin, whole, j, b, h, L, S, low, high, stop, shift, scale, softcap,
-        query, q_l, lse, first, last, range_b, range_l, keys, keys_b,
-        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-        D, BLOCK_D, M, ALL, SOFTCAP, PLAIN, True, UPCAST, STAGES,
-    )  # fmt: skip
-    if not NEVER_WHOLE:
+    bounds = (begin, whole, whole_end, end)
+    for part in tl.static_range(1 if NEVER_WHOLE else 3):  # every key of the second part is visible
         received, viewers = _over_queries(
-            received, viewers, k, whole, whole_end, j, b, h, L, S, low, high, stop, shift, scale, softcap,
-            query, q_l, lse, first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-            query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-            D, BLOCK_D, M, ALL, SOFTCAP, PLAIN, False, UPCAST, STAGES,
-        )  # fmt: skip
-        received, viewers = _over_queries(
-            received, viewers, k, whole_end, end, j, b, h, L, S, low, high, stop, shift, scale, softcap,
-            query, q_l, lse, first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-            query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-            D, BLOCK_D, M, ALL, SOFTCAP, PLAIN, True, UPCAST, STAGES,
+            received, viewers, k, bounds[part], bounds[part + 1], j, b, h, call, query, q_l, lse,
+            D, BLOCK_D, M, ALL, SOFTCAP, PLAIN, part != 1, UPCAST, STAGES,
         )  # fmt: skip
     tl.store(received_out + bh.to(tl.int64) * S + j, received, mask=j < S)
     tl.store(viewers_out + bh.to(tl.int64) * S + j, viewers, mask=j < S)

@@ -6,34 +6,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import changed, load_rows, products, tanh_of, viewers_of, visible_cells, visited
+from ._tile import Call, changed, load_rows, products, tanh_of, viewers_of, visible_cells, visited
 
 
 @triton.jit
-def _weights_of(
-    s, i, j, row, b, h, L, S, low, high, stop, shift, scale, softcap,
-    gradient, g_b, g_h, g_l, g_s, share,
-    first, last, range_b, range_l, keys, keys_b,
-    visible, visible_b, visible_h, visible_l, visible_s,
-    bias, bias_b, bias_h, bias_l, bias_s,
-    query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    SOFTCAP: tl.constexpr,
-):  # fmt: skip
+def _weights_of(s, i, j, row, b, h, call, gradient, g_b, g_h, g_l, g_s, share, SOFTCAP: tl.constexpr):
     """From the products s of a tile: the weights, their gradient, and the derivative of the soft-cap."""
     if SOFTCAP:
-        tanh = tanh_of(s * scale, softcap)
+        tanh = tanh_of(s * call.scale, call.softcap)
         slope = 1.0 - tanh * tanh
     else:
         slope = 1.0
-    s = changed(
-        s, i, j, b, h, L, S, shift, scale, softcap, bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP
-    )  # fmt: skip
-    seen = visible_cells(
-        i, j, b, h, L, S, low, high, stop,
-        first, last, range_b, range_l, keys, keys_b,
-        visible, visible_b, visible_h, visible_l, visible_s,
-        query_documents, key_documents, query_documents_b, key_documents_b,
-    )  # fmt: skip
+    s = changed(s, i, j, b, h, call, SOFTCAP)
+    seen = visible_cells(i, j, b, h, call)
     weights = tl.exp2(tl.where(seen, s, float("-inf")) - row)
     offset = b.to(tl.int64) * g_b + h.to(tl.int64) * g_h + i.to(tl.int64) * g_l + j.to(tl.int64) * g_s
     of_weights = tl.load(gradient + offset, mask=seen, other=0.0).to(tl.float32) * share
@@ -56,6 +41,11 @@ def query_gradient_kernel(
 
     `lse` (B, H, L) is the log-sum-exp × log2 e, and ∞ for queries without a key. dp is `share` · `gradient`.
     """
+    call = Call(
+        L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
+        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    )  # fmt: skip
     tiles = tl.cdiv(L, M)
     program = tl.program_id(0)
     # Under a causal mask the last rows have the most keys, so they begin first.
@@ -68,17 +58,14 @@ def query_gradient_kernel(
     key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
     q = load_rows(query, i0, L, q_l, D, M, BLOCK_D, True)
     row = tl.load(lse + line, mask=i < L, other=float("inf"))
-    begin, end = visited(i, i0, tl.minimum(i0 + M, L) - 1, b, S, low, high, stop, first, last, range_b, range_l, N)
+    begin, end, _, _ = visited(i, i0, tl.minimum(i0 + M, L) - 1, b, call, N)
     mean, total = tl.zeros([M], tl.float32), tl.zeros([M, BLOCK_D], tl.float32)
     for turn in tl.range(0, 2):
         for j0 in tl.range(begin, end, N, num_stages=STAGES):
             k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
             weights, of_weights, slope = _weights_of(
                 products(q, k, UPCAST), i[:, None], (j0 + tl.arange(0, N))[None, :], row[:, None],
-                b, h, L, S, low, high, stop, shift, scale, softcap, gradient, g_b, g_h, g_l, g_s, share,
-                first, last, range_b, range_l, keys, keys_b,
-                visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-                query_documents, key_documents, query_documents_b, key_documents_b, slopes, SOFTCAP,
+                b, h, call, gradient, g_b, g_h, g_l, g_s, share, SOFTCAP,
             )  # fmt: skip
             if turn == 0:
                 mean += tl.sum(weights * of_weights, 1)
@@ -109,6 +96,11 @@ def key_gradient_kernel(
 
     `lse` and dp are those of `query_gradient_kernel`, which has written `means`. Rows share one range if `ROWS_ALIKE`.
     """
+    call = Call(
+        L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
+        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    )  # fmt: skip
     tiles = tl.cdiv(S, N)
     program = tl.program_id(0)
     # Under a causal mask the first keys have the most queries, and they begin first.
@@ -118,9 +110,7 @@ def key_gradient_kernel(
     j1 = tl.minimum(j0 + N, S) - 1
     j = j0 + tl.arange(0, N)
     k = load_rows(key + b.to(tl.int64) * k_b + kv_head.to(tl.int64) * k_h, j0, S, k_s, D, N, BLOCK_D, True)
-    begin, end, _, _ = viewers_of(
-        j, j0, j1, b, L, S, low, high, stop, first, last, range_b, first_query, last_query, query_range_b, ROWS_ALIKE
-    )
+    begin, end, _, _ = viewers_of(j, j0, j1, b, call, first_query, last_query, query_range_b, ROWS_ALIKE)
     total = tl.zeros([N, BLOCK_D], tl.float32)
     for number in tl.range(0, GROUP):
         h = kv_head * GROUP + number
@@ -133,10 +123,7 @@ def key_gradient_kernel(
             mean = tl.load(means + lines + i, mask=i < L, other=0.0)
             weights, of_weights, slope = _weights_of(
                 products(k, q, UPCAST), i[None, :], j[:, None], row[None, :],
-                b, h, L, S, low, high, stop, shift, scale, softcap, gradient, g_b, g_h, g_l, g_s, share,
-                first, last, range_b, range_l, keys, keys_b,
-                visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-                query_documents, key_documents, query_documents_b, key_documents_b, slopes, SOFTCAP,
+                b, h, call, gradient, g_b, g_h, g_l, g_s, share, SOFTCAP,
             )  # fmt: skip
             of_scores = weights * (of_weights - mean[None, :]) * slope
             total = tl.dot(of_scores, q.to(tl.float32), total, input_precision=PRECISION)

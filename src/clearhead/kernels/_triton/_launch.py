@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._available import interprets
 from ._columns import columns_kernel
 from ._maps import map_kernel, weights_kernel
 from ._rows import rows_kernel
-from ._terms import Terms
+from ._terms import Operands, Terms
 from ._tiles import Tiles, block_of, tiles_for, tiles_over
+
+#: The statistics of `rows_kernel`.
+ROWS = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
 
 
 class Launch(NamedTuple):
@@ -28,22 +31,18 @@ class Launch(NamedTuple):
 
     def run(self) -> tuple[Tensor, ...]:
         """The results, computed."""
-        if self.programs:
+        if self.results[0].numel():
             with torch.cuda.device_of(self.results[0]):
                 self.kernel[(self.programs,)](**self.arguments)
         return self.results
 
 
 def rows_launch(
-    query: Tensor,
-    key: Tensor,
-    terms: Terms,
-    *,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-    first_keys: Tensor | None,
+    operands: Operands,
     want: Sequence[str],
+    *,
+    sinks: Tensor | None = None,
+    first_keys: Tensor | None = None,
     tiles: Tiles | None = None,
     out: Tensor | None = None,
     row: int = 0,
@@ -53,103 +52,76 @@ def rows_launch(
 
     With `maxima` (B, H, rows, groups), it writes only those of so many rows from `row` on, and the numbers of `maxima`.
     """
-    (batch, heads, length, _), count = query.shape, key.shape[2]
+    (batch, heads, length, _), count = operands.query.shape, operands.key.shape[2]
     if out is None:
-        out = query.new_empty((len(want), batch, heads, length), dtype=torch.float32)
-    marks = None
+        out = operands.query.new_empty((len(want), batch, heads, length), dtype=torch.float32)
+    marks, strides = None, (0, 0, 1)
     if "sink" in want and first_keys is not None:
-        marks = first_keys.expand(batch, heads, count)
-        marks = marks if marks.stride(2) == 1 else marks.contiguous()
-    tiles = tiles or tiles_for("rows", query, terms, softcap)
-    numbers = {name.upper(): want.index(name) if name in want else -1 for name in _NAMES}
-    numbers["LARGEST"] = numbers.pop("MAX_LOGIT")
+        marks = _with_whole_rows(first_keys.expand(batch, heads, count))
+        strides = marks.stride()
+    tiles = tiles or tiles_for("rows", operands)
     arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles), **numbers,
-        "sinks": sinks, "first_keys": marks, "out": out, "out_n": batch * heads * length,
-        "marks_b": 0 if marks is None else marks.stride(0), "marks_h": 0 if marks is None else marks.stride(1),
+        **arguments_of(operands, tiles),
+        **{name.upper(): want.index(name) if name in want else -1 for name in ROWS},
+        "sinks": sinks, "first_keys": marks, "marks_b": strides[0], "marks_h": strides[1],
+        "out": out, "out_n": batch * heads * length,
         "maxima": maxima, "groups": 0 if maxima is None else maxima.shape[3],
         "row": row, "count": length if maxima is None else maxima.shape[2],
         **(registers(tiles, 2) if tiles.warps == 8 else {}),
     }  # fmt: skip
-    programs = tiles_over(arguments["count"], tiles.queries) * batch * heads
-    return Launch(rows_kernel, programs if out.numel() else 0, arguments, (out,))
+    return Launch(rows_kernel, tiles_over(arguments["count"], tiles.queries) * batch * heads, arguments, (out,))
 
 
 def columns_launch(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    terms: Terms,
-    *,
-    counted: Tensor | None,
-    scale: float,
-    softcap: float,
-    tiles: Tiles | None = None,
+    operands: Operands, lse: Tensor, counted: Tensor | None = None, tiles: Tiles | None = None
 ) -> Launch:
     """A launch that writes received mass and viewers, (B, H, S) each."""
-    (batch, heads, _, _), count = query.shape, key.shape[2]
-    received = query.new_empty((batch, heads, count), dtype=torch.float32)
+    (batch, heads, _, _), count = operands.query.shape, operands.key.shape[2]
+    received = operands.query.new_empty((batch, heads, count), dtype=torch.float32)
     viewers = torch.empty_like(received)
-    tiles = tiles or tiles_for("columns", query, terms, softcap)
+    tiles = tiles or tiles_for("columns", operands)
     arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles), **ranges_of_keys(terms),
+        **arguments_of(operands, tiles), **ranges_of_keys(operands),
         "lse": base_2(lse, counted), "received_out": received, "viewers_out": viewers, "ALL": counted is None,
     }  # fmt: skip
-    programs = tiles_over(count, tiles.keys) * batch * heads
-    return Launch(columns_kernel, programs if received.numel() else 0, arguments, (received, viewers))
+    return Launch(columns_kernel, tiles_over(count, tiles.keys) * batch * heads, arguments, (received, viewers))
 
 
-def weights_launch(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    terms: Terms,
-    *,
-    scale: float,
-    softcap: float,
-    average: bool,
-    tiles: Tiles | None = None,
-) -> Launch:
+def weights_launch(operands: Operands, lse: Tensor, *, average: bool, tiles: Tiles | None = None) -> Launch:
     """A launch that writes the weights (B, H, L, S), or their mean over the heads (B, 1, L, S)."""
-    (batch, heads, length, _), count = query.shape, key.shape[2]
-    out = query.new_empty((batch, 1 if average else heads, length, count), dtype=torch.float32)
-    tiles = tiles or tiles_for("averaged" if average else "weights", query, terms, softcap)
+    (batch, heads, length, _), count = operands.query.shape, operands.key.shape[2]
+    out = operands.query.new_empty((batch, 1 if average else heads, length, count), dtype=torch.float32)
+    tiles = tiles or tiles_for("averaged" if average else "weights", operands)
     arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles),
-        "lse": base_2(lse), "out": out, "HEADS": heads if average else 1,
+        **arguments_of(operands, tiles), "lse": base_2(lse), "out": out, "HEADS": heads if average else 1,
     }  # fmt: skip
     programs = tiles_over(length, tiles.queries) * tiles_over(count, tiles.keys) * batch * out.shape[1]
-    return Launch(weights_kernel, programs if out.numel() else 0, arguments, (out,))
+    return Launch(weights_kernel, programs, arguments, (out,))
 
 
 def map_launch(
-    query: Tensor,
-    key: Tensor,
+    operands: Operands,
     lse: Tensor,
-    terms: Terms,
-    *,
     cells: tuple[int, int],
-    counted: Tensor | None,
-    largest: bool,
-    scale: float,
-    softcap: float,
+    *,
+    counted: Tensor | None = None,
+    largest: bool = False,
     tiles: Tiles | None = None,
 ) -> Launch:
     """A launch that writes the pooled weights (B, H, lines, columns)."""
-    (batch, heads, length, _), count = query.shape, key.shape[2]
+    (batch, heads, length, _), count = operands.query.shape, operands.key.shape[2]
     lines, columns = cells
-    out = query.new_empty((batch, heads, lines, columns), dtype=torch.float32)
-    tiles = tiles or tiles_for("map", query, terms, softcap)
+    out = operands.query.new_empty((batch, heads, lines, columns), dtype=torch.float32)
+    tiles = tiles or tiles_for("map", operands)
     # The lines and columns that fit into one tile, at least 1.
-    down = max(1, tiles.queries // tiles_over(length, lines)) if out.numel() else 1
-    across = max(1, tiles.keys // tiles_over(count, columns)) if out.numel() else 1
+    down = max(1, tiles.queries // tiles_over(length, lines))
+    across = max(1, tiles.keys // tiles_over(count, columns))
     arguments = {
-        **arguments_of(query, key, terms, scale, softcap, tiles),
+        **arguments_of(operands, tiles), **registers(tiles, 2),
         "lse": base_2(lse, counted), "out": out, "lines": lines, "columns": columns,
-        "lines_at_once": down, "columns_at_once": across, "LARGEST": largest, **registers(tiles, 2),
+        "lines_at_once": down, "columns_at_once": across, "LARGEST": largest,
     }  # fmt: skip
-    programs = tiles_over(lines, down) * tiles_over(columns, across) * batch * heads
-    return Launch(map_kernel, programs if out.numel() else 0, arguments, (out,))
+    return Launch(map_kernel, tiles_over(lines, down) * tiles_over(columns, across) * batch * heads, arguments, (out,))
 
 
 def registers(tiles: Tiles, blocks: int) -> dict[str, int]:
@@ -157,15 +129,12 @@ def registers(tiles: Tiles, blocks: int) -> dict[str, int]:
     return {} if torch.version.hip is not None else {"maxnreg": min(255, 65536 // (32 * blocks * tiles.warps))}
 
 
-def ranges_of_keys(terms: Terms) -> dict[str, Any]:
+def ranges_of_keys(operands: Operands) -> dict[str, Any]:
     """The queries that may see each key, as arguments of a kernel that passes over the queries."""
-    first, last = terms.first_query, terms.last_query
+    terms = operands.terms
     alike = terms.last is not None and terms.last.shape[1] == 1
-    if first is None or last is None:
-        return {"first_query": None, "last_query": None, "query_range_b": 0, "ROWS_ALIKE": alike}
-    stride = 0 if first.shape[0] == 1 else first.shape[1]
-    ranges = {"first_query": first.contiguous(), "last_query": last.contiguous(), "query_range_b": stride}
-    return ranges | {"ROWS_ALIKE": alike}
+    first, last = _contiguous(terms.first_query), _contiguous(terms.last_query)
+    return {"first_query": first, "last_query": last, "query_range_b": _stride_of_items(first), "ROWS_ALIKE": alike}
 
 
 def base_2(lse: Tensor, counted: Tensor | None = None) -> Tensor:
@@ -175,62 +144,53 @@ def base_2(lse: Tensor, counted: Tensor | None = None) -> Tensor:
     return rows if counted is None else rows.masked_fill_(~counted[:, None], float("inf"))
 
 
-_NAMES = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    """The tensor with the elements of a row side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _operands(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor, float]:
-    """Operands whose features lie side by side, and a scale > 0, so that the largest product has the largest score."""
+def _stride_of_items(tensor: Tensor | None) -> int:
+    """The stride of the batch items of a contiguous (1 or B, n), 0 if they share one row."""
+    return 0 if tensor is None or tensor.shape[0] == 1 else tensor.shape[1]
+
+
+def arguments_of(operands: Operands, tiles: Tiles) -> dict[str, Any]:
+    """The arguments that all kernels have, by name."""
+    query, key, terms, scale, softcap = operands
+    # The largest product has the largest score only with a scale > 0.
     if scale <= 0:
         query, scale = (-query, -scale) if scale else (torch.zeros_like(query), 1.0)
-    query, key = query.resolve_neg(), key.resolve_neg()
-    query = query if query.stride(3) == 1 else query.contiguous()
-    return query, key if key.stride(3) == 1 else key.contiguous(), scale
-
-
-def arguments_of(
-    query: Tensor, key: Tensor, terms: Terms, scale: float, softcap: float, tiles: Tiles
-) -> dict[str, Any]:
-    """The arguments that all kernels have, by name."""
-    query, key, scale = _operands(query, key, scale)
+    query, key = _with_whole_rows(query.resolve_neg()), _with_whole_rows(key.resolve_neg())
     (batch, heads, length, dim), (_, kv_heads, count, _) = query.shape, key.shape
     (q_b, q_h, q_l, _), (k_b, k_h, k_s, _) = query.stride(), key.stride()
+    is_upcast = query.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"  # it multiplies the bits
     return {
         "query": query, "key": key, "q_b": q_b, "q_h": q_h, "q_l": q_l, "k_b": k_b, "k_h": k_h, "k_s": k_s,
         "L": length, "S": count, "H": heads, "GROUP": heads // kv_heads, "D": dim, "BLOCK_D": block_of(dim),
         "M": tiles.queries, "N": tiles.keys, "num_warps": tiles.warps, "STAGES": tiles.stages,
-        "scale": scale, "softcap": softcap, "SOFTCAP": softcap != 0, "UPCAST": _upcasts(query),
-        **_mask(terms, batch, heads, length, count),
+        "scale": scale, "softcap": softcap, "SOFTCAP": softcap != 0, "UPCAST": is_upcast,
+        **_mask(terms, (batch, heads, length, count)),
     }  # fmt: skip
 
 
-def _mask(terms: Terms, batch: int, heads: int, length: int, count: int) -> dict[str, Any]:
+def _mask(terms: Terms, shape: tuple[int, int, int, int]) -> dict[str, Any]:
     """The mask's arguments of a kernel, by name."""
-    names = ("first", "last", "range_b", "range_l", "keys", "keys_b", "visible", "bias", "query_documents")
-    arguments: dict[str, Any] = dict.fromkeys((*names, "key_documents", "slopes"))
-    arguments.update(low=terms.low, high=terms.high, stop=terms.stop, shift=terms.shift)
-    for name in ("range_b", "range_l", "keys_b", "query_documents_b", "key_documents_b"):
-        arguments[name] = 0
+    first, last = _contiguous(terms.first), _contiguous(terms.last)  # of one shape
+    range_b, range_l = (0, 0) if last is None else last.expand(shape[0], shape[2]).stride()
+    arguments: dict[str, Any] = {
+        "low": terms.low, "high": terms.high, "stop": terms.stop, "shift": terms.shift, "slopes": terms.slopes,
+        "first": first, "last": last, "range_b": range_b, "range_l": range_l,
+    }  # fmt: skip
+    for name in ("keys", "query_documents", "key_documents"):
+        tensor = _contiguous(getattr(terms, name))
+        arguments |= {name: tensor, f"{name}_b": _stride_of_items(tensor)}
     for name in ("visible", "bias"):
         tensor = getattr(terms, name)
-        strides = (0, 0, 0, 0)
-        if tensor is not None:
-            tensor = tensor.resolve_neg().expand(batch, heads, length, count)
-            arguments[name], strides = tensor, tensor.stride()
-        arguments.update(zip((f"{name}_b", f"{name}_h", f"{name}_l", f"{name}_s"), strides, strict=True))
-    if terms.last is not None:
-        last = terms.last.contiguous()
-        of_item, of_row = last.expand(batch, length).stride()
-        first = None if terms.first is None else terms.first.contiguous()
-        arguments.update(first=first, last=last, range_b=of_item, range_l=of_row)
-    for name in ("keys", "query_documents", "key_documents"):
-        tensor = getattr(terms, name)
-        if tensor is not None:
-            tensor = tensor.contiguous()
-            arguments[name], arguments[f"{name}_b"] = tensor, 0 if tensor.shape[0] == 1 else tensor.shape[1]
-    arguments["slopes"] = terms.slopes
+        tensor = None if tensor is None else tensor.resolve_neg().expand(shape)
+        strides = (0, 0, 0, 0) if tensor is None else tensor.stride()
+        arguments |= {name: tensor, **{f"{name}_{dim}": step for dim, step in zip("bhls", strides, strict=True)}}
     return arguments
 
 
-def _upcasts(query: Tensor) -> bool:
-    # The interpreter multiplies the bits of bfloat16.
-    return interprets() and query.dtype == torch.bfloat16
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

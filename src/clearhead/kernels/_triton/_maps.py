@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import changed, load_rows, products, visible_cells
+from ._tile import Call, changed, load_rows, products, visible_cells
 
 
 @triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift"])
@@ -25,6 +25,11 @@ def weights_kernel(
 
     `lse` (B, H, L) is the log-sum-exp × log2 e, and ∞ for queries without a key.
     """
+    call = Call(
+        L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
+        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    )  # fmt: skip
     tiles, row_tiles = tl.cdiv(S, N), tl.cdiv(L, M)
     program = tl.program_id(0)
     j0 = program % tiles * N
@@ -41,16 +46,8 @@ def weights_kernel(
         q = load_rows(of_head, i0, L, q_l, D, M, BLOCK_D, True)
         k = load_rows(key + b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h, j0, S, k_s, D, N, BLOCK_D, True)
         row = tl.load(lse + (b.to(tl.int64) * H + h) * L + i, mask=i < L, other=float("inf"))
-        s = changed(
-            products(q, k, UPCAST), i[:, None], j[None, :], b, h, L, S, shift, scale, softcap,
-            bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP,
-        )  # fmt: skip
-        seen = visible_cells(
-            i[:, None], j[None, :], b, h, L, S, low, high, stop,
-            first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s,
-            query_documents, key_documents, query_documents_b, key_documents_b,
-        )  # fmt: skip
+        s = changed(products(q, k, UPCAST), i[:, None], j[None, :], b, h, call, SOFTCAP)
+        seen = visible_cells(i[:, None], j[None, :], b, h, call)
         total += tl.exp2(tl.where(seen, s, float("-inf")) - row[:, None])
     lines = out + (part.to(tl.int64) * L + i) * S
     tl.store(lines[:, None] + j[None, :], total * (1.0 / HEADS), mask=(i < L)[:, None] & (j < S)[None, :])
@@ -78,6 +75,11 @@ def map_kernel(
     and `columns_at_once` columns. If it has several, their queries or keys fit into one tile. `lse` (B, H, L) is the
     log-sum-exp × log2 e, and ∞ for queries without a key and for those that are not counted.
     """
+    call = Call(
+        L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
+        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    )  # fmt: skip
     across, down = tl.cdiv(columns, columns_at_once), tl.cdiv(lines, lines_at_once)
     program = tl.program_id(0)
     column0 = program % across * columns_at_once
@@ -102,16 +104,8 @@ def map_kernel(
         for j0 in tl.range(left, seen_until, N, num_stages=STAGES):
             j = j0 + tl.arange(0, N)
             k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
-            s = changed(
-                products(q, k, UPCAST), i[:, None], j[None, :], b, h, L, S, shift, scale, softcap,
-                bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP,
-            )  # fmt: skip
-            seen = visible_cells(
-                i[:, None], j[None, :], b, h, L, S, low, high, stop,
-                first, last, range_b, range_l, keys, keys_b,
-                visible, visible_b, visible_h, visible_l, visible_s,
-                query_documents, key_documents, query_documents_b, key_documents_b,
-            )  # fmt: skip
+            s = changed(products(q, k, UPCAST), i[:, None], j[None, :], b, h, call, SOFTCAP)
+            seen = visible_cells(i[:, None], j[None, :], b, h, call)
             seen = seen & (i < end)[:, None] & (j < seen_until)[None, :]  # the rest may hold NaN of other cells
             weights = tl.exp2(tl.where(seen, s, float("-inf")) - row[:, None])
             pooled = _joined(pooled, weights, LARGEST)

@@ -6,17 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import GROUP_KEYS, LN2, LOG2E, changed, load_rows, products, visible_cells, within
+from ._tile import GROUP_KEYS, LN2, LOG2E, Call, changed, load_rows, products, visible_cells, visited
 
 
 @triton.jit
 def _over_keys(
-    m, z, t, d, f, v, q, start, end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-    key, k_s, first_keys, maxima, groups, i0, i1,
-    first, last, range_b, range_l, keys, keys_b,
-    visible, visible_b, visible_h, visible_l, visible_s,
-    bias, bias_b, bias_h, bias_l, bias_s,
-    query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    m, z, t, d, f, v, q, start, end, i, b, h, call, key, k_s, first_keys, maxima, groups, i0, i1,
     D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr,
     ENTROPY: tl.constexpr, SINK: tl.constexpr, DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
     SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
@@ -26,23 +21,15 @@ def _over_keys(
     With `maxima`, also write the largest score of each row and group of keys there.
     """
     for begin in tl.range(start, end, N, num_stages=STAGES):
-        k = load_rows(key, begin, S, k_s, D, N, BLOCK_D, HIDES)
+        k = load_rows(key, begin, call.S, k_s, D, N, BLOCK_D, HIDES)
         j = begin + tl.arange(0, N)
         s = products(q, k, UPCAST)
-        factor = scale * LOG2E
+        factor = call.scale * LOG2E
         if not PLAIN:
-            s = changed(
-                s, i[:, None], j[None, :], b, h, L, S, shift, scale, softcap,
-                bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP,
-            )  # fmt: skip
+            s = changed(s, i[:, None], j[None, :], b, h, call, SOFTCAP)
             factor = 1.0
         if HIDES:
-            seen = visible_cells(
-                i[:, None], j[None, :], b, h, L, S, low, high, stop,
-                first, last, range_b, range_l, keys, keys_b,
-                visible, visible_b, visible_h, visible_l, visible_s,
-                query_documents, key_documents, query_documents_b, key_documents_b,
-            )  # fmt: skip
+            seen = visible_cells(i[:, None], j[None, :], b, h, call)
             s = tl.where(seen, s, float("-inf"))
         if maxima is None:
             of_row = tl.max(s, 1) * factor
@@ -64,9 +51,9 @@ def _over_keys(
             t = decay * (t + step * z) + tl.sum(e * x, 1)
         z = decay * z + tl.sum(e, 1)
         if DISTANCE:
-            d = decay * d + tl.sum(e * tl.abs(i[:, None] + shift - j[None, :]).to(tl.float32), 1)
+            d = decay * d + tl.sum(e * tl.abs(i[:, None] + call.shift - j[None, :]).to(tl.float32), 1)
         if SINK:
-            marks = tl.load(first_keys + j, mask=j < S, other=0)
+            marks = tl.load(first_keys + j, mask=j < call.S, other=0)
             f = decay * f + tl.sum(tl.where((marks != 0)[None, :], e, 0.0), 1)
         if VISIBLE:
             if HIDES:
@@ -89,7 +76,7 @@ def rows_kernel(
     bias, bias_b, bias_h, bias_l, bias_s,
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    LSE: tl.constexpr, ENTROPY: tl.constexpr, LARGEST: tl.constexpr, CONFIDENCE: tl.constexpr, SINK: tl.constexpr,
+    LSE: tl.constexpr, ENTROPY: tl.constexpr, MAX_LOGIT: tl.constexpr, CONFIDENCE: tl.constexpr, SINK: tl.constexpr,
     DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -98,6 +85,11 @@ def rows_kernel(
     With `maxima` (B, H, count, groups), also write the largest score, times log2 e, of each of those rows and each
     group of keys. Groups of tiles that none of a tile's rows sees are not written.
     """
+    call = Call(
+        L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
+        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    )  # fmt: skip
     tiles = tl.cdiv(count, M)
     program = tl.program_id(0)
     # Under a causal mask the last rows have the most keys, so they begin first.
@@ -114,19 +106,7 @@ def rows_kernel(
         first_keys += b.to(tl.int64) * marks_b + h.to(tl.int64) * marks_h
     q = load_rows(query, i0, L, q_l, D, M, BLOCK_D, True)
 
-    # The keys that any row sees, and those that every row sees.
-    limit = tl.minimum(S, stop)
-    begin, end = tl.maximum(0, i0 + low), tl.minimum(limit, i1 + high + 1)
-    whole, whole_end = tl.maximum(0, i1 + low), tl.minimum(limit, i0 + high + 1)
-    if last is not None:
-        place = b.to(tl.int64) * range_b + tl.minimum(i, i1).to(tl.int64) * range_l
-        to = within(tl.load(last + place), S)
-        end, whole_end = tl.minimum(end, tl.max(to, 0)), tl.minimum(whole_end, tl.min(to, 0))
-        if first is not None:
-            from_ = within(tl.load(first + place), S)
-            begin, whole = tl.maximum(begin, tl.min(from_, 0)), tl.maximum(whole, tl.max(from_, 0))
-    begin = begin // N * N
-    whole, whole_end = tl.cdiv(whole, N) * N, tl.maximum(whole_end, 0) // N * N
+    begin, end, whole, whole_end = visited(i, i0, i1, b, call, N)
     PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)
     NEVER_WHOLE: tl.constexpr = (
         (keys is not None) or (visible is not None) or (bias is not None) or (query_documents is not None)
@@ -139,38 +119,23 @@ def rows_kernel(
     m = tl.full([M], float("-inf"), tl.float32)
     z, t, d = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
     f, v = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
-    m, z, t, d, f, v = _over_keys(
-        m, z, t, d, f, v, q, begin, whole, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-        key, k_s, first_keys, maxima, groups, i0, i1, first, last, range_b, range_l, keys, keys_b,
-        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-        D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, True, UPCAST, STAGES,
-    )  # fmt: skip
-    if not NEVER_WHOLE:
+    bounds = (begin, whole, whole_end, end)
+    for part in tl.static_range(1 if NEVER_WHOLE else 3):  # every key of the second part is visible
         m, z, t, d, f, v = _over_keys(
-            m, z, t, d, f, v, q, whole, whole_end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-            key, k_s, first_keys, maxima, groups, i0, i1, first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-            query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-            D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, False, UPCAST, STAGES,
-        )  # fmt: skip
-        m, z, t, d, f, v = _over_keys(
-            m, z, t, d, f, v, q, whole_end, end, i, b, h, L, S, low, high, stop, shift, scale, softcap,
-            key, k_s, first_keys, maxima, groups, i0, i1, first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
-            query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-            D, BLOCK_D, N, ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, True, UPCAST, STAGES,
+            m, z, t, d, f, v, q, bounds[part], bounds[part + 1], i, b, h, call,
+            key, k_s, first_keys, maxima, groups, i0, i1, D, BLOCK_D, N,
+            ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, part != 1, UPCAST, STAGES,
         )  # fmt: skip
     _write(
         out + bh.to(tl.int64) * L + i, i <= i1, out_n.to(tl.int64), m, z, t, d, f, v, sinks, h,
-        LSE, ENTROPY, LARGEST, CONFIDENCE, SINK, DISTANCE, VISIBLE,
+        LSE, ENTROPY, MAX_LOGIT, CONFIDENCE, SINK, DISTANCE, VISIBLE,
     )  # fmt: skip
 
 
 @triton.jit
 def _write(
     out, inside, out_n, m, z, t, d, f, v, sinks, h,
-    LSE: tl.constexpr, ENTROPY: tl.constexpr, LARGEST: tl.constexpr, CONFIDENCE: tl.constexpr, SINK: tl.constexpr,
+    LSE: tl.constexpr, ENTROPY: tl.constexpr, MAX_LOGIT: tl.constexpr, CONFIDENCE: tl.constexpr, SINK: tl.constexpr,
     DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """From running numbers to statistics, for rows that may be empty and heads that may have a sink."""
@@ -192,8 +157,8 @@ def _write(
         above = tl.where(z == 0.0, 0.0, lse - m)
         entropy = share * (z * above - t) * LN2
         tl.store(out + ENTROPY * out_n, tl.where(entropy < 0.0, 0.0, entropy), mask=inside)
-    if LARGEST >= 0:
-        tl.store(out + LARGEST * out_n, m * LN2, mask=inside)
+    if MAX_LOGIT >= 0:
+        tl.store(out + MAX_LOGIT * out_n, m * LN2, mask=inside)
     if CONFIDENCE >= 0:
         tl.store(out + CONFIDENCE * out_n, share, mask=inside)
     if SINK >= 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._call.call import AttentionCall
 from ...masks._base import Mask
 from ...masks._combined import Or
-from ...masks._grid import Block, Grid
+from ...masks._grid import Block, Grid, take
 from ...masks._part import document_ids, whole_mask
 from ...masks._structure import Band, RowRanges, Structure, joined, structure_of
 from ...positions._alibi import ALiBi, slopes_of
@@ -52,51 +52,64 @@ class Terms(NamedTuple):
     first_query: Tensor | None = None
     last_query: Tensor | None = None
 
-    @property
-    def numbers(self) -> tuple[int, int, int, int]:
-        return self.low, self.high, self.stop, self.shift
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self[4:]
+class Operands(NamedTuple):
+    """What the kernels compute scores from. The scores themselves are never stored.
 
-    def of_rows(self, rows: Tensor, length: int, count: int) -> Terms:
-        """The terms of a call whose queries are these rows, numbers (n,), of its L queries. It has S keys."""
+    Args:
+        query: (B, H, L, D), any strides.
+        key: (B, Hkv, S, D), any strides; Hkv divides H.
+        terms: the mask.
+        scale: factor of the scores.
+        softcap: c of s ← c·tanh(s/c); 0 for none.
+    """
 
-        def cut(tensor: Tensor | None, dim: int) -> Tensor | None:
-            return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, rows)
+    query: Tensor
+    key: Tensor
+    terms: Terms
+    scale: float
+    softcap: float = 0.0
 
+    def of_rows(self, rows: Tensor) -> Operands:
+        """The operands of these rows, numbers (n,)."""
+        terms, length, count = self.terms, self.query.shape[2], self.key.shape[2]
+        first, last, bias = _taken(terms.first, 1, rows), _taken(terms.last, 1, rows), _taken(terms.bias, 2, rows)
         # Chosen rows need not be neighbours, so a band becomes a range of keys per row, and ALiBi becomes a bias.
-        first, last, bias = cut(self.first, 1), cut(self.last, 1), cut(self.bias, 2)
-        if self.low > -length or self.high < count - 1:
-            from_band, to_band = ((rows + step)[None] for step in (self.low, self.high + 1))
+        if terms.low > -length or terms.high < count - 1:
+            from_band, to_band = ((rows + step)[None] for step in (terms.low, terms.high + 1))
             first = from_band if first is None else torch.maximum(first, from_band)
             last = to_band if last is None else torch.minimum(last, to_band)
             first, last = torch.broadcast_tensors(first, last)
-        if self.slopes is not None:
-            distances = (rows[:, None] + self.shift - torch.arange(count, device=rows.device)).abs()
-            of_distances = -self.slopes[:, None, None] * distances
-            bias = of_distances[None] if bias is None else bias + of_distances
-        return Terms(
-            -len(rows), count, self.stop, 0, first, last, self.keys, cut(self.visible, 2), bias,
-            cut(self.query_documents, 1), self.key_documents,
-        )  # fmt: skip
+        if terms.slopes is not None:
+            distances = (rows[:, None] + terms.shift - torch.arange(count, device=rows.device)).abs()
+            bias = joined(bias, -terms.slopes[None, :, None, None] * distances, add)
+        visible, of_queries = _taken(terms.visible, 2, rows), _taken(terms.query_documents, 1, rows)
+        chosen = Terms(
+            -len(rows), count, terms.stop, 0, first, last, terms.keys, visible, bias, of_queries, terms.key_documents
+        )
+        return self._replace(query=self.query.index_select(2, rows), terms=chosen)
 
-    def of_head(self, head: int) -> Terms:
-        """The terms of one query head."""
+    def of_head(self, head: int) -> Operands:
+        """The operands of one query head."""
+        terms, one = self.terms, slice(head, head + 1)
+        visible, bias, slopes = _taken(terms.visible, 1, one), _taken(terms.bias, 1, one), _taken(terms.slopes, 0, one)
+        kv_head = head * self.key.shape[1] // self.query.shape[1]
+        terms = terms._replace(visible=visible, bias=bias, slopes=slopes)
+        return self._replace(query=self.query[:, one], key=self.key[:, kv_head : kv_head + 1], terms=terms)
 
-        def cut(tensor: Tensor | None, dim: int = 1) -> Tensor | None:
-            return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.narrow(dim, head, 1)
 
-        return self._replace(visible=cut(self.visible), bias=cut(self.bias), slopes=cut(self.slopes, 0))
+def _taken(tensor: Tensor | None, dim: int, index: Tensor | slice) -> Tensor | None:
+    return None if tensor is None else take(tensor, dim, index)
 
 
-def terms_of(call: AttentionCall) -> Terms:
-    """The mask of a call, lowered without reading a value. A prepared mask is lowered once."""
+def operands_of(call: AttentionCall) -> Operands:
+    """The operands of a call. Its mask is lowered without reading a value, and a prepared mask only once."""
     mask, grid = call.request.mask, call.grid
     if mask is None:
-        return Terms(-grid.query_length, grid.key_length, grid.key_length, grid.shift or 0)
-    return mask.lowered(grid, "triton", lambda: lower(mask, grid))
+        terms = Terms(-grid.query_length, grid.key_length, grid.key_length, grid.shift or 0)
+    else:
+        terms = mask.lowered(grid, "triton", lambda: lower(mask, grid))
+    return Operands(call.query, call.key, terms, call.spec.scale, call.spec.softcap or 0.0)
 
 
 def lower(mask: Mask, grid: Grid) -> Terms:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ._terms import Terms
+from ._terms import Operands
 
 #: Compute capabilities, beside 12.x, whose multiprocessors have 100 KB of shared memory; 8.0, 9.0 and 10.0 have more.
 _SMALL = ((8, 6), (8, 9))
@@ -31,7 +30,7 @@ def tiles_of(kernel: str, dim: int, dtype: torch.dtype, capability: tuple[int, i
         dim: features of a head.
         dtype: of query and key.
         capability: compute capability, such as (9, 0).
-        plain: the answer of `is_plain`.
+        plain: whether the mask is no more than a band, without a soft-cap.
     """
     width = block_of(dim)
     if kernel in ("dq", "dk"):
@@ -92,15 +91,16 @@ def _of_gradient(kernel: str, width: int, dtype: torch.dtype) -> Tiles:
     return Tiles(32, 16 if of_query and width > 64 else 32, 4, 1)
 
 
-def tiles_for(kernel: str, query: Tensor, terms: Terms, softcap: float) -> Tiles:
+def tiles_for(kernel: str, operands: Operands) -> Tiles:
     """The tiles of a kernel for a call, on the device of its query."""
+    query = operands.query
     capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (8, 0)
-    return tiles_of(kernel, query.shape[3], query.dtype, capability, plain=is_plain(terms, softcap))
+    return tiles_of(kernel, query.shape[3], query.dtype, capability, plain=_is_plain(operands))
 
 
-def is_plain(terms: Terms, softcap: float) -> bool:
+def _is_plain(operands: Operands) -> bool:
     """Whether the mask is no more than a band, without a soft-cap. Other calls need registers for the mask."""
-    return softcap == 0 and all(tensor is None for tensor in terms.tensors)
+    return operands.softcap == 0 and not any(isinstance(term, torch.Tensor) for term in operands.terms)
 
 
 def block_of(dim: int) -> int:

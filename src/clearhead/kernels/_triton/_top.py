@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import GROUP_KEYS, LOG2E, changed, visible_cells, within
+from ._tile import GROUP_KEYS, LOG2E, Call, changed, visible_cells, within
 
 #: Neighbouring groups of which `groups_kernel` looks for the largest first.
 RUN: tl.constexpr = tl.constexpr(16)
@@ -89,6 +89,11 @@ def best_kernel(
     Of equal ones the first key goes first. `AT_ONCE` groups are multiplied at a time, by matrix instructions if
     `MATRIX`.
     """
+    call = Call(
+        L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
+        visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
+        query_documents, key_documents, query_documents_b, key_documents_b, slopes,
+    )  # fmt: skip
     at, bh = tl.program_id(0) % count, tl.program_id(0) // count
     b, h = bh // H, bh % H
     i = row + at
@@ -121,15 +126,8 @@ def best_kernel(
             s = tl.max(tl.dot(k, tl.broadcast_to(q[:, None], [BLOCK_D, 16]), input_precision="ieee"), 1)
         else:
             s = tl.sum(k * q[None, :], 1)
-        s = changed(
-            s, row_block, j, b, h, L, S, shift, scale, softcap, bias, bias_b, bias_h, bias_l, bias_s, slopes, SOFTCAP
-        )  # fmt: skip
-        seen = visible_cells(
-            row_block, j, b, h, L, S, low, high, stop,
-            first, last, range_b, range_l, keys, keys_b,
-            visible, visible_b, visible_h, visible_l, visible_s,
-            query_documents, key_documents, query_documents_b, key_documents_b,
-        )  # fmt: skip
+        s = changed(s, row_block, j, b, h, call, SOFTCAP)
+        seen = visible_cells(row_block, j, b, h, call)
         s = tl.where(seen, s, float("-inf"))
         scores = tl.where((part == n)[:, None], s[None, :], scores)
         places = tl.where((part == n)[:, None], j[None, :], places)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._launch import Launch, rows_launch
-from ._terms import Terms
+from ._terms import Operands
 from ._tile import GROUP_KEYS as _GROUP_KEYS
 from ._tiles import power_of_two, tiles_for, tiles_over
 from ._top import RUN as _RUN
@@ -23,31 +23,27 @@ _PER_WARP = 4096  # largest scores that `groups_kernel` holds
 _TILE = 2048  # numbers of 16 bits of keys that `best_kernel` multiplies at a time
 
 
-def rows_and_top(
-    query: Tensor, key: Tensor, terms: Terms, k: int, *, want: Sequence[str], **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The statistics (n, B, H, L) of `want`, and the k largest weights and their keys, (B, H, L, k) each.
+def rows_and_top(operands: Operands, count: int, want: Sequence[str], **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics (n, B, H, L) of `want`, and the largest weights and their keys, (B, H, L, count) each.
 
     Args:
-        query, key, terms, want: as for `rows_launch`. ``"lse"`` is in `want`.
-        k: how many weights, at least 1.
-        options: the others of `rows_launch`.
+        operands, want: as for `rows_launch`. ``"lse"`` is in `want`.
+        count: how many weights, at least 1.
+        options: `sinks` and `first_keys` of `rows_launch`.
     """
-    (batch, heads, length, _), count = query.shape, key.shape[2]
-    shape = (batch, heads, length, k)
+    query = operands.query
+    (batch, heads, length, _), groups = query.shape, tiles_over(operands.key.shape[2], GROUP_KEYS)
+    shape = (batch, heads, length, count)
     results = query.new_empty(shape, dtype=torch.float32), query.new_empty(shape, dtype=torch.int64)
     out = query.new_empty((len(want), *shape[:3]), dtype=torch.float32)
-    if results[0].numel() == 0:
-        return out, *results
-    options["tiles"] = tiles = options.get("tiles") or tiles_for("top", query, terms, options["softcap"])
-    groups = tiles_over(count, GROUP_KEYS)
+    tiles = tiles_for("top", operands)
     at_once = max(1, _SCRATCH // (batch * heads * groups) // tiles.queries) * tiles.queries
     for row in range(0, length, at_once):
         rows = min(at_once, length - row)
         maxima = query.new_empty((batch, heads, rows, groups), dtype=torch.float32)
-        launch = rows_launch(query, key, terms, want=want, **options, out=out, row=row, maxima=maxima)
+        launch = rows_launch(operands, want, **options, tiles=tiles, out=out, row=row, maxima=maxima)
         launch.run()
-        (chosen,) = groups_launch(launch, maxima, min(k, groups)).run()
+        (chosen,) = groups_launch(launch, maxima, min(count, groups)).run()
         best_launch(launch, chosen, out[want.index("lse")], results).run()
     return out, *results
 
