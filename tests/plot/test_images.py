@@ -20,20 +20,14 @@ from clearhead.plot._heads import clearest_head, summarize
 from clearhead.plot._image_items import image_items
 from clearhead.plot._image_plots import over_picture
 from clearhead.plot._patches import PatchLayout, Tiles
+from tests.support.models import VIT
 
 from .pages import Contents
 from .recorded import KEPT, record_two
 
 ROWS, COLUMNS, PATCH = 3, 4, 4
 SIZE = (ROWS * PATCH, COLUMNS * PATCH)
-SMALL: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-    "image_size": SIZE[0],
-    "patch_size": PATCH,
-}
+SMALL: dict[str, Any] = VIT | {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 TEXT: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 8}
 BOTH: dict[str, Any] = {"text_config": SMALL | TEXT | {"projection_size": 16, "eos_token_id": 2, "bos_token_id": 1}}
 

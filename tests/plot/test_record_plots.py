@@ -138,11 +138,7 @@ def test_wrong_arguments() -> None:
     rec = record_two()
     poor = record_two(statistics=("entropy",))
     refusals: list[tuple[type[Exception], str, Any]] = [
-        (
-            ArgumentError,
-            "statistic: expected one of entropy, normalized_entropy, got 'sink'. Rec",
-            lambda: plot_heads(poor, "sink"),
-        ),
+        (ArgumentError, "one of entropy, normalized_entropy, got 'sink'. Rec", lambda: plot_heads(poor, "sink")),
         (ArgumentError, "head: expected one of 0, 1, 2 in blocks.1, got 3", lambda: plot_map(rec, 1, 3)),
         (ArgumentError, "layer: expected 0 … 1, got 2", lambda: plot_map(rec, 2, 0)),
         (ArgumentError, "item: expected 0 … 0, got 1", lambda: plot_map(rec, 0, 0, item=1)),
