@@ -58,16 +58,11 @@ def calls(draw, dtype: torch.dtype, *, fusable: bool = False) -> Call:
     head_dim = draw(st.sampled_from([1, 3, 8, 17]))
     value_dim = head_dim if fusable else draw(st.sampled_from([head_dim, 2, 19]))
     positions = _draw_positions(draw, batch, length, count)
-    frame = Frame(
-        batch,
-        kv_heads * group,
-        length,
-        count,
-        _places(positions.get("query_positions"), batch, length),
-        _places(positions.get("key_positions"), batch, count),
-        bool(positions),
-        generator,
-    )
+    places = [
+        _places(positions.get(name), batch, size)
+        for name, size in (("query_positions", length), ("key_positions", count))
+    ]
+    frame = Frame(batch, kv_heads * group, length, count, *places, bool(positions), generator)
     part = draw_mask(draw, frame, dtype, learnt_bias=not fusable)
     rule: Rule = _always if part is None else part.rule
     hidden = _hidden_keys(part, frame)
@@ -75,14 +70,8 @@ def calls(draw, dtype: torch.dtype, *, fusable: bool = False) -> Call:
     key = _laid_out(draw, _random(dtype, generator, batch, kv_heads, count, head_dim), hidden)
     value = _laid_out(draw, _random(dtype, generator, batch, kv_heads, count, value_dim), hidden)
     options = _options(draw, frame, dtype, fusable=fusable)
-    problem = Problem(
-        query,
-        key,
-        value,
-        rule,
-        () if part is None else part.biases,
-        **{name: options[name] for name in ("scale", "softcap", "sinks")},
-    )
+    how = {name: options[name] for name in ("scale", "softcap", "sinks")}
+    problem = Problem(query, key, value, rule, () if part is None else part.biases, **how)
     return Call(query, key, value, None if part is None else part.mask, {**options, **positions}, problem)
 
 
