@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from .._call.call import AttentionCall, Results
 from .._call.spec import AttentionSpec
 from ..masks._base import Mask
-from ..masks._grid import Grid
+from ..masks._grid import Grid, take
 from ..masks._lowering import computed_sizes
 
 #: The computation of all calls of one spec.
@@ -109,6 +109,13 @@ class Kernel(ABC):
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         """Whether output and weights come from one pass."""
         return False
+
+
+def cut(fields: NamedTuple, dims: dict[str, int], index: Tensor | slice) -> dict[str, Any]:
+    """The fields with these names, indexed along a dimension. Fields that are ``None`` are left out."""
+    return {
+        name: take(tensor, dim, index) for name, dim in dims.items() if (tensor := getattr(fields, name)) is not None
+    }
 
 
 def applicable(reasons: dict[str, bool]) -> list[Refusal]:

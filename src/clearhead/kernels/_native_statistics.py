@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
+from ..masks._structure import joined
+from ._base import cut
 from ._native import arguments_of, empty_weights, weights_strides
 from ._native_arguments import NativeArguments
 from ._native_plan import plan_of
@@ -103,44 +105,22 @@ def native_weights(
     return weights
 
 
-def _of_rows(request: NativeArguments, rows: Tensor) -> NativeArguments:
-    """The request of some rows, whatever their order."""
-    length, keys = request.query.shape[2], request.key.shape[2]
-
-    def cut(tensor: Tensor | None, dim: int) -> Tensor | None:
-        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, rows)
-
+def _of_rows(arguments: NativeArguments, rows: Tensor) -> NativeArguments:
+    """The arguments of some rows, whatever their order."""
+    query, key = arguments.query, arguments.key
+    low, high = cast(int, arguments.low), cast(int, arguments.high)  # of a call that lowered its mask
+    chosen = cut(arguments, {"first": 1, "last": 1, "visible": 2, "bias": 2}, rows)
     # Chosen rows need not be neighbours, so a band becomes a range of columns per row.
-    first, last = cut(request.first, 1), cut(request.last, 1)
-    low, high = cast(int, request.low), cast(int, request.high)  # of a call that lowered its mask
-    if low > -length or high < keys - 1:
+    if low > -query.shape[2] or high < key.shape[2] - 1:
         from_band, to_band = ((rows + step)[None].int() for step in (low, high + 1))
-        first = from_band if first is None else torch.maximum(first, from_band)
-        last = to_band if last is None else torch.minimum(last, to_band)
-    return request._replace(
-        query=request.query.index_select(2, rows),
-        visible=cut(request.visible, 2),
-        bias=cut(request.bias, 2),
-        first=None if first is None else first.clamp(min=0),
-        last=last,
-        low=-len(rows),
-        high=keys,
-    )
+        chosen["first"] = joined(chosen.get("first"), from_band.clamp(min=0), torch.maximum)
+        chosen["last"] = joined(chosen.get("last"), to_band, torch.minimum)
+    return arguments._replace(query=query.index_select(2, rows), low=-len(rows), high=key.shape[2], **chosen)
 
 
-def _of_head(request: NativeArguments, head: int) -> NativeArguments:
-    """The request of one query head."""
-    group = request.query.shape[1] // request.key.shape[1]
-
-    def cut(tensor: Tensor | None, dim: int = 1) -> Tensor | None:
-        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.narrow(dim, head, 1)
-
-    key, value = (tensor.narrow(1, head // group, 1) for tensor in (request.key, request.value))
-    return request._replace(
-        query=request.query.narrow(1, head, 1),
-        key=key,
-        value=value,
-        sinks=cut(request.sinks, 0),
-        visible=cut(request.visible),
-        bias=cut(request.bias),
-    )
+def _of_head(arguments: NativeArguments, head: int) -> NativeArguments:
+    """The arguments of one query head."""
+    kv_head = head * arguments.key.shape[1] // arguments.query.shape[1]
+    of_query = cut(arguments, {"query": 1, "sinks": 0, "visible": 1, "bias": 1}, slice(head, head + 1))
+    of_key = cut(arguments, {"key": 1, "value": 1}, slice(kv_head, kv_head + 1))
+    return arguments._replace(**of_query, **of_key)

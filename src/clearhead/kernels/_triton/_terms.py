@@ -13,10 +13,11 @@ from torch import Tensor
 from ..._call.call import AttentionCall
 from ...masks._base import Mask
 from ...masks._combined import Or
-from ...masks._grid import Block, Grid, take
+from ...masks._grid import Block, Grid
 from ...masks._part import document_ids, whole_mask
 from ...masks._structure import Band, RowRanges, Structure, joined, structure_of
 from ...positions._alibi import ALiBi, slopes_of
+from .._base import cut
 
 
 class Terms(NamedTuple):
@@ -73,33 +74,25 @@ class Operands(NamedTuple):
     def of_rows(self, rows: Tensor) -> Operands:
         """The operands of these rows, numbers (n,)."""
         terms, length, count = self.terms, self.query.shape[2], self.key.shape[2]
-        first, last, bias = _taken(terms.first, 1, rows), _taken(terms.last, 1, rows), _taken(terms.bias, 2, rows)
+        chosen = cut(terms, {"first": 1, "last": 1, "visible": 2, "bias": 2, "query_documents": 1}, rows)
         # Chosen rows need not be neighbours, so a band becomes a range of keys per row, and ALiBi becomes a bias.
         if terms.low > -length or terms.high < count - 1:
             from_band, to_band = ((rows + step)[None] for step in (terms.low, terms.high + 1))
-            first = from_band if first is None else torch.maximum(first, from_band)
-            last = to_band if last is None else torch.minimum(last, to_band)
-            first, last = torch.broadcast_tensors(first, last)
+            first = joined(chosen.get("first"), from_band, torch.maximum)
+            last = joined(chosen.get("last"), to_band, torch.minimum)
+            chosen["first"], chosen["last"] = torch.broadcast_tensors(first, last)
         if terms.slopes is not None:
             distances = (rows[:, None] + terms.shift - torch.arange(count, device=rows.device)).abs()
-            bias = joined(bias, -terms.slopes[None, :, None, None] * distances, add)
-        visible, of_queries = _taken(terms.visible, 2, rows), _taken(terms.query_documents, 1, rows)
-        chosen = Terms(
-            -len(rows), count, terms.stop, 0, first, last, terms.keys, visible, bias, of_queries, terms.key_documents
-        )
-        return self._replace(query=self.query.index_select(2, rows), terms=chosen)
+            chosen["bias"] = joined(chosen.get("bias"), -terms.slopes[None, :, None, None] * distances, add)
+        only_of_all_rows = dict.fromkeys(("slopes", "first_query", "last_query"))
+        terms = terms._replace(low=-len(rows), high=count, shift=0, **chosen, **only_of_all_rows)
+        return self._replace(query=self.query.index_select(2, rows), terms=terms)
 
     def of_head(self, head: int) -> Operands:
         """The operands of one query head."""
-        terms, one = self.terms, slice(head, head + 1)
-        visible, bias, slopes = _taken(terms.visible, 1, one), _taken(terms.bias, 1, one), _taken(terms.slopes, 0, one)
-        kv_head = head * self.key.shape[1] // self.query.shape[1]
-        terms = terms._replace(visible=visible, bias=bias, slopes=slopes)
+        one, kv_head = slice(head, head + 1), head * self.key.shape[1] // self.query.shape[1]
+        terms = self.terms._replace(**cut(self.terms, {"visible": 1, "bias": 1, "slopes": 0}, one))
         return self._replace(query=self.query[:, one], key=self.key[:, kv_head : kv_head + 1], terms=terms)
-
-
-def _taken(tensor: Tensor | None, dim: int, index: Tensor | slice) -> Tensor | None:
-    return None if tensor is None else take(tensor, dim, index)
 
 
 def operands_of(call: AttentionCall) -> Operands:
