@@ -16,16 +16,14 @@ import clearhead
 from clearhead import masks
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, RelativeBias
+from tests.support.mask_cases import PREDICATES, Frame, combined_masks, draw_frame
+from tests.support.oracle import Rule
 
 B, H, L, S = 2, 3, 5, 7
-Rule = Callable[[int, int, int, int], bool]
 
-LENGTHS = torch.tensor([4, 0])
 QUERY_POSITIONS = torch.tensor([3, 0, 9, 4, 4])
 KEY_POSITIONS = torch.tensor([4, 2, 0, 9, 5, 1, 3])
-QUERY_POSITIONS_PER_ITEM = torch.tensor([[3, 0, 9, 4, 4], [0, 1, 2, 8, 6]])
-KEY_POSITIONS_PER_ITEM = torch.tensor([[4, 2, 0, 9, 5, 1, 3], [6, 5, 4, 3, 2, 1, 0]])
-DOCUMENTS = torch.tensor([[5, 5, 1, 1, 1, 5, 0, 0, 2, 2], [0, 1, 0, 1, 0, 1, 0, 1, 0, 1]])  # (B, 10)
+DOCUMENTS = torch.tensor([5, 5, 1, 1, 1, 5, 0, 0, 2, 2])
 
 
 def table(rule: Rule, batch: int = B, heads: int = H, queries: int = L, keys: int = S) -> Tensor:
@@ -34,71 +32,49 @@ def table(rule: Rule, batch: int = B, heads: int = H, queries: int = L, keys: in
 
 
 def assert_means(mask: Mask | Tensor, expected: Tensor, **positions: Tensor | int) -> None:
-    """By `dense`, and by a call whose scores are all equal, in which exactly the visible keys have weight."""
+    """By `dense`, and by a call in which exactly the visible keys have weight."""
     batch, heads, queries, keys = expected.shape
     if isinstance(mask, Mask):
-        seen = mask.dense(queries, keys, batch_size=batch, num_heads=heads, **positions)
-        assert seen.dtype == torch.bool
-        assert torch.equal(seen, expected)
+        dense = mask.dense(queries, keys, batch_size=batch, num_heads=heads, **positions)
+        assert torch.equal(dense > -torch.inf if dense.is_floating_point() else dense, expected)
     query, key = torch.zeros(batch, heads, queries, 2), torch.zeros(batch, heads, keys, 2)
     weights = clearhead.attention_weights(query, key, mask, **positions)
     assert torch.equal(weights > 0, expected)
 
 
-POSITIONAL = [
-    pytest.param(masks.causal(), lambda b, h, q, k: k <= q, id="causal"),
-    pytest.param(masks.sliding_window(2, 1), lambda b, h, q, k: q - 2 <= k <= q + 1, id="window"),
-    pytest.param(masks.sliding_window(0, 0), lambda b, h, q, k: k == q, id="window of one"),
-    pytest.param(masks.sliding_window(99, 99), lambda b, h, q, k: True, id="window over everything"),
-    pytest.param(masks.lengths(LENGTHS), lambda b, h, q, k: k < LENGTHS[b], id="lengths"),
-    pytest.param(masks.prefix(3), lambda b, h, q, k: k < 3, id="prefix"),
-    pytest.param(masks.prefix(0), lambda b, h, q, k: False, id="prefix of none"),
-    pytest.param(masks.prefix(99), lambda b, h, q, k: True, id="prefix of all"),
-    pytest.param(masks.prefix(torch.tensor([6, 1])), lambda b, h, q, k: k < (6, 1)[b], id="prefix per item"),
-    pytest.param(
-        masks.mask_mod(lambda b, h, q, k: (q + k + h * b) % 3 == 1),
-        lambda b, h, q, k: (q + k + h * b) % 3 == 1,
-        id="where",
-    ),
-]
+def frames(draw: st.DrawFn) -> tuple[Frame, dict[str, Tensor]]:
+    length, count = draw(st.sampled_from([(L, S), (S, L), (L, L)]))
+    return draw_frame(draw, B, H, length, count, torch.Generator().manual_seed(draw(st.integers(0, 99))))
 
 
-def numbers(positions: Tensor | int, length: int) -> list[list[int]]:
-    """The positions of each batch item. An int is the first one, and the others count up."""
-    tensor = positions if isinstance(positions, Tensor) else torch.arange(positions, positions + length)
-    return tensor.expand(B, length).tolist()
+@pytest.mark.parametrize("kind", PREDICATES)
+@given(data=st.data())
+def test_each_mask_means_its_rule(kind: str, data: st.DataObject) -> None:
+    frame, positions = frames(data.draw)
+    part = PREDICATES[kind](data.draw, frame)
+    assert_means(part.mask, table(part.rule, B, H, frame.length, frame.count), **positions)
 
 
-@pytest.mark.parametrize(("mask", "rule"), POSITIONAL)
-@pytest.mark.parametrize(
-    ("query_positions", "key_positions"),
-    [(QUERY_POSITIONS, KEY_POSITIONS), (QUERY_POSITIONS_PER_ITEM, KEY_POSITIONS_PER_ITEM), (3, 1)],
-    ids=["shared", "per item", "first"],
-)
-def test_positional_masks_speak_of_absolute_positions(
-    mask: Mask, rule: Rule, query_positions: Tensor | int, key_positions: Tensor | int
-) -> None:
-    q, k = numbers(query_positions, L), numbers(key_positions, S)
-    expected = table(lambda b, h, i, j: rule(b, h, q[b][i], k[b][j]))
-    assert_means(mask, expected, query_positions=query_positions, key_positions=key_positions)
+@given(data=st.data())
+def test_operators_are_boolean_algebra(data: st.DataObject) -> None:
+    frame, positions = frames(data.draw)
+    part = data.draw(combined_masks(frame))
+    assert_means(part.mask, table(part.rule, B, H, frame.length, frame.count), **positions)
 
 
-@pytest.mark.parametrize("align", ["top_left", "bottom_right"])
-def test_missing_positions_count_from_zero_and_need_no_alignment(align: Any) -> None:
-    q, k = QUERY_POSITIONS.tolist(), KEY_POSITIONS.tolist()
-    mask, both = masks.causal(align), {"query_positions": QUERY_POSITIONS, "key_positions": KEY_POSITIONS}
-    assert_means(mask, table(lambda b, h, i, j: j <= q[i]), query_positions=QUERY_POSITIONS)
-    assert_means(mask, table(lambda b, h, i, j: k[j] <= i), key_positions=KEY_POSITIONS)
-    assert_means(mask, table(lambda b, h, i, j: k[j] <= q[i]), **both)
+@pytest.mark.parametrize("mask", [masks.causal("bottom_right"), masks.sliding_window(2, 1), masks.prefix(3)])
+def test_first_positions_count_up(mask: Mask) -> None:
+    counted = mask.dense(L, S, query_positions=torch.arange(3, 3 + L), key_positions=torch.arange(1, 1 + S))
+    assert_means(mask, counted.expand(B, H, L, S), query_positions=3, key_positions=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
 def test_positions_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
     # A window reaches below zero, where unsigned numbers wrap around; `documents` indexes with positions.
     positions = {"query_positions": QUERY_POSITIONS.to(dtype), "key_positions": KEY_POSITIONS.to(dtype)}
-    q, k, ids = QUERY_POSITIONS.tolist(), KEY_POSITIONS.tolist(), DOCUMENTS[0].tolist()
+    q, k, ids = QUERY_POSITIONS.tolist(), KEY_POSITIONS.tolist(), DOCUMENTS.tolist()
     assert_means(masks.sliding_window(2, 1), table(lambda b, h, i, j: q[i] - 2 <= k[j] <= q[i] + 1), **positions)
-    assert_means(masks.documents(DOCUMENTS[0]), table(lambda b, h, i, j: ids[q[i]] == ids[k[j]]), **positions)
+    assert_means(masks.documents(DOCUMENTS), table(lambda b, h, i, j: ids[q[i]] == ids[k[j]]), **positions)
 
 
 SHAPES = [
@@ -154,32 +130,6 @@ def test_marks_refuse_other_floats(read: Callable[..., Mask], keys: bool, number
     additive = torch.tensor([[0.0, number], [1.0, 0.0]])
     with pytest.raises(TypeError, match=r"0 or 1.*float32.*masks\.bias\(t\)"):
         read(**{"keys" if keys else "tensor": additive})
-
-
-PER_CELL, PER_KEY = pattern((B, H, L, S)), pattern((B, S))
-LEAVES = [(param.values[0], param.values[1]) for param in POSITIONAL] + [
-    (masks.keep(PER_CELL), lambda b, h, i, j: bool(PER_CELL[b, h, i, j])),
-    (masks.drop(keys=PER_KEY), lambda b, h, i, j: not PER_KEY[b, j]),
-]
-
-
-def combined(parts: st.SearchStrategy[tuple[Mask, Rule]]) -> st.SearchStrategy[tuple[Mask, Rule]]:
-    def both(left: tuple[Mask, Rule], right: tuple[Mask, Rule]) -> tuple[Mask, Rule]:
-        return left[0] & right[0], lambda *at: left[1](*at) and right[1](*at)
-
-    def either(left: tuple[Mask, Rule], right: tuple[Mask, Rule]) -> tuple[Mask, Rule]:
-        return left[0] | right[0], lambda *at: left[1](*at) or right[1](*at)
-
-    def opposite(part: tuple[Mask, Rule]) -> tuple[Mask, Rule]:
-        return ~part[0], lambda *at: not part[1](*at)
-
-    return st.one_of(st.builds(both, parts, parts), st.builds(either, parts, parts), st.builds(opposite, parts))
-
-
-@given(st.recursive(st.sampled_from(LEAVES), combined, max_leaves=6))
-def test_operators_are_boolean_algebra(pair: tuple[Mask, Rule]) -> None:
-    mask, rule = pair
-    assert_means(mask, table(rule))
 
 
 def test_a_bool_tensor_combines_like_keep() -> None:

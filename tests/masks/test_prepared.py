@@ -193,9 +193,9 @@ def test_the_device_of_a_mask_with_tensors_is_theirs() -> None:
     for mask in (masks.keep(torch.ones(L, S, dtype=torch.bool)), masks.bias(torch.zeros(L, S))):
         with pytest.raises(DeviceError, match="on cpu"):
             clearhead.attention(*on_meta, mask.prepare(L, S))
-        with pytest.raises(DeviceError, match="expected a tensor on meta"):
+        with pytest.raises(DeviceError, match="expected query's device meta"):
             mask.prepare(L, S, device="meta")
-    with pytest.raises(DeviceError, match="query_positions: expected positions on meta"):
+    with pytest.raises(DeviceError, match="query_positions: expected the mask's device meta"):
         masks.causal().prepare(L, S, query_positions=torch.arange(L), device="meta")
     fixed = masks.causal().prepare(L, S, query_positions=torch.arange(L))
     with pytest.raises(DeviceError, match="expected a call on cpu"):

@@ -42,7 +42,7 @@ REFUSED = [
     ("heads", at_call(masks.keep(torch.ones(1, 3, 5, 7))), ShapeError, KEEP, FITS, "(1, 3, 5, 7)."),
     ("first of three", at_call(masks.keep(torch.ones(5, 5, 7))), ShapeError, KEEP, FITS, "(5, 5, 7)."),
     ("inside", at_call(masks.causal() | ~masks.keep(torch.ones(4, 7))), ShapeError, KEEP, FITS, "(4, 7)."),
-    ("device", at_call(META), DeviceError, KEEP, "a tensor on cpu, like query", "one on meta. Move it with"),
+    ("device", at_call(META), DeviceError, KEEP, "query's device cpu", "meta. Move it with"),
     ("keys", at_call(masks.keep(keys=ints(2, 5))), ShapeError, "mask keep(keys=...)", "(2, 7)", "(2, 5). Marks"),
     ("lengths, B", at_call(masks.lengths(ints(3))), ShapeError, LENGTHS, "(2,) or (2, 5)", f"(3,). {PER_ITEM}"),
     ("lengths, L", at_call(masks.lengths(ints(2, 7))), ShapeError, LENGTHS, "(2,) or (2, 5)", f"(2, 7). {PER_ITEM}"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from .mask_cases import Frame, Part, draw_mask
+from .mask_cases import Frame, Part, draw_frame, draw_mask
 from .oracle import Problem, Rule
 
 _PRIMES = (5, 7, 11, 13)
@@ -57,17 +57,7 @@ def calls(draw, dtype: torch.dtype, *, fusable: bool = False) -> Call:
     length, count = _lengths(draw, fusable=fusable)
     head_dim = draw(st.sampled_from([1, 3, 8, 17]))
     value_dim = head_dim if fusable else draw(st.sampled_from([head_dim, 2, 19]))
-    positions = _draw_positions(draw, batch, length, count)
-    frame = Frame(
-        batch,
-        kv_heads * group,
-        length,
-        count,
-        _places(positions.get("query_positions"), batch, length),
-        _places(positions.get("key_positions"), batch, count),
-        bool(positions),
-        generator,
-    )
+    frame, positions = draw_frame(draw, batch, kv_heads * group, length, count, generator)
     part = draw_mask(draw, frame, dtype, learnt_bias=not fusable)
     rule: Rule = _always if part is None else part.rule
     hidden = _hidden_keys(part, frame)
@@ -118,28 +108,6 @@ def _options(draw, frame: Frame, dtype: torch.dtype, *, fusable: bool) -> dict[s
         "sinks": sinks,
         "return_lse": draw(st.booleans()),
     }
-
-
-def _draw_positions(draw, batch: int, length: int, count: int) -> dict[str, Tensor]:
-    """Absolute positions for queries, keys, both or (mostly) neither."""
-    inputs = draw(
-        st.sampled_from([()] * 4 + [("query_positions",), ("key_positions",), ("query_positions", "key_positions")])
-    )
-    positions = {}
-    for name in inputs:
-        size = length if name == "query_positions" else count
-        rows = draw(st.sampled_from([None, 1, batch]))
-        places = [draw(st.permutations(range(20)))[:size] for _ in range(rows or 1)]
-        positions[name] = torch.tensor(places, dtype=torch.int64).reshape(rows or 1, size)
-        if rows is None:
-            positions[name] = positions[name][0]
-    return positions
-
-
-def _places(positions: Tensor | None, batch: int, size: int) -> list[list[int]]:
-    if positions is None:
-        return [list(range(size))] * batch
-    return positions.expand(batch, size).tolist()
 
 
 def _hidden_keys(part: Part | None, frame: Frame) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from hypothesis import strategies as st
@@ -33,6 +34,33 @@ class Frame:
         return torch.rand(shape, generator=self.generator)
 
 
+def draw_frame(
+    draw: Draw, batch: int, heads: int, length: int, count: int, generator: torch.Generator
+) -> tuple[Frame, dict[str, Tensor]]:
+    """A frame, and its absolute positions as arguments: for queries, keys, both or (mostly) neither."""
+    inputs = draw(
+        st.sampled_from([()] * 4 + [("query_positions",), ("key_positions",), ("query_positions", "key_positions")])
+    )
+    positions = {}
+    for name in inputs:
+        size = length if name == "query_positions" else count
+        rows = draw(st.sampled_from([None, 1, batch]))
+        places = [draw(st.permutations(range(20)))[:size] for _ in range(rows or 1)]
+        positions[name] = torch.tensor(places, dtype=torch.int64).reshape(rows or 1, size)
+        if rows is None:
+            positions[name] = positions[name][0]
+    query_positions = _places(positions.get("query_positions"), batch, length)
+    key_positions = _places(positions.get("key_positions"), batch, count)
+    frame = Frame(batch, heads, length, count, query_positions, key_positions, bool(positions), generator)
+    return frame, positions
+
+
+def _places(positions: Tensor | None, batch: int, size: int) -> list[list[int]]:
+    if positions is None:
+        return [list(range(size))] * batch
+    return positions.expand(batch, size).tolist()
+
+
 @dataclass(frozen=True)
 class Part:
     mask: masks.Mask | Tensor
@@ -48,27 +76,51 @@ def draw_mask(draw: Draw, frame: Frame, dtype: torch.dtype, *, learnt_bias: bool
     if how == "bool tensor":
         marks = _mark_shapes(draw, frame)
         return Part(marks > 0.3, _marks_rule(marks > 0.3, frame))
-    kinds = draw(st.lists(st.sampled_from([*_PREDICATES, "bias", "not", "or"]), min_size=1, max_size=3))
+    kinds = draw(st.lists(st.sampled_from([*PREDICATES, "bias", "not", "or"]), min_size=1, max_size=3))
     several = kinds.count("bias") > 1
-    parts = [_part(draw, frame, kind, dtype, learnt_bias=learnt_bias, several=several) for kind in kinds]
-    combined = parts[0].mask
-    for part in parts[1:]:
-        combined = combined & part.mask
-    rules = [part.rule for part in parts]
-    biases = tuple(bias for part in parts for bias in part.biases)
-    return Part(combined, lambda b, h, i, j: all(rule(b, h, i, j) for rule in rules), biases)
+    return reduce(_both, [_part(draw, frame, kind, dtype, learnt_bias=learnt_bias, several=several) for kind in kinds])
+
+
+def combined_masks(frame: Frame) -> st.SearchStrategy[Part]:
+    """One mask, or up to four combined with `&`, `|` and `~`; biases, which have no `|` and no `~`, only with `&`."""
+
+    @st.composite
+    def one(draw: Draw) -> Part:
+        kind = draw(st.sampled_from([*PREDICATES, "bias", "everything"]))
+        if kind == "everything":
+            return Part(masks.sliding_window(99, 99), lambda *cell: True)
+        return _part(draw, frame, kind, torch.float32, learnt_bias=False, several=True)
+
+    def more(parts: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
+        return st.one_of(st.builds(_both, parts, parts), st.builds(_either, parts, parts), parts.map(_opposite))
+
+    return st.recursive(one(), more, max_leaves=4)
 
 
 def _part(draw: Draw, frame: Frame, kind: str, dtype: torch.dtype, *, learnt_bias: bool, several: bool) -> Part:
     if kind == "bias":
         return _bias(draw, frame, dtype, learnt=learnt_bias, several=several)
     if kind == "not":
-        inner = _PREDICATES[draw(st.sampled_from(list(_PREDICATES)))](draw, frame)
-        return Part(~inner.mask, lambda b, h, i, j: not inner.rule(b, h, i, j))
+        return _opposite(PREDICATES[draw(st.sampled_from(list(PREDICATES)))](draw, frame))
     if kind == "or":
-        left, right = (_PREDICATES[draw(st.sampled_from(list(_PREDICATES)))](draw, frame) for _ in range(2))
-        return Part(left.mask | right.mask, lambda b, h, i, j: left.rule(b, h, i, j) or right.rule(b, h, i, j))
-    return _PREDICATES[kind](draw, frame)
+        return _either(*(PREDICATES[draw(st.sampled_from(list(PREDICATES)))](draw, frame) for _ in range(2)))
+    return PREDICATES[kind](draw, frame)
+
+
+def _both(left: Part, right: Part) -> Part:
+    return Part(
+        left.mask & right.mask, lambda *cell: left.rule(*cell) and right.rule(*cell), left.biases + right.biases
+    )
+
+
+def _either(left: Part, right: Part) -> Part:
+    if left.biases or right.biases:
+        return _both(left, right)
+    return Part(left.mask | right.mask, lambda *cell: left.rule(*cell) or right.rule(*cell))
+
+
+def _opposite(part: Part) -> Part:
+    return part if part.biases else Part(~part.mask, lambda *cell: not part.rule(*cell))
 
 
 def _causal(draw: Draw, frame: Frame) -> Part:
@@ -215,7 +267,7 @@ def _bias(draw: Draw, frame: Frame, dtype: torch.dtype, *, learnt: bool, several
     return Part(masks.bias(added), _marks_rule(added.detach() > -torch.inf, frame), (added,))
 
 
-_PREDICATES: dict[str, Callable[[Draw, Frame], Part]] = {
+PREDICATES: dict[str, Callable[[Draw, Frame], Part]] = {
     "causal": _causal,
     "window": _window,
     "prefix": _prefix,

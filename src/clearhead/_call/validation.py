@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._checks import FLOATS, is_probability, number, same_device, strided
 from ..errors import DTypeError, ShapeError, shape_text
-from ..masks._check import as_positions
+from ..masks._check import as_positions, require_fit
 from .spec import AttentionSpec
 
 #: As a logit its weight is 0 beside any score: a finite stand-in for −∞.
@@ -97,19 +97,9 @@ def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int |
         ShapeError, DTypeError, DeviceError: unless they fit a (B, H, n, D) tensor.
     """
     result = as_positions(name, positions, per_head=heads is not None)
-    if not isinstance(result, Tensor):
-        return result
-    same_device(name, result, tensor.device, "query's device")
-    batch, length = tensor.shape[0], tensor.shape[2]
-    fits = (result.shape[0] == 1 or result.shape[0] == batch) and result.shape[-1] == length
-    if not fits or (result.dim() == 3 and result.shape[1] != heads):
-        per_head = "" if heads is None else f" or ({batch}, {heads}, {length})"
-        raise ShapeError(
-            name,
-            expected=f"shape ({length},) or ({batch}, {length}){per_head}",
-            got=shape_text(cast(Tensor, positions).shape),
-            fix="Give every query, or every key, its absolute position.",
-        )
+    if isinstance(result, Tensor):
+        same_device(name, result, tensor.device, "query's device")
+        require_fit(name, cast(Tensor, positions), tensor.shape[0], tensor.shape[2], heads)
     return result
 
 

@@ -15,7 +15,7 @@ from .._checks import INTEGERS, integer, require_factory, shown, size, strided, 
 from .._environment import forced_kernels, is_tracing, reads_values, state
 from ..errors import ArgumentError, CacheError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
-from ..masks._check import as_positions
+from ..masks._check import as_positions, require_fit
 
 
 def unchanged_if_refused(
@@ -156,9 +156,7 @@ class Buffered(Cache):
             return torch.arange(first, first + count, device=device).expand(batch, count)
         if checked.is_meta and device.type != "meta":
             with_values("positions", checked)
-        if checked.shape[0] not in (1, batch) or checked.shape[1] != count:
-            expected = f"shape ({count},) or ({batch}, {count})"
-            raise ShapeError("positions", expected=expected, got=shape_text(tuple(checked.shape)))
+        require_fit("positions", checked, batch, count)
         return checked.to(device).expand(batch, count)
 
     def _reorder(self, indices: Tensor, used: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import INTEGERS, existing_device, integer, strided
+from .._checks import INTEGERS, existing_device, integer, same_device, strided
 from ..errors import ArgumentError, ClearheadError, DeviceError, ShapeError, shape_text
 from ._base import Mask
 from ._coverage import coverage
@@ -77,8 +77,10 @@ def grid_for(
     heads = 1 if sizes.num_heads is None else sizes.num_heads
     device = _device_of(mask) if device is None else existing_device(device)
     grid = Grid(batch, heads, length, keys, device, query_positions, key_positions)
-    _require_positions("query_positions", query_positions, grid, length)
-    _require_positions("key_positions", key_positions, grid, keys)
+    for name, positions, count in (("query", query_positions, length), ("key", key_positions, keys)):
+        if isinstance(positions, Tensor):
+            same_device(f"{name}_positions", positions, device, "the mask's device")
+            require_fit(f"{name}_positions", positions, batch, count, heads)
     return grid
 
 
@@ -110,19 +112,15 @@ def _sizes_of(length: str, positions: Tensor | int | None) -> Sizes:
     return Sizes.of(positions.shape[0])._replace(**{length: positions.shape[-1]})
 
 
-def _require_positions(name: str, positions: Tensor | int | None, grid: Grid, length: int) -> None:
-    if not isinstance(positions, Tensor):
-        return
-    if positions.device != grid.device:
-        expected = f"positions on {grid.device}, like the mask"
-        raise DeviceError(name, expected=expected, got=str(positions.device))
-    got, heads = shape_text(positions.shape), positions.shape[1:-1]
-    if positions.shape[0] not in (1, grid.batch_size) or heads not in ((), (grid.num_heads,)):
-        expected = f"positions for B = {grid.batch_size} batch items and H = {grid.num_heads} heads"
-        raise ShapeError(name, expected=expected, got=got)
-    if positions.shape[-1] != length:
-        fix = f"Give one for each of {name.replace('positions', 'length')}."
-        raise ShapeError(name, expected=f"{length} positions", got=got, fix=fix)
+def require_fit(name: str, positions: Tensor, batch: int, length: int, heads: int | None = None) -> None:
+    """Raise unless positions have the shape (n,), (1 or B, n) or (B, H, n) of a call."""
+    shape = positions.shape
+    fits = shape[-1] == length and (len(shape) == 1 or shape[0] == 1 or shape[0] == batch)
+    if not fits or (len(shape) == 3 and shape[1] != heads):
+        per_head = "" if heads is None else f" or ({batch}, {heads}, {length})"
+        expected = f"shape ({length},) or ({batch}, {length}){per_head}"
+        fix = "Give every query, or every key, its absolute position."
+        raise ShapeError(name, expected=expected, got=shape_text(shape), fix=fix)
 
 
 def _device_of(mask: Mask) -> torch.device:

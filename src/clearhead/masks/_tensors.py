@@ -9,9 +9,9 @@ from typing import final, overload
 import torch
 from torch import Tensor
 
-from .._checks import FLOATS, INTEGERS, strided, with_values
+from .._checks import FLOATS, INTEGERS, same_device, strided, with_values
 from .._environment import reads_values
-from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
+from ..errors import DTypeError, MaskTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import ALL, Block, Grid, Sizes
 from ._of_tensor import OfTensor, broadcasts
@@ -123,7 +123,7 @@ class _OfScores(OfTensor):
         return tensor.unflatten(0, (grid.batch_size, grid.num_heads))  # (B, H, 1 or L, 1 or S)
 
     def validate(self, grid: Grid) -> None:
-        _require_device(self._name, self._tensor, grid)
+        same_device(f"mask {self._name}(...)", self._tensor, grid.device, "query's device")
         b, h, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
         sizes = tuple(self._tensor.shape)
         fits = broadcasts(sizes[-2], length) and broadcasts(sizes[-1], keys)
@@ -177,7 +177,7 @@ class KeepKeys(OfTensor):
         return Structure(keys=self._tensor, keyed=self._keyed)
 
     def validate(self, grid: Grid) -> None:
-        _require_device(self._name, self._tensor, grid)
+        same_device(f"mask {self._name}(...)", self._tensor, grid.device, "query's device")
         batch, length = self._tensor.shape
         if not broadcasts(batch, grid.batch_size) or length != grid.key_length:
             expected = f"(B, S) = ({grid.batch_size}, {grid.key_length})"
@@ -265,12 +265,6 @@ def _marks(name: str, tensor: Tensor | None) -> Tensor:
             fix = "An additive mask (0 and −inf) goes into masks.bias(t)."
         raise DTypeError(name, expected="bool, or numbers that are all 0 or 1", got=got, fix=fix)
     return marks
-
-
-def _require_device(name: str, tensor: Tensor, grid: Grid) -> None:
-    if tensor.device != grid.device:
-        expected, got = f"a tensor on {grid.device}, like query", f"one on {tensor.device}"
-        raise DeviceError(f"mask {name}(...)", expected=expected, got=got, fix="Move it with .to(query.device).")
 
 
 def _require_mask_shape(name: str, tensor: Tensor) -> None:

@@ -9,8 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from .._checks import flag, integer, require_factory
-from ..errors import ArgumentError, DeviceError
+from .._checks import flag, integer, require_factory, same_device
+from ..errors import ArgumentError
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid, Sizes
 from ._checks import require_heads
@@ -53,10 +53,7 @@ class _Bucketed(Mask):
     def validate(self, grid: Grid) -> None:
         """Raise unless the call has this number of heads and is on the device of the table."""
         require_heads("RelativeBias", self.weight.shape[1], grid)
-        if self.weight.device != grid.device:
-            expected, got = f"weights on {grid.device}, like query", f"weights on {self.weight.device}"
-            fix = f"Move it with .to({str(grid.device)!r})."
-            raise DeviceError("mask RelativeBias(...)", expected=expected, got=got, fix=fix)
+        same_device("mask RelativeBias(...)", self.weight, grid.device, "query's device")
 
     def sizes(self) -> Sizes:
         """The number of heads."""
