@@ -148,7 +148,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, environmen
         rows = 0 if input.dim() == 0 else input.numel() // max(input.shape[-1], 1)
         if rows < _FEWEST_ROWS or rows * weight.numel() < _FEWEST_MULTIPLICATIONS:
             return F.linear(input, weight, bias)
-    against = _against(input, weight, bias, environment or read_environment())
+    environment = environment or read_environment()
+    against = _against(input, weight, bias, environment)
     if forced and not has_onednn_linear():
         against = _NO_ONEDNN
     if forced and against:
@@ -157,7 +158,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, environmen
         )
     if against:
         return F.linear(input, weight, bias)
-    product = _gemm(input.reshape(-1, input.shape[-1]), weight, bias)  # (rows, out_features)
+    product = _gemm(input.reshape(-1, input.shape[-1]), weight, bias, environment)  # (rows, out_features)
     return product.view(*input.shape[:-1], weight.shape[0])
 
 
@@ -243,10 +244,10 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None, environment: En
     return None
 
 
-def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment) -> Tensor:
     """X Wᵀ + b of (rows, in_features) on oneDNN, recorded for gradients only where they are wanted."""
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if wanted and torch.is_grad_enabled():
+    if wanted and environment.gradients:
         return cast(Tensor, _Gemm.apply(x, weight, bias))
     return onednn_linear(x, weight, bias)
 
@@ -275,4 +276,5 @@ class _Gemm(torch.autograd.Function):
 
 
 def _again(x: Tensor, weight: Tensor, environment: Environment) -> Tensor:
-    return F.linear(x, weight) if _against(x, weight, None, environment) else _gemm(x, weight, None)
+    against = _against(x, weight, None, environment)
+    return F.linear(x, weight) if against else _gemm(x, weight, None, environment)
