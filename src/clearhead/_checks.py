@@ -46,6 +46,11 @@ def shown(value: object) -> str:
     return written if len(written) <= _LONGEST else kind(value)
 
 
+def settings_text(**settings: object) -> str:
+    """The settings of a module for its `repr`, without those that are ``None``, ``False`` or 0."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items() if value)
+
+
 def flag(name: str, value: object) -> bool:
     """``True`` or ``False``, where ``None``, 0 and 1 count as well.
 

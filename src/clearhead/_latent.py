@@ -12,7 +12,7 @@ from ._call.caching import Cache, Positions
 from ._call.forwards import AttentionForward
 from ._call.naming import add_module
 from ._call.request import Request, weights_wanted
-from ._checks import flag, is_finite, is_probability, number, require_factory, size
+from ._checks import flag, is_finite, is_probability, number, require_factory, settings_text, size
 from ._environment import Environment, cast_for_autocast, read_environment
 from ._latent_forms import LatentSizes, latent_form
 from ._layer.layer import Layer
@@ -282,9 +282,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes, and the settings that are not the defaults."""
-        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kv_lora_rank={self.kv_lora_rank}"
-        low = "" if self.q_lora_rank is None else f", q_lora_rank={self.q_lora_rank}"
-        nope, rope = f"qk_nope_head_dim={self.qk_nope_head_dim}", f"qk_rope_head_dim={self.qk_rope_head_dim}"
-        mask = f", mask={self.mask.describe()}" if self.mask is not None else ""
-        dropout = f", dropout={self.dropout}" if self.dropout else ""
-        return f"{sizes}{low}, {nope}, {rope}, v_head_dim={self.v_head_dim}, scale={self.scale:g}{mask}{dropout}"
+        ranks, dims = ("kv_lora_rank", "q_lora_rank"), ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        sizes = {name: getattr(self, name) for name in ("embed_dim", "num_heads", *ranks, *dims)}
+        mask = None if self.mask is None else self.mask.describe()
+        return settings_text(**sizes, scale=f"{self.scale:g}", mask=mask, dropout=self.dropout)

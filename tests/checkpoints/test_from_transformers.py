@@ -132,7 +132,7 @@ KNOWN = "llama, mistral, qwen3, gemma2, gpt_oss, gpt_neox, bloom, t5, deepseek_v
         ),
         ({"layer": 2}, ArgumentError, "layer: expected 0 … 1, the layers of the model, got 2"),
         ({"layer": -1}, ArgumentError, "layer: expected 0 … 1, the layers of the model, got -1"),
-        ({"layer": "1"}, DTypeError, "layer: expected 0 … 1, the layers of the model, got str"),
+        ({"layer": "1"}, DTypeError, "layer: expected 0 … 1, the layers of the model, got '1'"),
         ({"part": "cross"}, ArgumentError, "part: expected 'self' in llama, got 'cross'"),
         ({"config": transformers.T5Config()}, ArgumentError, "expected 'encoder' or 'decoder' or 'cross' in t5, got"),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clearhead.checkpoints import NAMINGS, Finding, identify, load
+from clearhead.checkpoints import Finding, identify, load
 from clearhead.errors import CheckpointError, ClearheadError
 
 E, H = 35, 5
@@ -25,12 +25,6 @@ def error_of(state: Any, **options: Any) -> str:
         identify(state, **options)
     assert str(raised.value).startswith("source: expected")
     return str(raised.value)
-
-
-def test_names_of_namings_are_unique_but_for_pytorchs_two_layouts() -> None:
-    names = [naming.name for naming in NAMINGS]
-    assert {name: names.count(name) for name in names if names.count(name) > 1} == {"torch": 2}
-    assert len({(*naming.keys, naming.transposed) for naming in NAMINGS}) == len(NAMINGS)
 
 
 def test_a_finding_can_be_read() -> None:

@@ -77,13 +77,6 @@ def test_what_is_saved_is_a_copy_without_gradients() -> None:
     assert ours.q_proj.weight.abs().sum() > 0
 
 
-@pytest.mark.parametrize("prefix", ["layers.0.attn", "layers.0.attn."])
-def test_a_prefix(prefix: str) -> None:
-    saved = save(clearhead.MultiHeadAttention(E, H), "d2l", prefix=prefix)
-    assert next(iter(saved)) == "layers.0.attn.W_q.weight"
-    assert identify(saved).prefix == "layers.0.attn."
-
-
 def test_our_own_module_can_be_the_source() -> None:
     ours = clearhead.MultiHeadAttention(E, H, scale=0.5, dropout=0.1).eval()
     again = load(ours)

@@ -12,10 +12,11 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.caches import CrossKVCache
-from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
+from clearhead.distributed import context_parallel, shard_sequence
 
 from .building import EMBED, MASKS, attention, collectives, decoder, encoder, layouts, mask, refuses, sequences
-from .processes import in_processes, line, square
+from .comparing import halve_heads, sequence_mesh
+from .processes import in_processes, line
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float = 1e-12, what: str = "") -> None:
@@ -76,45 +77,35 @@ def test_decoding_in_other_ways() -> None:
     _close(torch.cat(steps, 1), stack(x, mask=masks.causal()))
 
 
-@torch.no_grad()
-def _decoded_with_memory(layout: Any, lengths: tuple[int, ...], heads_split: bool = False) -> None:
-    """Greedy decoding: every process is given all new tokens, and its part of the memory in the first call."""
-    mesh, prepared = line(), decoder()
-    if heads_split:
-        mesh, prepared = square()["cp"], tensor_parallel(prepared, square()["tp"])
-    whole, split = decoder().eval(), context_parallel(prepared.eval(), mesh, layout=layout)
-    table = torch.randn(11, EMBED, dtype=torch.float64)
-    caches = [module.make_cache(2, 8) for module in (whole, split)]
-    for keys, name in zip(lengths, ("lengths", "keys", "bias", "function of heads"), strict=False):
-        memories: list[Any] = sequences(keys)
-        memories.append(shard_sequence(memories[0], mesh, layout=layout))
-        found: list[Any] = [table[torch.tensor([[3, 4, 5], [6, 7, 8]])]] * 2
-        for number in range(4):
-            options = {"mask": masks.causal(), "memory_mask": mask(name, 2, found[0].shape[1], keys)}
-            found = [
-                module(tokens, None if number else memory, cache=cache, **options)
-                for module, tokens, memory, cache in zip((whole, split), found, memories, caches, strict=True)
-            ]
-            _close(found[1], found[0])
-            found = [table[(output[:, -1:] @ table.T).argmax(-1)] for output in found]
-            for own in (layer for cache in caches for layer in cache):
-                if number == 1:
-                    own.reorder(torch.tensor([1, 0]))
-                if number == 2:
-                    own.crop(own.length - 1)
-        assert {own.cross_attention.length for own in caches[1]} == {memories[1].shape[1]}
-        for own in (layer for cache in caches for layer in cache):
-            own.reset()
-
-
 @in_processes(2, 4)
 @layouts
+@torch.no_grad()
 def test_decoding_with_a_memory(layout: Any) -> None:
-    if dist.get_world_size() == 2:
-        _decoded_with_memory(layout, (7, 1, 5, 8))
-    else:
-        _decoded_with_memory(layout, (3, 9))
-        _decoded_with_memory(layout, (3, 9), True)
+    """Greedy decoding: every process is given all new tokens, and its part of the memory in the first call."""
+    mesh = sequence_mesh()
+    whole, split = decoder().eval(), context_parallel(halve_heads(decoder()).eval(), mesh, layout=layout)
+    table = torch.randn(11, EMBED, dtype=torch.float64)
+    caches = [module.make_cache(2, 8) for module in (whole, split)]
+    for keys, name in ((7, "lengths"), (1, "keys"), (5, "bias"), (8, "function of heads")):
+        memories: list[Any] = sequences(keys)
+        memories.append(shard_sequence(memories[0], mesh, layout=layout))
+        tokens: list[Any] = [table[torch.tensor([[3, 4, 5], [6, 7, 8]])]] * 2
+        for number in range(4):
+            options = {"mask": masks.causal(), "memory_mask": mask(name, 2, tokens[0].shape[1], keys)}
+            outputs = [
+                module(new, None if number else memory, cache=cache, **options)
+                for module, new, memory, cache in zip((whole, split), tokens, memories, caches, strict=True)
+            ]
+            _close(outputs[1], outputs[0])
+            tokens = [table[(output[:, -1:] @ table.T).argmax(-1)] for output in outputs]
+            for layer_cache in (layer for cache in caches for layer in cache):
+                if number == 1:
+                    layer_cache.reorder(torch.tensor([1, 0]))
+                if number == 2:
+                    layer_cache.crop(layer_cache.length - 1)
+        assert {layer_cache.cross_attention.length for layer_cache in caches[1]} == {memories[1].shape[1]}
+        for layer_cache in (layer for cache in caches for layer in cache):
+            layer_cache.reset()
 
 
 @in_processes(2)

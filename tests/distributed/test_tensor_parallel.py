@@ -127,41 +127,34 @@ def test_lora_layers_are_split_as_what_they_adapt() -> None:
         require_close(split(part, mask=causal), expected, 1e-12, "put on afterwards")
 
 
-@in_processes(2)
-def test_one_all_reduce_forward_and_one_backward() -> None:
-    """Of an attention, and two of a layer with each kind of feed-forward part."""
-    for make, count in (
-        (partial(attention, 4, position="rotary", sinks=True, mask="relative"), 1),
-        (partial(attention, 4, position="rotary", dtype=torch.float32), 1),
-        (partial(encoder, 1, kv_heads=4), 2),
-        (partial(encoder, 1, kv_heads=4, gated=True), 2),
-    ):
-        module: Any = tensor_parallel(make(), line())
-        for x in sequences(9, 0, dtype=next(module.parameters()).dtype):
-            module(x)  # the first call compares the inputs
-            assert passes(module, x, mask=masks.causal()) == [{"all_reduce": count}] * 2
-
-
-#: What costs more than one all-reduce backward: parts of the module, inputs, and how many there are. One more for each
-#: parameter that every process holds, and for each memory.
-MORE: dict[str, tuple[dict[str, Any], int, int]] = {
-    "a key/value head for two processes": ({"kv_heads": 1}, 1, 1 + 4),  # weights and biases of keys and values
-    "shared norms": ({"kv_heads": 4, "q_norm": "norm", "k_norm": "norm"}, 1, 1 + 2),
-    "norms of each head": ({"kv_heads": 4, "q_norm": "per head", "k_norm": "per head"}, 1, 1),
-    "all shared": ({"kv_heads": 1, "q_norm": "layer norm", "k_norm": "norm"}, 1, 1 + 4 + 3),
-    "cross-attention": ({"kv_heads": 4}, 2, 1 + 1),
-    "cross-attention with values": ({"kv_heads": 4}, 3, 1 + 2),
-    "cross-attention and a shared head": ({"kv_heads": 1}, 2, 1 + 4 + 1),
+#: A module, the number of its inputs, and its all-reduces forward and backward: one of an attention, two of a layer.
+#: Backward each parameter that every process holds has one more, and each memory.
+ALL_REDUCES: dict[str, tuple[Callable[[], Any], int, int, int]] = {
+    "attention": (partial(attention, 4, position="rotary", sinks=True, mask="relative"), 1, 1, 1),
+    "float32": (partial(attention, 4, position="rotary", dtype=torch.float32), 1, 1, 1),
+    "layer": (partial(encoder, 1, kv_heads=4), 1, 2, 2),
+    "gated layer": (partial(encoder, 1, kv_heads=4, gated=True), 1, 2, 2),
+    "a key/value head for two processes": (partial(attention, 1), 1, 1, 1 + 4),  # weights and biases of keys and values
+    "shared norms": (partial(attention, 4, q_norm="norm", k_norm="norm"), 1, 1, 1 + 2),
+    "norms of each head": (partial(attention, 4, q_norm="per head", k_norm="per head"), 1, 1, 1),
+    "all shared": (partial(attention, 1, q_norm="layer norm", k_norm="norm"), 1, 1, 1 + 4 + 3),
+    "cross-attention": (partial(attention, 4), 2, 1, 1 + 1),
+    "cross-attention with values": (partial(attention, 4), 3, 1, 1 + 2),
+    "cross-attention and a shared head": (partial(attention, 1), 2, 1, 1 + 4 + 1),
 }
 
 
 @in_processes(2)
-def test_what_every_process_holds_costs_all_reduces_backward_alone() -> None:
-    for name, (parts, count, more) in MORE.items():
-        module, inputs = tensor_parallel(attention(**parts), line()), sequences(*[9] * count)
-        first = collectives(partial(module, *inputs))
-        assert first == {"all_reduce": 1, "allgather_base": 1}, name  # the comparison of the inputs
-        assert passes(module, *inputs) == [{"all_reduce": 1}, {"all_reduce": more}], name
+def test_all_reduces() -> None:
+    """Of sequences of any length, also of none."""
+    for name, (make, count, forward, backward) in ALL_REDUCES.items():
+        module: Any = tensor_parallel(make(), line())
+        for length in (9, 0):
+            inputs = sequences(*[length] * count, dtype=next(module.parameters()).dtype)
+            first = collectives(partial(module, *inputs))
+            assert first == {"all_reduce": forward, "allgather_base": 1}, name  # the comparison of the inputs
+            counts = passes(module, *inputs, mask=masks.causal())
+            assert counts == [{"all_reduce": forward}, {"all_reduce": backward}], name
 
 
 @in_processes(2)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -104,28 +104,24 @@ def test_training_in_parts_is_training_on_one_process(layout: Any, method: Any, 
 
 
 @in_processes(4)
-def test_a_mesh_splits_the_batch_and_the_sequence() -> None:
-    """Rows of processes have other batch items; the processes of a row share their sequences."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    split = _sharded(context_parallel(encoder(), mesh["cp"]), mesh["dp", "cp"])
-    items = mesh["dp"].get_local_rank()
-    _compare_step(encoder(), split, lambda x: shard_sequence(x.tensor_split(2)[items], mesh["cp"]), 4)
+@pytest.mark.parametrize(("heads", "sequence"), [(True, False), (True, True), (False, True)])
+def test_with_fully_shard_on_one_mesh(heads: bool, sequence: bool) -> None:
+    """Each dimension of the mesh splits heads, the sequence or the batch."""
+    mesh, whole = square(), encoder(kv_heads=1)
+    split: Any = tensor_parallel(copy.deepcopy(whole), mesh["tp"]) if heads else copy.deepcopy(whole)
+    split = context_parallel(split, mesh["cp"]) if sequence else split
+    split = _sharded(split, mesh["cp"] if heads else mesh)
 
+    def cut(x: Tensor) -> Tensor:
+        if not (heads and sequence):
+            x = x.tensor_split(2)[mesh["cp" if heads else "tp"].get_local_rank()]
+        return shard_sequence(x, mesh["cp"]) if sequence else x
 
-@in_processes(4)
-@pytest.mark.parametrize("kv_heads", [pytest.param(8, marks=pytest.mark.slow), 1])
-def test_with_fully_shard_on_one_mesh(kv_heads: int) -> None:
-    """Heads over one dimension; over the other parameters and the batch, or parameters and the sequence."""
-    mesh = square()
-    for dim in (0, 1):
-        whole = encoder(kv_heads=kv_heads)
-        split: Any = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
-        split = _sharded(context_parallel(split, mesh["cp"]) if dim else split, mesh["cp"])
-        _compare_step(whole, split, partial(shard_sequence, mesh=mesh["cp"], dim=dim), 2)
-        state = get_model_state_dict(split, options=StateDictOptions(full_state_dict=True))
-        if dist.get_rank() == 0:
-            for name, number in whole.state_dict().items():
-                assert torch.equal(state[name], number)
+    _compare_step(whole, split, cut, 2 if heads else 4)
+    state = get_model_state_dict(split, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        for name, number in whole.state_dict().items():
+            assert torch.equal(state[name], number)
 
 
 @in_processes(4)

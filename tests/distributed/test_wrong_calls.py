@@ -83,7 +83,10 @@ DIFFERENCES: Makes = {
     "weights": lambda x, rng: _changed(x, need_weights=True),
     "no batch": lambda x, rng: _changed(x[0]),
 }
-OF_ATTENTION_ALONE: Makes = {"another key": lambda x, rng: _changed(x, key=x.clone())}
+OF_ATTENTION_ALONE: Makes = {
+    "another key": lambda x, rng: _changed(x, key=x.clone()),
+    "a gradient of the query": lambda x, rng: _changed(x.clone().requires_grad_()),
+}
 
 #: What surrounds a call of one process alone.
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -92,8 +95,22 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }
 
+#: What the errors of an attention name.
+NAMED = {
+    **dict.fromkeys(("batch", "no batch"), "batch size: expected the same in every process, got ["),
+    **dict.fromkeys(("no gradients", "a gradient of the query"), "gradients: expected the same in every process"),
+    "length": "as shard_sequence cuts them",
+    "cache": "cache: expected a cache of the split module",
+    "another mask": "mask: expected the same in every process",
+    "other positions": "positions: expected the same in every process",
+    "weights": "need_weights: expected the same in every process",
+    "another key": "key is query: expected the same in every process",
+    "another kernel": "kernel: expected the same in every process",
+    "autocast": "autocast: expected the same in every process",
+}
 
-def _refused(what: str, call: Callable[[], Any], also: tuple[type[Exception], ...] = ()) -> None:
+
+def _refused(what: str, call: Callable[[], Any], also: tuple[type[Exception], ...], named: str) -> None:
     try:
         call()
     except (ClearheadError, *also) as error:
@@ -104,6 +121,7 @@ def _refused(what: str, call: Callable[[], Any], also: tuple[type[Exception], ..
         raise AssertionError(f"{what} was not refused")
     # So ends a time-out, and so are refused processes that are not in the same call.
     assert "another call" not in said, f"{what}: {said}"
+    assert named in said, f"{what}: {said}"
 
 
 def _split(mesh: DeviceMesh) -> dict[str, Any]:
@@ -150,8 +168,9 @@ def _all_refused(seed: int, count: int) -> set[str]:
             del good["query"], given["query"]
         # The parts of a layer are PyTorch's too; only the process that is wrong shows their errors.
         also = (RuntimeError, TypeError) if wrong and kind not in ("attention", "ring") else ()
+        named = NAMED.get(name, "") if kind in ("attention", "ring") else ""
         with SURROUNDINGS[name]() if name in SURROUNDINGS and wrong else nullcontext():
-            _refused(f"{number} {name} of {kind}", lambda module=module, given=given: module(**given), also)
+            _refused(f"{number} {name} of {kind}", lambda module=module, given=given: module(**given), also, named)
         seen.add(name)
         if number % 25 == 0:  # and the next good call goes on
             assert module(**good).shape == x.shape

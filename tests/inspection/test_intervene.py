@@ -20,8 +20,8 @@ from clearhead import masks
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from tests.integrations.architectures import token_ids
 
+from .conftest import nothing_left
 from .small_models import small
-from .stacks import nothing_left
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 12, 3
 HEAD_DIM = WIDTH // HEADS

@@ -19,8 +19,8 @@ from clearhead import masks
 from clearhead.errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, ShapeError
 from tests.integrations.architectures import padding, token_ids
 
+from .conftest import HEADS, NAMES, WIDTH, Stack, hooks, nothing_left, recorded
 from .small_models import small
-from .stacks import HEADS, NAMES, WIDTH, Stack, hooks, nothing_left, recorded
 
 
 class Scalars:
@@ -198,18 +198,11 @@ def test_padding_of_two_batches_is_not_mixed_up(llama: tuple[Any, dict[str, Any]
 
 
 def test_a_module_without_visible_keys_has_no_scalars(scalars: Scalars) -> None:
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.open, self.shut = (clearhead.MultiHeadAttention(WIDTH, HEADS) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.open(x) + self.shut(x, mask=masks.keep(torch.zeros(x.shape[1], x.shape[1]).bool()))
-
-    model = Hidden()
+    hidden = masks.keep(torch.zeros(5, 5).bool())
+    model = nn.Sequential(*(clearhead.MultiHeadAttention(WIDTH, HEADS, mask=mask) for mask in (None, hidden)))
     with clearhead.monitor(model, statistics=("max_logit",), to=scalars):
         model(torch.randn(2, 5, WIDTH))
-    assert {name.split("/")[1] for name in scalars.steps[0]} == {"open"}
+    assert {name.split("/")[1] for name in scalars.steps[0]} == {"0"}
 
 
 def test_the_result_of_torch_compile(model: Stack, x: Tensor, scalars: Scalars) -> None:

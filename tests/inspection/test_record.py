@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import clearhead
 from clearhead.errors import ArgumentError, RecordError, ShapeError
 
-from .stacks import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, recorded, require_same_training
+from .conftest import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, recorded, require_same_training
 
 MASK = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
 

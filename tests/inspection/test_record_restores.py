@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import clearhead
 from tests.support.threads import in_threads
 
-from .stacks import HEADS, LENGTH, NAMES, WIDTH, Stack, hooks, nothing_left
+from .conftest import HEADS, LENGTH, NAMES, WIDTH, Stack, hooks, nothing_left
 
 
 @pytest.mark.parametrize("where", ["in the block", "in the model", "in a hook"])

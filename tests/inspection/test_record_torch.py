@@ -14,7 +14,7 @@ import clearhead
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 from tests.support.torch_oracle import explicit_bias
 
-from .stacks import require_same_training
+from .conftest import require_same_training
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 7, 11, 12, 3
 EVEN_HEADS = 4  # PyTorch's inference fast path wants an even number
@@ -284,12 +284,6 @@ def test_the_fast_path_is_off_inside_and_back_after(fails: bool, fast_calls: lis
         assert len(fast_calls) == 2, "off inside"
         model(x)
     assert len(fast_calls) == 4, "back after"
-
-
-@kinds
-def test_training_inside_has_the_gradients_of_training_outside(upgraded: bool) -> None:
-    model, x = encoder(upgraded, dropout=0.3).train(), tokens(LENGTH)
-    require_same_training(model, lambda: model(x).square().mean())
 
 
 def test_training_under_autocast_keeps_its_gradients() -> None:

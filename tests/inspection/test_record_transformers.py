@@ -19,8 +19,8 @@ from tests.integrations.architectures import padding, token_ids
 from tests.support.models import minilm
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
+from .conftest import require_same_training
 from .small_models import small, small_bart
-from .stacks import require_same_training
 
 OPTIONS: dict[str, Any] = {"statistics": EVERY, "top_k": 8, "map_size": 5, "sink_keys": 2, "offsets": (-1, 0, 2)}
 SENTENCES = [

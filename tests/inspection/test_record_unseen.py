@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention, softmax
 import clearhead
 from clearhead.errors import ArgumentError, RecordError, UnseenAttentionWarning
 
-from .stacks import Stack, recorded
+from .conftest import Stack, recorded
 
 HEADS, LENGTH, HEAD_DIM = 3, 7, 5
 

@@ -75,9 +75,6 @@ def test_heavy_hitters_are_the_keys_with_the_most_weight_in_the_prompt_and_the_l
         assert torch.equal(layer.cache.positions.sort(-1).values, expected)
 
 
-# With `generate` ------------------------------------------------------------------------------------------------------
-
-
 SAMPLED = {"do_sample": True, "temperature": 1.3}
 BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 

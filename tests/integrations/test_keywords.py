@@ -68,26 +68,24 @@ def test_position_bias_adds_to_a_mask() -> None:
     check(expected, layer(), *inputs, keep, position_bias=position_bias)
 
 
-@pytest.mark.parametrize(("length", "keys"), [(5, 5), (3, 7), (1, 7)])
-def test_is_causal_in_the_call_is_bottom_right(length: int, keys: int) -> None:
-    inputs = tensors(length, keys)
-    visible = torch.ones(length, keys, dtype=torch.bool).tril(keys - length)
-    check(formula(*inputs, bias=hidden(visible)), layer(), *inputs, None, is_causal=True)
-
-
-@pytest.mark.parametrize("options", [{}, {"is_causal": None}, {"is_causal": False}])
-def test_no_mask_hides_nothing_whatever_the_module_says(options: dict[str, Any]) -> None:
-    inputs = tensors(5, 5)
-    check(formula(*inputs), layer(is_causal=True), *inputs, None, **options)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("length", "keys"), [(7, 7), (3, 7)])
-def test_sliding_window_without_a_mask(causal: bool, length: int, keys: int) -> None:
-    inputs = tensors(length, keys)
-    distance = torch.arange(keys) - (torch.arange(length)[:, None] + keys - length)
-    visible = (distance > -3) & (distance <= 0 if causal else distance < 3)
-    check(formula(*inputs, bias=hidden(visible)), layer(), *inputs, None, sliding_window=3, is_causal=causal)
+@pytest.mark.parametrize(
+    ("options", "first", "last"),
+    [
+        *((options, -S, S) for options in ({}, {"is_causal": None}, {"is_causal": False})),
+        ({"is_causal": True}, -S, 0),
+        *(({"sliding_window": 3, "is_causal": causal}, -2, 0 if causal else 2) for causal in (True, False)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [S, 3, 1])
+def test_without_a_mask_the_call_hides_keys_by_distance_and_the_module_none(
+    length: int, options: dict[str, Any], first: int, last: int
+) -> None:
+    """The last query is at the last key."""
+    inputs = tensors(length)
+    distance = torch.arange(S) - (torch.arange(length)[:, None] + S - length)
+    visible = (first <= distance) & (distance <= last)
+    check(formula(*inputs, bias=hidden(visible)), layer(is_causal=True), *inputs, None, **options)
 
 
 def test_packed_rows_by_their_boundaries() -> None:

@@ -21,9 +21,6 @@ from tests.integrations.architectures import VOCABULARY
 from tests.integrations.conftest import Rows
 from tests.integrations.encoders import BATCH, ENCODERS, LENGTH, build, inputs_of, masks_of, pair, require_near, state
 
-# --- Calls that run padded ---
-
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     # One scale for the activations of a whole batch.
@@ -146,33 +143,24 @@ def test_an_error_inside_leaves_nothing_behind(rows: Rows) -> None:
     assert rows.unpadded
 
 
-# --- Models that are refused ---
+KNOWN = rf"unpad: .* padding out \({', '.join(ENCODERS)}\) .*"
 
 
 @pytest.mark.parametrize(
-    ("model", "text"),
+    ("make", "options", "text"),
     [
-        (lambda: build("BertModel", "LMHeadModel", is_decoder=True), "got BertModel as a decoder"),
-        (lambda: build("DebertaV2Model", "ForMaskedLM"), "got DebertaV2Model, which is not one of them"),
-        (lambda: nn.Linear(2, 2), "got Linear, which holds no model of transformers"),
+        (lambda: build("BertModel", "LMHeadModel", is_decoder=True), {}, f"{KNOWN}got BertModel as a decoder"),
+        (lambda: build("DebertaV2Model", "ForMaskedLM"), {}, f"{KNOWN}got DebertaV2Model, which is not one of them"),
+        (lambda: nn.Linear(2, 2), {}, f"{KNOWN}got Linear, which holds no model of transformers"),
+        (lambda: build("BertModel"), {"attention": False}, "Clearhead's attention in the model, .*attention=False"),
     ],
 )
-def test_other_architectures_are_refused_by_name(model: Callable[[], nn.Module], text: str) -> None:
-    given = model()
-    before = state(given)
-    with pytest.raises(ArgumentError, match=rf"unpad: .* padding out \({', '.join(ENCODERS)}\) .*{text}"):
-        clearhead.upgrade(given, unpad=True)
-    assert state(given) == before
-
-
-def test_without_clearheads_attention_it_is_refused() -> None:
-    model = build("BertModel")
+def test_other_models_are_refused_by_name(make: Callable[[], nn.Module], options: dict[str, bool], text: str) -> None:
+    model = make()
     before = state(model)
-    with pytest.raises(ArgumentError, match=r"unpad: expected Clearhead's attention in the model, .*attention=False"):
-        clearhead.upgrade(model, attention=False, unpad=True)
+    with pytest.raises(ArgumentError, match=text):
+        clearhead.upgrade(model, unpad=True, **options)
     assert state(model) == before
-    clearhead.upgrade(model)
-    assert clearhead.upgrade(model, attention=False, unpad=True).unpadded == ("",)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +168,6 @@ def test_without_clearheads_attention_it_is_refused() -> None:
     [
         ("BertModel", "ForQuestionAnswering", {}, "the loss of BertForQuestionAnswering counts the columns of padding"),
         ("ElectraModel", "ForMultipleChoice", {"summary_type": "last"}, "its summary reads the columns of padding"),
-        ("ElectraModel", "ForMultipleChoice", {"summary_type": "mean"}, "its summary reads the columns of padding"),
     ],
 )
 def test_a_head_that_reads_padding_keeps_it(name: str, head: str, options: dict[str, Any], reason: str) -> None:
@@ -206,9 +193,6 @@ def test_an_error_in_the_middle_leaves_everything() -> None:
     assert "forward" not in vars(model["bert"])
 
 
-# --- Copies, and the way back ---
-
-
 @pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_downgrade_restores_everything(copied: Callable[[Any], Any]) -> None:
     model = build("BertModel", "ForSequenceClassification")
@@ -230,7 +214,8 @@ def test_downgrade_restores_everything(copied: Callable[[Any], Any]) -> None:
 
 def test_upgrading_twice_registers_once() -> None:
     model = build("BertModel")
-    clearhead.upgrade(model, unpad=True)
+    clearhead.upgrade(model)
+    assert clearhead.upgrade(model, attention=False, unpad=True).unpadded == ("",)
     once = state(model)
     report = clearhead.upgrade(model, unpad=True)
     assert report.left_padded == {"": "it runs without padding already"}

@@ -176,9 +176,6 @@ def test_a_model_of_several_keeps_what_each_had() -> None:
     assert [config._attn_implementation for config in configs] == before
 
 
-# --- Other libraries, before and after ---
-
-
 def lora(model: nn.Module) -> Any:
     from peft import LoraConfig, get_peft_model
 

@@ -115,12 +115,9 @@ def _plan(call: AttentionCall, environment: Environment) -> Plan:
     if spec.negative:
         return _with_numbers_written(environment)
     if spec.sequences is not None:
-        if spec.tracing:
-            # No values of boundaries to cut sequences by: a mask hides the others.
-            return lambda call: run_call(as_one_sequence(call), environment)
-        kernel = choose_for_packed(call, environment.kernel)
+        kernel = None if spec.tracing else choose_for_packed(call, environment.kernel)
         if kernel is None and not cast(PackedSequences, call.request.sequences).queries:
-            # Nor are they read from an accelerator, which would wait.
+            # A graph and an accelerator have no values of boundaries to cut sequences by: a mask hides the others.
             return lambda call: run_call(as_one_sequence(call), environment)
         if kernel is None:
             one_by_one = _each_alone(environment)

@@ -105,13 +105,13 @@ static void keep_heavy_slopes(BackwardTile& tile, int64_t start, int64_t stop, c
     }
 }
 
-// Adds ds, the gradient of a bias, from the lanes to its rows, times a factor if they are given.
+// Adds ds, the gradient of a bias, from the lanes to its rows.
 static void add_to_bias_gradient(const Problem& p, const Tile& tile, int64_t batch, int64_t start, int64_t stop,
                                  const float* gradients, const float* factors) {
     const int64_t columns = smaller(stop, p.keys) - start;
     each_row_vector(gradients, tile, columns, [&](int64_t lane, int64_t j, Floats ds, int64_t count) {
         float* to = p.bias_gradient.at<float>(batch, tile.head[lane], tile.row[lane]) + start + j;
-        store_some(to, load_some(to, count) + ds * (factors ? factors[lane] : 1.f), count);
+        store_some(to, load_some(to, count) + ds * factors[lane], count);
     });
 }
 

@@ -81,8 +81,11 @@ struct PairBackward {
     template <int V>
     void finish_gradients(const Unit<BackwardTile>& unit) const {
         float* to = gradients[unit.slot];
-        if (p.bias_gradient.data)  // the weights had their factors already
-            add_to_bias_gradient(p, *unit.tile, task.batch, unit.start, unit.start + unit.count, to, nullptr);
+        if (p.bias_gradient.data) {
+            float factors[TILE];  // which the weights had already
+            for (float& factor : factors) factor = 1;
+            add_to_bias_gradient(p, *unit.tile, task.batch, unit.start, unit.start + unit.count, to, factors);
+        }
         for (int64_t place = 0; place < unit.count * V * LANES; place += LANES) {
             Floats x = load(to + place);
             if (p.softcap != 0) x *= load(slopes + place);

@@ -72,9 +72,14 @@ INLINE void store_narrow(BFloat16* to, Floats x) {
 template <class T>
 INLINE Floats load_some(const T* from, int64_t count) {
     if (count >= LANES) return load_wide(from);
+#if LANES == 16
+    const __m256i some = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1 << count) - 1), from);
+    return load_wide(reinterpret_cast<const T*>(&some));
+#else
     T some[LANES] = {};
     for (int64_t lane = 0; lane < count; lane++) some[lane] = from[lane];
     return load_wide(some);
+#endif
 }
 
 template <class T>
@@ -92,6 +97,11 @@ INLINE Floats load_some(const float* from, int64_t count) {
 INLINE void store_some(float* to, Floats x, int64_t count) {
     if (count >= LANES) return store(to, x);
     _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1 << count) - 1), x);
+}
+#else
+INLINE void store_some(float* to, Floats x, int64_t count) {
+    if (count >= LANES) return store(to, x);
+    for (int64_t lane = 0; lane < count; lane++) to[lane] = x[lane];
 }
 #endif
 

@@ -116,8 +116,11 @@ static KeyRange visible_keys(const Problem& p, const SomeTile* tiles, int64_t co
 template <class T>
 static void widen_rows(const T* from, int64_t from_stride, int64_t count, int64_t columns, float* to, int64_t to_stride,
                        int64_t padded) {
-    for (int64_t i = 0; i < count; i++, from += from_stride, to += to_stride)
-        for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load_some(from + j, columns - j), to_stride - j);
+    for (int64_t i = 0; i < count; i++, from += from_stride, to += to_stride) {
+        int64_t j = 0;
+        for (; j + LANES <= columns; j += LANES) store(to + j, load_wide(from + j));
+        if (j < columns) store_some(to + j, load_some(from + j, columns - j), to_stride - j);
+    }
     memset(to, 0, static_cast<size_t>((padded - count) * to_stride) * sizeof(float));
 }
 

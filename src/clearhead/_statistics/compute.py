@@ -21,7 +21,7 @@ from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
-from .definitions import LIST, STATISTICS, need_values, shape_of
+from .definitions import LIST, STATISTICS, shape_of
 from .result import AttentionStatistics
 from .statistic import Options, Statistic
 from .totals import PartialCall
@@ -171,20 +171,18 @@ def _results_by_kernels(call: AttentionCall, statistics: Sequence[Statistic], co
     natively = not call.query.is_cuda and call.spec.compute_dtype == torch.float32 and not call.spec.tracing
     if not by_triton and (not natively or refuses(call)):
         return {}
-    forms = {each: each.triton() if by_triton else each.native() for each in statistics}
-    wanted = {name: argument for form in forms.values() if form is not None for name, argument in form.items()}
-    computed = [statistic for statistic, form in forms.items() if form is not None]
-    if not computed:
+    requests = {each: request for each in statistics if (request := each.request(by_triton)) is not None}
+    if not requests:
         return {}
+    wanted = {name: argument for request in requests.values() for name, argument in request.items()}
     if by_triton:
         from ..kernels import _triton_statistics  # imports Triton
 
         buffers = _triton_statistics.gather(call, wanted, counted)
     else:
-        with_output = need_values([statistic.name for statistic in computed])
-        buffers = gather(call, wanted, counted, with_output=with_output, exact=exact_dtype(call) == torch.float64)
+        buffers = gather(call, wanted, counted, exact=exact_dtype(call) == torch.float64)
     results: dict[str, Any] = {"sees": buffers["largest"] > float("-inf")}
-    for statistic in computed:
+    for statistic in requests:
         results |= statistic.read(buffers)
     return results
 

@@ -39,11 +39,7 @@ class Received(Statistic):
         received, viewers = self.totals.of_keys(torch.stack((self._received.result(), self._viewers)))
         return self.read({"received": received, "viewers": viewers})
 
-    def native(self) -> dict[str, Any]:
-        self.begin()
-        return {"received": self._received.run, "viewers": self._viewers}
-
-    def triton(self) -> dict[str, Any]:
+    def request(self, on_gpu: bool) -> dict[str, Any]:
         return {"received": None}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
@@ -76,9 +72,6 @@ class _Largest(Statistic):
     def result(self) -> dict[str, Any]:
         return {self.name: self.totals.largest(self.accumulator)}
 
-    def native(self) -> dict[str, Any]:
-        return {self.number: self.zeros(*self.row_shape)}
-
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         largest = buffers[self.number]  # (B, H, L)
         if self.counted is not None:
@@ -96,7 +89,7 @@ class MaxLogit(_Largest):
     meaning = "max s_ij over i ∈ Q and visible j"
     number = "largest"
 
-    def triton(self) -> dict[str, Any]:
+    def request(self, on_gpu: bool) -> dict[str, Any]:
         return {}  # `largest` is always present
 
 
@@ -112,12 +105,12 @@ class RawMaxLogit(_Largest):
     meaning = "max scale · q_i·k_j over i ∈ Q and visible j"
     number = "raw"
 
-    def triton(self) -> dict[str, Any] | None:
+    def request(self, on_gpu: bool) -> dict[str, Any] | None:
         mask = self.call.request.mask
+        if not on_gpu:
+            return {"raw": None}
         # Without soft-cap and bias the scores are these products.
-        if self.call.spec.softcap is not None or (mask is not None and mask.has_bias):
-            return None
-        return {}
+        return None if self.call.spec.softcap is not None or (mask is not None and mask.has_bias) else {}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return super().read({"raw": buffers.get("raw", buffers["largest"])})
@@ -172,15 +165,11 @@ class Offset(Statistic):
         sums, counts = self.totals.summed(torch.stack((self._sums.result(), self._counts)))
         return {"offset": sums / counts.clamp(min=1)}
 
-    def native(self) -> dict[str, Any] | None:
-        if self.call.grid.shift is None:
-            return None
-        offsets = torch.tensor(self.options.offsets, dtype=torch.int64)
-        stripes = self.zeros(*self.row_shape, len(offsets))
-        return {"offsets": offsets, "offset_count": len(offsets), "stripes": stripes}
+    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+        return None if on_gpu or self.call.grid.shift is None else {"offset": self.options.offsets}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        weights = buffers["stripes"]  # (B, H, L, offsets), −1 if the query sees no such key
+        weights = buffers["offset"]  # (B, H, L, offsets), −1 if the query sees no such key
         sees_key = weights >= 0
         if self.counted is not None:
             sees_key &= self.counted
@@ -245,10 +234,5 @@ class Map(Statistic):
         counts = self.totals.summed(sums.new_zeros(counted.shape[0], rows).index_add_(1, tiles, counted))
         return {"map": sums / counts.clamp_(min=1)[:, None, :, None]}  # (B, H, R, R)
 
-    def native(self) -> dict[str, Any]:
-        self.begin()
-        (rows, columns), largest = self._tiles, self.options.map_pooling == "max"
-        return {"map": self._map.run, "map_rows": rows, "map_columns": columns, "map_max": largest}
-
-    def triton(self) -> dict[str, Any]:
+    def request(self, on_gpu: bool) -> dict[str, Any]:
         return {"map": (self._tiles, self.options.map_pooling == "max")}

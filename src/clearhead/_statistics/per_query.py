@@ -38,12 +38,8 @@ class Entropy(Statistic):
         normalized = entropy / F.threshold(visible, 1.5, float("inf")).log()
         return {"entropy": entropy, "normalized_entropy": normalized}
 
-    def native(self) -> dict[str, Any]:
-        self.begin()
-        return {"entropy": self._entropy}
-
-    def triton(self) -> dict[str, Any]:
-        return {"entropy": None, "visible": None}
+    def request(self, on_gpu: bool) -> dict[str, Any]:
+        return {"entropy": None}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         self._entropy, self._visible = buffers["entropy"], buffers["visible"]
@@ -62,11 +58,7 @@ class Confidence(Statistic):
         largest = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
         self.accumulator[where] = torch.maximum(self.accumulator[where], largest.squeeze(-1))
 
-    def native(self) -> dict[str, Any]:
-        self.begin()
-        return {"confidence": self.accumulator}
-
-    def triton(self) -> dict[str, Any]:
+    def request(self, on_gpu: bool) -> dict[str, Any]:
         return {"confidence": None}
 
 
@@ -92,20 +84,11 @@ class Sink(Statistic):
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
         self.put(self.accumulator, rows, rows.terms @ first / rows.total)
 
-    def native(self) -> dict[str, Any] | None:
-        if self.options.sink_keys > MOST_LISTED_KEYS:
+    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+        if not on_gpu and self.options.sink_keys > MOST_LISTED_KEYS:
             return None
-        self.begin()
-        marks = self._first.squeeze(-1)  # (1 or B, 1 or H, S)
         count = min(self.options.sink_keys, self.call.grid.key_length)
-        # A stable sort moves the numbers of the marked keys to the front, in order, without reading values.
-        marks, keys = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-        first = keys.masked_fill(marks == 0, -1)[..., :count]  # (1 or B, 1 or H, t)
-        first = first.expand(*self.row_shape[:2], count).int().contiguous()  # (B, H, t)
-        return {"first_keys": first, "sink_keys": count, "sink": self.accumulator}
-
-    def triton(self) -> dict[str, Any]:
-        return {"sink": self._marks().squeeze(-1)}  # (1 or B, 1 or H, S)
+        return {"sink": (self._marks().squeeze(-1), count)}  # (1 or B, 1 or H, S)
 
 
 @final
@@ -119,9 +102,5 @@ class Distance(Statistic):
         distances = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
         self.put(self.accumulator, rows, torch.linalg.vecdot(rows.terms, distances)[..., None] / rows.total)
 
-    def native(self) -> dict[str, Any] | None:
-        self.begin()
-        return None if self.call.grid.shift is None else {"distance": self.accumulator}
-
-    def triton(self) -> dict[str, Any] | None:
+    def request(self, on_gpu: bool) -> dict[str, Any] | None:
         return None if self.call.grid.shift is None else {"distance": None}

@@ -1,4 +1,4 @@
-"""The base of statistics: meaning, shape, block form, native buffers and Triton form.
+"""The base of statistics: meaning, shape, block form, and request to the native and the Triton kernels.
 
 Notation: p_ij are the weights and s_ij the scores of `attention`. Q are the counted queries: all, or those of
 `query_mask`. A masked weight is exactly 0. A fully masked query has p = 0.
@@ -95,17 +95,13 @@ class Statistic(ABC):
         """The final tensors by name. Sums over queries go through `totals`. Default: `accumulator`."""
         return {self.name: self.accumulator}
 
-    def native(self) -> dict[str, Any] | None:
-        """Buffers and sizes for the native kernel, under the names of ``_native/problem.h``.
+    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+        """What kernels compute for it: names of `kernels._native_statistics.gather`, with their arguments.
 
         With ``None``, the default, blocks compute the statistic.
-        """
-        return None
 
-    def triton(self) -> dict[str, Any] | None:
-        """What the Triton kernels compute for it: names of `kernels._triton_statistics.gather`, with their arguments.
-
-        With ``None``, the default, blocks compute the statistic on a GPU.
+        Args:
+            on_gpu: whether the Triton kernels compute it, and not the native one.
         """
         return None
 
@@ -113,8 +109,7 @@ class Statistic(ABC):
         """The final tensors by name, after the native or Triton kernels ran. Default: the buffer of its own name.
 
         Args:
-            buffers: the buffers of all statistics of the call, under the names of the native kernel, and ``output``
-                with values. ``largest`` (B, H, L), the largest score (−∞ if no key is visible), is always present.
+            buffers: the results of `gather` for all statistics of the call.
         """
         return {self.name: buffers[self.name]}
 

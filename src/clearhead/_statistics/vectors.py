@@ -10,7 +10,6 @@ from torch import Tensor
 from .._weights import row_numbers
 from ..kernels._block_rows import GROUP, BlockRows
 from ..kernels._blocks import grouped
-from ..kernels._native import weights_strides
 from .statistic import MOST_LISTED_KEYS, Statistic
 
 
@@ -73,14 +72,8 @@ class TopKeys(Statistic):
     def result(self) -> dict[str, Any]:
         return {"top_k": TopK(self._indices, self._weights)}
 
-    def native(self) -> dict[str, Any] | None:
-        if self._count > MOST_LISTED_KEYS:
-            return None
-        self.begin()
-        return {"top": self._count, "top_weights": self._weights, "top_keys": self._indices}
-
-    def triton(self) -> dict[str, Any] | None:
-        return {"top_k": self._count} if 0 < self._count <= MOST_LISTED_KEYS else None
+    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+        return {"top_k": self._count} if self._count <= MOST_LISTED_KEYS else None
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return {"top_k": TopK(buffers["top_keys"], buffers["top_weights"])}
@@ -117,15 +110,8 @@ class HeadAverage(Statistic):
     def add(self, rows: BlockRows) -> None:
         self.accumulator[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
 
-    def native(self) -> dict[str, Any]:
-        self.begin()
-        return {"weights": self.accumulator, "weights_strides": weights_strides(self.accumulator)}
-
-    def triton(self) -> dict[str, Any]:
+    def request(self, on_gpu: bool) -> dict[str, Any]:
         return {"head_average": None}
-
-    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        return {"head_average": buffers["head_average"]} if "head_average" in buffers else self.result()
 
 
 class _MixedValues(Statistic):
@@ -153,11 +139,8 @@ class Output(_MixedValues):
     def result(self) -> dict[str, Any]:
         return {"output": self.accumulator.to(self.call.query.dtype)}
 
-    def native(self) -> dict[str, Any]:
-        return {}
-
-    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        return {"output": buffers["output"]}
+    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+        return None if on_gpu else {"output": None}
 
 
 @final
@@ -170,8 +153,8 @@ class OutputNorm(_MixedValues):
     def result(self) -> dict[str, Any]:
         return {"output_norm": torch.linalg.vector_norm(self.accumulator, dim=-1)}
 
-    def native(self) -> dict[str, Any]:
-        return {"norm": self.zeros(*self.row_shape)}
+    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+        return None if on_gpu else {"norm": None}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return {"output_norm": buffers["norm"]}

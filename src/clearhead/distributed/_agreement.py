@@ -223,13 +223,11 @@ def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, str]:
 
     For an invalid mesh it is the group of all processes: these can still agree that one of them raises.
     """
-    try:
-        require_mesh(mesh)
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
         return mesh.get_group(), mesh.device_type
-    except ArgumentError:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise
-        return cast(dist.ProcessGroup, dist.group.WORLD), getattr(mesh, "device_type", "cpu")
+    if not (dist.is_available() and dist.is_initialized()):
+        require_mesh(mesh)
+    return cast(dist.ProcessGroup, dist.group.WORLD), getattr(mesh, "device_type", "cpu")
 
 
 def require_device(where: str, name: str, x: object, device: str) -> None:

@@ -93,7 +93,7 @@ class Shards:
         return torch.cat([next(views[rank]) for _, rank in self._in_order], dim)
 
     @cached_property
-    def _in_order(self) -> list[tuple[slice, int]]:
+    def _in_order(self) -> list[tuple[range, int]]:
         """All intervals in the order of the sequence, and the process of each."""
         pairs = [(interval, rank) for rank, intervals in enumerate(self.intervals) for interval in intervals]
         return sorted(pairs, key=lambda pair: pair[0].start)

@@ -82,7 +82,7 @@ class _Ring(torch.autograd.Function):
         of_biases = [torch.zeros_like(tensor, dtype=dtype) for tensor in biases]
         of_keys = _Gradients(shared, k, v, dtype)
         for block in _around(shared, k, v, _BACKWARD):
-            of_block = of_keys.zeros(block.key.shape[2])
+            of_block = of_keys.zeros(block)
             for chunk in _chunks(shared, q, block):
                 of_rows = (x[:, :, chunk.rows] for x in (output, lse, correction, of_output))
                 request = shared.request_at(chunk.offset, q.shape[1])._replace(lse=False)
@@ -223,14 +223,14 @@ class _Gradients:
     """Gradients of keys and values. Those of a block follow it from process to process, back to its own process."""
 
     def __init__(self, shared: SharedCall, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
-        self._shared, self._like, self._dtype = shared, (k, v), dtype
-        self._of_shard, self._longest = k.new_zeros(0), _longest(shared)
+        self._shared, self._longest = shared, _longest(shared)
+        self._of_shard = k.new_zeros((0, *k.shape[:2], k.shape[3] + v.shape[3]), dtype=dtype)
         self._arriving: tuple[int, int, Tensor, list[Any]] | None = None  # rank, number, rows, works
 
-    def zeros(self, count: int) -> Tensor:
-        """Zeros for `count` keys and values, (s, B, Hkv, D + Dv)."""
-        k, v = self._like
-        return k.new_zeros((count, *k.shape[:2], k.shape[3] + v.shape[3]), dtype=self._dtype)
+    def zeros(self, block: _RingBlock) -> Tensor:
+        """Zeros for the keys and values of a block, (s, B, Hkv, D + Dv); of one length if it travels."""
+        count = block.key.shape[2] if block.number is None else self._longest
+        return self._of_shard.new_zeros((count, *self._of_shard.shape[1:]))
 
     def add(self, block: _RingBlock, gradients: Tensor) -> None:
         """Add the gradients of this process to the received gradients of the same block, and send the sum on."""
@@ -238,10 +238,8 @@ class _Gradients:
             self._of_shard = gradients
             return
         self._receive(gradients)
-        sent = self.zeros(self._longest)
-        sent[: len(gradients)] = gradients
-        received = torch.empty_like(sent)
-        works = _shift(self._shared, sent, received, _BACKWARD)
+        received = torch.empty_like(gradients)
+        works = _shift(self._shared, gradients, received, _BACKWARD)
         self._arriving = (block.rank - 1) % self._shared.keys.world_size, block.number, received, works
 
     def home(self) -> Tensor:
@@ -255,9 +253,11 @@ class _Gradients:
             return
         rank, number, received, works = self._arriving
         _wait(works, _BACKWARD)
+        if rank != self._shared.rank:
+            gradients += received
+            return
         for of_shard, of_block, _ in _segments(self._shared.keys, rank, number, _blocks(self._shared)):
-            target = self._of_shard[of_shard] if rank == self._shared.rank else gradients[of_block]
-            target += received[of_block]
+            self._of_shard[of_shard] += received[of_block]
 
 
 def _shift(shared: SharedCall, sent: Tensor, received: Tensor, name: str) -> list[Any]:

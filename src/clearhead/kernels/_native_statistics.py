@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,8 @@ from ._native_arguments import NativeArguments
 from ._native_plan import plan_of
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
+_PER_QUERY = {"entropy", "confidence", "distance", "raw", "norm", "sink"}
+
 
 def refuses(call: AttentionCall) -> bool:
     """Whether the kernel cannot run the call, or computes no statistics of it."""
@@ -20,30 +23,56 @@ def refuses(call: AttentionCall) -> bool:
     return bool(native_refusals(spec, mask, grid)) or refuses_statistics(spec, mask, grid)
 
 
-def gather(
-    call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, *, with_output: bool, exact: bool
-) -> dict[str, Any]:
+def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, *, exact: bool) -> dict[str, Any]:
     """Compute statistics of one call in one pass.
 
     Args:
         call: the validated call.
-        wanted: tensors to write to, and sizes, by the names of ``Statistics`` in ``_native/problem.h``.
-        counted: bool (B, L), the queries that sums over queries include, or ``None`` for all.
-        with_output: whether to compute ``output`` (B, H, L, Dv) as `attention` does.
+        wanted: names, with their arguments: ``entropy``, ``confidence``, ``distance``, ``raw``, ``norm``, ``output``,
+            ``received`` and ``head_average``; ``sink`` with the keys, bool (1 or B, 1 or H, S), and their number;
+            ``top_k`` with the number of keys; ``map`` with its lines and columns, and whether a cell has its largest
+            weight; ``offset`` with the offsets.
+        counted: bool (B, L), the queries that ``received`` and ``map`` include, or ``None`` for all.
         exact: whether to score in double precision. For calls of few keys, whose scores fit the cache.
 
     Returns:
-        `wanted`, with ``largest`` and ``visible`` (B, H, L), and with ``output`` if `with_output`.
+        The results by name, with ``largest`` and ``visible`` (B, H, L), with ``viewers`` beside ``received``, and with
+        ``top_weights`` and ``top_keys`` in place of ``top_k``.
     """
-    request = arguments_of(call)
-    plan, rows = plan_of(request), request.query.shape[:3]
-    wanted = {name: request.query.new_empty(rows, dtype=torch.float32) for name in ("largest", "visible")} | wanted
+    arguments = arguments_of(call)
+    plan, (batch, heads, length, _), keys = plan_of(arguments), call.query.shape, call.key.shape[2]
+    zeros = partial(call.query.new_zeros, dtype=torch.float32)
+    results = {name: zeros((batch, heads, length)) for name in ("largest", "visible", *(_PER_QUERY & wanted.keys()))}
     options: dict[str, Any] = {"counted": None if counted is None else counted.contiguous(), "exact": exact}
-    options |= wanted | {"shift": call.grid.shift or 0}
-    if with_output:
-        return wanted | {"output": plan.forward(request, **options)}
-    plan.statistics(request, **options)
-    return wanted
+    options["shift"] = call.grid.shift or 0
+    if "sink" in wanted:
+        marks, count = wanted["sink"]
+        # A stable sort moves the numbers of the marked keys to the front, in order, without reading values.
+        is_marked, numbers = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+        first = numbers.masked_fill(is_marked == 0, -1)[..., :count].expand(batch, heads, count)
+        options |= {"first_keys": first.int().contiguous(), "sink_keys": count}
+    if "received" in wanted:
+        results |= {name: zeros((batch, heads, keys)) for name in ("received", "viewers")}
+    if "top_k" in wanted:
+        options["top"] = wanted["top_k"]
+        results["top_weights"] = zeros((batch, heads, length, wanted["top_k"]))
+        results["top_keys"] = torch.full_like(results["top_weights"], -1, dtype=torch.int64)
+    if "map" in wanted:
+        (lines, columns), largest = wanted["map"]
+        results["map"] = zeros((batch, heads, lines, columns))
+        options |= {"map_rows": lines, "map_columns": columns, "map_max": largest}
+    options |= results
+    if "offset" in wanted:
+        offsets = torch.tensor(wanted["offset"], dtype=torch.int64)
+        results["offset"] = zeros((batch, heads, length, len(offsets)))
+        options |= {"offsets": offsets, "offset_count": len(offsets), "stripes": results["offset"]}
+    if "head_average" in wanted:
+        results["head_average"] = average = zeros((batch, length, keys))
+        options |= {"weights": average, "weights_strides": weights_strides(average)}
+    if {"output", "norm"} & wanted.keys():
+        return results | {"output": plan.forward(arguments, **options)}
+    plan.statistics(arguments, **options)
+    return results
 
 
 def native_weights(

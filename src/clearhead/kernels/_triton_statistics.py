@@ -17,19 +17,16 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
 
     Args:
         call: the validated call.
-        wanted: names, with their arguments: ``entropy``, ``visible``, ``confidence`` and ``distance``; ``sink`` with
-            the keys, bool (1 or B, 1 or H, S); ``received``; ``top_k`` with the number of keys; ``head_average``;
-            ``map`` with its lines and columns, and whether a cell has its largest weight.
-        counted: bool (B, L), the queries that ``received`` and ``map`` include, or ``None`` for all.
+        wanted, counted: as for `_native_statistics.gather`, without ``raw``, ``norm``, ``output`` and ``offset``.
 
     Returns:
-        The results under the names of the native buffers (``_native/problem.h``), with ``largest`` (B, H, L).
+        The results by the same names.
     """
     operands = operands_of(call)
-    names = {"max_logit", *wanted}  # `rows` takes its own
+    names = {"max_logit", *wanted, *(["visible"] if "entropy" in wanted else [])}  # `rows` takes its own
     if {"received", "top_k", "map", "head_average"} & wanted.keys():
         names.add("lse")
-    top, first_keys = wanted.get("top_k", 0), wanted.get("sink")
+    top, (first_keys, _) = wanted.get("top_k", 0), wanted.get("sink", (None, 0))
     buffers: dict[str, Any] = _calls.rows(
         operands, sinks=call.request.sinks, first_keys=first_keys, want=names, top=top
     )

@@ -75,37 +75,24 @@ def translate(
         if strided(name, tensor).dim() < 2:
             raise ShapeError(name, expected="at least (length, features)", got=shape_text(tensor.shape))
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
-    leading = _broadcast(tensors)
-    heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in tensors)
-    if not enable_gqa:
-        heads = key_heads = value_heads = _common(tensors, (heads, key_heads, value_heads))
+    try:
+        leading = tuple(torch.broadcast_shapes(*(tensor.shape[: -3 if enable_gqa else -2] for tensor in tensors)))
+    except RuntimeError as error:
+        expected = "leading sizes that broadcast" if enable_gqa else "equal numbers of heads, and sizes that broadcast"
+        fix = "" if enable_gqa else "Pass enable_gqa=True if query heads share keys."
+        got = ", ".join(shape_text(tensor.shape) for tensor in tensors)
+        raise ShapeError("query, key, value", expected=expected, got=got, fix=fix) from error
+    if enable_gqa:
+        heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in tensors)
+    else:
+        heads = key_heads = value_heads = leading[-1] if leading else 1
+        leading = leading[:-1]
     q, k = _four_dimensional(query, leading, heads), _four_dimensional(key, leading, key_heads)
     v = _four_dimensional(value, leading, value_heads)
     if key_heads != value_heads:  # PyTorch lets keys and values have different groups
         k, v = _repeated("key", k, heads), _repeated("value", v, heads)
     sizes = *leading, heads, q.shape[2], k.shape[2]
     return leading, (q, k, v), _mask(attn_mask, sizes, is_causal, q.device)
-
-
-def _broadcast(tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[int, ...]:
-    """The sizes before (H, L, D), broadcast together."""
-    try:
-        return tuple(torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors)))
-    except RuntimeError as error:
-        raise _misfit(tensors, "leading sizes that broadcast") from error
-
-
-def _common(tensors: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int, int]) -> int:
-    """The number of heads to which all broadcast."""
-    most = max(heads)
-    if not all(broadcasts(count, most) for count in heads):
-        raise _misfit(tensors, f"equal numbers of heads, H = {most}", "Pass enable_gqa=True if query heads share keys.")
-    return most
-
-
-def _misfit(tensors: tuple[Tensor, Tensor, Tensor], expected: str, fix: str = "") -> ShapeError:
-    got = ", ".join(shape_text(tensor.shape) for tensor in tensors)
-    return ShapeError("query, key, value", expected=expected, got=got, fix=fix)
 
 
 def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:

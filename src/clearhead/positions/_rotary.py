@@ -8,7 +8,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from .._checks import FLOATS, INTEGERS, flag, integer, same_device, strided
+from .._checks import FLOATS, INTEGERS, flag, integer, same_device, settings_text, strided
 from .._environment import is_tracing
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._checks import positive, require_in_range
@@ -182,14 +182,9 @@ class Rotary(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings that are not the defaults, and the sizes."""
-        options = [f"head_dim={self.head_dim}", f"base={self.base:g}"]
-        if self.size != self.head_dim:
-            options.append(f"fraction={self.fraction:g}")
-        if self.interleaved:
-            options.append("interleaved=True")
-        if self.scaling is not None:
-            options.append(f"scaling={self.scaling}")
-        return ", ".join(options)
+        fraction = None if self.size == self.head_dim else f"{self.fraction:g}"
+        options = {"fraction": fraction, "interleaved": self.interleaved, "scaling": self.scaling}
+        return settings_text(head_dim=self.head_dim, base=f"{self.base:g}", **options)
 
 
 def _rotated_features(head_dim: int, fraction: float) -> int:
