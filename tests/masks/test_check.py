@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from clearhead import masks
 from clearhead.errors import ArgumentError
 from clearhead.masks import Mask
+from tests.support.allocations import Allocations
 
 L, S = 5, 7
 RIGHT_PADDED = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0]])
@@ -159,18 +158,6 @@ def test_the_picture(mask: Mask, title: str, picture: str) -> None:
     assert repr(mask).splitlines() == [f"<mask {title}", *(f"  {row}" for row in picture.split()), ">"]
 
 
-class LargestResult(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation produced."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return result
-
-
 MANY_KEYS = masks.keep(keys=torch.ones(2, LONG, dtype=torch.bool))
 LONG_MASKS = [
     ~masks.causal("bottom_right") & MANY_KEYS,
@@ -184,9 +171,9 @@ LONG_MASKS = [
 
 @pytest.mark.parametrize("mask", LONG_MASKS, ids=range(len(LONG_MASKS)))
 def test_a_long_mask_is_sampled_never_built(mask: Mask) -> None:
-    with LargestResult() as largest:
+    with Allocations() as allocated:
         text = repr(mask)
-    assert largest.elements <= 4 * LONG  # views of the mask's tensors; L × S would be 10¹⁰
+    assert allocated.largest <= 16 * LONG  # bytes of the mask's tensors; L × S would be 10¹⁰
     assert f"12 of {LONG}" in text.splitlines()[0]
     assert "cannot be drawn" not in text
     assert len(text.splitlines()) == 14

@@ -16,7 +16,7 @@ import clearhead
 from clearhead import masks
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, RelativeBias
-from tests.support.mask_cases import PREDICATES, Frame, combined_masks, draw_frame
+from tests.support.mask_cases import PREDICATES, Frame, combined_masks, draw_frame, marks_rule
 from tests.support.oracle import Rule
 
 B, H, L, S = 2, 3, 5, 7
@@ -87,18 +87,11 @@ def pattern(shape: tuple[int, ...]) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) < 0.5
 
 
-def entry(tensor: Tensor, b: int, h: int, i: int, j: int) -> float:
-    """The number of a mask tensor that query i and key j of item b and head h get, by the rules of the docs."""
-    first = {2: (), 3: (b,) if tensor.shape[0] in (1, B) else (b * H + h,), 4: (b, h)}[tensor.dim()]
-    index = (*first, i, j)
-    return tensor[tuple(0 if size == 1 else at for size, at in zip(tensor.shape, index, strict=True))].item()
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_keep_and_drop_take_every_shape_with_opposite_meaning(shape: tuple[int, ...]) -> None:
     """A plain bool tensor is `keep`."""
     marks = pattern(shape)
-    visible = table(lambda b, h, i, j: bool(entry(marks, b, h, i, j)))
+    visible = table(marks_rule(marks, B, H))
     for mask, expected in ((masks.keep(marks), visible), (marks, visible), (masks.drop(marks), ~visible)):
         assert_means(mask, expected)
 

@@ -68,27 +68,27 @@ BIASES: dict[str, Callable[[], masks.Mask]] = {
     "T5": lambda: RelativeBias(HEADS, BUCKETS, DISTANCE).double(),
     "T5's decoder": lambda: RelativeBias(HEADS, BUCKETS, DISTANCE, bidirectional=False).double(),
 }
+PADDED = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [-1, -1, -1, -1, 0, 1, 2]])
 #: Positions of queries and keys; `None` counts from 0.
-POSITIONS: dict[str, tuple[list[list[int]] | None, list[list[int]] | None]] = {
+POSITIONS: dict[str, tuple[Tensor | None, Tensor | None]] = {
     "counted": (None, None),
-    "shared": ([[9, 8, 3, 30, 4]], [[0, 1, 2, 40, 4, 5, 6]]),
-    "per item": ([[2, 3, 4, 5, 6], [-1, -1, 0, 1, 2]], [[0, 1, 2, 3, 4, 5, 6], [-1, -1, -1, -1, 0, 1, 2]]),
-    "one step": ([[6]], None),
+    "shared": (torch.tensor([[9, 8, 3, 30, 4]]), torch.tensor([[0, 1, 2, 40, 4, 5, 6]])),
+    "per item": (PADDED[:, 2:], PADDED),
+    "one step": (torch.tensor([[6]]), None),
+    "keys per head": (
+        torch.arange(9, 14)[None],
+        torch.arange(BATCH * HEADS * COUNT).view(BATCH, HEADS, COUNT) * 7 % 30,
+    ),
 }
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("positions", [*POSITIONS, "keys per head"])
+@pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("name", BIASES)
 @pytest.mark.usefixtures("small_blocks")
 def test_outputs_and_gradients(name: str, positions: str, causal: bool) -> None:
     mask, tensors = BIASES[name](), inputs(length=1 if positions == "one step" else LENGTH)
-    if positions == "keys per head":
-        query_positions, key_positions = torch.arange(9, 14)[None], torch.randint(0, 30, (BATCH, HEADS, COUNT))
-    else:
-        query_positions, key_positions = (
-            None if given is None else torch.tensor(given) for given in POSITIONS[positions]
-        )
+    query_positions, key_positions = POSITIONS[positions]
     q = torch.arange(LENGTH)[None] if query_positions is None else query_positions
     k = torch.arange(COUNT)[None] if key_positions is None else key_positions
     k = k if k.dim() == 3 else k[:, None]

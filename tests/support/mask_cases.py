@@ -75,7 +75,7 @@ def draw_mask(draw: Draw, frame: Frame, dtype: torch.dtype, *, learnt_bias: bool
         return None
     if how == "bool tensor":
         marks = _mark_shapes(draw, frame)
-        return Part(marks > 0.3, _marks_rule(marks > 0.3, frame))
+        return Part(marks > 0.3, marks_rule(marks > 0.3, frame.batch, frame.heads))
     kinds = draw(st.lists(st.sampled_from([*PREDICATES, "bias", "not", "or"]), min_size=1, max_size=3))
     several = kinds.count("bias") > 1
     return reduce(_both, [_part(draw, frame, kind, dtype, learnt_bias=learnt_bias, several=several) for kind in kinds])
@@ -203,8 +203,8 @@ def _marks(draw: Draw, frame: Frame, *, make: Callable[..., masks.Mask], opposit
         draw(st.sampled_from([torch.bool, torch.int64, torch.uint8, torch.float32]))
     )
     if not per_key:
-        return Part(make(inputs), _marks_rule(visible, frame))
-    return Part(make(keys=inputs), _marks_rule(visible[:, None, None], frame))
+        return Part(make(inputs), marks_rule(visible, frame.batch, frame.heads))
+    return Part(make(keys=inputs), marks_rule(visible[:, None, None], frame.batch, frame.heads))
 
 
 def _mark_shapes(draw: Draw, frame: Frame) -> Tensor:
@@ -223,20 +223,13 @@ def _mark_shapes(draw: Draw, frame: Frame) -> Tensor:
     return frame.random(*draw(st.sampled_from(shapes)))
 
 
-def _marks_rule(visible: Tensor, frame: Frame) -> Rule:
-    table = visible.tolist()
-
-    def pick(rows: list, index: int):
-        return rows[0 if len(rows) == 1 else index]
+def marks_rule(visible: Tensor, batch: int, heads: int) -> Rule:
+    """The rule of a mask tensor in any of the shapes of the docs."""
 
     def rule(b: int, h: int, i: int, j: int) -> bool:
-        if visible.dim() == 2:
-            rows = table
-        elif visible.dim() == 4:
-            rows = pick(pick(table, b), h)
-        else:
-            rows = pick(table, b) if len(table) in (1, frame.batch) else table[b * frame.heads + h]
-        return pick(pick(rows, i), j)
+        outer = {2: (), 3: (b,) if len(visible) in (1, batch) else (b * heads + h,), 4: (b, h)}[visible.dim()]
+        cell = (0 if size == 1 else n for size, n in zip(visible.shape, (*outer, i, j), strict=True))
+        return bool(visible[tuple(cell)])
 
     return rule
 
@@ -256,7 +249,7 @@ def _bias(draw: Draw, frame: Frame, dtype: torch.dtype, *, learnt: bool, several
         added = added[..., :1, :].expand(added.shape)
     if learnt and draw(st.booleans()):
         added.requires_grad_()
-    return Part(masks.bias(added), _marks_rule(added.detach() > -torch.inf, frame), (added,))
+    return Part(masks.bias(added), marks_rule(added.detach() > -torch.inf, frame.batch, frame.heads), (added,))
 
 
 PREDICATES: dict[str, Callable[[Draw, Frame], Part]] = {
