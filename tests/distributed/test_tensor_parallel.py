@@ -42,7 +42,7 @@ from .processes import in_processes, line
 
 
 def _inputs() -> list[tuple[Tensor, Tensor]]:
-    """Queries and keys: of some positions; and of none, in batches of as many items as a projection has features."""
+    """Queries and keys. Those without a position have as many items as a projection has features."""
     some, none = (torch.randn(EMBED, length, EMBED, dtype=torch.float64) for length in (5, 0))
     query, key = sequences(11, 7)
     return [(query, key), (none, some), (some, none), (none, none)]
@@ -146,7 +146,7 @@ ALL_REDUCES: dict[str, tuple[Callable[[], Any], int, int, int]] = {
 
 @in_processes(2)
 def test_all_reduces() -> None:
-    """Of sequences of any length, also of none."""
+    """Their number does not depend on the length, which may be 0."""
     for name, (make, count, forward, backward) in ALL_REDUCES.items():
         module: Any = tensor_parallel(make(), line())
         for length in (9, 0):
