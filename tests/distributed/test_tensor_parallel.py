@@ -175,11 +175,10 @@ class _Gate(nn.Module):
         return x * self.weight
 
 
-def _with(**parts: Callable[[Any], Any]) -> Any:
-    """An attention with other parts, made of it."""
+def _with(name: str, part: nn.Module) -> Any:
+    """An attention with another part."""
     module = attention(2)
-    for name, make in parts.items():
-        setattr(module, name, make(module))
+    setattr(module, name, part)
     return module
 
 
@@ -201,15 +200,15 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "module.feed_forward: expected a part that can be split, got _Gate",
     ),
     "projection": (
-        lambda: _with(q_proj=lambda module: nn.Sequential(module.q_proj)),
+        lambda: _with("q_proj", nn.Sequential(nn.Linear(EMBED, EMBED))),
         "module.q_proj: expected a linear layer, or peft's LoRA layer of one without DoRA, got Sequential",
     ),
     "DoRA": (
         lambda: _with_peft(encoder(1), ["q_proj"], use_dora=True),
         "module.layers.0.self_attention.q_proj: expected a linear layer, or peft's LoRA layer of one without DoRA",
     ),
-    "norm": (lambda: _with(q_norm=lambda _: _Gate()), "module.q_norm: expected parameters (4,) of all heads"),
-    "extra": (lambda: _with(gate=lambda _: _Gate()), "module.gate.weight: expected a parameter of a projection"),
+    "norm": (lambda: _with("q_norm", _Gate()), "module.q_norm: expected parameters (4,) of all heads"),
+    "extra": (lambda: _with("gate", _Gate()), "module.gate.weight: expected a parameter of a projection"),
     "other": (lambda: attention(4), "tensor_parallel: module: expected the same in every process"),
 }
 
