@@ -57,6 +57,7 @@ SURFACE = {
         Decoder DecoderCache DecoderLayer DecoderWeights Encoder EncoderLayer FeedForward SwiGLU load_transformer
     """,
 }
+PUBLIC = [(module, name) for module, names in SURFACE.items() for name in names.split()]
 WITHOUT_EXAMPLE = {"__version__", "NAMINGS", "main"}  # a string, a table, a command
 
 
@@ -76,9 +77,13 @@ def test_attention_is_a_function_and_no_module() -> None:
         importlib.import_module("clearhead.attention")
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module in SURFACE for name in SURFACE[module].split()])
+def public(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
 def test_every_public_name_is_documented(module: str, name: str) -> None:
-    documented = getattr(importlib.import_module(module), name)
+    documented = public(module, name)
     text = inspect.cleandoc(documented.__doc__ or "")
     assert text.split("\n")[0].endswith((".", ":")) or name in WITHOUT_EXAMPLE
     assert not text.startswith(f"{name}(")  # what `dataclass` writes where nothing is written
@@ -88,16 +93,11 @@ def test_every_public_name_is_documented(module: str, name: str) -> None:
 
 
 def test_every_public_method_is_documented_where_it_is_defined() -> None:
-    public = {id(each): each for module, names in SURFACE.items() for each in named(module, names)}
-    classes = {base for each in public.values() if inspect.isclass(each) for base in each.__mro__}
-    own = [each for each in classes if each.__module__.startswith("clearhead")]
-    methods = [(each, name, item) for each in own for name, item in vars(each).items() if not name.startswith("_")]
+    classes = {base for pair in PUBLIC if inspect.isclass(each := public(*pair)) for base in each.__mro__}
+    ours = [each for each in classes if each.__module__.startswith("clearhead")]
+    methods = [(each, name, item) for each in ours for name, item in vars(each).items() if not name.startswith("_")]
     functions = [found for found in methods if inspect.isfunction(found[2]) and not found[2].__doc__]
     assert not [f"{each.__qualname__}.{name}" for each, name, _ in functions]
-
-
-def named(module: str, names: str) -> list[object]:
-    return [getattr(importlib.import_module(module), name) for name in names.split()]
 
 
 @pytest.mark.parametrize("name", ["dense", "check"])
@@ -141,16 +141,13 @@ def test_importing_does_no_work_and_brings_in_nothing_but_torch_and_the_standard
 
 def test_documented_arguments_are_parameters() -> None:
     wrong: list[str] = []
-    for module, names in SURFACE.items():
-        for name in names.split():
-            item: Any = getattr(importlib.import_module(module), name)
-            own = [each for each in vars(item).values() if inspect.isfunction(each)] if inspect.isclass(item) else []
-            for function in (item, *own):
-                section = re.search(r"^Args:\n((?: {4}.*\n|\n)+)", f"{inspect.getdoc(function) or ''}\n", re.MULTILINE)
-                if section is None or not callable(function):
-                    continue
+    for item in (public(*pair) for pair in PUBLIC):
+        methods = [each for each in vars(item).values() if inspect.isfunction(each)] if inspect.isclass(item) else []
+        for function in (item, *methods):
+            section = re.search(r"^Args:\n((?: {4}.*\n|\n)+)", f"{inspect.getdoc(function) or ''}\n", re.MULTILINE)
+            if section is not None and callable(function):
                 documented = re.findall(r"^ {4}(\w[\w, ]*):", section[1], re.MULTILINE)
-                known = inspect.signature(function).parameters
-                listed = [each for names in documented for each in names.split(", ")]
-                wrong += [f"{function.__qualname__}: {each}" for each in listed if each not in known]
+                listed = {each for names in documented for each in names.split(", ")}
+                unknown = listed - {*inspect.signature(function).parameters}
+                wrong += [f"{function.__qualname__}: {each}" for each in unknown]
     assert not wrong

@@ -25,17 +25,8 @@ from tests.support.chromium import IS_THERE
 #: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
 #: test_gpu.py, `all` and `figures` here and in test_figures.py, aarch64 in tests/native. The sanitizers compile for
 #: minutes.
-ELSEWHERE = {
-    "architectures",
-    "mutants",
-    "native_aarch64",
-    "native_sanitizers",
-    "gpu",
-    "all",
-    "figures",
-    "gpu_compile",
-    "gpu_kernels",
-}
+ELSEWHERE = {"all", "architectures", "figures", "mutants", "native_aarch64", "native_sanitizers"}
+ELSEWHERE |= {"gpu", "gpu_compile", "gpu_kernels"}
 
 
 @pytest.mark.parametrize(

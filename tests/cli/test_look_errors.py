@@ -124,6 +124,11 @@ def test_models_that_do_not_run_on_text(model_folder: Callable[[str], Path]) -> 
     assert "expected a model that runs on text alone" in refusal(1, LETTERS, "--model", str(model_folder("clip")))
 
 
+def test_a_statistic_of_logits_that_are_not_seen(model_folder: Callable[[str], Path]) -> None:
+    line = refusal(2, LETTERS, "--model", str(model_folder("mpnet")), "--stat", "max_logit")
+    assert "--stat: expected one of confidence, distance, entropy, " in line
+
+
 def test_only_safetensors_are_read(model_folder: Callable[[str], Path]) -> None:
     from safetensors.torch import load_file
 

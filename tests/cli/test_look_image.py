@@ -49,23 +49,22 @@ def test_every_head_over_the_picture(kind: str, facts: str, model_folder: Callab
         assert picture.size[0] > 800
 
 
-def test_layer_head_and_statistic_are_taken(model_folder: Callable[[str], Path]) -> None:
-    options = ["--layer", "0", "--head", "1", "--stat", "confidence", "--no-png"]
-    result = look("--image", "photo.jpg", "--model", str(model_folder("vit")), *options)
-    assert "layer 0, head 1: what the class token looks at" in result.stdout
-    assert "Number: confidence." in " ".join(result.stdout.split())
-    assert contents(Path("attention.html")).data["statistic"] == "confidence"
-
-
-def test_hostile_file_names_stay_text(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_options_are_taken_and_hostile_file_names_stay_text(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     name = "<script>alert(1)<\u202e$x$\x1b[31m.jpg"
     (tmp_path / "photo.jpg").rename(tmp_path / name)
-    result = look("--image", name, "--model", str(model_folder("vit")))
+    options = ["--layer", "0", "--head", "1", "--stat", "confidence"]
+    result = look("--image", name, "--model", str(model_folder("vit")), *options)
+    assert "layer 0, head 1: what the class token looks at" in result.stdout
+    assert "Number: confidence." in " ".join(result.stdout.split())
     assert "\x1b" not in result.stdout
     assert "\u202e" not in result.stdout
     page = Path("attention.html").read_text(encoding="utf-8")
     assert "<script>alert" not in page
-    assert contents(Path("attention.html")).data["items"][0]["label"].startswith("<script>alert(1)<\\u202e")
+    data = contents(Path("attention.html")).data
+    assert data["statistic"] == "confidence"
+    assert data["items"][0]["label"].startswith("<script>alert(1)<\\u202e")
 
 
 def test_models_that_take_no_pictures(model_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -57,6 +57,14 @@ class Outputs:
         cells = [[row[first : first + 6] for first in range(5, len(row), 6)] for row in rows]
         return [[float(cell[2:]) for cell in row] for row in cells]
 
+    def require_heads(self, name: str, expected: Tensor, digits: int = 2) -> None:
+        """The JSON, the terminal and the picture have these numbers, (layers, H)."""
+        numbers = torch.tensor([head[name] for head in self.json["heads"]]).double()
+        torch.testing.assert_close(numbers, expected.flatten().double(), rtol=0, atol=1e-6)
+        assert self.table() == [[float(f"{value:.2f}") for value in row] for row in expected.tolist()]
+        texts = next(axes.texts for axes in self.figure.axes if axes.texts)
+        assert [text.get_text() for text in texts] == [f"{value:.{digits}f}" for value in numbers.tolist()]
+
     def map(self, item: int, length: int) -> Tensor:
         """The weights of the large head on the page."""
         layer, head = self.page.data["layer"], self.page.data["head"]
@@ -103,10 +111,7 @@ def test_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
     confidence = torch.stack(list(rec.summary()["confidence"].values())).double()  # (layers, H)
-    numbers = [head["confidence"] for head in found.json["heads"]]
-    torch.testing.assert_close(torch.tensor(numbers).double(), confidence.flatten(), rtol=0, atol=1e-6)
-    assert found.table() == [[float(f"{value:.2f}") for value in row] for row in confidence.tolist()]
-    assert [text.get_text() for text in found.figure.axes[1].texts] == [f"{value:.2f}" for value in numbers]
+    found.require_heads("confidence", confidence)
     page = [found.page.layer(0, 0, layer)["numbers"]["confidence"] for layer in range(len(confidence))]
     torch.testing.assert_close(torch.tensor(page).double(), confidence, rtol=0, atol=5.1e-5)
 
@@ -119,11 +124,7 @@ def test_of_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = recs[0].compare(recs[1], tokens=tokens[0], other_tokens=tokens[1])
     scores = torch.stack(list(comparison.divergence.values()))  # (layers, H)
 
-    numbers = torch.tensor([head["difference"] for head in found.json["heads"]]).double()
-    torch.testing.assert_close(numbers, scores.flatten(), rtol=0, atol=1e-6)
-    assert found.table() == [[float(f"{value:.2f}") for value in row] for row in scores.tolist()]
-    table = next(axes for axes in found.figure.axes if axes.texts)
-    assert [text.get_text() for text in table.texts] == [f"{value:.3f}" for value in numbers.tolist()]
+    found.require_heads("difference", scores, digits=3)
     name, head, score = comparison.ranked()[0]
     layer = list(comparison.modules).index(name)
     printed = " ".join(" ".join(found.lines).split()).partition("heads that differ most")[2]
@@ -182,10 +183,4 @@ def test_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = f"patch {place // ROWS}, {place % ROWS} {shown.max():.3f}"
     assert any(line.startswith(patch) for line in found.lines)
 
-    confidence = torch.stack(list(rec.summary()["confidence"].values()))  # (layers, H)
-    assert [each["confidence"] for each in found.json["heads"]] == pytest.approx(
-        confidence.flatten().tolist(), abs=1e-6
-    )
-    assert found.table() == [[float(f"{value:.2f}") for value in row] for row in confidence.tolist()]
-    every = next(axes for axes in found.figure.axes if axes.get_title("left") == "confidence of all heads")
-    assert [text.get_text() for text in every.texts] == [f"{value:.2f}" for value in confidence.flatten().tolist()]
+    found.require_heads("confidence", torch.stack(list(rec.summary()["confidence"].values())))

@@ -11,6 +11,7 @@ import torch
 
 from clearhead.errors import ArgumentError, FileError
 from clearhead.plot import Page, given, page
+from clearhead.plot._files import remove_unfinished, whole_file
 
 
 @pytest.fixture(scope="module", name="made")
@@ -39,6 +40,15 @@ def test_what_fails_leaves_what_was_there(made: Page, tmp_path: Path, monkeypatc
     assert files(tmp_path) == [("page.html", "before")]
     made.save(path)
     assert files(tmp_path) == [("page.html", made.text)]
+
+
+def test_a_process_that_ends_at_once_removes_what_it_has_begun(tmp_path: Path) -> None:
+    with whole_file(tmp_path / "a.txt") as part:
+        part.write_text("half")
+        remove_unfinished()
+        assert list(tmp_path.iterdir()) == []
+        part.write_text("whole")
+    assert files(tmp_path) == [("a.txt", "whole")]
 
 
 def test_links_devices_and_modes_stay(made: Page, tmp_path: Path) -> None:

@@ -30,9 +30,8 @@ def test_carries_tiles_largest_weights_and_marginals_of_long_texts() -> None:
     rec = record_two(300, keep="queries_keys", top_k=4)
     contents = Contents(page(rec, layer=1, head=2).text)
     found, exact = contents.layer(0, 0, 1), rec.weights(1)[0]
-    statistics = clearhead.attention_statistics(
-        rec.kept_call(1).query, rec.kept_call(1).key, statistics=(*FOUR,), top_k=4
-    )
+    call = rec.kept_call(1)
+    statistics = clearhead.attention_statistics(call.query, call.key, statistics=FOUR)
     tiles = contents.array(0, found["map"], 3, 128, 128)
     torch.testing.assert_close(tiles.sqrt().float(), statistics.map[0].sqrt(), rtol=0, atol=0.5 / 255 + 1e-6)
     indices = contents.array(0, found["indices"], 3, 300, 4)
@@ -201,9 +200,7 @@ def test_modules_that_ran_unequally_often() -> None:
         model(torch.randn(1, 3, 12))
         model.blocks[0](torch.randn(1, 3, 12))
         model.blocks[0](torch.randn(1, 3, 12))
-    with pytest.raises(
-        ArgumentError, match=r"equally many calls of every module, got 3 of blocks\.0 and 1 of blocks\.1"
-    ):
+    with pytest.raises(ArgumentError, match=r"many calls of every module, got 3 of blocks\.0 and 1 of blocks\.1"):
         page(rec)
 
 

@@ -6,10 +6,8 @@ import json
 import re
 import tomllib
 import warnings
-from collections.abc import Callable
-from functools import partial
 from io import BytesIO
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-import clearhead
 from clearhead.errors import ArgumentError
+from clearhead.plot import given
 from clearhead.plot._fonts import characters_of, fonts
 from docs.draw.terms import terms
-from tests.support.chromium import opened_browser
 
-from .browsing import needs_chromium
+from .browsing import OpenPage, needs_chromium
 from .texts import SOURCES, texts_of_page, texts_of_python, texts_of_scripts
 
 WORDS = tomllib.loads((SOURCES / "plot" / "words_zh.toml").read_text(encoding="utf-8"))
@@ -52,79 +49,64 @@ KEPT = {"attention", "csv", "ctrl", "enter", "escape", "shift", "svg", "tab", "n
 
 
 @needs_chromium
-def test_a_chinese_page_has_no_english_left(tmp_path: Path) -> None:
-    weights = [torch.eye(3).expand(2, 3, 3)]
-    made = clearhead.plot.page(clearhead.plot.given(weights), ["猫", "狗", "鸟"], language="zh")
+def test_a_chinese_page_has_no_english_left(open_page: OpenPage) -> None:
+    made = given([torch.eye(3).expand(2, 3, 3)]).page(["猫", "狗", "鸟"], language="zh")
     assert '<html lang="zh">' in made.text
     assert "在第 0 层第 0 头中，" in made.text
-    path = made.save(tmp_path / "page.html")
-    with opened_browser() as browser:
-        opened = browser.new_page(viewport={"width": 1300, "height": 900})
-        opened.goto(path.as_uri())
-        opened.wait_for_selector("html[data-ready]")
-        statistics = opened.eval_on_selector_all("#statistic option", "all => all.map((each) => each.value)")
-        kept = KEPT | set(re.findall(r"[a-z_]{3,}", " ".join(statistics[1:])))  # the first is the maps
-        for name in statistics:
-            opened.select_option("#statistic", name)
-            opened.locator(".text span").nth(1).click()
-            text = opened.inner_text("body")
-            labels = opened.eval_on_selector_all("[aria-label]", "all => all.map((each) => each.ariaLabel).join(' ')")
-            assert set(re.findall(r"[a-z_]{3,}", f"{text} {labels}".lower())) <= kept
+    opened = open_page(made)
+    statistics = opened.eval_on_selector_all("#statistic option", "all => all.map((each) => each.value)")
+    kept = KEPT | set(re.findall(r"[a-z_]{3,}", " ".join(statistics[1:])))  # the first is the maps
+    for name in statistics:
+        opened.select_option("#statistic", name)
+        opened.locator(".text span").nth(1).click()
+        text = opened.inner_text("body")
+        labels = opened.eval_on_selector_all("[aria-label]", "all => all.map((each) => each.ariaLabel).join(' ')")
+        assert set(re.findall(r"[a-z_]{3,}", f"{text} {labels}".lower())) <= kept
 
 
 WEIGHTS = [torch.eye(5).expand(2, 5, 5), torch.full((2, 5, 5), 0.2)]
 TOKENS = list("abcde")
-#: A picture and its texts in Chinese: title, labels of the axes, caption of the colour bar, notes.
-DRAWN: dict[str, tuple[Callable[..., Axes], set[str]]] = {
-    "heads": (partial(clearhead.plot.plot_heads, statistic="entropy"), {"entropy", "头", "层"}),
-    "map": (
-        partial(clearhead.plot.plot_map, layer=0, head=1, tokens=TOKENS),
-        {"第 0 层第 1 头", "查询那一行中键的权重"},
-    ),
-    "received": (
-        partial(clearhead.plot.plot_received, layer=0, tokens=TOKENS),
-        {"第 0 层各头的平均", "从 5 个查询得到的权重", "若都相同"},
-    ),
-    "received by all": (clearhead.plot.plot_received, {"所有层各头的平均"}),
-    "rollout": (
-        partial(clearhead.plot.plot_rollout, targets=0, tokens=TOKENS),
-        {"注意力展开：每个输入词元的份额", "份额"},
-    ),
-    "rollout of patches": (
-        partial(clearhead.plot.plot_rollout, targets=0, grid=(2, 2)),
-        {"词元 0 的注意力展开", "一个图像块的份额"},
-    ),
-    "comparison": (lambda rec, **options: rec.compare(rec).plot_heads(**options), {"Jensen–Shannon 散度", "nat"}),
-    "change": (
-        lambda rec, **options: rec.compare(rec).plot_heads("entropy", **options),
-        {"entropy，第二个减第一个"},
-    ),
-}
-MARKED = re.compile(r"[^\W\d_]{2,}|[\u4e00-\u9fff]")  # words
+#: Methods of a record with their options, and texts of the picture in Chinese: title, labels, captions.
+DRAWN: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("plot_heads", {"statistic": "entropy"}, {"entropy", "头", "层"}),
+    ("plot_map", {"layer": 0, "head": 1, "tokens": TOKENS}, {"第 0 层第 1 头", "查询那一行中键的权重"}),
+    ("plot_received", {"layer": 0, "tokens": TOKENS}, {"第 0 层各头的平均", "从 5 个查询得到的权重", "若都相同"}),
+    ("plot_received", {}, {"所有层各头的平均"}),
+    ("plot_rollout", {"targets": 0, "tokens": TOKENS}, {"注意力展开：每个输入词元的份额", "份额"}),
+    ("plot_rollout", {"targets": 0, "grid": (2, 2)}, {"词元 0 的注意力展开", "一个图像块的份额"}),
+]
+OF_COMPARISONS: list[tuple[str, dict[str, Any], set[str]]] = [
+    ("plot_heads", {}, {"Jensen–Shannon 散度", "nat"}),
+    ("plot_heads", {"statistic": "entropy"}, {"entropy，第二个减第一个"}),
+]
 
 
-def texts_of(axes: Axes) -> dict[str, Text]:
-    """Text → its artist, of a whole figure."""
-    found = axes.figure.findobj(Text)
-    return {each.get_text(): each for each in found if isinstance(each, Text) and MARKED.search(each.get_text())}
+def texts_of(axes: Axes) -> set[str]:
+    """All texts of a figure."""
+    return {each.get_text() for each in axes.figure.findobj(Text)}
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_pictures_speak_chinese_on_axes_of_their_own_and_on_those_given(name: str) -> None:
-    draw, chinese = DRAWN[name]
-    rec = clearhead.plot.given(WEIGHTS)
+@pytest.mark.parametrize(
+    ("compared", "method", "options", "chinese"),
+    [*((False, *each) for each in DRAWN), *((True, *each) for each in OF_COMPARISONS)],
+)
+def test_pictures_speak_chinese_on_axes_of_their_own_and_on_those_given(
+    compared: bool, method: str, options: dict[str, Any], chinese: set[str]
+) -> None:
+    rec = given(WEIGHTS)
+    draw = getattr(rec.compare(rec) if compared else rec, method)
     readable = needs_fonts(chinese)
     for ax in (None, Figure().subplots()):
-        axes = draw(rec, ax=ax, language="zh")
+        axes = draw(**options, ax=ax, language="zh")
         texts = texts_of(axes)
         if not readable:
-            assert not any("\u4e00" <= letter <= "\u9fff" for letter in "".join(texts))
+            assert not re.search("[\u4e00-\u9fff]", "".join(texts))
             continue
-        assert chinese <= texts.keys()
+        assert chinese <= texts
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Glyph")
             axes.figure.savefig(BytesIO())
-        assert not re.search("[\u4e00-\u9fff]", "".join(texts_of(draw(rec))))
+        assert not re.search("[\u4e00-\u9fff]", "".join(texts_of(draw(**options))))
 
 
 def needs_fonts(texts: set[str]) -> bool:
@@ -134,7 +116,7 @@ def needs_fonts(texts: set[str]) -> bool:
 
 
 def test_a_comparison_speaks_chinese() -> None:
-    rec, short = clearhead.plot.given(WEIGHTS), clearhead.plot.given([torch.eye(3).expand(2, 3, 3)] * 2)
+    rec, short = given(WEIGHTS), given([torch.eye(3).expand(2, 3, 3)] * 2)
     same, other = rec.compare(rec), rec.compare(short)
     text = same.page(TOKENS, language="zh").text
     assert '<html lang="zh">' in text
@@ -149,7 +131,7 @@ def test_a_comparison_speaks_chinese() -> None:
 
 @pytest.mark.parametrize("language", ["fr", "ZH", None, 3])
 def test_another_language_is_refused(language: object) -> None:
-    rec = clearhead.plot.given(WEIGHTS)
+    rec = given(WEIGHTS)
     for make in (rec.page, rec.plot_heads, rec.compare(rec).page, rec.compare(rec).plot_heads):
         with pytest.raises(ArgumentError, match=re.escape("language: expected 'en' or 'zh', got ")):
             make(language=language)

@@ -67,7 +67,7 @@ def heads_by(values: torch.Tensor) -> list[str]:
     return [f"{place // values.shape[1]}-{place % values.shape[1]}" for place in values.flatten().argsort().flip(0)]
 
 
-def test_the_finding_names_the_head_and_both_words(shown: Any, weights: torch.Tensor) -> None:
+def test_the_finding_names_the_head_and_both_words_and_heads_are_sorted(shown: Any, weights: torch.Tensor) -> None:
     token(shown, 3).click()
     best = int(weights[0, 1, 3].argmax())
     expected = f"In layer 0, head 1, was looks most at {NAMES[best]} ({weights[0, 1, 3, best]:.4f})"
@@ -77,6 +77,12 @@ def test_the_finding_names_the_head_and_both_words(shown: Any, weights: torch.Te
     assert shown.locator("h1").inner_text() == "the animal was tired"
     assert text_of(shown, "axes") == "key → query ↓"
     assert not shown.locator("#notes").is_visible()
+    choose(shown, "order", "entropy")
+    ordered = heads_by(torch.special.entr(weights).sum(-1).mean(-1))
+    assert order_of(shown) == ordered
+    shown.locator(f'[data-place="{ordered[0]}"]').click()
+    shown.keyboard.press("ArrowRight")
+    assert shown.locator('#overview [aria-pressed="true"]').get_attribute("data-place") == ordered[1]
 
 
 def test_the_reason_is_true(open_page: OpenPage, shown: Any) -> None:
@@ -167,15 +173,6 @@ def test_a_page_of_tiles_says_what_they_answer_and_groups_its_heads(open_page: O
     for _ in range(30):
         tiled.keyboard.press("ArrowDown")
     assert tiled.locator('#overview [aria-pressed="true"]').get_attribute("data-place") != first
-
-
-def test_heads_are_sorted_and_walked_in_that_order(shown: Any, weights: torch.Tensor) -> None:
-    choose(shown, "order", "entropy")
-    ordered = heads_by(torch.special.entr(weights).sum(-1).mean(-1))
-    assert order_of(shown) == ordered
-    shown.locator(f'[data-place="{ordered[0]}"]').click()
-    shown.keyboard.press("ArrowRight")
-    assert shown.locator('#overview [aria-pressed="true"]').get_attribute("data-place") == ordered[1]
 
 
 def test_the_address_holds_layer_head_and_token_and_another_is_ignored(browser: Any, path: Path, shown: Any) -> None:
@@ -333,34 +330,6 @@ def test_the_head_is_saved_as_csv_and_the_map_as_svg(shown: Any, weights: torch.
     assert svg.startswith("<svg xmlns=")
     assert svg.count("<text") == 2 * SIZE
     assert "data:image/png;base64," in svg
-
-
-def test_a_difference_says_at_once_what_changes_from_what_to_what(open_page: OpenPage) -> None:
-    first, second = torch.eye(3)[None, None].squeeze(0), torch.full((1, 3, 3), 1 / 3)
-    labels = ("a name that is too long for a line", "short")
-    shown = open_page(given([first]).compare(given([second])).page(labels=labels))
-    wait_until(shown, "document.getElementById('details').textContent.startsWith('first ')")
-    assert text_of(shown, "details").startswith("first 1.0000 · short 0.3333 · ")
-    assert text_of(shown, "reason") == "The colours show second − first: blue is less weight, brown is more."
-    buttons = shown.locator("#views button span").all_inner_texts()
-    assert buttons == [f"first: {labels[0]}", "short", "difference"]
-
-
-def test_a_comparison_shows_both_texts_aligned(open_page: OpenPage) -> None:
-    torch.manual_seed(8)
-    texts = (["it", "was", "too", "tired"], ["it", "was", "far", "too", "wide"])
-    records = [given([torch.randn(2, len(text), len(text)).softmax(-1)]) for text in texts]
-    shown = open_page(records[0].compare(records[1], tokens=texts[0], other_tokens=texts[1]).page())
-    shown.locator("#aligned").wait_for()
-    columns = shown.locator("#aligned > span").all()[1:]
-    lines = [each.locator("span").all_inner_texts() for each in columns]
-    assert lines == [["it", "it"], ["was", "was"], ["", "far"], ["too", "too"], ["tired", "wide"]]
-    assert shown.locator("#aligned .differs").all_inner_texts() == ["", "far", "tired", "wide"]
-    shown.locator("#views button").nth(1).click()
-    wait_until(shown, "document.querySelectorAll('.text span').length === 5")
-    for place in (".text .differs", "#rows .differs", "#columns .differs"):
-        assert shown.locator(place).all_inner_texts() == ["far", "wide"]
-    assert set(shown.locator("#list .differs").all_inner_texts()) == {"far", "wide"}
 
 
 def test_one_layer_one_head_and_one_token_are_not_plural(open_page: OpenPage) -> None:

@@ -113,7 +113,7 @@ def test_words_are_put_together(shown: Any, weights: list[torch.Tensor]) -> None
     assert token(shown, 4).inner_text() == "##eet"
 
 
-def test_the_keyboard_reaches_everything(shown: Any) -> None:
+def test_the_keyboard_reaches_all_and_walks_heads_cells_and_tokens(shown: Any, weights: list[torch.Tensor]) -> None:
     reached: list[str] = []
     name = "e => e.id || e.dataset.place || e.className"
     for _ in range(6):
@@ -125,9 +125,6 @@ def test_the_keyboard_reaches_everything(shown: Any) -> None:
         shown.keyboard.press("Tab")
         reached.append(shown.evaluate(f"({name})(document.activeElement)"))
     assert reached[6:] == ["order", "0-1", "map"]
-
-
-def test_arrow_keys_walk_heads_cells_and_tokens(shown: Any, weights: list[torch.Tensor]) -> None:
     shown.locator('[data-place="0-1"]').focus()
     for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
         shown.keyboard.press(key)

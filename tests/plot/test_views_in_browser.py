@@ -15,8 +15,8 @@ from .test_images import PICTURE, build, recorded
 pytestmark = needs_chromium
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
-TEXTS = (["a", HOSTILE, "b", "c", "d", "e"], ["a", HOSTILE, "b", "c", "x", "d", "e"])
-SHARED = [0, 1, 2, 3, 5, 6]
+TEXTS = (["a", HOSTILE, "b", "c", "d", "e", "tired"], ["a", HOSTILE, "b", "c", "x", "d", "e", "wide"])
+SHARED = ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 5, 6])
 
 
 @pytest.fixture(scope="module", name="weights")
@@ -43,15 +43,18 @@ def test_the_difference_is_shown_first_in_its_colours(shown: Any, weights: list[
     wait_until(shown, "document.querySelectorAll('#views button')[2]?.getAttribute('aria-pressed') === 'true'")
     assert shown.locator(".text span").count() == 6
     head = chosen_head(shown)
-    first, second = weights[0][head], weights[1][head][SHARED][:, SHARED]
-    token(shown, 4).hover()
-    change = (second - first)[4]
+    first, second = (each[head][kept][:, kept] for each, kept in zip(weights, SHARED, strict=True))
+    wait_until(shown, "document.getElementById('details').textContent.startsWith('first ')")
+    assert text_of(shown, "reason") == "The colours show second − first: blue is less weight, brown is more."
+    assert shown.locator("#views button span").all_inner_texts() == [f"first: {HOSTILE}", "second", "difference"]
+    token(shown, 3).hover()
+    change = (second - first)[3]
     at = int(change.abs().argmax())
     wait_until(shown, "document.querySelector('#details').textContent.includes('second ')")
-    assert text_of(shown, "readout").startswith(f"d changes most at {TEXTS[0][at]}")
+    assert text_of(shown, "readout").startswith(f"c changes most at {TEXTS[0][at]}")
     number = f"{change[at].item():+.4f}".replace("-", "−")
     assert text_of(shown, "readout").endswith(number)
-    assert f"first {first[4, at]:.4f} · second {second[4, at]:.4f}" in text_of(shown, "details")
+    assert f"first {first[3, at]:.4f} · second {second[3, at]:.4f}" in text_of(shown, "details")
     token(shown, 0).click()
     change = (second - first)[0]
     script = "mark => getComputedStyle(mark).backgroundColor.match(/\\d+/g).map(Number)"
@@ -63,15 +66,28 @@ def test_the_difference_is_shown_first_in_its_colours(shown: Any, weights: list[
 def test_views_keep_the_token(shown: Any, weights: list[torch.Tensor]) -> None:
     token(shown, 4).click()
     view(shown, 1).click()
-    wait_until(shown, "document.querySelectorAll('.text span').length === 7")
+    wait_until(shown, "document.querySelectorAll('.text span').length === 8")
     assert token(shown, 5).get_attribute("class") == "query", "d stands one place further on in the second text"
     best = weights[1][chosen_head(shown), 5].max()
     shown.mouse.move(1, 1)
     assert text_of(shown, "readout").endswith(f"{best:.4f}")
     token(shown, 4).click()  # x, which the first does not have
     view(shown, 0).click()
-    wait_until(shown, "document.querySelectorAll('.text span').length === 6")
+    wait_until(shown, "document.querySelectorAll('.text span').length === 7")
     assert view(shown, 0).get_attribute("aria-pressed") == "true"
+
+
+def test_both_texts_are_aligned(shown: Any) -> None:
+    shown.locator("#aligned").wait_for()
+    columns = [each.locator("span").all_inner_texts() for each in shown.locator("#aligned > span").all()[1:]]
+    both = [[name, name] for name in TEXTS[0][:-1]]
+    assert columns == [*both[:4], ["", "x"], *both[4:], ["tired", "wide"]]
+    assert shown.locator("#aligned .differs").all_inner_texts() == ["", "x", "tired", "wide"]
+    view(shown, 1).click()
+    wait_until(shown, "document.querySelectorAll('.text span').length === 8")
+    for place in (".text .differs", "#rows .differs", "#columns .differs"):
+        assert shown.locator(place).all_inner_texts() == ["x", "wide"]
+    assert set(shown.locator("#list .differs").all_inner_texts()) == {"x", "wide"}
 
 
 def test_the_ranking_chooses_a_head(shown: Any) -> None:

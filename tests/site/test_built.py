@@ -13,7 +13,7 @@ import pytest
 from docs.site.reference import MODULES, place_of
 from docs.site.staging import address, sources
 from tests.site.reading import Built, read_built
-from tests.test_public_surface import SURFACE, WITHOUT_EXAMPLE
+from tests.test_public_surface import PUBLIC, SURFACE, WITHOUT_EXAMPLE
 
 #: Public modules without a page: they have no names, or are a command.
 WITHOUT_PAGE = {"clearhead.cli", "clearhead.inspection", "clearhead.integrations"}
@@ -21,12 +21,7 @@ WITHOUT_PAGE = {"clearhead.cli", "clearhead.inspection", "clearhead.integrations
 MEMBERS_ONLY = {"Scaling", "Cache", "EvictionPolicy", "Kernel"}
 WITHOUT_SIGNATURE = {"NAMINGS", "AttentionHealthWarning", "UnseenAttentionWarning"}  # a table, Python's own warnings
 SUBMODULES = {name.rpartition(".")[2] for name in SURFACE}
-NAMES = [
-    (module, name)
-    for module in MODULES
-    for name in SURFACE[module].split()
-    if name not in SUBMODULES and name != "__version__"
-]
+NAMES = [pair for pair in PUBLIC if pair[0] in MODULES and pair[1] not in {*SUBMODULES, "__version__"}]
 
 
 @cache

@@ -65,14 +65,8 @@ def calls(draw, dtype: torch.dtype, *, fusable: bool = False) -> Call:
     key = _laid_out(draw, _random(dtype, generator, batch, kv_heads, count, head_dim), hidden)
     value = _laid_out(draw, _random(dtype, generator, batch, kv_heads, count, value_dim), hidden)
     options = _options(draw, frame, dtype, fusable=fusable)
-    problem = Problem(
-        query,
-        key,
-        value,
-        rule,
-        () if part is None else part.biases,
-        **{name: options[name] for name in ("scale", "softcap", "sinks")},
-    )
+    how = {name: options[name] for name in ("scale", "softcap", "sinks")}
+    problem = Problem(query, key, value, rule, () if part is None else part.biases, **how)
     return Call(query, key, value, None if part is None else part.mask, {**options, **positions}, problem)
 
 

@@ -43,8 +43,8 @@ def check_derivatives(function: Function, *inputs: Tensor, fast: bool = False) -
     assert gradcheck(function, inputs, check_batched_grad=True, fast_mode=fast)
     # gradgradcheck is content with a wrong first derivative, as long as the second one is consistent with it.
     loss = _square(function(*inputs))
-    plain = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
-    again = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True)
+    plain = torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True)
+    again = torch.autograd.grad(loss, inputs, create_graph=True, materialize_grads=True)
     torch.testing.assert_close(again, plain, rtol=0, atol=1e-10)
     assert gradgradcheck(function, inputs, check_batched_grad=True, fast_mode=fast)
 
@@ -66,15 +66,8 @@ def batched_and_looped(
     vectors = [torch.randn(count, *output.shape, generator=generator).to(output.dtype) for output in outputs]
 
     def gradients(given: list[Tensor], *, batched: bool) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            outputs,
-            inputs,
-            given,
-            retain_graph=True,
-            is_grads_batched=batched,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        options = {"retain_graph": True, "is_grads_batched": batched, "materialize_grads": True}
+        return torch.autograd.grad(outputs, inputs, given, **options)
 
     looped = [gradients([vector[number] for vector in vectors], batched=False) for number in range(count)]
     return gradients(vectors, batched=True), tuple(map(torch.stack, zip(*looped, strict=True)))

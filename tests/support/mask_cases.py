@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from hypothesis import strategies as st
@@ -192,15 +192,7 @@ def _odd_heads(b, h, q, k):
     return h % 2 == 1
 
 
-def _keep(draw: Draw, frame: Frame) -> Part:
-    return _marks(draw, frame, masks.keep, opposite=False)
-
-
-def _drop(draw: Draw, frame: Frame) -> Part:
-    return _marks(draw, frame, masks.drop, opposite=True)
-
-
-def _marks(draw: Draw, frame: Frame, make: Callable[..., masks.Mask], *, opposite: bool) -> Part:
+def _marks(draw: Draw, frame: Frame, *, make: Callable[..., masks.Mask], opposite: bool) -> Part:
     per_key = draw(st.booleans())
     if per_key:
         scores = frame.random(draw(st.sampled_from([1, frame.batch])), frame.count)
@@ -274,6 +266,6 @@ PREDICATES: dict[str, Callable[[Draw, Frame], Part]] = {
     "lengths": _lengths,
     "documents": _documents,
     "where": _where,
-    "keep": _keep,
-    "drop": _drop,
+    "keep": partial(_marks, make=masks.keep, opposite=False),
+    "drop": partial(_marks, make=masks.drop, opposite=True),
 }

@@ -58,16 +58,9 @@ def numbers(case: Case, kernel: str, inputs: dict[str, Tensor], seed: int = 3) -
     mask = case.mask(case.batch, case.kv_heads * case.group, case.length, case.count)
     if case.learnt:
         mask = masks.bias(inputs["bias"]) if mask is None else masks.bias(inputs["bias"]) & mask
+    qkv = (inputs[name] for name in ("query", "key", "value"))
     with clearhead.use_kernel(kernel):
-        output, lse = clearhead.attention(
-            inputs["query"],
-            inputs["key"],
-            inputs["value"],
-            mask,
-            sinks=inputs.get("sinks"),
-            return_lse=True,
-            **case.options,
-        )
+        output, lse = clearhead.attention(*qkv, mask, sinks=inputs.get("sinks"), return_lse=True, **case.options)
     random = torch.Generator().manual_seed(11)
     seen = lse.isfinite()
     upstream = torch.randn(output.shape, generator=random, dtype=torch.float64).to(output.dtype)
