@@ -42,7 +42,7 @@ from .processes import in_processes, line
 
 
 def _inputs() -> list[tuple[Tensor, Tensor]]:
-    """Queries and keys: of some positions; and of none, in batches of as many items as a projection has features."""
+    """Queries and keys. Those without a position have as many items as a projection has features."""
     some, none = (torch.randn(EMBED, length, EMBED, dtype=torch.float64) for length in (5, 0))
     query, key = sequences(11, 7)
     return [(query, key), (none, some), (some, none), (none, none)]
@@ -146,7 +146,7 @@ ALL_REDUCES: dict[str, tuple[Callable[[], Any], int, int, int]] = {
 
 @in_processes(2)
 def test_all_reduces() -> None:
-    """Of sequences of any length, also of none."""
+    """Their number does not depend on the length, which may be 0."""
     for name, (make, count, forward, backward) in ALL_REDUCES.items():
         module: Any = tensor_parallel(make(), line())
         for length in (9, 0):
@@ -175,11 +175,10 @@ class _Gate(nn.Module):
         return x * self.weight
 
 
-def _with(**parts: Callable[[Any], Any]) -> Any:
-    """An attention with other parts, made of it."""
+def _with(name: str, part: nn.Module) -> Any:
+    """An attention with another part."""
     module = attention(2)
-    for name, make in parts.items():
-        setattr(module, name, make(module))
+    setattr(module, name, part)
     return module
 
 
@@ -201,15 +200,15 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "module.feed_forward: expected a part that can be split, got _Gate",
     ),
     "projection": (
-        lambda: _with(q_proj=lambda module: nn.Sequential(module.q_proj)),
+        lambda: _with("q_proj", nn.Sequential(nn.Linear(EMBED, EMBED))),
         "module.q_proj: expected a linear layer, or peft's LoRA layer of one without DoRA, got Sequential",
     ),
     "DoRA": (
         lambda: _with_peft(encoder(1), ["q_proj"], use_dora=True),
         "module.layers.0.self_attention.q_proj: expected a linear layer, or peft's LoRA layer of one without DoRA",
     ),
-    "norm": (lambda: _with(q_norm=lambda _: _Gate()), "module.q_norm: expected parameters (4,) of all heads"),
-    "extra": (lambda: _with(gate=lambda _: _Gate()), "module.gate.weight: expected a parameter of a projection"),
+    "norm": (lambda: _with("q_norm", _Gate()), "module.q_norm: expected parameters (4,) of all heads"),
+    "extra": (lambda: _with("gate", _Gate()), "module.gate.weight: expected a parameter of a projection"),
     "other": (lambda: attention(4), "tensor_parallel: module: expected the same in every process"),
 }
 

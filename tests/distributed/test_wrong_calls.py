@@ -95,7 +95,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
 }
 
-#: What the errors of an attention name.
+#: Texts in the errors of an attention.
 NAMED = {
     **dict.fromkeys(("batch", "no batch"), "batch size: expected the same in every process, got ["),
     **dict.fromkeys(("no gradients", "a gradient of the query"), "gradients: expected the same in every process"),
