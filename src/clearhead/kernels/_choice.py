@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from .._call.call import AttentionCall
-from .._call.spec import AttentionSpec
 from .._checks import shown
 from .._environment import forced_kernels, forcing
 from .._native import extension
@@ -135,20 +134,15 @@ def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
 def _reservations(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
     """Reasons to leave a supported call to a later kernel, unless `use_kernel` forces this one."""
     spec = call.spec
-    if kernel.name == "native" and _lacks_threads(spec):
-        return (Refusal("it was built without OpenMP and would run on one thread"),)
-    if kernel.name == "chunked" or (kernel.name == "sdpa" and not spec.lse):
+    if kernel.name == "native":
+        batch, heads, length, dim = spec.query
+        is_large = batch * heads * length * spec.key[2] * dim >= _WORTH_THREADS
+        # A graph must not depend on the number of threads.
+        if is_large and extension and not (extension.openmp or spec.tracing or torch.get_num_threads() == 1):
+            return (Refusal("it was built without OpenMP and would run on one thread"),)
+    elif kernel.name == "chunked" or (kernel.name == "sdpa" and not spec.lse):
         return leaves_to_flex(spec, call.request.mask, call.grid)
     return ()
-
-
-def _lacks_threads(spec: AttentionSpec) -> bool:
-    """Whether PyTorch's kernel, which uses every thread, is faster than the native one without OpenMP."""
-    # A graph must not depend on the number of threads.
-    if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
-        return False
-    batch, heads, length, dim = spec.query
-    return batch * heads * length * spec.key[2] * dim >= _WORTH_THREADS
 
 
 def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
