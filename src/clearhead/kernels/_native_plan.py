@@ -101,8 +101,10 @@ class NativePlan:
         # Starting threads, and asking PyTorch how many there are, would take longer than such a call.
         self._one_thread = batch * heads * rows * keys * dim <= _WORK_OF_ONE
         range_batch, range_row = (0, 0) if first is None else broadcast_strides(*first)
-        self._extension = cast(Any, extension)
-        self._plan = self._extension.plan(
+        built = cast(Any, extension)
+        # Looked up once: tiny calls would notice.
+        self._forward, self._backward, self._statistics = built.forward, built.backward, built.statistics
+        self._plan = built.plan(
             type=DTYPES[dtype],
             batch=batch,
             heads=heads,
@@ -156,7 +158,7 @@ class NativePlan:
         if wanted:
             self.statistics(arguments, output, lse, **wanted)
         else:
-            self._run(self._extension.forward, arguments, output, lse)
+            self._run(self._forward, arguments, output, lse)
         return output
 
     def backward(
@@ -205,7 +207,7 @@ class NativePlan:
             bias_gradient=address_of(bias_gradient),
             whole_rows=int(whole_rows),
         )
-        self._run(self._extension.backward, arguments, output, lse, *others)
+        self._run(self._backward, arguments, output, lse, *others)
         return dq, dk, dv, correction
 
     def statistics(
@@ -224,7 +226,7 @@ class NativePlan:
             wanted: tensors to write to, and sizes, by the names of `Statistics` in ``_native/problem.h``.
         """
         by_address = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in wanted.items()}
-        self._run(self._extension.statistics, arguments, output, lse, **by_address)
+        self._run(self._statistics, arguments, output, lse, **by_address)
 
     def _run(
         self,
