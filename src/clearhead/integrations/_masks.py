@@ -96,6 +96,8 @@ def make_mask(
         if visible is None and not may_be_causal:
             return None
         mask = None if visible is None else shared(masks.keep(visible))
+        # From the same values: the model's rule is not called a second time.
+        build = build if visible is None else partial(additive_mask, visible, dtype)
     return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype=dtype, device=device)
 
 
@@ -200,6 +202,12 @@ class _LazyMask(Tensor):
 
     def tolist(self) -> Any:
         return self.computed().tolist()
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query may attend and the lowest number of ``dtype`` elsewhere, as ``eager`` writes it."""
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, torch.finfo(dtype).min)
 
 
 def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, int, int, int], **options: Any) -> Tensor:

@@ -87,12 +87,13 @@ def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
 def _band_blocks(band: Band, grid: Grid) -> Blocks:
     rows = torch.arange(0, grid.query_length, SIDE, device=grid.device)[:, None]  # first of each block, (n, 1)
     columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)  # (m,)
-    last_row = rows + SIDE - 1
-    stop_column = columns + SIDE
-    some = (columns <= last_row + band.high) & (columns < band.stop) & (stop_column > rows + band.low)
-    some &= band.low <= band.high
+    # The last block of rows, and of columns, may be shorter.
+    last_row = (rows + SIDE - 1).clamp(max=grid.query_length - 1)
+    stop_column = (columns + SIDE).clamp(max=grid.key_length)
+    some = (columns <= last_row + band.high) & (columns < band.stop)
+    some &= (rows + band.low < stop_column) & (rows + band.low < band.stop) & (band.low <= band.high)
     every = (columns >= last_row + band.low) & (stop_column <= rows + band.high + 1) & (stop_column <= band.stop)
-    inside = (last_row < grid.query_length) & (stop_column <= grid.key_length)
+    inside = (rows + SIDE <= grid.query_length) & (columns + SIDE <= grid.key_length)
     full = some & every & inside  # those at the edge hide what lies beyond it
     limits = _constant_limits(band, grid)
     ends = {"ends": numbers_on(grid.device, band_numbers(band, grid), torch.int32)} if limits is None else {}
