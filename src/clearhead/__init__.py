@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 
-_PACKAGES = ("checkpoints", "nn", "plot", "transformer")
+_PACKAGES = ("checkpoints", "inspection", "integrations", "nn", "plot", "transformer")
 _NAMES = {
     "MultiHeadLatentAttention": "_latent",
     "UpgradeReport": "integrations._upgrade",

@@ -74,24 +74,24 @@ def integer(name: str, value: object, *, least: int, most: float = LARGEST, expe
         value: what was given.
         least, most: the bounds, both included.
         expected: what the message gives as expected. Default: an int ≥ `least`.
-        fix: what the caller can do about a number that is out of bounds.
+        fix: what the caller can do instead.
 
     Raises:
         DTypeError: if it is no int.
         ArgumentError: if it is out of bounds.
     """
     expected = expected or f"an int ≥ {least}"
-    given = _python_int(name, value, expected)
+    given = _python_int(name, value, expected, fix)
     if least <= given <= most:
         return given
     bounded = f"{expected} and ≤ {LARGEST}" if given > most == LARGEST else expected
     raise ArgumentError(name, expected=bounded, got=shown(value), fix=fix)
 
 
-def _python_int(name: str, value: object, expected: str) -> int:
+def _python_int(name: str, value: object, expected: str, fix: str = "") -> int:
     """An int of Python's, or a traced one; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise DTypeError(name, expected=expected, got=shown(value))
+        raise DTypeError(name, expected=expected, got=shown(value), fix=fix)
     return cast(int, value)
 
 

@@ -103,6 +103,12 @@ def test_one_graph_for_all_lengths_of_self_attention(variant: str, operator: str
         assert backend.operators == 1
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_the_choice_of_a_kernel_puts_no_limit_on_sizes_into_a_graph() -> None:
+    calls = ((random(length),) for length in (7, 331, 5))
+    assert check_compiled(lambda x: clearhead.attention(x, x, x), calls).graphs == 1
+
+
 @without_native
 @pytest.mark.parametrize("variant", ["bottom right", "lengths", *slow("plain", "causal", "scale", "lse")])
 def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:

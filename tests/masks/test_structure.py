@@ -104,3 +104,10 @@ def test_what_may_change_unseen_has_no_signature() -> None:
     step = torch.tensor(2)
     assert masks.mask_mod(lambda b, h, q, k: q % step == k).signature() is None
     assert (masks.causal() & masks.documents(torch.zeros(3, dtype=torch.int64))).signature() is None
+
+
+def test_documents_of_one_device_under_the_default_of_another() -> None:
+    ids, query = torch.tensor([[0, 0, 1, 1, 1]]), torch.randn(1, 2, 5, 4)
+    expected = clearhead.attention(query, query, query, masks.documents(ids))
+    with torch.device("meta"):
+        assert torch.equal(clearhead.attention(query, query, query, masks.documents(ids)), expected)

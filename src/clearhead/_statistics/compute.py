@@ -11,7 +11,7 @@ from torch import Tensor
 from .._call.call import AttentionCall, build_call
 from .._call.request import Request
 from .._call.sharding import HeadShard
-from .._environment import autocast_off, cast_for_autocast
+from .._environment import autocast_off, cast_for_autocast, is_tracing
 from .._weights import Queries, row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
@@ -168,7 +168,7 @@ def _results_by_kernels(call: AttentionCall, statistics: Sequence[Statistic], co
     """Results of the statistics that the native or the Triton kernels compute, and ``sees``. Empty without any."""
     by_triton = runs(call)
     # The native kernel refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
-    natively = not call.query.is_cuda and call.spec.compute_dtype == torch.float32 and not call.spec.tracing
+    natively = not call.query.is_cuda and call.spec.compute_dtype == torch.float32 and not is_tracing()
     if not by_triton and (not natively or refuses(call)):
         return {}
     requests = {each: request for each in statistics if (request := each.request(by_triton)) is not None}

@@ -109,7 +109,8 @@ class Statistic(ABC):
         """The final tensors by name, after the native or Triton kernels ran. Default: the buffer of its own name.
 
         Args:
-            buffers: the results of `gather` for all statistics of the call.
+            buffers: the results of `gather` for all statistics of the call, and always ``largest``, the largest score
+                of each query.
         """
         return {self.name: buffers[self.name]}
 

@@ -60,7 +60,8 @@ def from_transformers(source: Source, layer: int, *, config: Any = None, part: s
     """
     load, count = _open(source, config, part)
     expected = f"0 … {count - 1}, the layers of the model"
-    return load(integer("layer", layer, least=0, most=count - 1, expected=expected))
+    fix = "layers_from_transformers reads all of them."
+    return load(integer("layer", layer, least=0, most=count - 1, expected=expected, fix=fix))
 
 
 def layers_from_transformers(source: Source, *, config: Any = None, part: str | None = None) -> list[Attention]:

@@ -35,7 +35,9 @@ def _require_plain(key: str, tensor: Tensor, dimensions: int) -> Tensor:
     plain = not tensor.is_nested and tensor.layout is torch.strided and tensor.is_floating_point()
     if not plain or tensor.dim() != dimensions or tensor.numel() == 0:
         expected = f"a strided floating point tensor with {dimensions} dimension(s)"
-        raise CheckpointError(key, expected=expected, got=kind(tensor))
+        is_strided = tensor.layout is torch.strided
+        got = kind(tensor) if is_strided else f"{kind(tensor)} of layout {tensor.layout}"
+        raise CheckpointError(key, expected=expected, got=got, fix="" if is_strided else "Convert it with .to_dense().")
     return tensor
 
 

@@ -71,7 +71,8 @@ def alternating_window(layer: StoredLayer) -> dict[str, Any]:
         got = "use_bidirectional_attention = True"
         fix = "Build the layer yourself, with mask=masks.sliding_window(size - 1, size - 1)."
         raise ArgumentError("config", expected="windows that look back", got=got, fix=fix)
-    kind, size = dict(enumerate(layer.setting("layer_types"))).get(layer.number), layer.setting("sliding_window")
+    kinds, size = layer.setting("layer_types"), getattr(layer.config, "sliding_window", None)
+    kind = kinds[layer.number] if len(kinds) > layer.number else None
     if kind == "full_attention":
         return {}
     if kind == "sliding_attention" and size is not None:

@@ -74,13 +74,16 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
 
 def _content(path: Path) -> object:
+    is_safe = path.suffix == ".safetensors"
     try:
-        if path.suffix == ".safetensors":
+        if is_safe:
             from safetensors.torch import load_file
 
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except ModuleNotFoundError as error:
+        if not is_safe:
+            raise
         fix = 'Install it with pip install "clearhead[hf]".'
         raise CheckpointError("source", expected="the package safetensors", got=str(error), fix=fix) from error
     # The exception depends on the bytes. Each one means that these are not plain tensors.
@@ -88,5 +91,5 @@ def _content(path: Path) -> object:
         lines = str(error).strip().splitlines()
         got = f"{path}, which fails with {type(error).__name__}" + (f" ({lines[0].rstrip('. ')})" if lines else "")
         expected = "a file of tensors alone, as safetensors or torch.save(module.state_dict(), path) writes it"
-        fix = "A pickled module runs code when it is opened, and is not read here."
+        fix = "" if is_safe else "A pickled module runs code when it is opened, and is not read here."
         raise CheckpointError("source", expected=expected, got=got, fix=fix) from error

@@ -172,12 +172,19 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
         with suppress(RuntimeError, ValueError):  # the problem is what counts
             all_gather_single(records, record[None], group=group, async_op=True)
             # The second exchange of `agree`. A process waits for it before it ends.
-            atexit.register(_wait, all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True))
+            exchange = all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True)
+            _announced[:] = [*(work for work in _announced if not work.is_completed()), exchange]
 
 
-def _wait(exchange: Any) -> None:
-    with suppress(RuntimeError, ValueError):
-        exchange.wait(timedelta(seconds=_SECONDS_AT_EXIT))
+#: The last exchanges of announced errors that have not ended.
+_announced: list[Any] = []
+
+
+@atexit.register
+def _wait_for_announced() -> None:
+    for exchange in _announced:
+        with suppress(RuntimeError, ValueError):
+            exchange.wait(timedelta(seconds=_SECONDS_AT_EXIT))
 
 
 def _record(where: str, facts: Facts | Exception) -> Tensor:

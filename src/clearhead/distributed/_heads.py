@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -101,6 +102,8 @@ class LocalHeads(OfThisProcess):
 
     def _with_summed_gradient(self, bias: Tensor) -> Tensor:
         """The bias of all heads, whose gradient is summed over the processes, in float32 at least."""
+        if not torch.is_grad_enabled():
+            return bias
         replicated = placed(self.mesh, Replicate(), f"a bias of {self.name}", bias.to(sum_dtype(bias)))
         return replicated.to_local(grad_placements=[Partial()]).to(bias.dtype)
 

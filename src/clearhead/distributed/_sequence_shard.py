@@ -203,9 +203,10 @@ def read_arguments(module: MultiHeadAttention, environment: Environment, *argume
     cache = _read_cache(module, environment, cache, positions, need_weights)
     _require_supported(module, environment)
     weights = weights_wanted(need_weights, average_attn_weights)
-    if isinstance(query, Tensor) and query.is_nested:
-        fix = "Pad them and pass masks.lengths(...)."
-        raise ArgumentError("query", expected="a padded tensor", got="a jagged one", fix=fix)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if isinstance(x, Tensor) and x.is_nested:
+            fix = "Pad them and pass masks.lengths(...)."
+            raise ArgumentError(name, expected="a padded tensor", got="a jagged one", fix=fix)
     if cache is None or cache.get() is None:
         if isinstance(cache, CrossKVCache) and key is None:
             fix = "The first call needs it; later ones with the same cache do not."

@@ -239,7 +239,8 @@ class record(Drawable, Recorded):
         name = layer if isinstance(layer, str) else order[index("layer", layer, len(order))]
         if name not in self._calls:
             recorded = ", ".join(map(repr, self._calls))
-            raise UnknownNameError("layer", expected=f"one of {recorded}, which were recorded", got=shown(name))
+            got = shown(name) if name == layer else f"{layer}, {name!r}"
+            raise UnknownNameError("layer", expected=f"one of {recorded}, which were recorded", got=got)
         return name
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:

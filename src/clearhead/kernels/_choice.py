@@ -136,9 +136,9 @@ def _reservations(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
     spec = call.spec
     if kernel.name == "native":
         batch, heads, length, dim = spec.query
-        is_large = batch * heads * length * spec.key[2] * dim >= _WORTH_THREADS
-        # A graph must not depend on the number of threads.
-        if is_large and extension and not (extension.openmp or spec.tracing or torch.get_num_threads() == 1):
+        # A graph must depend neither on the number of threads nor on a product of sizes.
+        lacks_threads = extension and not (extension.openmp or spec.tracing or torch.get_num_threads() == 1)
+        if lacks_threads and batch * heads * length * spec.key[2] * dim >= _WORTH_THREADS:
             return (Refusal("it was built without OpenMP and would run on one thread"),)
     elif kernel.name == "chunked" or (kernel.name == "sdpa" and not spec.lse):
         return leaves_to_flex(spec, call.request.mask, call.grid)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -91,11 +89,12 @@ def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
 
 
 def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        leaves = [each.detach().requires_grad_() for each in (call.query, call.key)]
-        weights, lse = reference_weights(replace(call, query=leaves[0], key=leaves[1]))  # (B, H, L, S), (B, H, L)
-        of_query, of_key = torch.autograd.grad(weights, leaves, _gradient_of(weights))
-    weights, lse, scores = weights.detach(), lse.detach(), reference_scores(call)
+    weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
+    scores, group, gradient = reference_scores(call), call.spec.group, _gradient_of(weights)
+    # By the formula: autograd records nothing in inference mode, and calls the hooks of users' checkpoints.
+    of_scores = weights * (gradient - (weights * gradient).sum(-1, keepdim=True)) * call.spec.scale
+    of_query = of_scores @ call.key.repeat_interleave(group, 1)  # (B, H, L, D)
+    of_key = (of_scores.mT @ call.query).unflatten(1, (-1, group)).sum(2)  # (B, Hkv, S, D)
     places = torch.arange(max(weights.shape), device=weights.device)
     distances = (places[: weights.shape[2], None] - places[: weights.shape[3]]).abs()
     lines, columns = (places[:n] * cells // n for n, cells in zip(weights.shape[2:], _CELLS, strict=True))

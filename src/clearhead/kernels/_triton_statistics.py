@@ -20,7 +20,7 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
         wanted, counted: as for `_native_statistics.gather`, without ``raw``, ``norm``, ``output`` and ``offset``.
 
     Returns:
-        The results by the same names.
+        The results by the same names, and ``largest``, the largest score of each query.
     """
     operands = operands_of(call)
     names = {"max_logit", *wanted, *(["visible"] if "entropy" in wanted else [])}  # `rows` takes its own

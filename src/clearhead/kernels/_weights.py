@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from .._environment import autocast_off
+from .._environment import autocast_off, is_tracing
 from ._base import Kernel
 from ._block_rows import BlockRows
 from ._block_weights import block_weights
@@ -43,8 +43,8 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
 def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = None) -> Tensor:
     """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
     with torch.no_grad(), autocast_off(call.query):
-        # Tracing needs PyTorch's own operators.
-        return _forward(call, _Chosen(_placed(rows, call), head=head, exact=True, natively=not call.spec.tracing))
+        # Tracing needs PyTorch's own operators. A kept call may be traced later.
+        return _forward(call, _Chosen(_placed(rows, call), head=head, exact=True, natively=not is_tracing()))
 
 
 def _placed(rows: Tensor | None, call: AttentionCall) -> Tensor | None:

@@ -176,6 +176,8 @@ def _search(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor]:
     if length * count > _FEW_CELLS and _is_readable(queries):
         for rows in _edges(length, _EDGE_ROWS):
             columns = slice(*structure_of(mask, grid).columns(grid, rows))
+            if columns.start >= columns.stop:
+                continue
             keys[..., columns] |= cells(rows, columns).any(-2)
             # Usually one border is enough.
             if bool(keys.all()):

@@ -124,7 +124,10 @@ def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
     if len(starts) > len(ids) + int((sorted_ids[:, 1:] != sorted_ids[:, :-1]).sum()):
         return None
     counts = starts.diff(append=starts.new_tensor([ids.numel()]))
-    first = starts.repeat_interleave(counts).view(ids.shape) - torch.arange(len(ids))[:, None] * ids.shape[1]
+    first = (
+        starts.repeat_interleave(counts).view(ids.shape)
+        - torch.arange(len(ids), device=ids.device)[:, None] * ids.shape[1]
+    )
     return first, first + counts.repeat_interleave(counts).view(ids.shape)
 
 

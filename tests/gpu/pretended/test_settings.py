@@ -11,6 +11,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead.kernels._triton_check import TOLERANCE, errors
 from tests.support.pretended_cuda.mode import PretendedDevice
 
 CAPABILITY = os.environ.get("PRETENDED_CAPABILITY", "9")
@@ -106,6 +107,15 @@ def test_a_default_device(cuda: PretendedDevice, default_device: None) -> None:
     padded = attend(x, mask=masks.lengths(torch.tensor([24, 15], device="cpu")))
     assert {str(each.device) for each in (whole, padded, *steps)} == {"cuda:0"}
     assert nearly(torch.cat(steps, 1), whole[:, :3].cpu(), 1e-5)
+
+
+def test_the_first_check_of_triton_kernels_saves_nothing(cuda: PretendedDevice) -> None:
+    """It may run inside a checkpoint, whose hooks would compute the layer again."""
+    saved: list[Tensor] = []
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        results = errors(torch.device("cuda"), torch.float32)
+    assert max(results.values()) <= TOLERANCE
+    assert saved == []
 
 
 @pytest.fixture
