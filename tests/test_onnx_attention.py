@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import re
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -182,7 +184,9 @@ def judge(output: str, found: Tensor, expected: Tensor, rtol: float, atol: float
 
 
 def test_the_cases_cover_what_they_are_meant_to() -> None:
-    """What the operator can be asked for occurs in some case."""
+    """All cases that the package's source names are there, and what the operator can be asked for is in some case."""
+    sources = [path.read_text(encoding="utf-8") for path in Path(node.__path__[0]).glob("*.py")]
+    assert cases().keys() == {name for text in sources for name in re.findall(rf'"({PREFIX}\w+)"', text)}
     everything = cases().values()
     assert {case.inputs["Q"].dtype for case in everything} == {torch.float32, torch.float16, torch.bfloat16}
     assert {case.inputs["Q"].dim() for case in everything} == {3, 4}

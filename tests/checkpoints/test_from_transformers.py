@@ -41,7 +41,7 @@ def changed(config: Any, **settings: Any) -> Any:
     return SimpleNamespace(**(kept | {name: value for name, value in settings.items() if value is not ...}))
 
 
-@pytest.mark.parametrize("source", ["state dict", "torch.save", "wrapped"])  # safetensors: below
+@pytest.mark.parametrize("source", ["state dict", "torch.save", "wrapped"])
 def test_every_kind_of_source_gives_the_same(models: dict[str, Any], source: str, tmp_path: Path) -> None:
     model = models["gpt_oss"]
     given: Any = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}

@@ -115,6 +115,7 @@ def test_a_model_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(hub, "_require_on_hub", unreachable)
     result = CliRunner().invoke(main, ["look", "a", "--model", "nobody/no-such-model"])
+    assert result.exit_code == 1
     note, line = result.stderr.splitlines()
     assert "no answer from the hub" in line
     assert "nobody/no-such-model is not on this machine; asking the Hugging Face hub" in note

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from clearhead.cli import _demo as demo
+from clearhead.cli._choice import Choice
+from clearhead.cli._look_text import parts_of, see
 from clearhead.cli._windows import cut_into_windows
 
 from .looking import contents, look
@@ -114,10 +116,18 @@ def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
     running = [line for line in lines if "running it on 6 windows" in line]
     portions = [int(found[1]) for line in running if (found := re.search(r"(\d+) %", line))]
     assert portions == sorted(portions)
-    assert portions[-1] <= 100
     assert len(set(portions)) > 3, "not window by window: layer by layer"
     assert all(re.search(r"left [\d:-]+$", line.rstrip()) for line in running)
     assert lines[-1].strip() == "", "the bar goes away"
+
+
+def test_parts_are_counted_before_and_advance_as_often() -> None:
+    loaded = demo.load_text_model(None)
+    for count, batches in ((10, 1), (700, 2), (1500, 2)):
+        windows = cut_into_windows(loaded, "one two three " * (count // 3))
+        done: list[None] = []
+        see(loaded, windows, Choice(), lambda done=done: done.append(None))
+        assert len(done) == parts_of(loaded, windows) == 7 * batches
 
 
 def test_the_number_of_threads_is_as_before(model_folder: Callable[[str], Path]) -> None:

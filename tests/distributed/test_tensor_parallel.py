@@ -31,6 +31,8 @@ from .building import (
     collectives,
     decoder,
     encoder,
+    full,
+    gradients,
     mask,
     passes,
     refuses,
@@ -125,6 +127,23 @@ def test_lora_layers_are_split_as_what_they_adapt() -> None:
         split = _with_peft(context_parallel(encoder(kv_heads=kv_heads), line()), targets)
         part, expected = (shard_sequence(each, line()) for each in (x, whole(x, mask=causal)))
         require_close(split(part, mask=causal), expected, 1e-12, "put on afterwards")
+
+
+@in_processes(2)
+def test_gradients_are_clipped_by_the_norm_of_one_process() -> None:
+    """PyTorch's function counts each gradient once, whether it is split or the same in every process."""
+    (x,) = sequences(9)
+    for kv_heads in (2, 1):
+        model = encoder(kv_heads=kv_heads)
+        both = model, tensor_parallel(copy.deepcopy(model), line())
+        for module in both:
+            module(x, mask=masks.causal()).square().sum().backward()
+        norms = [full(nn.utils.clip_grad_norm_(module.parameters(), 1.0)) for module in both]
+        assert norms[0] > 1
+        require_close(norms[1], norms[0], 1e-12, "norm")
+        expected, clipped = map(gradients, both)
+        for name, gradient in clipped.items():
+            require_close(gradient, expected[name], 1e-12, name)
 
 
 #: A module, the number of its inputs, and its all-reduces forward and backward: one of an attention, two of a layer.

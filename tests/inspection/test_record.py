@@ -169,6 +169,7 @@ def test_learned_queries_are_not_padded_by_their_keys(x: Tensor) -> None:
 #: Errors of the constructor, and of calls inside the block. `tests/malformed` has others.
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ArgumentError, r"for top_k.*Write statistics=\('entropy', 'received', 'max_logit'\)", {"per": "kv_head"}),
+    (ArgumentError, "keep: expected 'statistics' or 'queries_keys', got 'all'", {"keep": "all"}),
     (ArgumentError, "heads: expected a list of whole numbers, got 2", {"heads": 2}),
     (ArgumentError, r"a list of names or numbers, got 'blocks'\. Write \['blocks'\]", {"layers": "blocks"}),
     (ArgumentError, "layers: expected", {"layers": ["blocks.1.attention"]}),

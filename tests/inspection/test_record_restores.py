@@ -14,9 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
+from clearhead.errors import ShapeError
 from tests.support.threads import in_threads
 
-from .conftest import HEADS, LENGTH, NAMES, WIDTH, Stack, hooks, nothing_left
+from .conftest import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, hooks, nothing_left
 
 
 @pytest.mark.parametrize("where", ["in the block", "in the model", "in a hook"])
@@ -40,6 +41,15 @@ def test_exceptions_pass_and_only_the_users_hooks_stay(where: str, model: Stack,
     handle.remove()
     model.blocks[1]._forward_pre_hooks.clear()
     assert nothing_left(model)
+
+
+def test_names_are_right_again_after_a_caught_exception(model: Stack, x: Tensor) -> None:
+    with clearhead.record(model) as rec:
+        with pytest.raises(ShapeError, match="features"):
+            model(x[..., :5])
+        model(x, attention_mask=torch.arange(LENGTH).expand(BATCH, LENGTH) < 3)
+    assert list(rec) == NAMES
+    assert rec[NAMES[0]].counted.sum() == 3 * BATCH, "it was a root call again"
 
 
 class Theirs(nn.Module):

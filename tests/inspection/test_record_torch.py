@@ -277,13 +277,13 @@ def test_the_fast_path_is_off_inside_and_back_after(fails: bool, fast_calls: lis
     assert len(fast_calls) == 4, "back after"
 
 
-def test_training_under_autocast_keeps_its_gradients() -> None:
+@kinds
+def test_training_under_autocast_keeps_its_gradients(upgraded: bool) -> None:
     """Casts of the parameters that the record makes without gradients must not be cached for the model."""
-    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    x = torch.randn(BATCH, LENGTH, WIDTH)
+    model, x = encoder(upgraded, dropout=0.3).float().train(), torch.randn(BATCH, LENGTH, WIDTH)
 
     @torch.autocast("cpu", dtype=torch.bfloat16)
     def loss() -> Tensor:
-        return module(x, x, x, need_weights=False)[0].float().square().mean()
+        return model(x).float().square().mean()
 
-    require_same_training(module, loss)
+    require_same_training(model, loss)

@@ -206,6 +206,8 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ArgumentError, "statistics: expected names among entropy, .*got 'mean'", {"statistics": "mean"}),
     (ArgumentError, "statistics: expected value= for 'output_norm'", {"statistics": "output_norm"}),
     (ArgumentError, "top_k: expected an int ≥ 1, got True", {"top_k": True}),
+    (ArgumentError, "map_pooling: expected 'mass' or 'max', got 'mean'", {"map_pooling": "mean"}),
+    (ArgumentError, "per: expected .*'query_head'.*'kv_head'.*, got 'head'", {"per": "head", "statistics": "entropy"}),
     (DTypeError, "query_mask: expected a bool or 0/1", {"query_mask": torch.ones(1, 5)}),
     (ShapeError, r"query_mask: expected \(B, L\) = \(1, 5\), got \(5, 1\)", {"query_mask": visible(5, 1)}),
     (ArgumentError, "row numbers below L = 5", {"statistics": ("rows",), "queries": [7]}),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import ArgumentError, DeviceError
-from clearhead.masks import Mask, PreparedMask
+from clearhead.errors import ArgumentError, DeviceError, ShapeError
+from clearhead.masks import Mask, PreparedMask, mask_mod
 from clearhead.positions import ALiBi, RelativeBias
 from tests.support.allocations import CountOperations
 
@@ -29,7 +29,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "per head": lambda: masks.keep(torch.rand(B, H, L, S) < 0.5),
     "bias": lambda: masks.bias(torch.randn(H, L, S)[None]),
     "two biases": lambda: masks.bias(torch.randn(L, S)) & masks.bias(torch.zeros(L, S).tril(-1) - torch.inf) & ALiBi(H),
-    "mask_mod": lambda: masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b),
+    "mask_mod": lambda: mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b),
     "or": lambda: masks.causal() | masks.prefix(torch.tensor([1, 3])),
     "not": lambda: ~masks.sliding_window(1, 1),
     "ALiBi": lambda: ALiBi(H) & masks.causal(),
@@ -99,18 +99,22 @@ def test_made_in_inference_mode_it_serves_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fixed", "message"),
+    ("fixed", "error", "message"),
     [
-        (lambda: masks.causal().prepare(4, S), "L = 4, S = 7, got L = 5, S = 7"),
-        (lambda: masks.lengths(torch.tensor([1, 2, 3])).prepare(L, S), "B = 3, L = 5, S = 7, got B = 2, L = 5"),
-        (lambda: masks.mask_mod(lambda b, h, q, k: q >= k + b).prepare(L, S), "B = 1, L = 5, S = 7, got B = 2"),
-        (lambda: masks.mask_mod(lambda b, h, q, k: q + h >= k).prepare(L, S), "H = 1, L = 5, S = 7, got H = 3"),
-        (lambda: masks.causal().prepare(L, S, query_positions=torch.arange(L)), "query_positions it was prepared for"),
+        (lambda: masks.causal().prepare(4, S), ShapeError, "L = 4, S = 7, got L = 5, S = 7"),
+        (lambda: masks.lengths(torch.arange(3)).prepare(L, S), ShapeError, "B = 3, L = 5, S = 7, got B = 2, L = 5"),
+        (lambda: mask_mod(lambda b, h, q, k: q >= k + b).prepare(L, S), ShapeError, "B = 1, L = 5, S = 7, got B = 2"),
+        (lambda: mask_mod(lambda b, h, q, k: q + h >= k).prepare(L, S), ShapeError, "H = 1, L = 5, S = 7, got H = 3"),
+        (
+            lambda: masks.causal().prepare(L, S, query_positions=torch.arange(L)),
+            ArgumentError,
+            "query_positions it was prepared for",
+        ),
     ],
     ids=["length", "batch", "unknown batch", "unknown heads", "positions"],
 )
-def test_another_grid_is_refused(fixed: Callable[[], Mask], message: str) -> None:
-    with pytest.raises(ValueError, match=f"expected the .*{message}"):
+def test_another_grid_is_refused(fixed: Callable[[], Mask], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"expected the .*{message}"):
         clearhead.attention(*operands(), fixed())
 
 
@@ -136,7 +140,7 @@ def test_a_bias_that_learns_is_refused() -> None:
 def test_batch_and_heads_stay_open_where_the_mask_is_the_same_for_all() -> None:
     query, key, value = operands()
     positions = torch.arange(2, 2 + L)
-    for mask in (masks.causal(), ~masks.causal(), masks.mask_mod(lambda b, h, q, k: q >= k)):
+    for mask in (masks.causal(), ~masks.causal(), mask_mod(lambda b, h, q, k: q >= k)):
         fixed = mask.prepare(L, S, query_positions=positions)
         assert repr(fixed) == f"<mask {mask.describe()}, prepared for L = 5, S = 7>"
         found, expected = (
@@ -174,7 +178,7 @@ def test_a_call_of_a_lowered_mask_issues_few_operations(name: str, most: int, gr
 
 @pytest.mark.parametrize("name", ["causal", "ALiBi", "mask_mod of positions"])
 def test_rules_without_tensors_fit_every_device_unless_prepared_for_one(name: str) -> None:
-    rule = MASKS[name]() if name in MASKS else masks.mask_mod(lambda b, h, q, k: q >= k)
+    rule = MASKS[name]() if name in MASKS else mask_mod(lambda b, h, q, k: q >= k)
     inputs = {device: [x.to(device) for x in operands()] for device in ("cpu", "meta")}
     fixed = rule.prepare(L, S)
     expected = clearhead.attention(*inputs["cpu"], rule)

@@ -140,6 +140,8 @@ def test_tokens_cannot_leave_the_data_and_are_no_placeholders() -> None:
     contents = Contents(page(TWO, ["@script@", "@data@"], title="@style@").text)
     assert contents.text(0, 0, "queries")["names"] == ["@script@", "@data@"]
     assert contents.data["title"] == "@style@"
+    for language in ("en", "zh"):
+        assert "[[" not in TWO.page(language=language).text.split("<script")[0], "a text of page.html stays"
 
 
 def test_refers_to_nothing_outside_and_the_policy_names_its_own_script_and_style() -> None:

@@ -146,6 +146,9 @@ def test_more_patches_than_a_page_holds_are_taken_together() -> None:
     mean /= places.bincount()[:, None]
     torch.testing.assert_close(found.map.double(), mean, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(found.map.sum(-1), torch.ones(2, tiles.length), rtol=1e-5, atol=1e-6)
+    even = places.bincount() / len(places)  # (tiles,); the first three are the class token and the registers
+    distances = (mean[:, 0] - even)[:, 3:].clamp(min=0).sum(-1)
+    assert [head.contrast for head in summarize(section)[0]] == pytest.approx(distances.tolist(), abs=1e-6)
     assert section.keys.names[:4] == ("class", "register 1", "register 2", "patches 0–1, 0–1")
     assert section.keys.names[-1] == "patches 4–4, 6–6"
 

@@ -57,7 +57,7 @@ def test_a_long_text_is_drawn_from_its_crop() -> None:
     assert draw_sheet(items[0].sections[0], 1, 1).axes[0].images[0].get_array().shape == (128, 128)
 
 
-def test_every_head_has_its_thumbnail() -> None:
+def test_every_head_has_its_thumbnail_or_its_number() -> None:
     weights = [torch.eye(4).repeat(heads, 1, 1) for heads in (3, 2)]
     weights[1][1] = torch.full((4, 4), 0.25)
     thumbnails = sheet(weights, list("abcd"), 0, 0).axes[1]
@@ -66,6 +66,9 @@ def test_every_head_has_its_thumbnail() -> None:
     # In the corner right of the diagonal there is only the even head's weight.
     corners = [[mosaic[int((r + 0.2) * height), int((c + 0.8) * width)].item() for c in range(3)] for r in range(2)]
     assert corners == [[0, 0, 0], [0, 0.5, 0]]
+    table = sheet(weights, list("abcd"), 0, 0, numbers=("sink", [[0.25, 3.5, 12.0], [0.0, -9.999]])).axes[1]
+    assert table.get_title("left") == "sink of all heads"
+    assert [text.get_text() for text in table.texts] == ["0.25", "3.50", "12", "0.00", "-10.00"]
 
 
 @pytest.mark.parametrize(

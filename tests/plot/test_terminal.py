@@ -23,9 +23,10 @@ def shown(what: RenderableType, width: int = 80, *, terminal: bool = False) -> s
 
 def test_overview_has_a_cell_per_head() -> None:
     weights = [torch.eye(4).repeat(3, 1, 1), torch.full((3, 4, 4), 0.25)]
+    weights[0][1, 2:] = 0.25  # half of the rows are sure, half are even
     lines = shown(overview(summarize(section(weights)), chosen=(1, 2))).splitlines()
     assert lines[0].split() == ["layer", "0", "1", "2"]
-    assert lines[1].split() == ["0", "i", "0.0", "i", "0.0", "i", "0.0"]
+    assert lines[1].split() == ["0", "i", "0.0", "i", "0.7", "i", "0.0"]
     assert lines[2].split() == ["1", "b", "1.4", "b", "1.4>b", "1.4"]
     text = " ".join(" ".join(lines).split())
     assert "i the token itself" in text

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from clearhead._native import best_first, extension, instruction_sets
+from clearhead._native import best_first, extension, instruction_set, instruction_sets
 from clearhead.kernels._native_arguments import NativeArguments
 from clearhead.kernels._native_plan import NativePlan, plan_of
 from tests.support.budgets import in_turn
@@ -63,9 +63,11 @@ def use_instruction_set(name: str) -> Iterator[None]:
     """Run the native kernel on one of `SETS` inside the block."""
     numbers = instruction_sets()
     before = dict(numbers)
-    numbers.clear()
-    numbers.update({name: before[name]} | before)
+    chosen_first = {name: before[name]} | before
     try:
+        numbers.clear()
+        numbers.update(chosen_first)
+        assert instruction_set() == name
         yield
     finally:
         numbers.clear()

@@ -260,6 +260,13 @@ def test_a_stack_of_any_attention_writes_step_by_step(attention: Callable[[], nn
     )
 
 
+@attentions
+def test_every_parameter_of_every_part_learns(attention: Callable[[], nn.Module]) -> None:
+    model = stack(attention).train()
+    model(normal(B, L, E), mask=causal).square().sum().backward()
+    assert [name for name, each in model.named_parameters() if each.grad is None or not each.grad.any()] == []
+
+
 @torch.no_grad()
 def test_jagged_rows_are_what_each_is_alone() -> None:
     model, rows = stack(ATTENTIONS["rotary"]), [normal(length, E) for length in (3, 7, 1)]

@@ -39,6 +39,8 @@ MASKS: dict[str, Callable[[int, torch.device], Mask | None]] = {
     "bias of rows": lambda length, device: masks.bias((torch.arange(B * length).view(B, 1, -1, 1) % 5.0).to(device)),
 }
 KEY_PADDING = ("lengths", "keep", "drop")
+#: Those that also run with fewer key/value heads than query heads.
+GROUPED = ("none", "lengths", "bias", "rows", "bias of rows", "window")
 
 
 def _bias(length: int) -> Tensor:
@@ -107,7 +109,8 @@ def test_a_prepared_mask_hides_no_more_than_it_has_to(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("name", "kv_heads"), [*((name, H) for name in MASKS), ("none", 2), ("lengths", 2), ("bias", 2)]
+    ("name", "kv_heads"),
+    [*((name, H) for name in MASKS), *((name, 2) for name in GROUPED)],
 )
 def test_values_and_gradients_are_those_of_the_cpu(
     cuda: PretendedDevice, name: str, kv_heads: int, causal: bool, dtype: torch.dtype
