@@ -20,7 +20,7 @@ from ._version import __version__
 from ._weights import attention_weights
 from .kernels._choice import Explanation, use_kernel
 
-if TYPE_CHECKING:  # each is imported on its first use: see __getattr__
+if TYPE_CHECKING:  # `__getattr__` imports these on first use
     from . import checkpoints, nn, plot, transformer
     from ._latent import MultiHeadLatentAttention
     from .inspection._intervene import head_importance, intervene

@@ -173,6 +173,8 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
             all_gather_single(records, record[None], group=group, async_op=True)
             # The second exchange of `agree`. A process waits for it before it ends.
             exchange = all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True)
+            if not _announced:  # late, so that it runs before what was registered earlier, such as the end of the group
+                atexit.register(_wait_for_announced)
             _announced[:] = [*(work for work in _announced if not work.is_completed()), exchange]
 
 
@@ -180,7 +182,6 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
 _announced: list[Any] = []
 
 
-@atexit.register
 def _wait_for_announced() -> None:
     for exchange in _announced:
         with suppress(RuntimeError, ValueError):
