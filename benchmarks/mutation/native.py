@@ -79,9 +79,9 @@ FAULTS = (
     ),
     Fault(
         "tile.h",
-        "memcpy(undropped, both + place % GROUP, GROUP * sizeof(Ints));",
-        "memcpy(undropped, both, GROUP * sizeof(Ints));",
-        "dropout of a call that begins inside a group of keys",
+        "memcpy(undropped, both + place % OCTET, OCTET * sizeof(Ints));",
+        "memcpy(undropped, both, OCTET * sizeof(Ints));",
+        "dropout of a call that begins inside an octet of keys",
     ),
     Fault(
         "masks.h",
@@ -149,7 +149,7 @@ FAULTS = (
         "    compute",
         "the gradient of a bias is added up twice where a call is repeated",
     ),
-    Fault("packed_sequences.cpp", "p.first_item = number, ", "", "every packed sequence drops the same weights"),
+    Fault("packed_sequences.cpp", "p.offset.item = number, ", "", "every packed sequence drops the same weights"),
     Fault(
         "results.h",
         "entropy = sum * factor * (lse - row_max);",

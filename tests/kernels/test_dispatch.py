@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -16,7 +17,6 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError, KernelError
 from clearhead.kernels import Refusal
-from clearhead.kernels import _flex as flex
 from clearhead.masks import Mask
 
 X = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(1))
@@ -32,8 +32,8 @@ def _without_native(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(name="flex_is_built")
 def _flex_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a compiler is here decides what `flex` says."""
-    monkeypatch.setattr(flex, "_builds_for_this_cpu", lambda: True)
-    monkeypatch.setattr(flex, "_finds_compiler", lambda: True)
+    monkeypatch.setattr("clearhead.kernels._flex._builds_for_this_cpu", lambda: True)
+    monkeypatch.setenv("CXX", sys.executable)
 
 
 def chosen(*args: Tensor, **options: object) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import clearhead
 from clearhead import masks
 from clearhead._call.dropout import dropout_factors, philox4x32
 from tests.support.comparing import require_close, require_half_as_good
-from tests.support.native import needs_native, on_sets_of_dtype
+from tests.support.native import FLOAT_SETS, SETS, needs_native, use_instruction_set
 from tests.support.requests import ALL, Block, Grid, Offset, requested
 
 OURS = pytest.mark.parametrize("kernel", ["chunked", "reference"])
@@ -176,23 +177,26 @@ def test_a_kernel_that_draws_its_own_dropout_refuses_a_seed() -> None:
         requested(x, x, x, dropout_p=0.5, seed=torch.tensor(3))
 
 
-@OURS
+#: Kernels, dtypes, and instruction sets or other settings.
+RUNS = [
+    *((kernel, torch.float32, "") for kernel in ("chunked", "reference")),
+    ("chunked", torch.float32, "small blocks"),
+    *(("native", torch.float32, instructions) for instructions in FLOAT_SETS),
+    *(("native", torch.bfloat16, instructions) for instructions in SETS),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "setting"), RUNS, ids=str)
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_drops_what_the_whole_drops(part: str, kernel: str) -> None:
-    require_close(part_numbers(kernel, part, torch.float32), part_numbers(None, part, torch.float32))
-
-
-@pytest.mark.parametrize("part", ["keys from inside a group", "all"])
-def test_so_does_one_in_many_blocks(part: str, small_blocks: None) -> None:
-    require_close(part_numbers("chunked", part, torch.float32), part_numbers(None, part, torch.float32))
-
-
-@needs_native
-@on_sets_of_dtype
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_drops_what_the_whole_drops_on_native(part: str, dtype: torch.dtype, instructions: str) -> None:
-    found, exact = part_numbers("native", part, dtype), part_numbers(None, part, dtype)
+def test_a_part_drops_what_the_whole_drops(
+    part: str, kernel: str, dtype: torch.dtype, setting: str, request: pytest.FixtureRequest
+) -> None:
+    if setting == "small blocks":
+        request.getfixturevalue("small_blocks")
+    with use_instruction_set(setting) if kernel == "native" else nullcontext():
+        result = part_numbers(kernel, part, dtype)
+    exact = part_numbers(None, part, dtype)
     if dtype == torch.float32:
-        require_close(found, exact)
+        require_close(result, exact)
     else:
-        require_half_as_good(found, part_numbers("reference", part, dtype), exact, dtype)
+        require_half_as_good(result, part_numbers("reference", part, dtype), exact, dtype)

@@ -17,16 +17,16 @@ from torch._dynamo.utils import counters
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels import _flex as flex
 from clearhead.kernels import _flex_blocks as flex_blocks
 from clearhead.kernels import _flex_rule as flex_rule
-from clearhead.kernels._flex_blocks import Blocks, lower_blocks, term_blocks
+from clearhead.kernels._flex_blocks import FlexMask, lower_blocks, term_blocks
 from clearhead.kernels._flex_rule import is_visible
 from clearhead.masks import Mask
 from clearhead.masks._documents import Documents
 from clearhead.masks._structure import UNKNOWN
 from clearhead.positions import ALiBi
 from tests.masks.test_coverage import cases, visible
+from tests.support.forgetting import forget
 from tests.support.requests import Grid
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -58,9 +58,9 @@ MASKS = {
 def _own_compilations() -> Iterator[None]:
     """Other files reset the compiler, which would leave copies here that are compiled again and again."""
     torch._dynamo.reset()
-    flex._compiled.cache_clear()
+    forget()
     yield
-    flex._compiled.cache_clear()
+    forget()
 
 
 def qkv(batch: int = 2, length: int = 307, count: int = 389) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +191,7 @@ def test_it_takes_no_part_in_a_graph() -> None:
 CPU = torch.device("cpu")
 
 
-def rule(blocks: Blocks, grid: Grid) -> Tensor:
+def rule(blocks: FlexMask, grid: Grid) -> Tensor:
     """What the rule says of every cell, (1 or B, 1 or H, L, S)."""
     i, j = torch.arange(grid.query_length)[:, None], torch.arange(grid.key_length)
     b, h = torch.arange(grid.batch_size)[:, None, None, None], torch.arange(grid.num_heads)[:, None, None]
@@ -214,7 +214,7 @@ def blocks_of(side: int) -> Generator[None]:
 
 @pytest.mark.parametrize("lower", [lower_blocks, term_blocks])
 @pytest.mark.parametrize("side", [1, 2, 3, 5, 16])
-def test_blocks_and_rule_say_what_the_mask_says(side: int, lower: Callable[[Mask, Grid], Blocks]) -> None:
+def test_blocks_and_rule_say_what_the_mask_says(side: int, lower: Callable[[Mask, Grid], FlexMask]) -> None:
     @given(cases())
     def compare(case: tuple[Mask, Grid]) -> None:
         mask, grid = case

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.export import Dim, export
 
 import clearhead
@@ -37,35 +38,22 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-class Counting:
-    """A backend that runs graphs as they are and counts them and the operations of one name in the last of them."""
-
-    def __init__(self, operator: str) -> None:
-        self._operator = operator
-        self.graphs = 0
-        self.operators = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        self.graphs += 1
-        self.operators = sum(self._operator in str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-
 def random(length: int, *, grad: bool = False) -> Tensor:
     return torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=grad)
 
 
-def check_compiled(
-    function: Callable[..., object],
-    calls: Iterable[tuple[Tensor, ...]],
-    operator: str = "scaled_dot_product_attention",
-) -> Counting:
-    """Compare a function with its graphs in every call; the backend tells how many there were."""
-    backend = Counting(operator)
+def count(graph: torch.fx.GraphModule, operator: str) -> int:
+    """The operations of a graph with this name."""
+    return sum(operator in str(node.target) for node in graph.graph.nodes)
+
+
+def check_compiled(function: Callable[..., object], calls: Iterable[tuple[Tensor, ...]]) -> list[torch.fx.GraphModule]:
+    """Compare a function with its graphs in every call, and return the graphs."""
+    backend = EagerAndRecordGraphs()
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
     for arguments in calls:
         torch.testing.assert_close(compiled(*arguments), function(*arguments))
-    return backend
+    return backend.graphs
 
 
 SDPA, NATIVE = "scaled_dot_product_attention", "clearhead.attention"
@@ -97,16 +85,15 @@ def test_one_graph_for_all_lengths_of_self_attention(variant: str, operator: str
     if (operator, variant) == (NATIVE, "where per head"):
         pytest.skip("native refuses masks that differ between heads")
     calls = ((random(length),) for length in LENGTHS)
-    backend = check_compiled(lambda x: clearhead.attention(x, x, x, **VARIANTS[variant]), calls, operator)
-    assert backend.graphs == 1
+    (graph,) = check_compiled(lambda x: clearhead.attention(x, x, x, **VARIANTS[variant]), calls)
     if operator == NATIVE:
-        assert backend.operators == 1
+        assert count(graph, operator) == 1
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_the_choice_of_a_kernel_puts_no_limit_on_sizes_into_a_graph() -> None:
     calls = ((random(length),) for length in (7, 331, 5))
-    assert check_compiled(lambda x: clearhead.attention(x, x, x), calls).graphs == 1
+    assert len(check_compiled(lambda x: clearhead.attention(x, x, x), calls)) == 1
 
 
 @without_native
@@ -114,7 +101,7 @@ def test_the_choice_of_a_kernel_puts_no_limit_on_sizes_into_a_graph() -> None:
 def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:
     calls = ((random(length), random(count)) for length, count in [(11, 13), (17, 29), (23, 19)])
     # Shorter and longer queries may need a graph each; a pair of lengths may not.
-    assert check_compiled(lambda x, y: clearhead.attention(x, y, y, **VARIANTS[variant]), calls).graphs <= 2
+    assert len(check_compiled(lambda x, y: clearhead.attention(x, y, y, **VARIANTS[variant]), calls)) <= 2
 
 
 @without_native
@@ -123,7 +110,7 @@ def test_tensors_of_masks_are_inputs_of_the_graph() -> None:
         return clearhead.attention(x, x, x, masks.keep(keys=padding) & masks.bias(bias) & masks.causal())
 
     calls = ((random(n), torch.rand(BATCH, n) > 0.5, torch.randn(n, n)) for n in LENGTHS)
-    assert check_compiled(attend, calls).graphs == 1
+    assert len(check_compiled(attend, calls)) == 1
 
 
 SLOW = [
@@ -186,7 +173,7 @@ def test_weights(average: bool) -> None:
         return clearhead.attention_weights(x, y, masks.causal("bottom_right"), average_attn_weights=average)
 
     calls = ((random(length), random(count)) for length, count in [(11, 13), (17, 23)])
-    assert check_compiled(weigh, calls).graphs == 1
+    assert len(check_compiled(weigh, calls)) == 1
 
 
 @without_native
@@ -201,20 +188,21 @@ def test_use_kernel_inside_the_compiled_function() -> None:
         with clearhead.use_kernel("reference"):
             return clearhead.attention(x, x, x)
 
-    assert check_compiled(attend, [(random(11),)]).operators == 0
+    (graph,) = check_compiled(attend, [(random(11),)])
+    assert count(graph, SDPA) == 0
 
 
 @without_native
 def test_use_kernel_after_compiling_takes_effect() -> None:
-    backend, x = Counting("scaled_dot_product_attention"), random(11)
+    backend, x = EagerAndRecordGraphs(), random(11)
     function = torch.compile(lambda x: clearhead.attention(x, x, x), backend=backend, fullgraph=True)
     expected = function(x)
-    assert (backend.graphs, backend.operators) == (1, 1)
+    assert [count(graph, SDPA) for graph in backend.graphs] == [1]
     with clearhead.use_kernel("reference"):
         torch.testing.assert_close(function(x), expected)
-    assert (backend.graphs, backend.operators) == (2, 0)
+    assert [count(graph, SDPA) for graph in backend.graphs] == [1, 0]
     function(x)
-    assert backend.graphs == 2, "the first graph is still good"
+    assert len(backend.graphs) == 2, "the first graph is still good"
     with clearhead.use_kernel("chunked"), pytest.raises(Exception, match="loop over blocks would tie a traced graph"):
         function(x)
 

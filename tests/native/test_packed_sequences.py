@@ -11,7 +11,7 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from tests.support.comparing import require_close, require_half_as_good
-from tests.support.native import SETS, NativeArguments, NativePlan, needs_native
+from tests.support.native import SETS, NativeArguments, needs_native, plan_of
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
 ROWS = [61, 0, 1, 211, 5, 7, 3, 0]
@@ -70,31 +70,24 @@ def test_half_precision(dtype: torch.dtype, instructions: str) -> None:
     require_half_as_good(found, reference, numbers("reference", dtype, masks.causal(), exact=True), dtype)
 
 
-def packed_plan(tensors: tuple[Tensor, ...], sequences: int, **options: Any) -> NativePlan:
-    shapes, strides = tuple(x.shape for x in tensors), tuple(x.stride() for x in tensors)
-    return NativePlan(tensors[0].dtype, shapes, strides, scale=0.4, sequences=sequences, **options)
-
-
 def test_starts_that_do_not_rise() -> None:
     shapes = ((HEADS, sum(ROWS), DIM), (KV_HEADS, sum(KEYS), DIM), (KV_HEADS, sum(KEYS), VALUE_DIM))
-    tensors = tuple(torch.randn(1, *shape) for shape in shapes)
-    plan = packed_plan(tensors, len(ROWS))
+    tensors = (torch.randn(1, *shape) for shape in shapes)
+    arguments = NativeArguments(*tensors, cu_seqlens_q=starts(ROWS), cu_seqlens_k=starts(KEYS))
+    plan = plan_of(arguments)
     too_short = starts([*ROWS[:-2], ROWS[-2] - 1, 0])
     text = "cu_seqlens: starts of sequences have to rise from 0 to the number of all"
     for wrong in (starts(ROWS, before=1), starts(ROWS).flip(0), starts(ROWS, before=-1), too_short, None):
         with pytest.raises(ValueError, match=text):
-            plan.forward(NativeArguments(*tensors, cu_seqlens_q=wrong, cu_seqlens_k=starts(KEYS)))
+            plan.forward(arguments._replace(cu_seqlens_q=wrong))
 
 
 def test_the_same_as_a_batch() -> None:
     """Bits and all, dropout too."""
     batch = [torch.randn(4, HEADS, 61, DIM) for _ in range(3)]
-    packed = tuple(tensor.transpose(0, 1).reshape(1, HEADS, 4 * 61, DIM) for tensor in batch)
-    cu_seqlens = torch.arange(5) * 61
-    seed = torch.tensor(3)
-    arguments = NativeArguments(*packed, seed=seed, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    output = packed_plan(packed, 4, high=0, dropout_p=0.2).forward(arguments)
-    shapes, strides = tuple(x.shape for x in batch), tuple(x.stride() for x in batch)
-    plan = NativePlan(torch.float32, shapes, strides, scale=0.4, high=0, dropout_p=0.2)
-    expected = plan.forward(NativeArguments(*batch, seed=seed))
+    packed = [tensor.transpose(0, 1).reshape(1, HEADS, 4 * 61, DIM) for tensor in batch]
+    cu_seqlens, options = torch.arange(5) * 61, {"seed": torch.tensor(3), "scale": 0.4, "high": 0, "dropout_p": 0.2}
+    of_batch = NativeArguments(*batch, **options)
+    of_packed = NativeArguments(*packed, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **options)
+    expected, output = (plan_of(arguments).forward(arguments) for arguments in (of_batch, of_packed))
     assert torch.equal(output.view(HEADS, 4, 61, DIM).transpose(0, 1), expected)

@@ -12,10 +12,10 @@ from hypothesis import settings
 
 from clearhead._native import best_first, extension, instruction_set, instruction_sets
 from clearhead.kernels._native_arguments import NativeArguments
-from clearhead.kernels._native_plan import NativePlan, plan_of
+from clearhead.kernels._native_plan import plan_of
 from tests.support.budgets import in_turn
 
-__all__ = ["FLOAT_SETS", "SETS", "NativeArguments", "NativePlan", "best_first", "extension"]
+__all__ = ["FLOAT_SETS", "SETS", "NativeArguments", "best_first", "extension"]
 __all__ += ["fewer_unless_best", "needs_native", "on_every_set", "on_sets_of_dtype", "plan_of", "threads"]
 __all__ += ["use_instruction_set"]
 

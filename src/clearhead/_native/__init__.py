@@ -31,20 +31,21 @@ def _load() -> tuple[ModuleType | None, str]:
 extension, why_missing = _load()
 
 
-def require_arguments(*names: str) -> None:
-    """Compare what Python passes in each call with what the extension reads.
+def require_declared(constant: str, *names: str) -> None:
+    """Compare what Python and C++ both declare, such as the order of arguments.
 
     Args:
-        names: in order, as in ``module.cpp``.
+        constant: of the extension.
+        names: which it holds, in order, as in ``module.cpp``.
 
     Raises:
         ImportError: if the extension was built from other sources.
     """
-    expected, built = ", ".join(names), getattr(extension, "arguments", "none")
+    expected, built = ", ".join(names), getattr(extension, constant, "none")
     if extension is not None and built != expected:
         raise ImportError(
             explain_problem(
-                f"arguments of {extension.__name__}",
+                f"{constant.replace('_', ' ')} of {extension.__name__}",
                 expected=expected,
                 got=built,
                 fix="It was built from other sources: run python setup.py build_ext --inplace --force, "

@@ -64,15 +64,15 @@ template <int V, bool HEAVY>
 static void differentiate(const Problem& p, BackwardTile& tile, int64_t batch, int64_t key, int64_t count,
                           float* weights, float* gradients) {
     [[maybe_unused]] Floats light_sum[V] = {};
-    for (int64_t j = 0; j < count; j += GROUP)
+    for (int64_t j = 0; j < count; j += OCTET)
         UNROLL for (int v = 0; v < V; v++) {
-            Ints undropped[GROUP];
+            Ints undropped[OCTET];
             if (p.drop_below) dropout_mask(p, tile, batch, v, key + j, undropped);
             const Floats correction = load(tile.correction + v * LANES);
             [[maybe_unused]] const Floats above = load(tile.heavy_above + v * LANES);
             [[maybe_unused]] Ints heavy_key = load(tile.heavy_key + v * LANES);
-            Floats ds[GROUP];
-            UNROLL for (int t = 0; t < GROUP; t++) {
+            Floats ds[OCTET];
+            UNROLL for (int t = 0; t < OCTET; t++) {
                 const int64_t place = ((j + t) * V + v) * LANES;
                 const Floats weight = load(weights + place);
                 Floats x = load(gradients + place);
@@ -89,7 +89,7 @@ static void differentiate(const Problem& p, BackwardTile& tile, int64_t batch, i
                 store(gradients + place, ds[t]);
             }
             if (HEAVY) {
-                light_sum[v] += sum_of_group(ds);
+                light_sum[v] += sum_of_octet(ds);
                 store(tile.heavy_key + v * LANES, heavy_key);
             }
         }

@@ -57,12 +57,12 @@ struct PairBackward {
         const bool drop = !PLAIN && p.drop_below, numbers = !PLAIN && keeps_numbers(), weighed = !PLAIN && unit.adjusted;
         const float factor = p.scale * LOG2E;
         float *of_weights = weights[unit.slot], *of_gradients = gradients[unit.slot];
-        for (int64_t j = 0; j < unit.count; j += GROUP)
+        for (int64_t j = 0; j < unit.count; j += OCTET)
             UNROLL for (int v = 0; v < V; v++) {
-                Ints undropped[GROUP];
+                Ints undropped[OCTET];
                 if (drop) dropout_mask(p, tile, task.batch, v, unit.start + j, undropped);
                 const Floats lse = load(tile.lse + v * LANES), correction = load(tile.correction + v * LANES);
-                for (int t = 0; t < GROUP; t++) {
+                for (int t = 0; t < OCTET; t++) {
                     if (t % 2 == 0) due.step_of_any();
                     const int64_t place = ((j + t) * V + v) * LANES;
                     Floats weight = load(of_weights + place), x = load(of_gradients + place);

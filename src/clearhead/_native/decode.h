@@ -43,7 +43,7 @@ INLINE void multiply_keys(const float* query, int64_t width, const T* const (&ke
 template <class T, int R>
 INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride, int64_t columns, int64_t count,
                  Floats (&dot)[R]) {
-    Floats parts[R][LANES / BESIDE];
+    Floats joined[R][LANES / BESIDE];
     const int64_t ahead = distance<T>(stride, columns);
     for (int64_t t = 0; t < LANES; t += BESIDE) {
         Floats acc[R][BESIDE] = {};
@@ -55,9 +55,9 @@ INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride
         int64_t j = 0;
         for (; j + LANES <= columns; j += LANES) multiply_keys<T, R>(query + j, width, from, j, LANES, acc);
         if (j < columns) multiply_keys<T, R>(query + j, width, from, j, columns - j, acc);
-        for (int r = 0; r < R; r++) parts[r][t / BESIDE] = join_sums<1, BESIDE>(acc[r]);
+        for (int r = 0; r < R; r++) joined[r][t / BESIDE] = join_sums<1, BESIDE>(acc[r]);
     }
-    for (int r = 0; r < R; r++) dot[r] = join_sums<BESIDE, LANES / BESIDE>(parts[r]);
+    for (int r = 0; r < R; r++) dot[r] = join_sums<BESIDE, LANES / BESIDE>(joined[r]);
 }
 
 // N vectors of the outputs of R rows += Σ_j weights[j] · value_j. Prefetches `fetched` columns of later rows.

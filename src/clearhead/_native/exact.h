@@ -91,18 +91,18 @@ static void score_keys_exactly(const Problem& p, const float* rows, int64_t coun
     for (int h = 0; h < 2 * V; h++) store(row_max + h * HALF, best[h]), store(raw_max + h * HALF, raw_best[h]);
 }
 
-// Computes the scores of a part, and updates the row maxima.
+// Computes the scores of a block, and updates the row maxima.
 template <int V>
-static void score_exactly(const Problem& p, const ScorePanel& panel, const Part& part, const TileMask& mask,
+static void score_exactly(const Problem& p, const ScorePanel& panel, const KeyBlock& block, const TileMask& mask,
                           const ExactScores& exact) {
-    double* to = exact.scores + (part.start - panel.start) * V * LANES;
+    double* to = exact.scores + (block.start - panel.start) * V * LANES;
     by_form(mask, [&](auto form) {
         const auto score = panel.raw_max ? score_keys_exactly<V, form.value, true> : score_keys_exactly<V, form.value, false>;
-        score(p, part.rows, part.count(), mask, exact.query, to, exact.row_max, exact.raw_max);
+        score(p, block.rows, block.count(), mask, exact.query, to, exact.row_max, exact.raw_max);
     });
 }
 
-// Stores the scores less their row maxima in the panel, with the row maxima of its pieces.
+// Stores the scores less their row maxima in the panel, with the row maxima of its octets.
 template <int V>
 static void store_shifted(ScorePanel& panel, const ExactScores& exact) {
     for (int64_t lane = 0; lane < V * LANES; lane++) {
@@ -111,11 +111,11 @@ static void store_shifted(ScorePanel& panel, const ExactScores& exact) {
         panel.tile.row_max[lane] = sees ? 0 : LOWEST;
         if (panel.raw_max) panel.raw_max[lane] = static_cast<float>(exact.raw_max[lane]);
     }
-    each_part(panel, [&](int64_t start, int64_t stop, int64_t block) {
-        float* piece_maxima = panel.maxima_of(block);
-        for (int64_t piece = start; piece < stop; piece += PIECE, piece_maxima += V * LANES) {
-            for (int v = 0; v < V; v++) store(piece_maxima + v * LANES, splat(-INFINITY));
-            for (int64_t place = (piece - panel.start) * V * LANES; place < (piece + PIECE - panel.start) * V * LANES;
+    each_visible_block(panel, [&](int64_t start, int64_t stop, int64_t block) {
+        float* octet_maxima = panel.maxima_of(block);
+        for (int64_t octet = start; octet < stop; octet += OCTET, octet_maxima += V * LANES) {
+            for (int v = 0; v < V; v++) store(octet_maxima + v * LANES, splat(-INFINITY));
+            for (int64_t place = (octet - panel.start) * V * LANES; place < (octet + OCTET - panel.start) * V * LANES;
                  place += LANES) {
                 const int64_t lane = place % (V * LANES);
                 for (int h = 0; h < 2; h++) {
@@ -125,7 +125,7 @@ static void store_shifted(ScorePanel& panel, const ExactScores& exact) {
                     *reinterpret_cast<HalfFloats*>(panel.scores + place + h * HALF) =
                         __builtin_convertvector(stored, HalfFloats);
                 }
-                store(piece_maxima + lane, larger(load(panel.scores + place), load(piece_maxima + lane)));
+                store(octet_maxima + lane, larger(load(panel.scores + place), load(octet_maxima + lane)));
             }
         }
     });

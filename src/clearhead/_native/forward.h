@@ -99,7 +99,7 @@ static void score_any(const Problem& p, const ForwardTile& tile, const float* ke
     });
 }
 
-INLINE Floats sum_of_group(const Floats (&x)[GROUP]) {
+INLINE Floats sum_of_octet(const Floats (&x)[OCTET]) {
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
@@ -108,17 +108,17 @@ template <int V>
 INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int64_t key, int64_t count, float* weights,
                          const Floats (&row_maxima)[V], Floats (&sums)[V]) {
     for (int v = 0; v < V; v++) sums[v] = Floats{};
-    for (int64_t j = 0; j < count; j += GROUP) {
+    for (int64_t j = 0; j < count; j += OCTET) {
         UNROLL for (int v = 0; v < V; v++) {
-            Floats x[GROUP];
-            UNROLL for (int t = 0; t < GROUP; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - row_maxima[v]);
-            sums[v] += sum_of_group(x);
+            Floats x[OCTET];
+            UNROLL for (int t = 0; t < OCTET; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - row_maxima[v]);
+            sums[v] += sum_of_octet(x);
             if (p.drop_below) {
-                Ints undropped[GROUP];
+                Ints undropped[OCTET];
                 dropout_mask(p, tile, batch, v, key + j, undropped);
-                for (int t = 0; t < GROUP; t++) x[t] = only_where(undropped[t], x[t]);
+                for (int t = 0; t < OCTET; t++) x[t] = only_where(undropped[t], x[t]);
             }
-            UNROLL for (int t = 0; t < GROUP; t++) store(weights + ((j + t) * V + v) * LANES, x[t]);
+            UNROLL for (int t = 0; t < OCTET; t++) store(weights + ((j + t) * V + v) * LANES, x[t]);
         }
     }
 }
@@ -174,7 +174,7 @@ static void finish(const Problem& p, ForwardTile& tile, int64_t batch) {
 [[maybe_unused]] static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t width = round_up(p.value_dim, STEP), rows = round_up(task_rows, TILE);
     const int64_t of_rows = rows * (p.dim + width + (has_totals(p) ? width : 0));
-    return (BLOCK + GROUP) * (p.dim + width) + of_rows + BLOCK * TILE + MASK_SCRATCH_FLOATS + 6 * 16;
+    return (BLOCK + OCTET) * (p.dim + width) + of_rows + BLOCK * TILE + MASK_SCRATCH_FLOATS + 6 * 16;
 }
 
 // Describes and prepares the tiles of the rows [start, stop) of a task. Returns their number.
@@ -202,11 +202,11 @@ INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int6
     const int64_t first = key_start / BLOCK * BLOCK, run = run_length((key_stop - first) / BLOCK) * BLOCK;
     for (int64_t block = first; block < key_stop; block += BLOCK) {
         for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++) end_run(tiles[n]);
-        const int64_t rows = smaller(BLOCK, p.keys - block), padded = round_up(rows, GROUP);
+        const int64_t rows = smaller(BLOCK, p.keys - block), padded = round_up(rows, OCTET);
         widen_rows(p.key.at<T>(b, h, block), p.key.row, rows, p.dim, keys.at<float>(0, 0, 0), keys.row, padded);
         widen_rows(p.value.at<T>(b, h, block), p.value.row, rows, p.value_dim, values.at<float>(0, 0, 0), values.row, padded);
         for (int64_t n = 0; n < count; n++) {
-            fetch_part<T>(p, b, h, block + BLOCK, n, count);
+            fetch_slice<T>(p, b, h, block + BLOCK, n, count);
             int64_t start = block, stop = block + padded;
             trim(tiles[n], start, stop);
             if (start >= stop) continue;

@@ -69,12 +69,12 @@ struct PairForward {
     __attribute__((always_inline)) void exponentiate(const Unit<ForwardTile>& unit, float factor, float* scores,
                                                      const Floats (&row_maxima)[V], Floats (&sums)[V], Due& due) const {
         for (int v = 0; v < V; v++) sums[v] = Floats{};
-        for (int64_t j = 0; j < unit.count; j += GROUP)
+        for (int64_t j = 0; j < unit.count; j += OCTET)
             UNROLL for (int v = 0; v < V; v++) {
-                Ints undropped[GROUP];
+                Ints undropped[OCTET];
                 if (DROP) dropout_mask(p, *unit.tile, task.batch, v, unit.start + j, undropped);
                 due.step_of_any();
-                UNROLL for (int t = 0; t < GROUP; t += 2) {
+                UNROLL for (int t = 0; t < OCTET; t += 2) {
                     float* to = scores + ((j + t) * V + v) * LANES;
                     Floats x = exp2_of_weight(load(to) * factor - row_maxima[v]);
                     Floats y = exp2_of_weight(load(to + V * LANES) * factor - row_maxima[v]);

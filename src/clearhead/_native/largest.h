@@ -1,21 +1,21 @@
-// The largest scores of each row of a panel. The row maxima of its pieces give a limit, then each score is compared once.
+// The largest scores of each row of a panel. The row maxima of its octets give a limit, then each score is compared once.
 #pragma once
 #include "score_panel.h"
 
 namespace clearhead::ISA {
 
-// The k-th largest row maximum of groups of pieces, in each lane. At least k scores are as large, and hardly more if there
-// are many more groups than k.
+// The k-th largest row maximum of octets, or of a few together, in each lane. At least k scores are as large, and hardly
+// more if there are many more octets than k.
 static Floats least_of_largest(const ScorePanel& panel, int v, float* best) {
     const int64_t width = panel.tile.vectors * LANES, k = panel.largest.count;
-    const int64_t group = (panel.stop - panel.start) / PIECE >= 16 * k ? 4 : 1;
+    const int64_t together = (panel.stop - panel.start) / OCTET >= 16 * k ? 4 : 1;
     for (int64_t rank = 0; rank < k; rank++) store(best + rank * LANES, splat(-INFINITY));
-    each_part(panel, [&](int64_t start, int64_t stop, int64_t block) {
+    each_visible_block(panel, [&](int64_t start, int64_t stop, int64_t block) {
         const float* row_maxima = panel.maxima_of(block) + v * LANES;
-        const int64_t pieces = (stop - start) / PIECE;
-        for (int64_t n = 0; n < pieces; n += group) {
+        const int64_t octets = (stop - start) / OCTET;
+        for (int64_t n = 0; n < octets; n += together) {
             Floats x = load(row_maxima + n * width);
-            for (int64_t next = n + 1; next < smaller(n + group, pieces); next++)
+            for (int64_t next = n + 1; next < smaller(n + together, octets); next++)
                 x = larger(load(row_maxima + next * width), x);
             if (!bits(x > load(best + (k - 1) * LANES))) continue;
             for (int64_t rank = 0; rank < k; rank++) {
@@ -67,13 +67,13 @@ INLINE void note(Largest& largest, int64_t lane, float score, int64_t key) {
     largest.limit[lane] = largest.scores[(largest.count - 1) * TILE + lane];
 }
 
-// Notes the scores of a piece that are above their row's limit.
+// Notes the scores of an octet that are above their row's limit.
 template <int V>
 INLINE void find_largest(Largest& largest, const float* scores, const float* row_maxima, int64_t key) {
     UNROLL for (int v = 0; v < V; v++) {
         const float* limit = largest.limit + v * LANES;
         if (!bits(load(row_maxima + v * LANES) > load(limit))) continue;
-        for (int t = 0; t < PIECE; t++) {
+        for (int t = 0; t < OCTET; t++) {
             const float* row = scores + (t * V + v) * LANES;
             for (uint32_t rows = bits(load(row) > load(limit)); rows; rows &= rows - 1) {
                 const int lane = __builtin_ctz(rows);

@@ -31,25 +31,30 @@ void set(T*& to, PyObject* value) {
     to = reinterpret_cast<T*>(PyLong_AsLongLong(value));
 }
 void set(double& to, PyObject* value) { to = PyFloat_AsDouble(value); }
-// Strides of batch, heads, rows and, in masks, columns.
-void set(View& to, PyObject* value) {
-    int64_t* const strides[] = {&to.batch, &to.head, &to.row, &to.column};
-    for (Py_ssize_t n = 0; n < PyTuple_Size(value) && n < 4; n++) set(*strides[n], PyTuple_GetItem(value, n));
+// Assigns the first numbers of a tuple.
+void set_each(std::initializer_list<int64_t*> members, PyObject* numbers) {
+    Py_ssize_t n = 0;
+    for (int64_t* member : members)
+        if (n < PyTuple_Size(numbers)) set(*member, PyTuple_GetItem(numbers, n++));
 }
+// Strides of batch, heads, rows and, in masks, columns.
+void set(View& to, PyObject* value) { set_each({&to.batch, &to.head, &to.row, &to.column}, value); }
 
-// An argument that is assigned to a member, or to the member of its name.
+// An argument that is assigned to a member, to the member of its name, or, if it is a tuple, to several members.
 #define TO(name, member) {name, [](auto& to, PyObject* value) { set(to.member, value); }}
 #define ARGUMENT(member) TO(#member, member)
+#define TO_EACH(name, ...) {name, [](auto& to, PyObject* value) { set_each({__VA_ARGS__}, value); }}
 
-// All but the addresses, by name.
+// All but the addresses, by name. Tensors have strides.
 constexpr Argument<Problem> PLAN[] = {
-    ARGUMENT(type), ARGUMENT(batch), ARGUMENT(heads), ARGUMENT(kv_heads),
-    ARGUMENT(rows), ARGUMENT(keys), ARGUMENT(dim), ARGUMENT(value_dim),
+    ARGUMENT(type),
+    TO_EACH("query_shape", &to.batch, &to.heads, &to.rows, &to.dim),
+    TO_EACH("value_shape", &to.batch, &to.kv_heads, &to.keys, &to.value_dim),
     TO("scale", exact_scale), TO("softcap", exact_softcap), ARGUMENT(drop_below), ARGUMENT(wide_output),
     ARGUMENT(query), ARGUMENT(key), ARGUMENT(value), ARGUMENT(output),
     ARGUMENT(query_gradient), ARGUMENT(key_gradient), ARGUMENT(value_gradient), ARGUMENT(bias_gradient),
     ARGUMENT(low), ARGUMENT(high), ARGUMENT(stop), ARGUMENT(sequences),
-    ARGUMENT(range_batch), ARGUMENT(range_row), ARGUMENT(visible), ARGUMENT(bias),
+    TO_EACH("first", &to.range_batch, &to.range_row), ARGUMENT(visible), ARGUMENT(bias),
 };
 
 // Dropout is drawn from a number in a tensor.
@@ -74,13 +79,13 @@ constexpr Argument<Problem> CALL[] = {
     TO("visible", visible.data),
     TO("bias", bias.data),
     {"seed", read_seed},
-    TO("cu_seqlens_q", row_starts),
-    TO("cu_seqlens_k", key_starts),
-    TO("num_heads", all_heads),  // 0: those of the problem
-    TO("head", first_head),
-    TO("row", first_row),
-    TO("column", first_key),
-    TO("item", first_item),
+    ARGUMENT(cu_seqlens_q),
+    ARGUMENT(cu_seqlens_k),
+    TO("num_heads", offset.num_heads),  // 0: those of the problem
+    TO("head", offset.head),
+    TO("row", offset.row),
+    TO("column", offset.column),
+    TO("item", offset.item),
     TO("output_gradient", output_gradient.data),
     TO("output_gradient_batch", output_gradient.batch),  // and its other strides
     TO("output_gradient_head", output_gradient.head),
@@ -103,6 +108,15 @@ constexpr Argument<Statistics> STATISTICS[] = {
     ARGUMENT(sink), ARGUMENT(first_keys), ARGUMENT(sink_keys),
     ARGUMENT(distance), ARGUMENT(shift), ARGUMENT(stripes), ARGUMENT(offsets), ARGUMENT(offset_count),
     ARGUMENT(exact),
+};
+
+// In order, as in masks/_native_coverage.py, which the import compares.
+constexpr Argument<CoverageSearch> COVERAGE[] = {
+    ARGUMENT(batch), ARGUMENT(heads), ARGUMENT(rows), ARGUMENT(keys), ARGUMENT(low), ARGUMENT(high), ARGUMENT(stop),
+    ARGUMENT(rows_seen), ARGUMENT(keys_seen),
+};
+constexpr Argument<Cells> CELLS[] = {
+    ARGUMENT(data), ARGUMENT(bytes), ARGUMENT(hidden), ARGUMENT(batch), ARGUMENT(head), ARGUMENT(row), ARGUMENT(column),
 };
 
 // Assigns arguments by name, except None. Returns false with a Python error.
@@ -147,8 +161,8 @@ bool rise(const int64_t* starts, int64_t count, int64_t all) {
 const Kernels* read_call(PyObject* const* items, Py_ssize_t count, Problem& p) {
     memcpy(&p, PyBytes_AsString(items[0]), sizeof p);
     for (Py_ssize_t n = 2; n < count; n++) CALL[n - 2].assign(p, items[n]);
-    if (p.all_heads == 0) p.all_heads = p.heads;
-    if (p.sequences && !(rise(p.row_starts, p.sequences, p.rows) && rise(p.key_starts, p.sequences, p.keys)))
+    if (p.offset.num_heads == 0) p.offset.num_heads = p.heads;
+    if (p.sequences && !(rise(p.cu_seqlens_q, p.sequences, p.rows) && rise(p.cu_seqlens_k, p.sequences, p.keys)))
         PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
     return PyErr_Occurred() ? nullptr : INSTRUCTION_SETS[PyLong_AsLongLong(items[1])];
 }
@@ -188,19 +202,15 @@ PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count, PyObje
     return run_without_gil([&] { run_statistics(*kernels, p, s); });
 }
 
-// Returns whether any row is fully masked, and any key masked for every row. Takes sizes, a band, two addresses to write
-// visible rows and keys to, and for each mask the address, size and hidden value of its cells, and four strides.
+// Returns whether any row is fully masked, and any key masked for every row. Takes the arguments of the search, and then
+// those of each mask.
 PyObject* coverage(PyObject*, PyObject* const* items, Py_ssize_t count) {
-    constexpr Py_ssize_t FIRST = 9, OF_MASK = 7;
-    int64_t numbers[FIRST + OF_MASK * MOST_MASKS];
-    for (Py_ssize_t n = 0; n < count; n++) set(numbers[n], items[n]);
-    if (PyErr_Occurred()) return nullptr;
     CoverageSearch s = {};
-    s.batch = numbers[0], s.heads = numbers[1], s.rows = numbers[2], s.keys = numbers[3];
-    s.low = numbers[4], s.high = numbers[5], s.stop = numbers[6];
-    s.rows_seen = reinterpret_cast<uint8_t*>(numbers[7]), s.keys_seen = reinterpret_cast<uint8_t*>(numbers[8]);
-    for (const int64_t* m = numbers + FIRST; m < numbers + count; m += OF_MASK)
-        s.masks[s.count++] = {{reinterpret_cast<void*>(m[0]), m[3], m[4], m[5], m[6]}, m[1], static_cast<uint64_t>(m[2])};
+    Py_ssize_t next = 0;
+    for (const Argument<CoverageSearch>& argument : COVERAGE) argument.assign(s, items[next++]);
+    for (; next < count; s.count++)
+        for (const Argument<Cells>& argument : CELLS) argument.assign(s.masks[s.count], items[next++]);
+    if (PyErr_Occurred()) return nullptr;
     PyThreadState* state = PyEval_SaveThread();
     const FullyMasked masked = find_coverage(s);
     PyEval_RestoreThread(state);
@@ -242,10 +252,21 @@ constexpr bool OPENMP = true;
 constexpr bool OPENMP = false;
 #endif
 
-bool add_constants(PyObject* module) {
+template <class Target, size_t COUNT>
+std::string names_of(const Argument<Target> (&arguments)[COUNT]) {
     std::string names;
-    for (const Argument<Problem>& argument : CALL) names += (names.empty() ? "" : ", ") + std::string(argument.name);
-    return PyModule_AddStringConstant(module, "arguments", names.c_str()) == 0 &&
+    for (const Argument<Target>& argument : arguments) names += (names.empty() ? "" : ", ") + std::string(argument.name);
+    return names;
+}
+
+#define TEXT(...) #__VA_ARGS__
+#define EXPANDED_TEXT(...) TEXT(__VA_ARGS__)
+
+bool add_constants(PyObject* module) {
+    const std::string of_coverage = names_of(COVERAGE) + ", " + names_of(CELLS);
+    return PyModule_AddStringConstant(module, "arguments", names_of(CALL).c_str()) == 0 &&
+           PyModule_AddStringConstant(module, "coverage_arguments", of_coverage.c_str()) == 0 &&
+           PyModule_AddStringConstant(module, "types", EXPANDED_TEXT(TYPE_NAMES)) == 0 &&
            PyModule_AddIntConstant(module, "MOST_MASKS", MOST_MASKS) == 0 &&
            PyModule_AddObjectRef(module, "openmp", OPENMP ? Py_True : Py_False) == 0 &&
            PyModule_AddObjectRef(module, "pairs_are_slow", pairs_are_slow() ? Py_True : Py_False) == 0;

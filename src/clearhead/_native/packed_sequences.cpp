@@ -6,15 +6,15 @@
 namespace clearhead {
 namespace {
 
-// All threads run a sequence with more than 1 / PARTS_OF_THREAD of one thread's work. Shorter ones take one thread each.
-constexpr int64_t PARTS_OF_THREAD = 4;
+// All threads run a sequence with more than 1 / LONG_PER_THREAD of one thread's work. Shorter ones take one thread each.
+constexpr int64_t LONG_PER_THREAD = 4;
 
 // One sequence as a problem.
 Problem sequence_of(const Problem& all, int64_t number, int64_t threads) {
-    const int64_t row = all.row_starts[number], key = all.key_starts[number];
+    const int64_t row = all.cu_seqlens_q[number], key = all.cu_seqlens_k[number];
     Problem p = part_of(all, 0, 0, 0, row, key);
-    p.rows = all.row_starts[number + 1] - row, p.keys = all.key_starts[number + 1] - key, p.stop = smaller(p.stop, p.keys);
-    p.first_item = number, p.sequences = 0, p.threads = threads;
+    p.rows = all.cu_seqlens_q[number + 1] - row, p.keys = all.cu_seqlens_k[number + 1] - key, p.stop = smaller(p.stop, p.keys);
+    p.offset.item = number, p.sequences = 0, p.threads = threads;
     return p;
 }
 
@@ -30,7 +30,7 @@ void run_each_sequence(void (*pass)(const Kernels&, const Problem&), const Kerne
         total += works.back().first;
     }
     std::sort(works.begin(), works.end(), std::greater<>());
-    const auto is_long = [&](int64_t n) { return works[static_cast<size_t>(n)].first * all.threads * PARTS_OF_THREAD > total; };
+    const auto is_long = [&](int64_t n) { return works[static_cast<size_t>(n)].first * all.threads * LONG_PER_THREAD > total; };
     const auto run = [&](int64_t n, int64_t threads) {
         pass(kernels, sequence_of(all, works[static_cast<size_t>(n)].second, threads));
     };

@@ -29,12 +29,12 @@ INLINE void each(const Work& work) {
 }
 
 // A product in small steps: sums (rows × vectors·LANES) = or += left (rows × count pairs) · right (count pairs ×
-// vectors·LANES). If right has two parts, each row of pairs is followed by what its rounding left out. The tile registers
+// vectors·LANES). If right has two terms, each row of pairs is followed by what its rounding left out. The tile registers
 // work beside the vector units, so steps are put between instructions that are not about them. Rows are a multiple of
 // ROWS_AT_ONCE, pairs of PAIRS_AT_ONCE. Sums stay in registers between steps, so a product that has begun is ended first.
 struct Product {
     Matrix<const Pair> left, right;
-    int64_t parts, count, rows, vectors;
+    int64_t terms, count, rows, vectors;
     Matrix<float> sums;
     bool add;
     int64_t column, row, pair, half;  // where it is
@@ -107,16 +107,16 @@ INLINE void multiply_rows(const Product& p) {
     load_tile<6>(p.left.at(p.row + H * 16, 0) + p.pair, p.left.stride);
     each<W>([&](auto n) {
         constexpr int w = H ? W - 1 - n.value : n.value;
-        const Pair* right = p.right.at(p.parts * p.pair, p.column + w);
-        if (H == 0 || n.value > 0 || p.parts == 2) load_tile<7>(right, p.parts * p.right.stride);
+        const Pair* right = p.right.at(p.terms * p.pair, p.column + w);
+        if (H == 0 || n.value > 0 || p.terms == 2) load_tile<7>(right, p.terms * p.right.stride);
         multiply_tiles<H * W + w, 6, 7>();
-        if (p.parts == 1) return;
+        if (p.terms == 1) return;
         load_tile<7>(right + p.right.stride, 2 * p.right.stride);
         multiply_tiles<H * W + w, 6, 7>();
     });
 }
 
-// Both, where their sums leave room for all that is multiplied, of one part.
+// Both, where their sums leave room for all that is multiplied, of one term.
 INLINE void multiply_square(const Product& p) {
     load_tile<4>(p.left.at(p.row, 0) + p.pair, p.left.stride);
     load_tile<6>(p.right.at(p.pair, p.column), p.right.stride);
@@ -133,7 +133,7 @@ template <int W>
 INLINE void step(Product& p) {
     const bool two = p.row + 32 <= p.rows;
     if (p.half == 0 && p.pair == 0) two ? begin_rows<2, W>(p) : begin_rows<1, W>(p);
-    if (W == 2 && two && p.parts == 1) {
+    if (W == 2 && two && p.terms == 1) {
         multiply_square(p);
     } else if (p.half == 0) {
         multiply_rows<0, W>(p);
@@ -176,11 +176,11 @@ static void multiply_columns(const Product& p) {
         UNROLL for (int t = 0; t < STEP; t++)
             UNROLL for (int w = 0; w < W; w++)
                 acc[t][w] = p.add ? _mm512_loadu_ps(p.sums.at(row + t, p.column + w)) : _mm512_setzero_ps();
-        for (int64_t k = 0; k < p.parts * p.count; k++) {
+        for (int64_t k = 0; k < p.terms * p.count; k++) {
             __m512i columns[W];
             UNROLL for (int w = 0; w < W; w++) columns[w] = _mm512_loadu_si512(p.right.at(k, p.column + w));
             UNROLL for (int t = 0; t < STEP; t++) {
-                const __m512i pair = _mm512_set1_epi32(static_cast<int>(left[t * p.left.stride + k / p.parts]));
+                const __m512i pair = _mm512_set1_epi32(static_cast<int>(left[t * p.left.stride + k / p.terms]));
                 UNROLL for (int w = 0; w < W; w++)
                     acc[t][w] = _mm512_dpbf16_ps(acc[t][w], reinterpret_cast<__m512bh>(pair),
                                                  reinterpret_cast<__m512bh>(columns[w]));

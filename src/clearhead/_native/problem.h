@@ -33,7 +33,8 @@ INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t round_up(int64_t x, int64_t step) { return divide_up(x, step) * step; }
 
-enum Type : int64_t { float32, bfloat16, float16 };
+#define TYPE_NAMES float32, bfloat16, float16
+enum Type : int64_t { TYPE_NAMES };
 
 constexpr int MOST_TILES = 16;  // of one task, which share a block's keys and values in the cache
 
@@ -91,6 +92,11 @@ struct RowRanges {
     }
 };
 
+// The place of a call in a larger one, which has `num_heads` heads.
+struct Offset {
+    int64_t num_heads, head, row, column, item;
+};
+
 struct Problem : RowRanges {
     Type type;
     int64_t threads;
@@ -105,15 +111,15 @@ struct Problem : RowRanges {
     View visible;        // bytes, or null
     View bias;           // float32, or null
 
-    // Packed sequences in a batch of one: rows [row_starts[d], row_starts[d + 1]) see only the keys [key_starts[d],
-    // key_starts[d + 1]). Masks and dropout count within a sequence, as if it were item d of a batch.
+    // Packed sequences in a batch of one. Rows [cu_seqlens_q[d], cu_seqlens_q[d + 1]) are those of sequence d. They see only
+    // the keys [cu_seqlens_k[d], cu_seqlens_k[d + 1]). Masks and dropout count within a sequence, as if it were item d of a
+    // batch.
     int64_t sequences;  // 0: a batch
-    const int64_t *row_starts, *key_starts;
+    const int64_t *cu_seqlens_q, *cu_seqlens_k;
 
     uint32_t drop_below;  // of 65536; 0 drops nothing
     uint64_t seed;
-    // Of the larger call, whose dropout is drawn: its number of heads, and the offset of this call.
-    int64_t all_heads, first_item, first_head, first_row, first_key;
+    Offset offset;  // for dropout
     float kept_factor;
 
     // Of the backward pass.

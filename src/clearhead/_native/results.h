@@ -51,9 +51,9 @@ static void write_output(const Problem& p, const Statistics& s, const ScorePanel
     }
 }
 
-// Adds the weights of each key of a part, row by row in the lanes.
+// Adds the weights of each key of a block, row by row in the lanes.
 template <int V>
-static void receive_part(const ScorePanel& panel, int64_t start, int64_t stop, float* lanes) {
+static void receive_block(const ScorePanel& panel, int64_t start, int64_t stop, float* lanes) {
     Floats factors[V];
     for (int v = 0; v < V; v++) factors[v] = load(panel.factor + v * LANES) * load(panel.counted + v * LANES);
     const float* weights = panel.at(start);
@@ -82,7 +82,7 @@ static void receive(const Problem& p, const ScorePanel* panels, int64_t count, c
             if (start >= stop || !panel.visible_blocks[panel.number(block)]) continue;
             any = true;
             by_vectors(panel.tile.vectors, [&](auto v) {
-                receive_part<v.value>(panel, start, stop, lanes + (start - block) * LANES);
+                receive_block<v.value>(panel, start, stop, lanes + (start - block) * LANES);
             });
         }
         for (int64_t j = 0; any && j < smaller(BLOCK, p.keys - block); j += LANES) {
@@ -143,7 +143,7 @@ static void write_distance(const Problem& p, const Statistics& s, const ScorePan
     double total[TILE] = {};
     float place[TILE];
     for (int lane = 0; lane < V * LANES; lane++) place[lane] = static_cast<float>(tile.row[lane] + s.shift);
-    each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
+    each_visible_block(panel, [&](int64_t start, int64_t stop, int64_t) {
         Floats sums[V] = {};
         for (int64_t j = start; j < smaller(stop, p.keys); j++)
             UNROLL for (int v = 0; v < V; v++) {
@@ -163,7 +163,7 @@ static void write_weights(const Problem& p, const Statistics& s, const ScorePane
     const Tile& tile = panel.tile;
     const bool adds = s.averages(p);
     const float portion = adds ? 1.f / static_cast<float>(p.heads) : 1.f;
-    each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
+    each_visible_block(panel, [&](int64_t start, int64_t stop, int64_t) {
         const int64_t columns = smaller(stop, p.keys) - start;
         each_row_vector(panel.at(start), tile, columns, [&](int64_t lane, int64_t j, Floats x, int64_t count) {
             float* to = s.weights.at<float>(batch, tile.head[lane], tile.row[lane]) + start + j;
@@ -188,7 +188,7 @@ static void pool(const Problem& p, const Statistics& s, const ScorePanel& panel,
     const Tile& tile = panel.tile;
     int64_t tiles[TILE];
     for (int64_t lane = 0; lane < tile.count; lane++) tiles[lane] = s.map_row(p, tile.row[lane]);
-    each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
+    each_visible_block(panel, [&](int64_t start, int64_t stop, int64_t) {
         stop = smaller(stop, p.keys);
         for (int64_t j = start; j < stop;) {
             const int64_t column = j * s.map_columns / p.keys;

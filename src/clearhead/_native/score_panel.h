@@ -8,7 +8,6 @@
 
 namespace clearhead::ISA {
 
-constexpr int PIECE = GROUP;                   // keys whose row maxima are stored, to find the largest scores quickly
 constexpr int64_t PANEL_FLOATS = 800 * 1024;  // of panels that share reads of keys and values
 
 // Candidates for the `count` largest scores of each row, and their keys: (capacity × TILE).
@@ -25,8 +24,8 @@ struct Largest {
 struct ScorePanel {
     ForwardTile tile;
     Largest largest;
-    int64_t start, stop;            // every key that any row may see, multiples of GROUP
-    float *scores, *row_maxima;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
+    int64_t start, stop;            // every key that any row may see, multiples of OCTET
+    float *scores, *row_maxima;          // (keys × V·LANES), later the weights; (octets × V·LANES)
     int32_t* visible_blocks;                  // of each block: whether any row sees a key of it
     float* raw_max;                 // row maxima before soft-cap and bias (V·LANES), or null
     double shift[TILE];             // subtracted from scores in double precision, in units of log 2; else 0
@@ -39,20 +38,20 @@ struct ScorePanel {
     float* at(int64_t key) const { return scores + (key - start) * tile.vectors * LANES; }
     int64_t first_block() const { return start / BLOCK * BLOCK; }
     int64_t number(int64_t block) const { return (block - first_block()) / BLOCK; }
-    float* maxima_of(int64_t block) const { return row_maxima + number(block) * (BLOCK / PIECE) * tile.vectors * LANES; }
+    float* maxima_of(int64_t block) const { return row_maxima + number(block) * (BLOCK / OCTET) * tile.vectors * LANES; }
 };
 
-// The visible keys [start, stop) of one block, and their rows of keys or values.
-struct Part {
-    int64_t start, stop, block;
+// The visible keys [start, stop) of the block from `first` on, and their rows of keys or values.
+struct KeyBlock {
+    int64_t start, stop, first;
     const float* rows;
 
     int64_t count() const { return stop - start; }
 };
 
-// Calls work(start, stop, block) for the visible part of each block.
+// Calls work(start, stop, block) for the visible keys of each block that any row sees.
 template <class Work>
-INLINE void each_part(const ScorePanel& panel, const Work& work) {
+INLINE void each_visible_block(const ScorePanel& panel, const Work& work) {
     for (int64_t block = panel.first_block(); block < panel.stop; block += BLOCK)
         if (panel.visible_blocks[panel.number(block)])
             work(larger(block, panel.start), smaller(block + BLOCK, panel.stop), block);
@@ -72,7 +71,7 @@ INLINE void add_columns(int64_t count, float* to, const Cell& cell) {
     }
 }
 
-// Counts the visible keys of each row and, in `viewers`, the counted rows that see each key of a part.
+// Counts the visible keys of each row and, in `viewers`, the counted rows that see each key of a block.
 template <int V, MaskForm FORM>
 static void count_visible(ScorePanel& panel, int64_t count, const TileMask& mask, float* viewers) {
     if (FORM == MaskForm::everything) {

@@ -1,5 +1,5 @@
 // Statistics of the weights, from a few panels at a time:
-//   1. scores against every key that a row sees, with the row maxima of its pieces;
+//   1. scores against every key that a row sees, with the row maxima of its octets;
 //   2. weights e^(s − row maximum) in place of the scores, their sums, and their product with the values;
 //   3. sums over the rows of a panel, now that each row's total is known.
 // QKᵀ is computed once, and weights leave the panel only as statistics.
@@ -10,31 +10,31 @@
 
 namespace clearhead::ISA {
 
-// The scores of a part and the row maxima of its pieces.
+// The scores of a block and the row maxima of its octets.
 template <int V, class Fetch>
-static void score_part(const Problem& p, ScorePanel& panel, const Part& part, const TileMask& mask,
+static void score_block(const Problem& p, ScorePanel& panel, const KeyBlock& block, const TileMask& mask,
                        const Fetch& fetch_next) {
-    float* piece_maxima = panel.maxima_of(part.block);
+    float* octet_maxima = panel.maxima_of(block.first);
     Floats best[V], raw[V];
     for (int v = 0; v < V; v++) {
         best[v] = load(panel.tile.row_max + v * LANES);
         raw[v] = panel.raw_max ? load(panel.raw_max + v * LANES) : Floats{};
     }
-    for (int64_t j = 0; j < part.count(); j += PIECE, piece_maxima += V * LANES) {
-        fetch_next(j, PIECE, part.count());
+    for (int64_t j = 0; j < block.count(); j += OCTET, octet_maxima += V * LANES) {
+        fetch_next(j, OCTET, block.count());
         Floats row_maxima[V];
         for (int v = 0; v < V; v++) row_maxima[v] = splat(-INFINITY);
-        const TileMask piece = from_key<V>(mask, j);
-        const float* keys = part.rows + j * p.dim;
-        float* to = panel.at(part.start + j);
-        const int64_t count = smaller(PIECE, part.count() - j);
+        const TileMask octet = from_key<V>(mask, j);
+        const float* keys = block.rows + j * p.dim;
+        float* to = panel.at(block.start + j);
+        const int64_t count = smaller(OCTET, block.count() - j);
         if (panel.raw_max) {
-            score_any<V, true>(p, panel.tile, keys, count, piece, fetch_nothing, to, row_maxima, raw);
+            score_any<V, true>(p, panel.tile, keys, count, octet, fetch_nothing, to, row_maxima, raw);
         } else {
-            score_any<V>(p, panel.tile, keys, count, piece, fetch_nothing, to, row_maxima);
+            score_any<V>(p, panel.tile, keys, count, octet, fetch_nothing, to, row_maxima);
         }
         for (int v = 0; v < V; v++) {
-            store(piece_maxima + v * LANES, row_maxima[v]);
+            store(octet_maxima + v * LANES, row_maxima[v]);
             best[v] = larger(row_maxima[v], best[v]);
         }
     }
@@ -44,30 +44,30 @@ static void score_part(const Problem& p, ScorePanel& panel, const Part& part, co
     }
 }
 
-// Turns scores into weights in place, after the largest scores are noted. Each part is summed first, so that sums are
+// Turns scores into weights in place, after the largest scores are noted. Each block is summed first, so that sums are
 // short.
 template <int V>
-static void weigh_part(ScorePanel& panel, const Part& part) {
+static void weigh_block(ScorePanel& panel, const KeyBlock& block) {
     Floats row_maxima[V], sums[V], inner[V];
     for (int v = 0; v < V; v++) {
         row_maxima[v] = load(panel.tile.row_max + v * LANES);
         sums[v] = inner[v] = Floats{};
     }
-    const float* maxima_of = panel.maxima_of(part.block);
+    const float* maxima_of = panel.maxima_of(block.first);
     const Floats lowest = splat(-127.f);  // with a weight of zero, which times this number is zero too
-    for (int64_t j = 0; j < part.count(); j += GROUP) {
-        float* scores = panel.at(part.start + j);
-        if (panel.largest.count) find_largest<V>(panel.largest, scores, maxima_of + j / PIECE * V * LANES, part.start + j);
+    for (int64_t j = 0; j < block.count(); j += OCTET) {
+        float* scores = panel.at(block.start + j);
+        if (panel.largest.count) find_largest<V>(panel.largest, scores, maxima_of + j / OCTET * V * LANES, block.start + j);
         UNROLL for (int v = 0; v < V; v++) {
-            Floats x[GROUP];
-            UNROLL for (int t = 0; t < GROUP; t++) {
+            Floats x[OCTET];
+            UNROLL for (int t = 0; t < OCTET; t++) {
                 float* place = scores + (t * V + v) * LANES;
                 const Floats shifted = larger(lowest, load(place) - row_maxima[v]);  // in this order NaN stays NaN
                 x[t] = exp2_within(shifted);
                 inner[v] += x[t] * shifted;
                 store(place, x[t]);
             }
-            sums[v] += sum_of_group(x);  // as in the forward pass, so that outputs are the same to the bit
+            sums[v] += sum_of_octet(x);  // as in the forward pass, so that outputs are the same to the bit
         }
     }
     for (int v = 0; v < V; v++) {
@@ -76,11 +76,11 @@ static void weigh_part(ScorePanel& panel, const Part& part) {
     }
 }
 
-// output += weights · values, of one part.
+// output += weights · values, of one block.
 template <int V, class Fetch>
-static void mix_part(ScorePanel& panel, const Part& part, const Fetch& fetch_next, int64_t width) {
-    const float* weights = panel.at(part.start);
-    product<false, V>(part.rows, width, weights, V * LANES, part.count(), width, fetch_next,
+static void mix_block(ScorePanel& panel, const KeyBlock& block, const Fetch& fetch_next, int64_t width) {
+    const float* weights = panel.at(block.start);
+    product<false, V>(block.rows, width, weights, V * LANES, block.count(), width, fetch_next,
                       add_to(panel.tile.sums, V * LANES));
 }
 
@@ -100,13 +100,13 @@ static int64_t panels_together(const Problem& p, const Statistics& s) {
 
 // Floats of one panel: scores, row maxima, visible blocks, queries, outputs, largest scores and raw maxima.
 static int64_t panel_size(const Problem& p, const Statistics& s) {
-    const int64_t keys = keys_of_panel(p), pieces = keys / PIECE;
+    const int64_t keys = keys_of_panel(p), octets = keys / OCTET;
     const int64_t lists = 2 * Largest{s.top}.capacity(), raw_maxima = s.raw ? 1 : 0;
-    return (keys + pieces + p.dim + 2 * width_of_output(p) + lists + raw_maxima) * TILE + round_up(keys / BLOCK, 16);
+    return (keys + octets + p.dim + 2 * width_of_output(p) + lists + raw_maxima) * TILE + round_up(keys / BLOCK, 16);
 }
 
 static int64_t statistics_scratch(const Problem& p, const Statistics& s) {
-    const int64_t block = (BLOCK + GROUP) * larger(p.dim, width_of_output(p)) + MASK_SCRATCH_FLOATS;
+    const int64_t block = (BLOCK + OCTET) * larger(p.dim, width_of_output(p)) + MASK_SCRATCH_FLOATS;
     const int64_t exact = s.exact ? exact_scratch(p, keys_of_panel(p)) : 0;
     return panels_together(p, s) * panel_size(p, s) + block + exact + 64;
 }
@@ -117,10 +117,10 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
     const int64_t width = width_of_output(p), keys = keys_of_panel(p), batch = task.batch;
     Tile& tile = panel.tile;
     describe_rows(p, batch, task.kv_head, row, task.row_stop, tile);
-    panel.start = smaller(p.keys, tile.lowest_first) / GROUP * GROUP;
-    panel.stop = larger(panel.start, round_up(tile.highest_last, GROUP));
+    panel.start = smaller(p.keys, tile.lowest_first) / OCTET * OCTET;
+    panel.stop = larger(panel.start, round_up(tile.highest_last, OCTET));
     panel.scores = take(scratch, keys * TILE);
-    panel.row_maxima = take(scratch, keys / PIECE * TILE);
+    panel.row_maxima = take(scratch, keys / OCTET * TILE);
     panel.visible_blocks = reinterpret_cast<int32_t*>(take(scratch, keys / BLOCK));
     panel.tile.query = take(scratch, p.dim * TILE);
     begin_outputs(panel.tile, width, has_totals(p), scratch);
@@ -138,9 +138,9 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
     }
 }
 
-// Calls work(panel, part, fetch_next) for the parts of all panels, block by block, forwards or backwards. Rows are read in
-// place if possible, or copied to `memory`. Without `memory` none are read. fetch_next(done, step, all) prefetches rows of
-// the next block, those of `step` steps out of `all`.
+// Calls work(panel, block, fetch_next) for the blocks of all panels, one after another, forwards or backwards. Rows are
+// read in place if possible, or copied to `memory`. Without `memory` none are read. fetch_next(done, step, all) prefetches
+// rows of the next block, those of `step` steps out of `all`.
 template <class T, class Work>
 static void each_panel_block(const Problem& p, const View& view, int64_t columns, int64_t width, const Task& task,
                        ScorePanel* panels, int64_t count, bool backwards, float* memory, const Work& work) {
@@ -152,7 +152,7 @@ static void each_panel_block(const Problem& p, const View& view, int64_t columns
     }
     const int64_t step = backwards ? -BLOCK : BLOCK;
     for (int64_t block = backwards ? last : first; first <= block && block <= last; block += step) {
-        const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP), next = block + step;
+        const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, OCTET), next = block + step;
         const T* source = view.at<T>(task.batch, task.kv_head, block);
         const bool dense = view.row == width && columns == width && end - block == padded;
         const bool in_place = std::is_same<T, float>::value && dense;
@@ -170,7 +170,7 @@ static void each_panel_block(const Problem& p, const View& view, int64_t columns
                 for (int64_t j = done * fetched / all; j < (done + some) * fetched / all; j++)
                     for (int64_t d = 0; d < columns; d += LINE) __builtin_prefetch(from + j * view.row + d, 0, 2);
             };
-            work(panels[n], Part{start, stop, block, memory ? rows + (start - block) * width : nullptr}, fetch_next);
+            work(panels[n], KeyBlock{start, stop, block, memory ? rows + (start - block) * width : nullptr}, fetch_next);
         }
     }
 }
@@ -180,24 +180,24 @@ template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, ScorePanel* panels, int64_t count,
                          const TaskSums& sums, float* block_rows, float* mask_memory, const ExactScores& exact) {
     const int64_t b = task.batch, width = width_of_output(p), run = run_length(keys_of_panel(p) / BLOCK);
-    const auto score = [&](ScorePanel& panel, const Part& part, const auto& fetch_next) {
+    const auto score = [&](ScorePanel& panel, const KeyBlock& block, const auto& fetch_next) {
         by_vectors(panel.tile.vectors, [&](auto v) {
             const float unit = s.exact ? 1.f : LOG2E;
-            const TileMask mask = tile_mask<v.value>(p, panel.tile, b, part.start, part.stop, mask_memory, unit);
-            panel.visible_blocks[panel.number(part.block)] = mask.form != MaskForm::nothing;
+            const TileMask mask = tile_mask<v.value>(p, panel.tile, b, block.start, block.stop, mask_memory, unit);
+            panel.visible_blocks[panel.number(block.first)] = mask.form != MaskForm::nothing;
             if (mask.form == MaskForm::nothing) return;
-            if (s.exact) score_exactly<v.value>(p, panel, part, mask, exact);
-            else score_part<v.value>(p, panel, part, mask, fetch_next);
-            float* viewers = sums.viewers ? sums.viewers + part.start : nullptr;
-            by_form(mask, [&](auto form) { count_visible<v.value, form()>(panel, part.count(), mask, viewers); });
+            if (s.exact) score_exactly<v.value>(p, panel, block, mask, exact);
+            else score_block<v.value>(p, panel, block, mask, fetch_next);
+            float* viewers = sums.viewers ? sums.viewers + block.start : nullptr;
+            by_form(mask, [&](auto form) { count_visible<v.value, form()>(panel, block.count(), mask, viewers); });
         });
     };
-    const auto weigh = [&](ScorePanel& panel, const Part& part, const auto& fetch_next) {
-        if (!panel.visible_blocks[panel.number(part.block)]) return;
+    const auto weigh = [&](ScorePanel& panel, const KeyBlock& block, const auto& fetch_next) {
+        if (!panel.visible_blocks[panel.number(block.first)]) return;
         if (panel.tile.summed++ == run) end_panel_run(panel);
         by_vectors(panel.tile.vectors, [&](auto v) {
-            weigh_part<v.value>(panel, part);
-            if (width) mix_part<v.value>(panel, part, fetch_next, width);
+            weigh_block<v.value>(panel, block);
+            if (width) mix_block<v.value>(panel, block, fetch_next, width);
         });
     };
     if (s.exact) widen_query(p, panels[0], exact);
@@ -226,7 +226,7 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
 template <class T>
 static void statistics(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums, float* scratch) {
     const int64_t together = panels_together(p, s);
-    float* block_rows = take(scratch, (BLOCK + GROUP) * larger(p.dim, width_of_output(p)));
+    float* block_rows = take(scratch, (BLOCK + OCTET) * larger(p.dim, width_of_output(p)));
     float* mask_memory = take(scratch, MASK_SCRATCH_FLOATS);
     const ExactScores exact = s.exact ? exact_scores(p, keys_of_panel(p), scratch) : ExactScores();
     for (int64_t row = task.row_start; row < task.row_stop;) {

@@ -8,7 +8,7 @@ namespace clearhead::ISA {
 
 constexpr int TILE = LANES * ROW_VECTORS;
 constexpr int BLOCK = 128;
-constexpr int GROUP = 8;        // keys per Philox counter; blocks are cut at multiples of it
+constexpr int OCTET = 8;        // keys with one Philox counter, and one row maximum in panels; blocks are cut at multiples
 constexpr int KEY_STEP = 32;    // the same for products of pairs of bfloat16
 
 INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
@@ -129,12 +129,12 @@ INLINE void fetch(const T* from, int64_t columns) {
     for (int64_t j = 0; j < columns; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + j);
 }
 
-// Prefetches one of `parts` equal parts of a block's keys and values, while a tile works on the previous block.
+// Prefetches one of `slices` equal slices of a block's keys and values, while a tile works on the previous block.
 // (Forced inline: gcc drops calls of functions that only prefetch.)
 template <class T>
-INLINE void fetch_part(const Problem& p, int64_t batch, int64_t kv_head, int64_t block, int64_t part, int64_t parts) {
-    const int64_t stop = smaller(block + BLOCK * (part + 1) / parts, p.keys);
-    for (int64_t j = block + BLOCK * part / parts; j < stop; j++) {
+INLINE void fetch_slice(const Problem& p, int64_t batch, int64_t kv_head, int64_t block, int64_t slice, int64_t slices) {
+    const int64_t stop = smaller(block + BLOCK * (slice + 1) / slices, p.keys);
+    for (int64_t j = block + BLOCK * slice / slices; j < stop; j++) {
         fetch(p.key.at<T>(batch, kv_head, j), p.dim);
         fetch(p.value.at<T>(batch, kv_head, j), p.value_dim);
     }
@@ -188,15 +188,15 @@ static void lanes_to_rows(const float* from, const Tile& tile, int64_t batch, in
     });
 }
 
-// The dropout mask of a group of keys for the rows of one vector: all ones for undropped weights, or zero.
-INLINE void group_mask(const Problem& p, const Tile& tile, int64_t batch, int v, int64_t group, Ints* undropped) {
+// The dropout mask of an octet of keys for the rows of one vector: all ones for undropped weights, or zero.
+INLINE void octet_mask(const Problem& p, const Tile& tile, int64_t batch, int v, int64_t octet, Ints* undropped) {
     Words counter[4] = {};
     Ints head, row;
     memcpy(&head, tile.head + v * LANES, sizeof head);
     memcpy(&row, tile.row + v * LANES, sizeof row);
-    const int64_t first_stream = (p.first_item + batch) * p.all_heads + p.first_head;
-    counter[0] += static_cast<uint32_t>(group);
-    counter[1] = reinterpret_cast<Words>(row) + static_cast<uint32_t>(p.first_row);
+    const int64_t first_stream = (p.offset.item + batch) * p.offset.num_heads + p.offset.head;
+    counter[0] += static_cast<uint32_t>(octet);
+    counter[1] = reinterpret_cast<Words>(row) + static_cast<uint32_t>(p.offset.row);
     counter[2] = reinterpret_cast<Words>(head) + static_cast<uint32_t>(first_stream);
     philox(counter, p.seed);
     for (int word = 0; word < 4; word++) {
@@ -205,27 +205,27 @@ INLINE void group_mask(const Problem& p, const Tile& tile, int64_t batch, int v,
     }
 }
 
-// The same for a call that begins inside a group: the end of one group and the start of the next.
-static __attribute__((noinline)) void two_groups_mask(const Problem& p, const Tile& tile, int64_t batch, int v,
+// The same for a call that begins inside an octet: the end of one octet and the start of the next.
+static __attribute__((noinline)) void two_octets_mask(const Problem& p, const Tile& tile, int64_t batch, int v,
                                                       int64_t place, Ints* undropped) {
-    Ints both[2 * GROUP];
-    for (int n = 0; n < 2; n++) group_mask(p, tile, batch, v, place / GROUP + n, both + n * GROUP);
-    memcpy(undropped, both + place % GROUP, GROUP * sizeof(Ints));
+    Ints both[2 * OCTET];
+    for (int n = 0; n < 2; n++) octet_mask(p, tile, batch, v, place / OCTET + n, both + n * OCTET);
+    memcpy(undropped, both + place % OCTET, OCTET * sizeof(Ints));
 }
 
-// The dropout mask of the GROUP keys from `key` on for the rows of one vector.
-INLINE void dropout_mask(const Problem& p, const Tile& tile, int64_t batch, int v, int64_t key, Ints (&undropped)[GROUP]) {
-    const int64_t place = p.first_key + key;
-    if (place % GROUP == 0) return group_mask(p, tile, batch, v, place / GROUP, undropped);
-    two_groups_mask(p, tile, batch, v, place, undropped);
+// The dropout mask of the OCTET keys from `key` on for the rows of one vector.
+INLINE void dropout_mask(const Problem& p, const Tile& tile, int64_t batch, int v, int64_t key, Ints (&undropped)[OCTET]) {
+    const int64_t place = p.offset.column + key;
+    if (place % OCTET == 0) return octet_mask(p, tile, batch, v, place / OCTET, undropped);
+    two_octets_mask(p, tile, batch, v, place, undropped);
 }
 
 INLINE Floats only_where(Ints undropped, Floats x) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(x) & undropped); }
 
-// Cuts a block to the visible range of a tile, at multiples of GROUP.
+// Cuts a block to the visible range of a tile, at multiples of OCTET.
 INLINE void trim(const Tile& tile, int64_t& start, int64_t& stop) {
-    start = larger(start, tile.lowest_first / GROUP * GROUP);
-    stop = smaller(stop, round_up(tile.highest_last, GROUP));
+    start = larger(start, tile.lowest_first / OCTET * OCTET);
+    stop = smaller(stop, round_up(tile.highest_last, OCTET));
 }
 
 }  // namespace clearhead::ISA

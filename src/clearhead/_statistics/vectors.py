@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._weights import row_numbers
-from ..kernels._block_rows import GROUP, BlockRows
+from ..kernels._block_rows import GROUP_KEYS, BlockRows
 from ..kernels._blocks import grouped
 from .statistic import MOST_LISTED_KEYS, Statistic
 
@@ -88,7 +88,8 @@ def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:
     if groups <= count:
         return rows.shifted.topk(count, -1)
     best = rows.group_maxima.topk(count, -1, sorted=False).indices  # (b, h, l, count)
-    columns = (best[..., None] * GROUP + torch.arange(GROUP, device=best.device)).flatten(-2)  # (b, h, l, count · 64)
+    in_group = torch.arange(GROUP_KEYS, device=best.device)
+    columns = (best[..., None] * GROUP_KEYS + in_group).flatten(-2)  # (b, h, l, count · 64)
     # The last group may be short. Columns beyond it are clamped here, and excluded below.
     candidates = rows.shifted.gather(-1, columns.clamp(max=rows.width - 1))
     candidates.masked_fill_(columns >= rows.width, float("-inf"))

@@ -12,7 +12,7 @@ from .._call.call import AttentionCall
 from ..masks._grid import Block
 from ._blocks import block_scores, block_sinks, grouped
 
-GROUP = 64  # neighbouring keys whose largest score is stored, to find the top-k quickly
+GROUP_KEYS = 64  # neighbouring keys whose largest score is stored, to find the top-k quickly
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ class BlockRows:
 
 
 def _group_maxima(scores: Tensor) -> Tensor:
-    count, remainder = divmod(scores.shape[-1], GROUP)
-    groups, last = scores.split([count * GROUP, remainder], -1)
-    maxima = groups.unflatten(-1, (count, GROUP)).amax(-1)
+    count, remainder = divmod(scores.shape[-1], GROUP_KEYS)
+    groups, last = scores.split([count * GROUP_KEYS, remainder], -1)
+    maxima = groups.unflatten(-1, (count, GROUP_KEYS)).amax(-1)
     return torch.cat([maxima, last.amax(-1, keepdim=True)], -1) if remainder else maxima

@@ -66,8 +66,8 @@ class FlexKernel(Kernel):
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
         if not call.spec.gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses inputs that need gradients
-        whole = call.spec.device.type != "cpu" and call.spec.query[2] % SIDE == call.spec.key[2] % SIDE == 0
-        inputs = [_fixed_sizes(tensor, whole) for tensor in inputs]
+        in_blocks = call.spec.device.type != "cpu" and call.spec.query[2] % SIDE == call.spec.key[2] % SIDE == 0
+        inputs = [_fixed_sizes(tensor, in_blocks) for tensor in inputs]
         numbers, limits = _numbers(call)
         for name in _LISTS & numbers.keys():
             numbers[name] = _fixed_size(numbers[name])
@@ -124,16 +124,16 @@ def _attend(
     return output, results.lse
 
 
-def _fixed_sizes(tensor: Tensor, whole: bool) -> Tensor:
+def _fixed_sizes(tensor: Tensor, in_blocks: bool) -> Tensor:
     """The tensor (B, H, L, D) with H and D as constants, which generated code for GPUs needs.
 
     Whole blocks become a dimension of their own, (B, H, L / SIDE, SIDE, D). Code for GPUs then checks no edges. PyTorch
     does not take them on a CPU.
     """
-    seen = tensor.unflatten(2, (-1, SIDE)) if whole else tensor.view(tensor.shape)  # the caller's own stays as it is
-    for dim in (1, *range(3, seen.dim())):
-        mark_static(seen, dim)
-    return seen
+    view = tensor.unflatten(2, (-1, SIDE)) if in_blocks else tensor.view(tensor.shape)  # not the caller's tensor
+    for dim in (1, *range(3, view.dim())):
+        mark_static(view, dim)
+    return view
 
 
 def _fixed_size(numbers: Tensor) -> Tensor:

@@ -32,12 +32,13 @@ _constants: set[Limits] = set()
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Which blocks are computed, (1 or B, 1 or H, query blocks, key blocks), bool.
+class FlexMask:
+    """A mask as FlexAttention reads it: the blocks that are computed, and a rule for the cells of some of them.
 
     Args:
-        partial: blocks to which the rule applies. They may be without a visible or without a hidden cell.
-        full: blocks without hidden cells.
+        partial: bool (1 or B, 1 or H, query blocks, key blocks), blocks to which the rule applies. They may be without
+            a visible or without a hidden cell.
+        full: those without hidden cells, likewise.
         rule, limits: see `is_visible`.
     """
 
@@ -69,7 +70,7 @@ def lower_tensors(mask: Mask | None, grid: Grid, backward: bool) -> tuple[dict[s
     return lower() if mask is None else mask.lowered(grid, ("flex", backward), lower)
 
 
-def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
+def lower_blocks(mask: Mask | None, grid: Grid) -> FlexMask:
     """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks.
 
     On other devices than a CPU no value is read. Memory grows with L · S / SIDE² and L + S there, and with L · S for
@@ -84,7 +85,7 @@ def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
     return _cell_blocks(mask, structure, grid) if grid.device.type == "cpu" else term_blocks(mask, grid)
 
 
-def _band_blocks(band: Band, grid: Grid) -> Blocks:
+def _band_blocks(band: Band, grid: Grid) -> FlexMask:
     rows = torch.arange(0, grid.query_length, SIDE, device=grid.device)[:, None]  # first of each block, (n, 1)
     columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)  # (m,)
     # The last block of rows, and of columns, may be shorter.
@@ -97,7 +98,7 @@ def _band_blocks(band: Band, grid: Grid) -> Blocks:
     full = some & every & inside  # those at the edge hide what lies beyond it
     limits = _constant_limits(band, grid)
     ends = {"ends": numbers_on(grid.device, band_numbers(band, grid), torch.int32)} if limits is None else {}
-    return Blocks((some & ~full)[None, None], full[None, None], ends, limits or _NO_LIMITS)
+    return FlexMask((some & ~full)[None, None], full[None, None], ends, limits or _NO_LIMITS)
 
 
 def band_numbers(band: Band, grid: Grid) -> tuple[int, int, int]:
@@ -121,10 +122,10 @@ def _constant_limits(band: Band, grid: Grid) -> Limits | None:
     return limits
 
 
-def term_blocks(mask: Mask, grid: Grid) -> Blocks:
+def term_blocks(mask: Mask, grid: Grid) -> FlexMask:
     """The blocks of a mask by the extremes of its terms in each block, which reads no value."""
     parts = mask.parts()
-    union, either = next(((each, runs) for each in parts if (runs := _runs_of(each, grid))), (None, []))
+    union, either = next(((each, ranges) for each in parts if (ranges := _ranges_of(each, grid))), (None, []))
     terms = conditions_of([each for each in parts if each is not union], grid)
     for part in parts:
         if part.has_bias:  # NaN of a hidden key stays out only if its cells are hidden, whatever is added to them
@@ -133,8 +134,8 @@ def term_blocks(mask: Mask, grid: Grid) -> Blocks:
     bounds = [(blocks.partial | blocks.full, blocks.full), *_bounds(with_ranges(terms), either, grid)]
     some, full = (reduce(and_, each) for each in zip(*bounds, strict=True))
     rule = dict(blocks.rule)
-    for prefix, run in zip(PREFIXES, [(terms.first, terms.last), *either], strict=False):
-        for name, limit in zip(("first", "last"), run, strict=True):
+    for prefix, columns in zip(PREFIXES, [(terms.first, terms.last), *either], strict=False):
+        for name, limit in zip(("first", "last"), columns, strict=True):
             if limit is not None:
                 rule[prefix + name] = _shared(_of_rows(limit, grid))
     for name in ("keys", "query_documents", "key_documents"):
@@ -146,17 +147,17 @@ def term_blocks(mask: Mask, grid: Grid) -> Blocks:
     return replace(blocks, partial=some & ~full, full=full, rule=rule)
 
 
-def _runs_of(part: Mask, grid: Grid) -> list[tuple[Tensor | None, Tensor]]:
-    """The run of keys that each of two masks shows, joined with `|`. Empty for all other masks, and for single runs."""
+def _ranges_of(part: Mask, grid: Grid) -> list[tuple[Tensor | None, Tensor]]:
+    """The range of keys that each of two masks shows, joined with `|`. Empty for other masks, and single ranges."""
     structure = structure_of(part, grid)
     if not isinstance(whole_mask(part), Or) or longer(structure, grid) is not None:
         return []
-    runs = [run_of(each, grid) for each in structure.either]
-    return [] if None in runs else cast("list[tuple[Tensor | None, Tensor]]", runs)
+    ranges = [run_of(each, grid) for each in structure.either]
+    return [] if None in ranges else cast("list[tuple[Tensor | None, Tensor]]", ranges)
 
 
-def _bounds_of_run(first: Tensor | None, last: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """The blocks in which a run of keys of each query may have a key, and those that lie in it, (1 or B, 1, n, m)."""
+def _bounds_of_range(first: Tensor | None, last: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The blocks in which a range of keys of each query may have a key, and those that lie in it, (1 or B, 1, n, m)."""
     columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)
     least, most = (each[:, None, :, None] for each in _extremes(_of_rows(last, grid)))  # (1 or B, 1, n, 1)
     some, full = columns < most, columns + SIDE <= least
@@ -169,9 +170,9 @@ def _bounds_of_run(first: Tensor | None, last: Tensor, grid: Grid) -> tuple[Tens
 def _bounds(terms: Terms, either: list[tuple[Tensor | None, Tensor]], grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
     """By each condition, the blocks that may have a visible cell, and those without a hidden one."""
     if terms.last is not None:
-        yield _bounds_of_run(terms.first, terms.last, grid)
+        yield _bounds_of_range(terms.first, terms.last, grid)
     if either:
-        (some, full), (some_too, full_too) = (_bounds_of_run(*run, grid) for run in either)
+        (some, full), (some_too, full_too) = (_bounds_of_range(*columns, grid) for columns in either)
         yield some | some_too, full | full_too
     if terms.keys is not None:
         least, most = (each[:, None, None] for each in _extremes(terms.keys.int()))  # (1 or B, 1, 1, m)
@@ -217,7 +218,7 @@ def _for_all(blocks: Tensor, grid: Grid) -> Tensor:
     return blocks.expand(grid.batch_size, grid.num_heads, -1, -1)
 
 
-def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> Blocks:
+def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> FlexMask:
     """Evaluate every block that the mask's structure leaves, one row of blocks at a time."""
     query_blocks, key_blocks = -(-grid.query_length // SIDE), -(-grid.key_length // SIDE)
     cell = mask.visible(chosen_cell(grid))
@@ -240,7 +241,7 @@ def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> Blocks:
     flat, steps = table(places)
     # PyTorch orders what a graph reads by these names, and of some orders its C++ does not compile.
     rule = {"places": flat, "place_steps": steps, "cells": torch.cat(partial_cells)}
-    return Blocks(_for_all(partial, grid), _for_all(full, grid), rule)
+    return FlexMask(_for_all(partial, grid), _for_all(full, grid), rule)
 
 
 def _strip(mask: Mask, structure: Structure, grid: Grid, row: int) -> tuple[int, Tensor]:

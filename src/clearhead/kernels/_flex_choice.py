@@ -61,12 +61,12 @@ def leaves_to_flex(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[
 
 
 def _leaves_out(mask: Mask, grid: Grid) -> bool:
-    """Whether a mask is made of rules about positions and of documents, and hides more than `causal` alone."""
+    """Whether a mask is made of rules about positions and of `documents`, and hides more than `causal` alone."""
     return not hides_nothing(mask, grid) and not is_plain_causal(mask, grid) and _has_rules_alone(mask, grid)
 
 
 def _has_rules_alone(mask: Mask, grid: Grid) -> bool:
-    """Whether a mask is made of rules about positions and of documents."""
+    """Whether a mask is made of rules about positions and of `documents`."""
     for part in mask.parts():
         structure = structure_of(part, grid)
         if part.has_bias or not (
@@ -100,9 +100,9 @@ def _error(device: torch.device, dtype: torch.dtype) -> float:
     ids = torch.arange(300, device=device) // 110
     mask = masks.documents(ids) & masks.sliding_window(70, 20)
     with torch.inference_mode(False), torch.enable_grad(), autocast_off(inputs[0]):
-        found = _results(FlexKernel(), mask, inputs)
+        results = _results(FlexKernel(), mask, inputs)
         expected = _results(ReferenceKernel(), mask, [each.double() for each in inputs])
-    errors = [((a.double() - b).abs().amax() / b.abs().amax()) for a, b in zip(found, expected, strict=True)]
+    errors = [((a.double() - b).abs().amax() / b.abs().amax()) for a, b in zip(results, expected, strict=True)]
     return float(torch.stack(errors).nan_to_num(nan=torch.inf).amax())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 #: Queries and keys in a block; PyTorch's own default.
 SIDE = 128
-#: The names of runs of keys begin with these: one run, and two of which either shows a key.
+#: The names of ranges of keys begin with these: one range, and two of which either shows a key.
 PREFIXES = ("", "one_", "other_")
 #: The lowest and the highest visible j − i. ``None`` hides nothing.
 Limits = tuple[int | None, int | None]
@@ -43,8 +43,8 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
         ends = rule["ends"]
         conditions += [j >= i + ends[0], j <= i + ends[1], j < ends[2]]
     of_all, *of_either = PREFIXES
-    conditions += _in_run(rule, of_all, b, i, j)
-    either = [reduce(and_, found) for prefix in of_either if (found := _in_run(rule, prefix, b, i, j))]
+    conditions += _in_range(rule, of_all, b, i, j)
+    either = [reduce(and_, of_range) for prefix in of_either if (of_range := _in_range(rule, prefix, b, i, j))]
     if either:
         conditions.append(reduce(or_, either))
     if "keys" in rule:
@@ -64,8 +64,8 @@ def pick(flat: Tensor, steps: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor
     return flat[b * steps[0] + h * steps[1] + i * steps[2] + j * steps[3]]
 
 
-def _in_run(rule: Mapping[str, Tensor], prefix: str, b: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
-    """Whether a key lies in a run of keys of each query: what has to hold for that."""
+def _in_range(rule: Mapping[str, Tensor], prefix: str, b: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+    """The conditions under which a key lies in a range of keys of each query."""
     conditions: list[Tensor] = []
     if prefix + "first" in rule:
         conditions.append(j >= _pick_one(rule[prefix + "first"], b, i))

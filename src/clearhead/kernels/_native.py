@@ -16,7 +16,7 @@ from ..masks._grid import Block, Grid
 from ..masks._structure import Band, structure_of
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
-from ._native_arguments import NativeArguments
+from ._native_arguments import NativeArguments, NativeProblem
 from ._native_masks import lower_mask
 from ._native_plan import NativePlan, plan_of
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
@@ -31,7 +31,7 @@ class NativeKernel(Kernel):
     name: ClassVar[str] = "native"
     twice_differentiable: ClassVar[bool] = True
     #: NaN in fully masked rows, and in keys that are masked for every query, reaches neither outputs nor gradients.
-    isolates_hidden: ClassVar[bool] = True
+    isolates = "everything"
     #: `NativePlan` computes packed sequences without a mask of their boundaries.
     takes_packed: ClassVar[bool] = True
 
@@ -69,18 +69,21 @@ def _run_operator(call: AttentionCall) -> Results:
 
 
 def _plan_of_band(spec: AttentionSpec, band: Band) -> NativePlan:
-    """The plan of all calls of a spec, whose mask is the same band every time."""
-    return NativePlan(
+    """The plan of all calls of a spec, whose mask is the same band every time: a signature and sizes determine it."""
+    query, key, value = zip((spec.query, spec.key, spec.value), spec.strides, strict=True)
+    problem = NativeProblem(
         spec.dtype,
-        (spec.query, spec.key, spec.value),
-        spec.strides,
+        query,
+        key,
+        value,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         dropout_p=spec.dropout_p,
-        differentiable=bool(spec.gradients),
         sequences=spec.sequences or 0,
+        differentiable=bool(spec.gradients),
         **vars(band),
     )
+    return NativePlan(problem)
 
 
 def arguments_of(call: AttentionCall, planned: NativePlan | None = None) -> NativeArguments:

@@ -1,4 +1,4 @@
-"""The arguments of one call of the compiled kernel, and their order: the one declaration in Python.
+"""The arguments of one call of the compiled kernel, their order, and the problem that many calls share.
 
 C++ declares the order in ``_native/module.cpp``. The two are compared when this module is imported.
 """
@@ -8,10 +8,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .._native import require_arguments
+from .._call.spec import has_contiguous_rows
+from .._native import require_declared
 from ..masks._grid import Offset
+
+Strides = tuple[int, ...]
+Layout = tuple[tuple[int, ...], Strides]  #: shape and strides of a tensor
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  #: `Type` of ``_native/problem.h``
+
+
+class NativeProblem(NamedTuple):
+    """All of a call but the addresses of its tensors: the key of a `NativePlan`.
+
+    Args:
+        dtype: of query, key and value.
+        query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv). With `sequences` B is 1, and L and S count
+            the tokens of all packed sequences.
+        first: that of `NativeArguments.first` and `last`, or ``None``.
+        visible, bias: those of these tensors, or ``None``.
+        scale: factor of the scores.
+        softcap: 0 is none.
+        dropout_p: probability that a weight is dropped, if a call has a seed.
+        low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
+        sequences: the number of packed sequences, or 0 for a batch. Bands and dropout count within a sequence.
+        bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
+        differentiable: whether there may be a backward pass; the output is then float32 whatever the dtype.
+        contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
+    """
+
+    dtype: torch.dtype
+    query: Layout
+    key: Layout
+    value: Layout
+    first: Layout | None = None
+    visible: Layout | None = None
+    bias: Layout | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    low: int | None = None
+    high: int | None = None
+    stop: int | None = None
+    sequences: int = 0
+    bias_gradient: tuple[int, ...] | None = None
+    differentiable: bool = False
+    contiguous_gradients: bool = False
 
 
 class NativeArguments(NamedTuple):
@@ -27,7 +72,7 @@ class NativeArguments(NamedTuple):
         bias: float32 of such a shape, added to the scores.
         seed: int64 scalar; dropout is drawn from it.
         cu_seqlens_q, cu_seqlens_k: int64 (sequences + 1,), where packed sequences begin and the last ends.
-        scale, softcap, dropout_p, low, high, stop: as for `NativePlan`.
+        scale, softcap, dropout_p, low, high, stop: as for `NativeProblem`.
         offset: the numbers of an `Offset`, for dropout. ``None`` means those of a call of its own.
     """
 
@@ -87,4 +132,46 @@ def address_of(tensor: Tensor | None) -> int:
 
 
 OPERANDS = "threads", "query", "key", "value", "output", "lse"
-require_arguments(*OPERANDS, *NativeArguments._fields[3:11], *Offset._fields, *BackwardArguments._fields)
+require_declared("arguments", *OPERANDS, *NativeArguments._fields[3:11], *Offset._fields, *BackwardArguments._fields)
+require_declared("types", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> Strides:
+    """Those of a new tensor, also where a size is 0."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(1, size))
+    return tuple(reversed(strides))
+
+
+def strides_of_gradient(shape: tuple[int, ...], strides: Strides) -> Strides:
+    """Those of the input where its elements fill its memory and its rows are whole, else contiguous ones."""
+    if not has_contiguous_rows(shape, strides) or 0 in shape:
+        return contiguous_strides(shape)
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != step:
+            return contiguous_strides(shape)
+        step *= size
+    return strides
+
+
+def strides_of_output(shape: tuple[int, ...], query: Strides) -> Strides:
+    """With heads beside each other where the query's are: merging them is then free."""
+    batch, heads, rows, dim = shape
+    if query[1] < query[2]:
+        return (heads * rows * dim, dim, heads * dim, 1)
+    return contiguous_strides((batch, heads, rows, dim))
+
+
+def strides_of_bias_gradient(shape: tuple[int, ...] | None) -> Strides | None:
+    """Strides of items, heads and rows. A bias of one item gets the sum over the batch: its stride is 0."""
+    if shape is None:
+        return None
+    items, *matrix = contiguous_strides(shape)[:3]
+    return 0 if shape[0] == 1 else items, *matrix
+
+
+def broadcast_strides(layout: Layout | None) -> Strides | None:
+    """Strides, zero where a size of 1 broadcasts."""
+    return None if layout is None else tuple(0 if size == 1 else stride for size, stride in zip(*layout, strict=True))

@@ -11,17 +11,18 @@ from torch import Tensor
 
 from .._call.spec import has_contiguous_rows
 from .._native import extension, instruction_set_number
-from ._native_arguments import BackwardArguments, NativeArguments, address_of
-from ._native_strides import (
-    Strides,
+from ._native_arguments import (
+    DTYPES,
+    BackwardArguments,
+    NativeArguments,
+    NativeProblem,
+    address_of,
     broadcast_strides,
     contiguous_strides,
     strides_of_bias_gradient,
     strides_of_gradient,
     strides_of_output,
 )
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  #: `Type` of ``_native/problem.h``
 
 _LEVELS = 1 << 16  # of the bits that decide about dropout
 _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
@@ -30,109 +31,57 @@ _PLANS = 256
 
 @final
 class NativePlan:
-    """Forward, backward and statistics of all calls whose tensors have these sizes, strides and dtypes.
-
-    Args:
-        dtype: of query, key and value.
-        shapes: of query (B, H, L, D), key (B, Hkv, S, D) and value (B, Hkv, S, Dv). With `sequences` B is 1, and L and
-            S count the tokens of all packed sequences.
-        strides: of these three.
-        scale: factor of the scores.
-        softcap: 0 is none.
-        dropout_p: probability that a weight is dropped, if a call has a seed.
-        low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
-        first: shape and strides of `NativeArguments.first` and `last`, or ``None``.
-        visible, bias: shapes and strides of those tensors, or ``None``.
-        bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
-        differentiable: whether `backward` may be called; the output is then float32 whatever the dtype.
-        contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
-        sequences: the number of packed sequences, or 0 for a batch. Bands and dropout count within a sequence.
+    """Forward, backward and statistics of all calls of one problem.
 
     Example:
         >>> import torch
-        >>> from clearhead.kernels._native_arguments import NativeArguments
+        >>> from clearhead.kernels._native_arguments import NativeArguments, NativeProblem
         >>> from clearhead.kernels._native_plan import NativePlan
         >>> from clearhead._native import extension
         >>> x = torch.randn(2, 3, 5, 4)
         >>> if extension is not None:
-        ...     plan = NativePlan(x.dtype, (x.shape,) * 3, (x.stride(),) * 3, scale=0.5)
+        ...     plan = NativePlan(NativeProblem(x.dtype, *[(x.shape, x.stride())] * 3, scale=0.5))
         ...     assert plan.forward(NativeArguments(x, x, x)).shape == x.shape
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        shapes: tuple[tuple[int, ...], ...],
-        strides: tuple[Strides, ...],
-        *,
-        scale: float,
-        softcap: float = 0.0,
-        dropout_p: float = 0.0,
-        low: int | None = None,
-        high: int | None = None,
-        stop: int | None = None,
-        first: tuple[tuple[int, ...], Strides] | None = None,
-        visible: tuple[tuple[int, ...], Strides] | None = None,
-        bias: tuple[tuple[int, ...], Strides] | None = None,
-        bias_gradient: tuple[int, ...] | None = None,
-        differentiable: bool = False,
-        contiguous_gradients: bool = False,
-        sequences: int = 0,
-    ) -> None:
-        (batch, heads, rows, dim), _, (_, kv_heads, keys, value_dim) = shapes
-        layouts = tuple(zip(shapes, strides, strict=True))
+    def __init__(self, problem: NativeProblem) -> None:
+        layouts = problem.query, problem.key, problem.value
+        (batch, heads, rows, dim), _, (_, _, keys, value_dim) = shapes = [shape for shape, _ in layouts]
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
         self._contiguous = [not has_contiguous_rows(*layout) for layout in layouts]
         self._copies = True in self._contiguous
-        query, key, value = (
-            contiguous_strides(shape) if copied else as_passed
-            for (shape, as_passed), copied in zip(layouts, self._contiguous, strict=True)
-        )
-        of_gradients = [
-            contiguous_strides(shape) if contiguous_gradients else strides_of_gradient(shape, as_passed)
-            for shape, as_passed in layouts
+        operands = [
+            contiguous_strides(shape) if copied else strides
+            for (shape, strides), copied in zip(layouts, self._contiguous, strict=True)
         ]
-        self._gradients = tuple(zip(shapes, of_gradients, strict=True))
+        gradients = [
+            contiguous_strides(shape) if problem.contiguous_gradients else strides_of_gradient(shape, strides)
+            for shape, strides in layouts
+        ]
+        self._gradients = tuple(zip(shapes, gradients, strict=True))
         self._shape = (batch, heads, rows, value_dim)
-        self._strides = strides_of_output(self._shape, strides[0])
-        self._output_dtype = torch.float32 if differentiable else dtype
+        self._strides = strides_of_output(self._shape, problem.query[1])
+        self._output_dtype = torch.float32 if problem.differentiable else problem.dtype
         self._rows_shape = (batch, heads, rows)
-        self._bias_shape = bias_gradient
+        self._bias_shape = problem.bias_gradient
         # Starting threads, and asking PyTorch how many there are, would take longer than such a call.
         self._one_thread = batch * heads * rows * keys * dim <= _WORK_OF_ONE
-        range_batch, range_row = (0, 0) if first is None else broadcast_strides(*first)
         built = cast(Any, extension)
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = built.forward, built.backward, built.statistics
+        names = ("query", "key", "value")
         self._plan = built.plan(
-            type=DTYPES[dtype],
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            rows=rows,
-            keys=keys,
-            dim=dim,
-            value_dim=value_dim,
-            scale=scale,
-            softcap=softcap,
-            query=query,
-            key=key,
-            value=value,
+            type=DTYPES[problem.dtype],
+            query_shape=problem.query[0],
+            value_shape=problem.value[0],
+            **dict(zip(names, operands, strict=True)),
+            **{f"{name}_gradient": strides for name, strides in zip(names, gradients, strict=True)},
             output=self._strides,
-            query_gradient=of_gradients[0],
-            key_gradient=of_gradients[1],
-            value_gradient=of_gradients[2],
-            low=low,
-            high=high,
-            stop=stop,
-            range_batch=range_batch,
-            range_row=range_row,
-            visible=None if visible is None else broadcast_strides(*visible),
-            bias=None if bias is None else broadcast_strides(*bias),
-            bias_gradient=None if bias_gradient is None else strides_of_bias_gradient(bias_gradient),
-            drop_below=round(dropout_p * _LEVELS),
-            wide_output=differentiable,
-            sequences=sequences,
+            bias_gradient=strides_of_bias_gradient(problem.bias_gradient),
+            **{name: broadcast_strides(getattr(problem, name)) for name in ("first", "visible", "bias")},
+            **{name: getattr(problem, name) for name in ("scale", "softcap", "low", "high", "stop", "sequences")},
+            drop_below=round(problem.dropout_p * _LEVELS),
+            wide_output=problem.differentiable,
         )
 
     def empty_lse(self, like: Tensor) -> Tensor:
@@ -252,24 +201,24 @@ class NativePlan:
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
-    """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-    query, key, value = arguments[:3]
-    first, visible, bias, boundaries = arguments.first, arguments.visible, arguments.bias, arguments.cu_seqlens_q
+    """The plan of such calls; `options` are about gradients, by the names of `NativeProblem`."""
+    query, key, value, _, first, _, visible, bias, seed, boundaries, _, scale, softcap, dropout_p, *band, _ = arguments
     return _cached_plan(
-        query.dtype,
-        (query.shape, key.shape, value.shape),
-        (query.stride(), key.stride(), value.stride()),
-        scale=arguments.scale,
-        softcap=arguments.softcap,
-        dropout_p=0.0 if arguments.seed is None else arguments.dropout_p,
-        low=arguments.low,
-        high=arguments.high,
-        stop=arguments.stop,
-        first=None if first is None else (first.shape, first.stride()),
-        visible=None if visible is None else (visible.shape, visible.stride()),
-        bias=None if bias is None else (bias.shape, bias.stride()),
-        sequences=0 if boundaries is None else len(boundaries) - 1,
-        **options,
+        NativeProblem(
+            query.dtype,
+            (query.shape, query.stride()),
+            (key.shape, key.stride()),
+            (value.shape, value.stride()),
+            None if first is None else (first.shape, first.stride()),
+            None if visible is None else (visible.shape, visible.stride()),
+            None if bias is None else (bias.shape, bias.stride()),
+            scale,
+            softcap,
+            0.0 if seed is None else dropout_p,
+            *band,
+            sequences=0 if boundaries is None else len(boundaries) - 1,
+            **options,
+        )
     )
 
 

@@ -10,7 +10,7 @@ from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._structure import structure_of
 from ._base import Refusal, refusals_of_heads
-from ._native_plan import DTYPES
+from ._native_arguments import DTYPES
 
 _MOST_CELLS = 1 << 26  # of a mask that has to be written to memory for statistics
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .._checks import PLAIN
 from .._environment import is_tracing, is_transformed
-from .._native import extension
+from .._native import extension, require_declared
 from .._torch_private import dispatch_modes
 from ._grid import Grid
 from ._structure import Band, Structure
@@ -20,6 +22,35 @@ _HIDING = {
     torch.float16: (2, 0xFC00),
     torch.float64: (8, 0xFFF0000000000000 - (1 << 64)),
 }
+
+
+class _Search(NamedTuple):
+    """The first arguments of `extension.coverage`: sizes, a band, and the addresses of the results."""
+
+    batch: int
+    heads: int
+    rows: int
+    keys: int
+    low: int
+    high: int
+    stop: int
+    rows_seen: int
+    keys_seen: int
+
+
+class _Cells(NamedTuple):
+    """The arguments of each tensor: its address, the numbers of `_HIDING`, and strides."""
+
+    data: int
+    bytes: int
+    hidden: int
+    batch: int
+    head: int
+    row: int
+    column: int
+
+
+require_declared("coverage_arguments", *_Search._fields, *_Cells._fields)
 
 
 def find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
@@ -40,9 +71,10 @@ def find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tens
     batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
     queries = torch.empty(batch, heads, grid.query_length, dtype=torch.bool)
     keys = torch.empty(batch, heads, grid.key_length, dtype=torch.bool)
-    sizes = (batch, heads, grid.query_length, grid.key_length, band.low, band.high, band.stop)
-    numbers = [number for tensor in tensors for number in _cells(tensor)]
-    masked_row, masked_key = extension.coverage(*sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
+    sizes, addresses = (batch, heads, grid.query_length, grid.key_length), (queries.data_ptr(), keys.data_ptr())
+    search = _Search(*sizes, band.low, band.high, band.stop, *addresses)
+    cells = [number for tensor in tensors for number in _cells(tensor)]
+    masked_row, masked_key = extension.coverage(*search, *cells)
     return queries if masked_row else None, keys if masked_key else None
 
 
@@ -62,7 +94,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _HIDING and not tensor.is_neg()
 
 
-def _cells(tensor: Tensor) -> tuple[int, ...]:
+def _cells(tensor: Tensor) -> _Cells:
     # A stride of 0 broadcasts, so one loop in C++ is enough.
     strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.data_ptr(), *_HIDING[tensor.dtype], *strides)
+    return _Cells(tensor.data_ptr(), *_HIDING[tensor.dtype], *strides)

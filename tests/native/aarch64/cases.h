@@ -38,7 +38,7 @@ struct Case {
     uint32_t drop_below = 0;
     double spread = 1;  // of the queries
     int64_t threads = 2;
-    std::vector<int64_t> row_starts, key_starts;  // of packed sequences
+    std::vector<int64_t> cu_seqlens_q, cu_seqlens_k;  // of packed sequences
 };
 
 // float16 and bfloat16 by their definition, to the nearest and to even.
@@ -181,10 +181,10 @@ inline size_t sequence_of(const std::vector<int64_t>& starts, int64_t n) {
 
 // Whether a row sees a key, and its bias.
 inline bool sees(const Case& c, const Operands& o, int64_t b, int64_t h, int64_t i, int64_t j, double& bias) {
-    const size_t of_row = sequence_of(c.row_starts, i), of_key = sequence_of(c.key_starts, j);
+    const size_t of_row = sequence_of(c.cu_seqlens_q, i), of_key = sequence_of(c.cu_seqlens_k, j);
     if (of_row != of_key) return false;
-    const int64_t row = c.row_starts.empty() ? i : i - c.row_starts[of_row];
-    const int64_t key = c.key_starts.empty() ? j : j - c.key_starts[of_key];
+    const int64_t row = c.cu_seqlens_q.empty() ? i : i - c.cu_seqlens_q[of_row];
+    const int64_t key = c.cu_seqlens_k.empty() ? j : j - c.cu_seqlens_k[of_key];
     bool seen = row + o.low <= key && key <= row + o.high && key < o.stop;
     const size_t place = static_cast<size_t>(b * c.rows + i);
     if (!o.first.empty()) seen = seen && o.first[place] <= j && j < o.last[place];

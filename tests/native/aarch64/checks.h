@@ -43,10 +43,10 @@ inline judge::Call judged(const Case& c, Operands& o) {
                 seen[static_cast<size_t>(call.of_keys(plane) * c.keys + j)] |= sees;
                 sighted[static_cast<size_t>(plane * c.rows + i)] |= sees;
                 if (!c.drop_below) continue;
-                const size_t item = cases::sequence_of(c.row_starts, i);
-                const int64_t row = c.row_starts.empty() ? i : i - c.row_starts[item];
-                const int64_t key = c.key_starts.empty() ? j : j - c.key_starts[cases::sequence_of(c.key_starts, j)];
-                const int64_t batch = c.row_starts.empty() ? plane / c.heads : static_cast<int64_t>(item);
+                const size_t item = cases::sequence_of(c.cu_seqlens_q, i);
+                const int64_t row = c.cu_seqlens_q.empty() ? i : i - c.cu_seqlens_q[item];
+                const int64_t key = c.cu_seqlens_k.empty() ? j : j - c.cu_seqlens_k[cases::sequence_of(c.cu_seqlens_k, j)];
+                const int64_t batch = c.cu_seqlens_q.empty() ? plane / c.heads : static_cast<int64_t>(item);
                 const bool kept = random_bits(o.seed, batch * c.heads + plane % c.heads, row, key) >= c.drop_below;
                 call.kept.push_back(kept ? 65536.0 / (65536 - c.drop_below) : 0);
             }
@@ -81,11 +81,11 @@ inline Problem problem_of(const Case& c, Operands& o, Tensor& output, double* ls
         p.bias = {o.bias.data(), batch > 1 ? heads * c.rows * c.keys : 0, heads > 1 ? c.rows * c.keys : 0, c.keys, 1};
     if (c.mask == cases::Mask::turned) p.bias.row = 1, p.bias.column = c.rows;
     p.threads = c.threads;
-    if (!c.row_starts.empty()) {
-        p.sequences = static_cast<int64_t>(c.row_starts.size()) - 1;
-        p.row_starts = c.row_starts.data(), p.key_starts = c.key_starts.data();
+    if (!c.cu_seqlens_q.empty()) {
+        p.sequences = static_cast<int64_t>(c.cu_seqlens_q.size()) - 1;
+        p.cu_seqlens_q = c.cu_seqlens_q.data(), p.cu_seqlens_k = c.cu_seqlens_k.data();
     }
-    p.drop_below = c.drop_below, p.seed = o.seed, p.all_heads = c.heads;
+    p.drop_below = c.drop_below, p.seed = o.seed, p.offset.num_heads = c.heads;
     p.kept_factor = 65536.f / static_cast<float>(65536 - c.drop_below);
     return p;
 }

@@ -82,8 +82,8 @@ void add_options(std::vector<Case>& to) {
 void add_packed(std::vector<Case>& to) {
     for (const Mask mask : {Mask::none, Mask::causal, Mask::window}) {
         Case c;
-        c.kind = "packed", c.batch = 1, c.mask = mask, c.row_starts = {0, 17, 18, 18, 60},
-        c.key_starts = {0, 20, 33, 33, 75};
+        c.kind = "packed", c.batch = 1, c.mask = mask, c.cu_seqlens_q = {0, 17, 18, 18, 60},
+        c.cu_seqlens_k = {0, 20, 33, 33, 75};
         c.rows = 60, c.keys = 75, c.threads = 3;
         to.push_back(c);
         c.sinks = c.lse_gradient = true, c.drop_below = 9000;
