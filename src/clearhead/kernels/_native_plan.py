@@ -202,7 +202,8 @@ class NativePlan:
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativeProblem`."""
-    query, key, value, _, first, _, visible, bias, seed, boundaries, _, scale, softcap, dropout_p, *band, _ = arguments
+    query, key, value, _, first, _, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *band, _ = arguments
+    low, high, stop = band
     return _cached_plan(
         NativeProblem(
             query.dtype,
@@ -215,8 +216,10 @@ def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
             scale,
             softcap,
             0.0 if seed is None else dropout_p,
-            *band,
-            sequences=0 if boundaries is None else len(boundaries) - 1,
+            low,
+            high,
+            stop,
+            0 if cu_seqlens is None else len(cu_seqlens) - 1,
             **options,
         )
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -23,34 +21,10 @@ _HIDING = {
     torch.float64: (8, 0xFFF0000000000000 - (1 << 64)),
 }
 
-
-class _Search(NamedTuple):
-    """The first arguments of `extension.coverage`: sizes, a band, and the addresses of the results."""
-
-    batch: int
-    heads: int
-    rows: int
-    keys: int
-    low: int
-    high: int
-    stop: int
-    rows_seen: int
-    keys_seen: int
-
-
-class _Cells(NamedTuple):
-    """The arguments of each tensor: its address, the numbers of `_HIDING`, and strides."""
-
-    data: int
-    bytes: int
-    hidden: int
-    batch: int
-    head: int
-    row: int
-    column: int
-
-
-require_declared("coverage_arguments", *_Search._fields, *_Cells._fields)
+#: The arguments of `extension.coverage`, in order: those of the search, then those of each tensor (`_cells`).
+_SEARCH = "batch", "heads", "rows", "keys", "low", "high", "stop", "rows_seen", "keys_seen"
+_CELLS = "data", "bytes", "hidden", "batch", "head", "row", "column"
+require_declared("coverage_arguments", *_SEARCH, *_CELLS)
 
 
 def find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
@@ -71,10 +45,9 @@ def find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tens
     batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
     queries = torch.empty(batch, heads, grid.query_length, dtype=torch.bool)
     keys = torch.empty(batch, heads, grid.key_length, dtype=torch.bool)
-    sizes, addresses = (batch, heads, grid.query_length, grid.key_length), (queries.data_ptr(), keys.data_ptr())
-    search = _Search(*sizes, band.low, band.high, band.stop, *addresses)
-    cells = [number for tensor in tensors for number in _cells(tensor)]
-    masked_row, masked_key = extension.coverage(*search, *cells)
+    sizes = (batch, heads, grid.query_length, grid.key_length, band.low, band.high, band.stop)
+    numbers = [number for tensor in tensors for number in _cells(tensor)]
+    masked_row, masked_key = extension.coverage(*sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
     return queries if masked_row else None, keys if masked_key else None
 
 
@@ -94,7 +67,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _HIDING and not tensor.is_neg()
 
 
-def _cells(tensor: Tensor) -> _Cells:
+def _cells(tensor: Tensor) -> tuple[int, ...]:
     # A stride of 0 broadcasts, so one loop in C++ is enough.
     strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Cells(tensor.data_ptr(), *_HIDING[tensor.dtype], *strides)
+    return (tensor.data_ptr(), *_HIDING[tensor.dtype], *strides)
