@@ -71,19 +71,9 @@ def _run_operator(call: AttentionCall) -> Results:
 def _plan_of_band(spec: AttentionSpec, band: Band) -> NativePlan:
     """The plan of all calls of a spec, whose mask is the same band every time: a signature and sizes determine it."""
     query, key, value = zip((spec.query, spec.key, spec.value), spec.strides, strict=True)
-    problem = NativeProblem(
-        spec.dtype,
-        query,
-        key,
-        value,
-        scale=spec.scale,
-        softcap=spec.softcap or 0.0,
-        dropout_p=spec.dropout_p,
-        sequences=spec.sequences or 0,
-        differentiable=bool(spec.gradients),
-        **vars(band),
-    )
-    return NativePlan(problem)
+    sequences, differentiable = spec.sequences or 0, bool(spec.gradients)
+    numbers = spec.scale, spec.softcap or 0.0, spec.dropout_p, band.low, band.high, band.stop, sequences
+    return NativePlan(NativeProblem(spec.dtype, query, key, value, *numbers, differentiable=differentiable))
 
 
 def arguments_of(call: AttentionCall, planned: NativePlan | None = None) -> NativeArguments:

@@ -28,13 +28,13 @@ class NativeProblem(NamedTuple):
         dtype: of query, key and value.
         query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv). With `sequences` B is 1, and L and S count
             the tokens of all packed sequences.
-        first: that of `NativeArguments.first` and `last`, or ``None``.
-        visible, bias: those of these tensors, or ``None``.
         scale: factor of the scores.
         softcap: 0 is none.
         dropout_p: probability that a weight is dropped, if a call has a seed.
         low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
         sequences: the number of packed sequences, or 0 for a batch. Bands and dropout count within a sequence.
+        first: that of `NativeArguments.first` and `last`, or ``None``.
+        visible, bias: those of these tensors, or ``None``.
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether there may be a backward pass; the output is then float32 whatever the dtype.
         contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
@@ -44,9 +44,6 @@ class NativeProblem(NamedTuple):
     query: Layout
     key: Layout
     value: Layout
-    first: Layout | None = None
-    visible: Layout | None = None
-    bias: Layout | None = None
     scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -54,6 +51,9 @@ class NativeProblem(NamedTuple):
     high: int | None = None
     stop: int | None = None
     sequences: int = 0
+    first: Layout | None = None
+    visible: Layout | None = None
+    bias: Layout | None = None
     bias_gradient: tuple[int, ...] | None = None
     differentiable: bool = False
     contiguous_gradients: bool = False

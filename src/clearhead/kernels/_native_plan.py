@@ -203,27 +203,16 @@ class NativePlan:
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativeProblem`."""
     query, key, value, _, first, _, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *band, _ = arguments
-    low, high, stop = band
-    return _cached_plan(
-        NativeProblem(
-            query.dtype,
-            (query.shape, query.stride()),
-            (key.shape, key.stride()),
-            (value.shape, value.stride()),
-            None if first is None else (first.shape, first.stride()),
-            None if visible is None else (visible.shape, visible.stride()),
-            None if bias is None else (bias.shape, bias.stride()),
-            scale,
-            softcap,
-            0.0 if seed is None else dropout_p,
-            low,
-            high,
-            stop,
-            0 if cu_seqlens is None else len(cu_seqlens) - 1,
-            **options,
-        )
-    )
+    operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
+    dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    ranges = None if first is None else (first.shape, first.stride())
+    marks = None if visible is None else (visible.shape, visible.stride())
+    added = None if bias is None else (bias.shape, bias.stride())
+    numbers = scale, softcap, dropped, *band, sequences
+    return _cached_plan(query.dtype, *operands, *numbers, ranges, marks, added, **options)
 
 
 # Besides the cache of plans by specs, because a spec has neither the band of a lowered mask nor its tensors' strides.
-_cached_plan = lru_cache(_PLANS)(NativePlan)
+@lru_cache(_PLANS)
+def _cached_plan(*fields: Any, **options: Any) -> NativePlan:
+    return NativePlan(NativeProblem(*fields, **options))
