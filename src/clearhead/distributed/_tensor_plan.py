@@ -45,8 +45,7 @@ class Splitting:
     Args:
         mesh: the mesh of the processes.
         changes: the changes, which are made when every process has collected them.
-        roles: for each part and parameter the name by which it was found first, and how it is split. Layers may share
-            a part.
+        roles: for each part and parameter its first name, and how it is split. Layers may share a part.
     """
 
     mesh: DeviceMesh
