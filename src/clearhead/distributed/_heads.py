@@ -35,8 +35,8 @@ class LocalHeads(OfThisProcess):
     Args:
         name: the name of the module, for messages.
         mesh: the mesh of the processes that share the heads.
-        total, all_num_kv_heads: H and Hkv of the module.
-        first: the first head of this process.
+        offset: where the heads of this process lie among those of the module.
+        all_num_kv_heads: Hkv of the module.
         num_heads, num_kv_heads: how many heads this process has.
     """
 
@@ -44,9 +44,8 @@ class LocalHeads(OfThisProcess):
 
     name: str
     mesh: DeviceMesh
-    total: int
+    offset: Offset
     all_num_kv_heads: int
-    first: int
     num_heads: int
     num_kv_heads: int
 
@@ -98,7 +97,7 @@ class LocalHeads(OfThisProcess):
             return mask.with_bias_tensors(map(local, biases))
         if any(tensor.requires_grad for tensor in biases):
             mask = mask.with_bias_tensors(map(self._with_summed_gradient, biases))
-        return part_of(mask, Offset(self.total, self.first))
+        return part_of(mask, self.offset)
 
     def _with_summed_gradient(self, bias: Tensor) -> Tensor:
         """The bias of all heads, whose gradient is summed over the processes, in float32 at least."""
