@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,14 +24,11 @@ from .lessons import (
 
 B, H, D, L, S = 3, 5, 7, 11, 13
 E = H * D
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
 
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
-
-
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
 X, CROSS = (normal(B, L, E),), (normal(B, L, E), normal(B, S, E), normal(B, S, E))

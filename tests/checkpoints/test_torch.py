@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from clearhead import masks
 from clearhead.checkpoints import identify, load, save
 from clearhead.errors import ArgumentError, CheckpointError
+from tests.support.randomised import randomised
 
 from .lessons import assert_same_bits
 
@@ -21,9 +22,7 @@ E = H * D
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("kdim", "vdim"), [(None, None), (17, None), (17, 19)])
 def test_same_outputs_and_weights(bias: bool, kdim: int | None, vdim: int | None) -> None:
-    theirs = nn.MultiheadAttention(E, H, bias=bias, kdim=kdim, vdim=vdim, dtype=torch.float64).eval()
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.1)  # fresh biases are zero
+    theirs = randomised(nn.MultiheadAttention(E, H, bias=bias, kdim=kdim, vdim=vdim, dtype=torch.float64), 0.1)
     ours = load(theirs)
     assert identify(theirs).naming.fused == (kdim is None and vdim is None)
     query, key, value = (torch.randn(B, n, size or E).double() for n, size in ((L, E), (S, kdim), (S, vdim)))
