@@ -14,9 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from clearhead.plot import _fonts
-from clearhead.plot._language import language_now, speaking
-
 from .looking import LETTERS, contents, look
 
 PROGRAM = [sys.executable, "-m", "clearhead_command", "look"]
@@ -59,11 +56,11 @@ class TestNotes:
         result = look(TEXT, "--lang", "zh", "--no-png", "--json", "zh.json")
         assert not ENGLISH.search(re.sub(r"--(layer|head)\b", "", result.stdout)), result.stdout
         assert "6 层 × 12 个头 · 5 个词元" in result.stdout
-        assert language_now() == "en"
         page = contents(Path("attention.html"))
         assert page.data["sections"][0]["title"] == "自注意力"
         assert page.data["words"]["{0} heads"] == "{0} 个头"
-        look(TEXT, "--no-png", "--no-html", "--json", "en.json")
+        english = look(TEXT, "--no-png", "--no-html", "--json", "en.json")
+        assert "6 layers × 12 heads · 5 tokens" in english.stdout
         assert json.loads(Path("zh.json").read_text()) == json.loads(Path("en.json").read_text())
 
 
@@ -141,15 +138,6 @@ def test_ctrl_c_ends_it_at_once_with_one_line_and_no_half_file(moment: str, tmp_
     assert process.returncode == 130
     assert errors == "clearhead: stopped\n"
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("attention.html", "before")]
-
-
-def test_a_picture_is_in_english_where_no_font_has_the_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoken: list[str] = []
-    for has in (frozenset(range(0x20000)), frozenset(range(128))):
-        monkeypatch.setattr(_fonts, "characters_of", lambda family, has=has: has)
-        with speaking("zh"), _fonts.drawable_language():
-            spoken.append(language_now())
-    assert spoken == ["zh", "en"]
 
 
 #: In place of the commands, whose import takes seconds.

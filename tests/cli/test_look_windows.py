@@ -89,8 +89,8 @@ def test_windows_without_a_fast_tokenizer(model_folder: Callable[[str], Path]) -
     assert windows[2].tokens.special == (True, *[False] * 6, True)
 
 
-def test_the_default_model_takes_512_tokens() -> None:
-    windows = cut_into_windows(demo.load_text_model(None), "one two three " * 300)
+def test_the_default_model_takes_512_tokens(default_model_once: demo.PretrainedModel) -> None:
+    windows = cut_into_windows(default_model_once, "one two three " * 300)
     assert [len(window.tokens) for window in windows] == [512, 456]
     assert [(window.first, window.last) for window in windows] == [(0, 509), (446, 899)]
     assert (windows[0].tokens.names[0], windows[0].tokens.names[-1]) == ("[CLS]", "[SEP]")
@@ -121,8 +121,8 @@ def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
     assert lines[-1].strip() == "", "the bar goes away"
 
 
-def test_parts_are_counted_before_and_advance_as_often() -> None:
-    loaded = demo.load_text_model(None)
+def test_parts_are_counted_before_and_advance_as_often(default_model_once: demo.PretrainedModel) -> None:
+    loaded = default_model_once
     for count, batches in ((10, 1), (700, 2), (1500, 2)):
         windows = cut_into_windows(loaded, "one two three " * (count // 3))
         done: list[None] = []

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import transformers
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
 import clearhead
-from clearhead.cli import _demo as demo
-from clearhead.cli import _output
 from tests.plot.pages import Contents
-from tests.plot.test_images import ROWS, SIZE, build
+from tests.support.models import SIDE, processor_of, vision_model
 
 from .looking import SENTENCE, contents, look
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
 
 LAYER, HEAD = 3, 1
+ROWS = 3  # of patches
 CHOSEN = ("--layer", str(LAYER), "--head", str(HEAD))
 WIDE = SENTENCE.replace("tired", "wide")
 PAGE = 1e-4  # a page's weights are rounded to 1/10,000 of their root
@@ -38,13 +35,13 @@ class Outputs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         figures: list[Figure] = []
-        draw = _output.figure_bytes
+        save = Figure.savefig
 
-        def kept(figure: Figure, kind: str, notify: Callable[[str], None]) -> bytes:
+        def kept(figure: Figure, *args: Any, **options: Any) -> None:
             figures.append(figure)
-            return draw(figure, kind, notify)
+            save(figure, *args, **options)
 
-        monkeypatch.setattr(_output, "figure_bytes", kept)
+        monkeypatch.setattr(Figure, "savefig", kept)
         result = look(*arguments, "--json", "numbers.json")
         self.lines = result.stdout.splitlines()
         self.page: Contents = contents(Path("attention.html"))
@@ -83,16 +80,15 @@ def colorbars(figure: Figure) -> list[Axes]:
     return [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
 
 
-def recorded(text: str) -> clearhead.record:
-    loaded = demo.load_text_model(None)
+def recorded(text: str, loaded: Any) -> clearhead.record:
     with torch.no_grad(), clearhead.record(loaded.model, ("confidence", "entropy"), keep="queries_keys") as rec:
         loaded.model(**loaded.reader(text, return_tensors="pt"))
     return rec
 
 
-def test_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_text(monkeypatch: pytest.MonkeyPatch, default_model_once: Any) -> None:
     found = Outputs(monkeypatch, SENTENCE, "--stat", "confidence", *CHOSEN)
-    rec = recorded(SENTENCE)
+    rec = recorded(SENTENCE, default_model_once)
     weights = rec.weights(LAYER, HEAD)[0]  # (L, S)
     largest = weights.topk(8)
 
@@ -116,10 +112,10 @@ def test_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(torch.tensor(page).double(), confidence, rtol=0, atol=5.1e-5)
 
 
-def test_of_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_comparison(monkeypatch: pytest.MonkeyPatch, default_model_once: Any) -> None:
     found = Outputs(monkeypatch, SENTENCE, "--against", WIDE, *CHOSEN)
-    recs, texts = [recorded(text) for text in (SENTENCE, WIDE)], (SENTENCE, WIDE)
-    reader = demo.load_text_model(None).reader
+    recs, texts = [recorded(text, default_model_once) for text in (SENTENCE, WIDE)], (SENTENCE, WIDE)
+    reader = default_model_once.reader
     tokens = [clearhead.plot.read_tokens(reader, reader(text)["input_ids"]) for text in texts]
     comparison = recs[0].compare(recs[1], tokens=tokens[0], other_tokens=tokens[1])
     scores = torch.stack(list(comparison.divergence.values()))  # (layers, H)
@@ -151,13 +147,13 @@ def test_of_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = build("vit"), transformers.ViTImageProcessorPil(size={"height": SIZE[0], "width": SIZE[0]})
+    model, processor = vision_model("vit"), processor_of("vit")
     with torch.no_grad():
         for part in [module for module in model.modules() if isinstance(module, torch.nn.Linear)]:
             part.weight *= 8  # heads that prefer some patches
     model.save_pretrained("vit")
     processor.save_pretrained("vit")
-    pixels = numpy.random.default_rng(1).integers(0, 255, (*SIZE[:1], SIZE[0], 3), dtype="uint8")
+    pixels = numpy.random.default_rng(1).integers(0, 255, (SIDE, SIDE, 3), dtype="uint8")
     photo = Image.fromarray(pixels)
     photo.save("photo.png")
     found = Outputs(monkeypatch, "--image", "photo.png", "--model", "vit", "--stat", "confidence")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import clearhead
-from clearhead.plot import _page_maker as pages
 from clearhead.plot import page
 
 from .pages import Contents
@@ -36,7 +35,7 @@ def test_a_page_keeps_to_its_room_and_the_chosen_head_stays_exact(
 ) -> None:
     rec = record_two(LENGTH, keep="queries_keys", map_pooling=pooling)
     assert streams(page(rec, layer=1, head=2).text) > 120_000
-    monkeypatch.setattr(pages, "ROOM", room)
+    monkeypatch.setattr("clearhead.plot._page_maker.ROOM", room)
     text = page(rec, layer=1, head=2).text
     assert streams(text) <= room
     contents, exact = Contents(text), rec.weights(1)[0]
@@ -45,11 +44,9 @@ def test_a_page_keeps_to_its_room_and_the_chosen_head_stays_exact(
     chosen = found["own"]["2"]
     assert list(contents.layer(0, 0, 0)["own"]) == []
     assert chosen["count"] == 8
-    weights = contents.array(0, chosen["weights"], LENGTH, 8)
-    torch.testing.assert_close(exact[2].topk(8).values, weights.float(), rtol=0, atol=6e-5)
-    torch.testing.assert_close(contents.array(0, chosen["entropy"], LENGTH).double(), entropy[2], rtol=0, atol=6e-4)
-    crop = contents.array(0, found["crops"]["2"]["weights"], LENGTH, LENGTH)
-    torch.testing.assert_close(crop.float(), exact[2], rtol=0, atol=6e-5)
+    contents.require(0, chosen["weights"], exact[2].topk(8).values)
+    contents.require(0, chosen["entropy"], entropy[2], 6e-4)
+    contents.require(0, found["crops"]["2"]["weights"], exact[2])
     side, columns = found["grid"]
     assert side == columns <= 128
     call = rec.kept_call(1)
@@ -61,22 +58,21 @@ def test_a_page_keeps_to_its_room_and_the_chosen_head_stays_exact(
     queries, keys = found["bins"]
     shares = contents.array(0, found["received"], 3, keys).float()
     torch.testing.assert_close(shares, means(exact.mean(1), keys), rtol=2e-3, atol=1e-5)
-    nats = contents.array(0, found["entropy"], 3, queries).double()
-    torch.testing.assert_close(nats, means(entropy, queries), rtol=0, atol=6e-4)
+    contents.require(0, found["entropy"], means(entropy, queries), 6e-4)
 
 
 def test_requested_crops_stay_however_small_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     rec = record_two(LENGTH)
-    monkeypatch.setattr(pages, "ROOM", 1000)
+    monkeypatch.setattr("clearhead.plot._page_maker.ROOM", 1000)
     contents = Contents(page(rec, crops=[(0, 1)]).text)
-    crop = contents.array(0, contents.layer(0, 0, 0)["crops"]["1"]["weights"], LENGTH, LENGTH)
-    torch.testing.assert_close(crop.float(), rec.weights(0, 1)[0], rtol=0, atol=6e-5)
+    contents.require(0, contents.layer(0, 0, 0)["crops"]["1"]["weights"], rec.weights(0, 1)[0])
 
 
 @pytest.mark.parametrize(("count", "held"), [(2, 2), (7, 3), (20, 9), (21, 21)])
 def test_items_are_left_out_evenly(count: int, held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rec = record_two(5, batch=count)
-    monkeypatch.setattr(pages, "least_bytes", lambda item, chosen: pages.ROOM / (held + 0.5))
+    monkeypatch.setattr("clearhead.plot._page_maker.ROOM", 3_600_000)
+    monkeypatch.setattr("clearhead.plot._page_maker.least_bytes", lambda item, chosen: 3_600_000 / (held + 0.5))
     data = Contents(page(rec).text).data
     shown = [int(item["label"].removeprefix("item ")) for item in data["items"]]
     assert len(shown) == held
