@@ -126,8 +126,8 @@ class Case:
         return masks.causal() if self.causal else None
 
     def build(self) -> Any:
-        whole = build(self.stem, self.options)
-        return getattr(whole, self.part) if self.part else whole
+        model = build(self.stem, self.options)
+        return getattr(model, self.part) if self.part else model
 
     def model(self) -> Any:
         return randomised(self.build())
