@@ -162,17 +162,17 @@ def test_a_broken_kernel_is_found_and_exits_with_1(
 ) -> None:
     break_kernel(monkeypatch, "chunked", change)
     result = run("doctor", "--json")
-    found = json.loads(result.stdout, parse_constant=pytest.fail)
-    assert (result.exit_code, found["passed"]) == (1, False)
+    findings = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert (result.exit_code, findings["passed"]) == (1, False)
     places = [(case.name, dtype) for case in doctor.CASES for dtype in ("float32", "bfloat16")]
-    failed, chunked = failures(found), [("chunked", *place) for place in places]
+    failed, chunked = failures(findings), [("chunked", *place) for place in places]
     assert [check for check in failed if check[0] == "chunked"] == chunked
     assert [check for check in failed if check[2] == "float32"] == chunked[::2]
-    text, counts = run("doctor").stdout, Counter(check["status"] for check in found["checks"])
+    text, counts = run("doctor").stdout, Counter(check["status"] for check in findings["checks"])
     assert words in text
     last = f"checks failed: {counts['ok']} ok, {counts['refused']} refused, {counts['failed']} failed. Avoid the"
     assert text.splitlines()[-1].startswith(last)
-    check = check_of(found, "chunked", "plain", "float32")
+    check = check_of(findings, "chunked", "plain", "float32")
     if change is WrongGradient.apply:
         assert check["output"]["error"] <= check["output"]["limit"]
         assert check["gradient"]["error"] == pytest.approx(0.05, rel=1e-3)
@@ -189,23 +189,23 @@ def test_a_kernel_that_leaks_hidden_rows_is_found(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("change", [lambda output: output * 1.05, raise_an_error], ids=["wrong", "raises"])
 def test_a_broken_reference_is_found(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
     break_kernel(monkeypatch, "reference", change)
-    found = doctor.examine()
+    findings = doctor.examine()
     refused, passed = (
-        {check["kernel"] for check in found["checks"] if check["status"] == status} for status in ("refused", "ok")
+        {check["kernel"] for check in findings["checks"] if check["status"] == status} for status in ("refused", "ok")
     )
     assert refused <= {"sdpa", "native"}
-    assert {"sdpa", "chunked"} <= {kernel for kernel, *_ in failures(found)}
+    assert {"sdpa", "chunked"} <= {kernel for kernel, *_ in failures(findings)}
     assert change is not raise_an_error or not passed
 
 
 def test_generator_and_threads_do_not_change_and_no_grad_has_no_effect() -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     with torch.no_grad():
-        found = doctor.examine()
+        findings = doctor.examine()
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-    assert {check["status"] for check in found["checks"] if check["kernel"] in ("chunked", "reference")} == {"ok"}
-    assert all(check["gradient"] is not None for check in found["checks"] if check["kernel"] == "chunked")
+    assert {check["status"] for check in findings["checks"] if check["kernel"] in ("chunked", "reference")} == {"ok"}
+    assert all(check["gradient"] is not None for check in findings["checks"] if check["kernel"] == "chunked")
 
 
 def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,11 +227,11 @@ def test_what_is_missing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("no-such-package-clearhead",))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of which none can be used
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = doctor.examine()
+    findings = doctor.examine()
     command = "pip install --force-reinstall --no-deps --no-binary clearhead clearhead"
-    assert f"not available: it was not built. To build it: {command}" in doctor.text_of(found)
-    assert found["versions"]["no-such-package-clearhead"] == "not installed"
-    assert found["triton"] == {}
+    assert f"not available: it was not built. To build it: {command}" in doctor.text_of(findings)
+    assert findings["versions"]["no-such-package-clearhead"] == "not installed"
+    assert findings["triton"] == {}
 
 
 @pytest.mark.parametrize(
@@ -250,10 +250,10 @@ def test_versions_outside_the_tested_range_give_one_warning(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(platform, "python_version", lambda: python_version)
-    found, warning = doctor.examine(), f"not tested with {said}" if said else ""
-    assert found["passed"]
-    assert found["warning"] == warning
-    lines = [line for line in doctor.text_of(found).splitlines() if "warning" in line]
+    findings, warning = doctor.examine(), f"not tested with {said}" if said else ""
+    assert findings["passed"]
+    assert findings["warning"] == warning
+    lines = [line for line in doctor.text_of(findings).splitlines() if "warning" in line]
     assert lines == ([f"warning: {warning}"] if said else [])
 
 

@@ -29,15 +29,15 @@ class TestNotes:
     def test_a_text_of_another_language(self) -> None:
         result = look("今天天气很好，我们去公园散步，看到了很多漂亮的花。", "--no-png")
         [line] = result.stderr.splitlines()
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"clearhead: all-MiniLM-L6-v2 does not know (\d+) % of the tokens of this text; they are \[UNK\], one "
             r"like the other\. Look at it with a model of its language: --model NAME_OR_PATH\.",
             line,
         )
-        assert found, line
+        assert match, line
         page = contents(Path("attention.html"))
         names = page.text(0, 0, "queries")["names"][1:-1]
-        assert int(found[1]) == round(100 * names.count("[UNK]") / len(names)) > 10
+        assert int(match[1]) == round(100 * names.count("[UNK]") / len(names)) > 10
         assert page.data["notes"] == [line.removeprefix("clearhead: ")]
 
     def test_a_few_unknown_tokens_are_not_worth_a_line(self, model_folder: Callable[[str], Path]) -> None:
@@ -48,9 +48,9 @@ class TestNotes:
 
     def test_how_long_it_took(self) -> None:
         lines = look("Time flies.", "--no-png").stdout.splitlines()
-        found = re.fullmatch(r"took (\d+\.\d) s, (\d+\.\d) s of them to load the model", lines[-1])
-        assert found
-        assert 0 <= float(found[2]) <= float(found[1]) < 60
+        match = re.fullmatch(r"took (\d+\.\d) s, (\d+\.\d) s of them to load the model", lines[-1])
+        assert match
+        assert 0 <= float(match[2]) <= float(match[1]) < 60
 
     def test_chinese_terminal_page_and_numbers(self) -> None:
         result = look(TEXT, "--lang", "zh", "--no-png", "--json", "zh.json")

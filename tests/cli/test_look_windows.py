@@ -49,10 +49,12 @@ def test_numbers_are_means_over_all_windows(model_folder: Callable[[str], Path])
     weights = [len(part) + 1 for part in parts]
     for place, head in enumerate(both["heads"]):
         for name in ("entropy", "sink", "previous"):
-            values = [found["heads"][place][name] for found in alone]
+            values = [numbers["heads"][place][name] for numbers in alone]
             mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
             assert head[name] == pytest.approx(mean, abs=2e-5)
-        assert head["max_logit"] == pytest.approx(max(found["heads"][place]["max_logit"] for found in alone), abs=1e-4)
+        assert head["max_logit"] == pytest.approx(
+            max(numbers["heads"][place]["max_logit"] for numbers in alone), abs=1e-4
+        )
 
 
 def test_windows_without_a_fast_tokenizer(model_folder: Callable[[str], Path]) -> None:
@@ -114,7 +116,7 @@ def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
     assert process.wait() == 0
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r", "\n").splitlines()
     running = [line for line in lines if "running it on 6 windows" in line]
-    portions = [int(found[1]) for line in running if (found := re.search(r"(\d+) %", line))]
+    portions = [int(match[1]) for line in running if (match := re.search(r"(\d+) %", line))]
     assert portions == sorted(portions)
     assert len(set(portions)) > 3, "not window by window: layer by layer"
     assert all(re.search(r"left [\d:-]+$", line.rstrip()) for line in running)

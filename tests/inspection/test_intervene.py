@@ -131,14 +131,14 @@ def test_patches(kind: str) -> None:
     inputs: list[Tensor] = []
     projection.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     expected = model(x)
-    own, other = head_output(model, name, 2, x), head_output(model, name, 2, torch.randn_like(x))
-    close(own, inputs[0][..., 2 * HEAD_DIM :])
-    close(changed(model, {(name, 2): own}, x), expected)
+    same, other = head_output(model, name, 2, x), head_output(model, name, 2, torch.randn_like(x))
+    close(same, inputs[0][..., 2 * HEAD_DIM :])
+    close(changed(model, {(name, 2): same}, x), expected)
     patched = changed(model, {(name, 2): other}, x)
     close(inputs[-1][..., 2 * HEAD_DIM :], other)
     close(inputs[-1][..., : 2 * HEAD_DIM], inputs[0][..., : 2 * HEAD_DIM])
     assert not torch.allclose(patched, expected)
-    mean = own.mean((0, 1))
+    mean = same.mean((0, 1))
     close(changed(model, {(name, 2): "mean"}, x), changed(model, {(name, 2): mean}, x))
 
 

@@ -54,8 +54,8 @@ def bias_with_minus_infinity() -> masks.Mask:
 
 
 def with_every_part() -> MultiHeadAttention:
-    own = masks.sliding_window(3, 1) & ALiBi(H)
-    parts = {"position": Rotary(D), "q_norm": nn.RMSNorm(D, eps=1e-6), "k_norm": nn.LayerNorm(D), "mask": own}
+    own_mask = masks.sliding_window(3, 1) & ALiBi(H)
+    parts = {"position": Rotary(D), "q_norm": nn.RMSNorm(D, eps=1e-6), "k_norm": nn.LayerNorm(D), "mask": own_mask}
     return MultiHeadAttention(E, H, num_kv_heads=2, softcap=0.7, sinks=True, scale=0.9, **parts)
 
 

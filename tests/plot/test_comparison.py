@@ -54,9 +54,9 @@ def test_every_head_has_the_mean_over_rows_items_and_calls() -> None:
     model = Two()
     inputs = [torch.randn(2, 7, 12) for _ in range(2)]
     rec, other = (recorded(nn.Sequential(model), *[x + shift]) for x, shift in zip(inputs, (0.0, 0.5), strict=True))
-    found = rec.compare(other).divergence
-    assert list(found) == ["0.blocks.0", "0.blocks.1"]
-    for name, values in found.items():
+    divergence = rec.compare(other).divergence
+    assert list(divergence) == ["0.blocks.0", "0.blocks.1"]
+    for name, values in divergence.items():
         expected = formula(rec.weights(name), other.weights(name)).mean((0, 2))
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-7)
     assert rec.compare(rec).divergence["0.blocks.1"].tolist() == [0.0, 0.0, 0.0]
@@ -169,18 +169,18 @@ def test_long_texts_have_tiles_of_the_difference_and_one_exact_head() -> None:
     rec, other = (given([each]) for each in weights)
     comparison = rec.compare(other)
     contents = Contents(comparison.page().text)
-    found = contents.layer(2, 0, 0)
+    layer = contents.layer(2, 0, 0)
     difference = weights[1][0] - weights[0][0]
-    tiles = contents.array(2, found["map"], 2, 128, 128)
+    tiles = contents.array(2, layer["map"], 2, 128, 128)
     rows = torch.arange(300) * 128 // 300
     expected = torch.zeros(2, 128, 300).index_add_(1, rows, difference) / rows.bincount()[:, None]
     expected = torch.zeros(2, 128, 128).index_add_(2, rows, expected)
     roots = [values.sign() * values.abs().sqrt() for values in (tiles.float(), expected)]
     torch.testing.assert_close(*roots, rtol=0, atol=0.5 / 127 + 1e-6)
-    indices = contents.array(2, found["indices"], 2, 300, 8)
-    contents.require(2, found["weights"], difference.gather(-1, indices), 4e-5)
+    indices = contents.array(2, layer["indices"], 2, 300, 8)
+    contents.require(2, layer["weights"], difference.gather(-1, indices), 4e-5)
     head = str(comparison.ranked()[0][1])
-    contents.require(2, found["crops"][head]["weights"], difference[int(head)], 4e-5)
+    contents.require(2, layer["crops"][head]["weights"], difference[int(head)], 4e-5)
 
 
 def test_encoder_and_decoder_are_compared_section_by_section() -> None:

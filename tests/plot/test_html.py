@@ -28,19 +28,19 @@ FOUR = ("entropy", "received", "top_k", "map")
 def test_carries_tiles_largest_weights_and_marginals_of_long_texts() -> None:
     rec = record_two(300, keep="queries_keys", top_k=4)
     contents = Contents(page(rec, layer=1, head=2).text)
-    found, exact = contents.layer(0, 0, 1), rec.weights(1)[0]
+    layer, exact = contents.layer(0, 0, 1), rec.weights(1)[0]
     call = rec.kept_call(1)
     statistics = clearhead.attention_statistics(call.query, call.key, statistics=FOUR)
-    tiles = contents.array(0, found["map"], 3, 128, 128)
+    tiles = contents.array(0, layer["map"], 3, 128, 128)
     torch.testing.assert_close(tiles.sqrt().float(), statistics.map[0].sqrt(), rtol=0, atol=0.5 / 255 + 1e-6)
-    indices = contents.array(0, found["indices"], 3, 300, 4)
-    contents.require(0, found["weights"], exact.gather(-1, indices), 0.5e-4 + 1e-6)
-    contents.require(0, found["weights"], exact.topk(4, -1).values, 0.5e-4 + 1e-6)
-    contents.require(0, found["entropy"], torch.special.entr(exact.double()).sum(-1), 6e-4)
-    received = contents.array(0, found["received"], 3, 300) * 300
+    indices = contents.array(0, layer["indices"], 3, 300, 4)
+    contents.require(0, layer["weights"], exact.gather(-1, indices), 0.5e-4 + 1e-6)
+    contents.require(0, layer["weights"], exact.topk(4, -1).values, 0.5e-4 + 1e-6)
+    contents.require(0, layer["entropy"], torch.special.entr(exact.double()).sum(-1), 6e-4)
+    received = contents.array(0, layer["received"], 3, 300) * 300
     torch.testing.assert_close(received.float(), exact.sum(1), rtol=2e-3, atol=1e-3)
-    assert list(found["crops"]) == ["2"], "the head that is large at first is exact"
-    contents.require(0, found["crops"]["2"]["weights"], exact[2], 0.5e-4 + 1e-6)
+    assert list(layer["crops"]) == ["2"], "the head that is large at first is exact"
+    contents.require(0, layer["crops"]["2"]["weights"], exact[2], 0.5e-4 + 1e-6)
 
 
 def test_crops_are_what_is_asked_for() -> None:

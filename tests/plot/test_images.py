@@ -101,7 +101,7 @@ def test_more_patches_than_a_page_holds_are_taken_together() -> None:
     [item] = image_items(rec, most=1000)
     section = item.sections[0]
     assert clearest_head(summarize(section)) == (0, 1)
-    tiles, found = section.tiles, section.layers[0]
+    tiles, layer = section.tiles, section.layers[0]
     assert tiles is not None
     assert tiles.side == 2
     exact = rec.weights(0)[0].double()
@@ -109,8 +109,8 @@ def test_more_patches_than_a_page_holds_are_taken_together() -> None:
     summed = torch.zeros(2, len(places), tiles.length, dtype=torch.float64).index_add_(2, places, exact)
     mean = torch.zeros(2, tiles.length, tiles.length, dtype=torch.float64).index_add_(1, places, summed)
     mean /= places.bincount()[:, None]
-    torch.testing.assert_close(found.map.double(), mean, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(found.map.sum(-1), torch.ones(2, tiles.length), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.map.double(), mean, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(layer.map.sum(-1), torch.ones(2, tiles.length), rtol=1e-5, atol=1e-6)
     even = places.bincount() / len(places)  # (tiles,); the first three are the class token and the registers
     distances = (mean[:, 0] - even)[:, 3:].clamp(min=0).sum(-1)
     assert [head.contrast for head in summarize(section)[0]] == pytest.approx(distances.tolist(), abs=1e-6)

@@ -56,14 +56,14 @@ def texts_of_scripts() -> Iterator[str]:
     """What `say` is a tag of, with numbers for the values."""
     for file in (SOURCES / "plot").glob("page_*.js"):
         source = file.read_text(encoding="utf-8")
-        for start in (found.end() for found in re.finditer(r"\bsay`", source)):
+        for start in (match.end() for match in re.finditer(r"\bsay`", source)):
             yield _template(source, start)
 
 
 def texts_of_page() -> Iterator[str]:
     """What stands in double brackets in the page's HTML."""
     source = (SOURCES / "plot" / "page.html").read_text(encoding="utf-8")
-    yield from (" ".join(found.split()) for found in re.findall(r"\[\[(.+?)\]\]", source, flags=re.DOTALL))
+    yield from (" ".join(text.split()) for text in re.findall(r"\[\[(.+?)\]\]", source, flags=re.DOTALL))
 
 
 def _template(source: str, at: int) -> str:

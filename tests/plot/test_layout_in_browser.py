@@ -83,23 +83,23 @@ def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, tmp_path: P
     torch.manual_seed(3)
     path = (PAGES | SLOW_PAGES)[name]().save(tmp_path / "page.html")
     assert path.stat().st_size <= 5_000_000
-    found: dict[str, list[str]] = {}
+    overlaps: dict[str, list[str]] = {}
     for width in WIDTHS:
         opened = loaded(browser, path, width)
         for scheme, media in MEDIA.items():
             opened.emulate_media(**media)
             opened.wait_for_timeout(200)
-            found[f"{width} {scheme}"] = problems_of(opened)
+            overlaps[f"{width} {scheme}"] = problems_of(opened)
         opened.emulate_media(**MEDIA["light"])
         opened.wait_for_timeout(200)  # the page draws again after it was printed
         if opened.locator("#arcs").is_visible():
             opened.locator("#arcs").check()
-            found[f"{width} arcs"] = problems_of(opened)
+            overlaps[f"{width} arcs"] = problems_of(opened)
         for control, choice in (("order", "entropy"), ("statistic", "entropy")):
             opened.locator(f"#{control}").select_option(choice)
-            found[f"{width} {control}"] = problems_of(opened)
+            overlaps[f"{width} {control}"] = problems_of(opened)
         opened.close()
-    assert {shown: problems for shown, problems in found.items() if problems} == {}
+    assert {shown: problems for shown, problems in overlaps.items() if problems} == {}
 
 
 @pytest.mark.skipif(find_spec("axe_playwright_python") is None, reason="needs the package axe-playwright-python")

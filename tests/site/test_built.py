@@ -57,7 +57,7 @@ def test_every_public_module_has_a_page() -> None:
 def test_every_public_name_has_a_signature_and_an_example(site: Path, module: str, name: str) -> None:
     page = site / address(place_of(module)) / "index.html"
     source = page.read_text(encoding="utf-8")
-    starts = [found.start() for found in re.finditer(r'<h2 id="[^"]+" class="doc doc-heading', source)] + [len(source)]
+    starts = [match.start() for match in re.finditer(r'<h2 id="[^"]+" class="doc doc-heading', source)] + [len(source)]
     sections = [source[start:end] for start, end in itertools.pairwise(starts)]
     (section,) = (part for part in sections if part.startswith(f'<h2 id="{module}.{name}"'))
     text = re.sub(r"<[^>]+>", "", section)
