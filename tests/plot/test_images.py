@@ -12,7 +12,6 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-import clearhead
 from clearhead.plot._heads import clearest_head, summarize
 from clearhead.plot._image_items import image_items
 from clearhead.plot._image_plots import over_picture
@@ -20,7 +19,7 @@ from clearhead.plot._patches import PatchLayout, Tiles
 from tests.support.models import VISION, two_sided, vision_model
 
 from .pages import Contents
-from .recorded import KEPT, PICTURE, recorded
+from .recorded import PICTURE, recorded
 
 ROWS, COLUMNS, PATCH = 3, 4, 4
 SIZE = (ROWS * PATCH, COLUMNS * PATCH)
@@ -72,9 +71,7 @@ def test_siglips_pooling_looks_at_the_patches() -> None:
 
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
 def test_the_vision_side_of_a_model_of_both_is_found(kind: str) -> None:
-    model = two_sided(kind)
-    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
-        model(input_ids=torch.ones(1, 5, dtype=torch.long), pixel_values=PICTURE[None])
+    rec = recorded(two_sided(kind), torch.ones(1, 5, dtype=torch.long), PICTURE[None])
     contents = Contents(rec.page(image=PICTURE).text)
     names = [layer["name"] for section in contents.data["sections"] for layer in section["layers"]]
     assert names

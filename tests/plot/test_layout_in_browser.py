@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,11 @@ AXE = "async () => (await axe.run()).violations.map(v => `${v.impact} ${v.id}: $
 
 
 WORDS = ["The", "animal", "didn't", "cross", "the", "street", "because", "it", "was", "too", "tired"]
+RIGHT_TO_LEFT = ["[CLS]", "السلام", "عليكم", "يا", "صديقي", "2024", "שלום", "😀", "街道", "العزيز", "[SEP]"]
 
 
-def text() -> Any:
-    return given([torch.randn(3, 11, 11).softmax(-1) for _ in range(2)]).page(WORDS)
-
-
-def from_right_to_left() -> Any:
-    names = ["[CLS]", "السلام", "عليكم", "يا", "صديقي", "2024", "שלום", "😀", "街道", "العزيز", "[SEP]"]
-    return given([torch.randn(3, 11, 11).softmax(-1) for _ in range(2)]).page(names)
-
-
-def long() -> Any:
-    return record_two(300).page([f"token{place}" for place in range(300)])
+def short(tokens: list[str]) -> Any:
+    return given([torch.randn(3, 11, 11).softmax(-1) for _ in range(2)]).page(tokens)
 
 
 def compared() -> Any:
@@ -49,32 +42,25 @@ def compared() -> Any:
     return first.compare(second, tokens=WORDS, other_tokens=[*WORDS[:-1], "wide"]).page()
 
 
-def image() -> Any:
-    return recorded(vision_model("vit"), PICTURE[None]).page(image=PICTURE)
-
-
-def many(layers: int, heads: int, length: int) -> Callable[[], Any]:
-    def make() -> Any:
-        rec, tokens = structured(layers, heads, length)
-        return rec.page(tokens)
-
-    return make
+def many(layers: int, heads: int, length: int) -> Any:
+    rec, tokens = structured(layers, heads, length)
+    return rec.page(tokens)
 
 
 PAGES: dict[str, Callable[[], Any]] = {
-    "text": text,
-    "right to left": from_right_to_left,
-    "long": long,
+    "text": partial(short, WORDS),
+    "right to left": partial(short, RIGHT_TO_LEFT),
+    "long": lambda: record_two(300).page([f"token{place}" for place in range(300)]),
     "comparison": compared,
-    "image": image,
-    "2 x 1": many(2, 1, 40),
-    "24 x 32": many(24, 32, 130),
+    "image": lambda: recorded(vision_model("vit"), PICTURE[None]).page(image=PICTURE),
+    "2 x 1": partial(many, 2, 1, 40),
+    "24 x 32": partial(many, 24, 32, 130),
 }
 SLOW_PAGES: dict[str, Callable[[], Any]] = {
-    "24 x 32, 2,000 tokens": many(24, 32, 2000),
-    "80 x 64, 500 tokens": many(80, 64, 500),
-    "3 x 128": many(3, 128, 130),
-    "128 x 2": many(128, 2, 130),
+    "24 x 32, 2,000 tokens": partial(many, 24, 32, 2000),
+    "80 x 64, 500 tokens": partial(many, 80, 64, 500),
+    "3 x 128": partial(many, 3, 128, 130),
+    "128 x 2": partial(many, 128, 2, 130),
 }
 
 

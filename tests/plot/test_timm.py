@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import clearhead
+
 from .pages import Contents
-from .recorded import recorded
+from .recorded import KEPT
 
 try:
     import timm
@@ -35,17 +37,20 @@ def test_patches_are_placed_by_the_model(kind: str) -> None:
     torch.manual_seed(0)
     model = timm.models.VisionTransformer(**SIZES, **options).eval()
     pixels = torch.rand(1, 3, 32, 32)
-    rec = recorded(model, pixels)
+    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
+        model(pixels)
     layout = rec.patches("blocks.0.attn")
     assert (layout.prefix, layout.grid) == (prefix, (4, 4))
     contents = Contents(rec.page(image=pixels[0]).text)
-    contents.require(0, contents.layer(0, 0, 1)["map"], rec.weights("blocks.1.attn")[0])
+    shown = contents.array(0, contents.layer(0, 0, 1)["map"], 3, layout.length, layout.length)
+    torch.testing.assert_close(shown.float(), rec.weights("blocks.1.attn")[0], rtol=0, atol=6e-5)
     assert ("pooling" in [section["title"] for section in contents.data["sections"]]) == (kind == "pooling")
 
 
 def test_a_distilled_model_has_two_tokens_before_its_patches() -> None:
     model = timm.models.deit.VisionTransformerDistilled(**SIZES).eval()
-    rec = recorded(model, torch.rand(1, 3, 32, 32))
+    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
+        model(torch.rand(1, 3, 32, 32))
     assert rec.patches(0).prefix == ("class", "distillation")
 
 
