@@ -28,7 +28,7 @@ TESTS = (
         "tests/inspection/test_rollout.py",
         "tests/inspection/test_intervene.py",
     ),
-    *("tests/inspection/test_record.py", "tests/inspection/test_monitor.py"),
+    *("tests/inspection/test_record.py", "tests/inspection/test_monitor.py", "tests/inspection/test_refusals.py"),
 )
 #: Where a package is tested itself: of these tests, all that run a changed line are tried, however long they take.
 HOMES = {
