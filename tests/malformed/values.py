@@ -78,8 +78,7 @@ def changed_tensor(rng: random.Random, tensor: Tensor) -> Tensor:
     """The tensor with up to two things about it changed."""
     for _ in range(rng.choice((1, 1, 2))):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # prototypes of nested, sparse and quantised tensors
+            with warnings.catch_warnings(action="ignore"):  # prototypes of nested, sparse and quantised tensors
                 tensor = rng.choice(_CHANGES)(rng, tensor.detach())
         except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError, AttributeError, AssertionError):
             continue  # not every change fits every tensor
