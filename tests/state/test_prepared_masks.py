@@ -12,8 +12,9 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask, PreparedMask
+from clearhead.positions import ALiBi
 from tests.support.exact import exact_attention, near
-from tests.support.forgetting import GRID_FIELDS, forget
+from tests.support.snapshots import GRID_FIELDS, forget
 
 L, S, D = 5, 7, 11
 Setting = dict[str, Any]
@@ -24,6 +25,7 @@ _DEFAULT: Setting = {
 _BIAS = torch.linspace(-3, 3, L * S).cos().reshape(L, S)
 _MARKS = torch.arange(L * S).reshape(L, S) % 3 > 0
 _MARKS[2] = False
+_PER_HEAD = torch.arange(2 * 6 * L * S).reshape(2, 6, L, S) % 7 > 2
 MASKS: dict[str, Callable[[], Mask]] = {
     "causal": masks.causal,
     "window": lambda: masks.sliding_window(2, 1),
@@ -31,6 +33,12 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "keys": lambda: masks.keep(keys=torch.tensor([[True, False, True, True, True, False, False]])),
     "bias": lambda: masks.bias(_BIAS) & masks.causal(),
     "computed": lambda: masks.mask_mod(lambda b, h, q, k: (q + k) % 3 > 0),
+    "lengths": lambda: masks.lengths(torch.tensor([7, 0])),
+    "query lengths": lambda: masks.causal() & masks.lengths(torch.tensor([7, 4]), torch.tensor([5, 2])),
+    "per head": lambda: masks.keep(_PER_HEAD),
+    "two biases": lambda: masks.bias((_BIAS * 16).round() / 16) & ALiBi(6),  # whose sums are exact
+    "or": lambda: masks.causal() | masks.prefix(torch.tensor([1, 3])),
+    "not": lambda: ~masks.sliding_window(1, 1),
 }
 #: For each field of a grid, and of what holds a prepared mask, the settings of calls that change it alone.
 FIELDS: dict[str, list[Setting]] = {
