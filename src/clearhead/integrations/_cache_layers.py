@@ -175,7 +175,7 @@ class BoundedCacheLayer(_CacheLayer[Bounded]):
         return returned
 
     def attended(self, key: Tensor) -> KeyValues:
-        """Keys for the keys that the last `update` returned, with the positions of these."""
+        """The keys of an attention, at the positions of those that the last `update` returned."""
         return KeyValues(key, key, self.key_positions)
 
     def observe(self, query: Tensor, key: Tensor, request: Request) -> None:
