@@ -22,7 +22,7 @@ from clearhead._layer.plan import _plans_of
 from clearhead.kernels._reference import ReferenceKernel
 from clearhead.masks import Mask
 from tests.support.exact import near
-from tests.support.snapshots import forget
+from tests.support.forgetting import forget
 
 B, H, L, S, D = 2, 3, 5, 7, 11
 

@@ -23,7 +23,7 @@ from clearhead.cli import _output as output
 from clearhead.cli import main
 from clearhead.kernels._chunked import ChunkedKernel
 from clearhead.kernels._reference import ReferenceKernel
-from tests.support.snapshots import forget
+from tests.support.forgetting import forget
 
 Report = dict[str, Any]
 

@@ -18,7 +18,7 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
 from tests.support.budgets import in_turn
-from tests.support.snapshots import SPEC_FIELDS, forget
+from tests.support.forgetting import SPEC_FIELDS, forget
 
 Changes = dict[str, Any]
 KERNELS = (None, "native", "sdpa", "chunked", "reference")

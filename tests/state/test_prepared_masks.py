@@ -14,7 +14,7 @@ from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask, PreparedMask
 from clearhead.positions import ALiBi
 from tests.support.exact import exact_attention, near
-from tests.support.snapshots import GRID_FIELDS, forget
+from tests.support.forgetting import GRID_FIELDS, forget
 
 L, S, D = 5, 7, 11
 Setting = dict[str, Any]

@@ -1,25 +1,16 @@
-"""What objects hold, as something that can be compared later, and what Clearhead keeps from one call for the next."""
+"""What an object holds, as something that can be compared later: for tests that nothing has changed."""
 
 from __future__ import annotations
 
-import sys
 from copy import deepcopy
-from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clearhead._call.spec import AttentionSpec
 from clearhead._environment import forced_kernels, forced_linears, state
 from clearhead.caches import Cache
 from clearhead.masks import Mask
-
-from .requests import Grid
-
-SPEC_FIELDS = AttentionSpec._fields
-GRID_FIELDS = [item.name for item in fields(Grid)]
 
 
 def snapshot(held: Any, depth: int = 7) -> Any:
@@ -88,15 +79,3 @@ def surroundings() -> Any:
 def observers() -> Any:
     """Recorders and interventions of this thread."""
     return state.observers
-
-
-def forget() -> None:
-    """Empty the cache of plans, and the other caches of functions."""
-    for kept in _kept_by_arguments(tuple(name for name in sys.modules if name.startswith("clearhead."))):
-        kept.cache_clear()
-
-
-@lru_cache(1)
-def _kept_by_arguments(names: tuple[str, ...]) -> list[Any]:
-    """The functions of these modules that keep results."""
-    return [item for name in names for item in vars(sys.modules[name]).values() if hasattr(item, "cache_clear")]
