@@ -12,8 +12,8 @@ import clearhead
 from clearhead import masks
 from tests.masks.test_refusals import REFUSED as OF_MASKS
 from tests.support.exact import exact_attention
-from tests.support.refusals import Refusal
 from tests.support.forgetting import forget
+from tests.support.refusals import Refusal
 from tests.test_errors import REFUSED, K, Q
 
 POSITIONS = {"query_positions": torch.arange(5), "key_positions": torch.arange(7).expand(2, 6, 7)}
