@@ -14,8 +14,7 @@ from ..errors import ClearheadError, ShapeError, shape_text
 from ..masks import bias, causal, keep
 from ..masks._base import Mask
 from ..masks._of_tensor import broadcasts
-from ._convention import require_bool_or_float
-from ._errors import also_pytorchs
+from ._convention import also_pytorchs, require_bool_or_float
 
 __all__ = ["scaled_dot_product_attention"]
 
