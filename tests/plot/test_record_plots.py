@@ -154,6 +154,7 @@ def drawn(axes: Axes) -> list[Any]:
     return [images, [bar.get_height() for bar in axes.patches], labels, axes.get_title("left")]  # type: ignore[attr-defined]
 
 
+@pytest.mark.filterwarnings("ignore:Glyph .* missing from font:UserWarning")  # a machine without a Chinese font
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_draws_what_the_function_draws_where_it_is_told(method: str, rec: Any) -> None:
     arguments, options = METHODS[method]
