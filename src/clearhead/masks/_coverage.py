@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._environment import is_tracing, is_transformed
 from ._base import Mask
 from ._grid import Block, Grid
 from ._lowering import chosen_cell, row_blocks
@@ -66,14 +65,15 @@ def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
     # The first key is visible to all queries, and all keys to the last query. This holds while tracing too.
     if band is not None and band.is_causal(grid) and grid.query_length >= grid.key_length:
         return COVERS_ALL
-    # The other cases read values, which a graph cannot, or borders, which an empty mask lacks.
-    if is_tracing() or grid.query_length == 0 or grid.key_length == 0:
+    # The other cases read values, or borders, which an empty mask lacks.
+    if not grid.has_values or grid.query_length == 0 or grid.key_length == 0:
         return _coverage_at_once(mask, grid)
     if structure.diagonal and grid.query_length == grid.key_length:
         return COVERS_ALL
     if band is not None:
-        rows, columns = band.rows(grid), band.columns(grid)
-        return Coverage.of(_range(*rows, grid.query_length, grid), _range(*columns, grid.key_length, grid))
+        queries = _marks_between(*band.rows(grid), grid.query_length, grid)
+        keys = _marks_between(*band.columns(grid), grid.key_length, grid)
+        return Coverage.of(queries, keys)
     # Ranges and marks need no evaluation of cells.
     if structure.exact and not structure.tensors and not structure.biases:
         queries, keys = _coverage_of_ranges(structure, grid)
@@ -214,7 +214,7 @@ def _open(covered: Tensor) -> tuple[int, int]:
     return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
 
 
-def _range(start: int, stop: int, length: int, grid: Grid) -> Tensor | None:
+def _marks_between(start: int, stop: int, length: int, grid: Grid) -> Tensor | None:
     """Bool (1, 1, length, 1), true from start to stop; ``None`` if that is everything."""
     if start == 0 and stop == length:
         return None
@@ -228,7 +228,7 @@ def _unless_all(covered: Tensor) -> Tensor | None:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and type(tensor) is Tensor and not is_transformed()
+    return tensor.is_cpu and type(tensor) is Tensor
 
 
 def _coverage_at_once(mask: Mask, grid: Grid) -> Coverage:

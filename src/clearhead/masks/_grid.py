@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import INTEGERS, integer, strided
+from .._environment import has_values
 from ..errors import ShapeError, shape_text
 
 Index = slice | Tensor
@@ -52,6 +53,13 @@ class Grid:
         if isinstance(self.query_positions, Tensor) or isinstance(self.key_positions, Tensor):
             return None
         return (self.query_positions or 0) - (self.key_positions or 0)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether values of tensors may be read: see `has_values` of the environment, which is read once."""
+        if "has_values" not in self.memo:
+            self.memo["has_values"] = has_values()
+        return self.memo["has_values"]
 
 
 class Offset(NamedTuple):

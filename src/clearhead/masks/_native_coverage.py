@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .._checks import PLAIN
-from .._environment import is_tracing, is_transformed
 from .._native import extension
 from .._torch_private import dispatch_modes
 from ._grid import Grid
@@ -29,8 +28,8 @@ def find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tens
         Two bool tensors, each ``None`` for all. Or ``None`` if the extension cannot read the mask: if the structure is
         inexact or has ranges of columns per row, or if a tensor is not plain.
     """
-    # The extension reads memory, so it needs plain tensors outside of modes and transforms.
-    if extension is None or grid.device.type != "cpu" or is_tracing() or is_transformed() or dispatch_modes() > 0:
+    # The extension reads memory, so it needs plain tensors outside of modes.
+    if extension is None or grid.device.type != "cpu" or dispatch_modes() > 0:
         return None
     tensors = _tensors(structure)
     if not tensors or len(tensors) > extension.MOST_MASKS or not all(map(_is_plain, tensors)):
