@@ -69,7 +69,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_fully_masked_rows_and_keys(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
-        monkeypatch.setattr("clearhead.masks._native_coverage.extension", None)
+        monkeypatch.setattr("clearhead.masks._coverage.extension", None)
     mask, grid = MASKS[name](), Grid(B, H, L, S, torch.device("cpu"))
     covered, shown = coverage(mask, grid), visible(mask, grid)
     require_coverage(mask, grid, covered)
@@ -128,7 +128,7 @@ def test_fully_masked_rows_and_keys_are_exact(case: tuple[Mask, Grid], edge: int
     mask, grid = case
     with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be evaluated first
         if not native:
-            patch.setattr("clearhead.masks._native_coverage.extension", None)
+            patch.setattr("clearhead.masks._coverage.extension", None)
         patch.setattr("clearhead.masks._coverage._EDGE_ROWS", edge)
         patch.setattr("clearhead.masks._coverage._EDGE_COLUMNS", edge)
         patch.setattr("clearhead.masks._coverage._FEW_CELLS", few_cells)
@@ -227,29 +227,23 @@ def test_a_part_ends_within_the_whole(heads: int, rows: int, columns: int) -> No
         part.validate(Grid(B, H, 5, 7, CPU))
 
 
-CAUSAL = [
-    (masks.causal(), 5, {}, True),
-    (masks.causal(), 7, {}, True),
-    (masks.causal("bottom_right"), 5, {}, True),
-    (masks.causal("bottom_right"), 7, {}, False),
-    (masks.causal(), 5, {"query_positions": torch.arange(5)}, False),
-    (masks.causal() & masks.sliding_window(1, 1), 5, {}, False),
-    (~masks.causal(), 5, {}, False),
-    (None, 5, {}, False),
-]
-
-
-@pytest.mark.parametrize(("mask", "keys", "positions", "is_flag"), CAUSAL, ids=range(len(CAUSAL)))
-def test_unmodified_causal_masks_are_a_flag_of_fused_kernels(
-    mask: Mask | None, keys: int, positions: dict[str, Tensor], is_flag: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unmodified_causal_masks_are_a_flag_of_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = Mock(wraps=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused)
-    query, key = torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, keys, 8)
-    with clearhead.use_kernel("sdpa"):
-        clearhead.attention(query, key, key, mask, **positions)
-    _, _, _, bias, _, is_causal = fused.call_args.args
-    assert (is_causal, bias is None) == (is_flag, is_flag or mask is None)
+
+    def is_flag(mask: Mask | None, keys: int = 5, **positions: Tensor) -> bool:
+        query, key = torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, keys, 8)
+        with clearhead.use_kernel("sdpa"):
+            clearhead.attention(query, key, key, mask, **positions)
+        *_, bias, _, is_causal = fused.call_args.args
+        assert (bias is None) == (is_causal or mask is None)
+        return is_causal
+
+    assert is_flag(masks.causal(), 7)
+    assert all(map(is_flag, (masks.causal(), masks.causal("bottom_right"))))
+    assert not is_flag(masks.causal("bottom_right"), 7)
+    assert not is_flag(masks.causal(), query_positions=torch.arange(5))
+    assert not any(map(is_flag, (masks.causal() & masks.sliding_window(1, 1), ~masks.causal(), None)))
 
 
 ONE_OR_THREE = torch.tensor([1, 3])
