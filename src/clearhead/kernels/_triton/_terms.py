@@ -170,6 +170,9 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
     if structure.queries is not None:
         unmasked = RowRanges(None, structure.queries * grid.key_length)  # a fully masked row is an empty range
         rows = unmasked if rows is None else rows.meet(unmasked)
+    biases = [bias.detach() for bias in structure.biases]
+    if len(biases) > 1:
+        biases = [bias.float() for bias in biases]  # a sum in half precision would lose digits
     first, last = None, None
     if rows is not None:
         first, last = rows.first, rows.stop
@@ -184,7 +187,7 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
         last,
         structure.keys,
         reduce(and_, structure.tensors) if structure.tensors else None,
-        reduce(add, [bias.detach() for bias in structure.biases]) if structure.biases else None,
+        reduce(add, biases) if biases else None,
     )
 
 
