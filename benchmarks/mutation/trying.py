@@ -32,7 +32,7 @@ TESTS = (
 )
 #: Where a package is tested itself: of these tests, all that run a changed line are tried, however long they take.
 HOMES = {
-    "_call": ("tests/state", "tests/test_packed.py", "tests/test_call_positions.py", "tests/kernels/test_dropout.py"),
+    "_call": ("tests/state", "tests/test_packed.py", "tests/masks/test_meaning.py", "tests/kernels/test_dropout.py"),
     "_layer": (
         "tests/state",
         "tests/test_layer.py",

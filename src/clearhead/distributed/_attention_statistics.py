@@ -23,7 +23,7 @@ from .._statistics.statistic import Options
 from .._weights import Queries, checked_queries, row_numbers
 from ..errors import KernelError
 from ..masks._base import Mask
-from ..masks._check import as_positions
+from ..masks._grid import as_positions
 from ..masks._tensors import as_mask
 from ._agreement import Gathered, agreement, fingerprint, group_of, require_equal, require_mesh
 from ._layout import Layout, require_layout
