@@ -15,7 +15,7 @@ from .._checks import INTEGERS, integer, require_factory, shown, size, strided, 
 from .._environment import forced_kernels, is_tracing, reads_values, state
 from ..errors import ArgumentError, CacheError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
-from ..masks._check import as_positions, require_fit
+from ..masks._grid import as_positions, require_fit
 
 
 def unchanged_if_refused(

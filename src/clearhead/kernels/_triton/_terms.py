@@ -13,8 +13,9 @@ from torch import Tensor
 from ..._call.call import AttentionCall
 from ...masks._base import Mask
 from ...masks._combined import Or
-from ...masks._grid import Block, Grid
-from ...masks._part import document_ids, whole_mask
+from ...masks._grid import Grid
+from ...masks._lowering import evaluated
+from ...masks._part import document_ids, full_mask
 from ...masks._structure import Band, RowRanges, Structure, joined, structure_of
 from ...positions._alibi import ALiBi, slopes_of
 from .._base import cut
@@ -119,7 +120,7 @@ def conditions_of(parts: Iterable[Mask], grid: Grid) -> Terms:
     structure, slopes, documents = Structure(), None, None
     for part in parts:
         exact = structure_of(part, grid)
-        if isinstance(whole_mask(part), Or):
+        if isinstance(full_mask(part), Or):
             exact = longer(exact, grid) or exact
         if exact.exact:
             structure = structure.meet(exact)
@@ -128,9 +129,7 @@ def conditions_of(parts: Iterable[Mask], grid: Grid) -> Terms:
         elif documents is None and (ids := document_ids(part, grid)) is not None:
             documents = ids
         else:
-            visible, bias = part.visible(Block(grid)), part.bias(Block(grid), torch.float32)
-            evaluated = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
-            structure = structure.meet(evaluated)
+            structure = structure.meet(evaluated(part, grid))
     terms = _of_structure(structure, grid)._replace(slopes=slopes)
     if documents is None:
         return terms
@@ -171,6 +170,9 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
     if structure.queries is not None:
         unmasked = RowRanges(None, structure.queries * grid.key_length)  # a fully masked row is an empty range
         rows = unmasked if rows is None else rows.meet(unmasked)
+    biases = [bias.detach() for bias in structure.biases]
+    if len(biases) > 1:
+        biases = [bias.float() for bias in biases]  # a sum in half precision would lose digits
     first, last = None, None
     if rows is not None:
         first, last = rows.first, rows.stop
@@ -185,7 +187,7 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
         last,
         structure.keys,
         reduce(and_, structure.tensors) if structure.tensors else None,
-        reduce(add, [bias.detach() for bias in structure.biases]) if structure.biases else None,
+        reduce(add, biases) if biases else None,
     )
 
 
