@@ -42,8 +42,8 @@ def test_a_page_keeps_to_its_room_and_the_chosen_head_stays_exact(
     contents, exact = Contents(text), rec.weights(1)[0]
     entropy = torch.special.entr(exact.double()).sum(-1)
     found = contents.layer(0, 0, 1)
-    chosen = found["own"]["2"]
-    assert list(contents.layer(0, 0, 0)["own"]) == []
+    chosen = found["finer"]["2"]
+    assert list(contents.layer(0, 0, 0)["finer"]) == []
     assert chosen["count"] == 8
     weights = contents.array(0, chosen["weights"], LENGTH, 8)
     torch.testing.assert_close(exact[2].topk(8).values, weights.float(), rtol=0, atol=6e-5)
