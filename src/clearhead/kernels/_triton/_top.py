@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import GROUP_KEYS, LOG2E, Call, changed, visible_cells, within
+from ._tile import GROUP_KEYS, LOG2E, ScoreArguments, changed, visible_cells, within
 
 #: Neighbouring groups of which `groups_kernel` looks for the largest first.
 RUN: tl.constexpr = tl.constexpr(16)
@@ -80,7 +80,7 @@ def best_kernel(
     visible, visible_b, visible_h, visible_l, visible_s,
     bias, bias_b, bias_h, bias_l, bias_s,
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     SLOTS: tl.constexpr, AT_ONCE: tl.constexpr, MATRIX: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def best_kernel(
     Of equal ones the first key goes first. `AT_ONCE` groups are multiplied at a time, by matrix instructions if
     `MATRIX`.
     """
-    call = Call(
+    args = ScoreArguments(
         L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
         visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
         query_documents, key_documents, query_documents_b, key_documents_b, slopes,
@@ -98,7 +98,7 @@ def best_kernel(
     b, h = bh // H, bh % H
     i = row + at
     query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + i.to(tl.int64) * q_l
-    key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
+    key += b.to(tl.int64) * k_b + (h // PER_KV).to(tl.int64) * k_h
     chosen += (bh.to(tl.int64) * count + at) * chosen_count
     feature, of_group = tl.arange(0, BLOCK_D), tl.arange(0, GROUP_KEYS)
     q = tl.load(query + feature, mask=feature < D, other=0.0)
@@ -126,8 +126,8 @@ def best_kernel(
             s = tl.max(tl.dot(k, tl.broadcast_to(q[:, None], [BLOCK_D, 16]), input_precision="ieee"), 1)
         else:
             s = tl.sum(k * q[None, :], 1)
-        s = changed(s, row_block, j, b, h, call, SOFTCAP)
-        seen = visible_cells(row_block, j, b, h, call)
+        s = changed(s, row_block, j, b, h, args, SOFTCAP)
+        seen = visible_cells(row_block, j, b, h, args)
         s = tl.where(seen, s, float("-inf"))
         scores = tl.where((part == n)[:, None], s[None, :], scores)
         places = tl.where((part == n)[:, None], j[None, :], places)
@@ -138,7 +138,7 @@ def best_kernel(
     none = tl.zeros([1], tl.int32)
     for n in range(0, wanted):
         best, place = _largest(scores, places)
-        found = best > float("-inf")
-        tl.store(weights_out + line * wanted + n + none, tl.where(found, tl.exp2(best - row_lse), 0.0))
-        tl.store(keys_out + line * wanted + n + none, tl.where(found, place, -1).to(tl.int64))
+        is_key = best > float("-inf")
+        tl.store(weights_out + line * wanted + n + none, tl.where(is_key, tl.exp2(best - row_lse), 0.0))
+        tl.store(keys_out + line * wanted + n + none, tl.where(is_key, place, -1).to(tl.int64))
         scores = tl.where(places == place[:, None], float("-inf"), scores)
