@@ -34,9 +34,9 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, 
     Returns:
         All arguments by name, with ``largest`` (B, H, L), the largest score of each query.
     """
-    arguments = arguments_of(call)
-    plan, options = plan_of(arguments), {"largest": tuple(call.query.shape[:3]), **wanted}
-    with_output = options.pop("output", False)
+    arguments, row_shape = arguments_of(call), tuple(call.query.shape[:3])
+    options: dict[str, Any] = {"largest": row_shape, **wanted}
+    plan, with_output = plan_of(arguments), options.pop("output", False)
     for name, shape in options.items():
         if isinstance(shape, tuple):
             dtype = torch.int64 if name == "top_keys" else torch.float32
