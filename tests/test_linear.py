@@ -19,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
 import clearhead._layer.linear
-from clearhead._layer.linear import Linear, describe_backend, linear, use_linear
+from clearhead import use_linear
+from clearhead._layer.linear import describe_backend, linear
 from clearhead.errors import ArgumentError, KernelError
+from clearhead.nn import Linear
 
 #: rows, in_features, out_features
 SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]

@@ -19,6 +19,7 @@ from clearhead import masks
 from clearhead._layer import layer, packing
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, Rotary
+from tests.support.randomised import randomised
 
 B, L, S, E, H, KV = 5, 13, 11, 24, 6, 3
 KEYS, QUERIES = torch.tensor([11, 3, 0, 7, 1]), torch.tensor([11, 5, 2, 0, 1])
@@ -65,13 +66,6 @@ def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[packing.Unpadded]:
     return result
 
 
-def drawn(module: Any) -> Any:
-    """With biases too, so that ``out_proj(0)`` is not zero."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return module
-
-
 def derivatives(call: Callable[[], Tensor], wanted: list[Tensor]) -> list[Tensor]:
     output = call()
     result = torch.autograd.grad(output.square().sum(), wanted, allow_unused=True, materialize_grads=True)
@@ -93,7 +87,7 @@ def with_and_without(
 
 @pytest.mark.parametrize("name", MASKS)
 def test_our_module(name: str, inputs: tuple[Tensor, Tensor], unpadded: list[Any]) -> None:
-    module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, dtype=torch.float64))
+    module = randomised(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, dtype=torch.float64))
     with_and_without(lambda: module(*inputs, mask=MASKS[name]()), [*set(inputs), *module.parameters()], unpadded)
 
 
@@ -118,7 +112,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     ids=["queries too", "causal", "left padding", "keys"],
 )
 def test_parts_of_our_module(part: str, lengths: Callable[[], Mask], same_tokens: bool, unpadded: list[Any]) -> None:
-    module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, dtype=torch.float64, **PARTS[part]()))
+    module = randomised(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, dtype=torch.float64, **PARTS[part]()))
     x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
     # Rotary positions need a key beside each query, or the batch keeps its padding.
     times = int(same_tokens or part != "rotary")
@@ -137,7 +131,7 @@ def test_the_drop_in(
     inputs: tuple[Tensor, Tensor],
     unpadded: list[Any],
 ) -> None:
-    module = drawn(clearhead.nn.MultiheadAttention(E, H, batch_first=batch_first, kdim=kdim, dtype=torch.float64))
+    module = randomised(clearhead.nn.MultiheadAttention(E, H, batch_first=batch_first, kdim=kdim, dtype=torch.float64))
     hidden = ~(LEFT if is_causal else HOLES)
     padding = torch.zeros(B, S, dtype=torch.float64).masked_fill(hidden, -torch.inf) if floats else hidden
     query, key = inputs if batch_first else (x.transpose(0, 1) for x in inputs)
@@ -151,29 +145,8 @@ def test_the_drop_in(
     )
 
 
-def test_fully_masked_queries_give_the_output_bias(unpadded: list[Any]) -> None:
-    module, x = drawn(clearhead.MultiHeadAttention(E, H)), torch.randn(B, S, E)
-    padded = torch.arange(S) >= QUERIES[:, None]
-    for mask in (
-        masks.lengths(KEYS, QUERIES),
-        masks.lengths(KEYS, QUERIES) & masks.mask_mod(lambda b, h, q, k: q >= 0),
-    ):
-        output = module(x, mask=mask)
-        torch.testing.assert_close(output[padded], module.out_proj.bias.expand(int(padded.sum()), E))
-    assert len(unpadded) == 1
-
-
-def test_attention_gives_zero_for_queries_beyond_their_length() -> None:
-    q, k, v = (torch.randn(2, 3, 5, 4) for _ in range(3))
-    output = clearhead.attention(q, k, v, masks.lengths(torch.tensor([5, 2]), torch.tensor([2, 4])))
-    expected = clearhead.attention(q, k, v, masks.lengths(torch.tensor([5, 2])))
-    torch.testing.assert_close(output, expected * (torch.arange(5) < torch.tensor([[2], [4]]))[:, None, :, None])
-    offset = masks.lengths(torch.tensor([5]), torch.tensor([4])).dense(2, 5, query_positions=3)[0, 0]
-    assert offset.int().tolist() == [[1] * 5, [0] * 5]
-
-
 def test_a_hook_on_the_output_projection_sees_whole_batches(unpadded: list[Any]) -> None:
-    module, seen = drawn(clearhead.MultiHeadAttention(E, H)), []
+    module, seen = randomised(clearhead.MultiHeadAttention(E, H)), []
     handle = module.out_proj.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape))
     x, mask = torch.randn(B, S, E), MASKS["queries too"]()
     hooked = module(x, mask=mask)
@@ -221,7 +194,9 @@ def test_other_calls_keep_the_padded_path(unpadded: list[Any]) -> None:
 
 @pytest.mark.parametrize("name", MASKS)
 def test_recorders_see_the_padded_batch(name: str, inputs: tuple[Tensor, Tensor], unpadded: list[Any]) -> None:
-    module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, softcap=0.7, scale=0.4, sinks=True).double())
+    module = randomised(
+        clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, softcap=0.7, scale=0.4, sinks=True).double()
+    )
     statistics = ("received", "entropy", "output", "max_logit", "rows")
     with clearhead.record(module, statistics, keep="queries_keys") as seen:
         output = module(*inputs, mask=MASKS[name]())
@@ -238,7 +213,8 @@ def test_recorders_see_the_padded_batch(name: str, inputs: tuple[Tensor, Tensor]
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["lengths", "causal, left padding"])
 def test_checkpointing_computes_again_what_was_recorded(name: str, reentrant: bool, unpadded: list[Any]) -> None:
-    module, given = drawn(clearhead.MultiHeadAttention(E, H, dropout=0.5)), torch.randn(B, S, E)
+    module = randomised(clearhead.MultiHeadAttention(E, H, dropout=0.5)).train()
+    given = torch.randn(B, S, E)
 
     def attend(x: Tensor) -> Tensor:
         return module(x, mask=MASKS[name]())
@@ -257,7 +233,7 @@ def test_checkpointing_computes_again_what_was_recorded(name: str, reentrant: bo
 
 
 def test_nan_in_padding_stays_there(unpadded: list[Any]) -> None:
-    module, x = drawn(clearhead.MultiHeadAttention(E, H)), torch.randn(B, S, E)
+    module, x = randomised(clearhead.MultiHeadAttention(E, H)), torch.randn(B, S, E)
     memory = torch.randn(B, S, E)
     expected = module(x, memory, mask=masks.lengths(KEYS))
     poisoned = memory.masked_fill(PADDED[..., None], torch.nan).requires_grad_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
@@ -22,7 +23,6 @@ from clearhead.kernels._reference import ReferenceKernel
 from clearhead.masks import Mask
 from tests.support.exact import near
 from tests.support.forgetting import forget
-from tests.support.threads import in_threads
 
 B, H, L, S, D = 2, 3, 5, 7, 11
 
@@ -232,7 +232,7 @@ def test_threads_share_plans() -> None:
     expected = [
         [attend(drawn(number, torch.float64, keys=keys)).float() for keys in range(1, 200)] for number in range(3)
     ]
-    in_threads(work, 3)
+    list(ThreadPoolExecutor(3).map(work, range(3)))
 
 
 @pytest.mark.parametrize(

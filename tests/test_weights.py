@@ -47,13 +47,6 @@ def query_and_key(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     )
 
 
-def differentiable(call: Call) -> dict[str, Tensor]:
-    sinks = {} if call.problem.sinks is None else {"sinks": call.problem.sinks}
-    biases = {f"bias {number}": bias for number, bias in enumerate(call.problem.biases)}
-    inputs = {"query": call.query, "key": call.key, **sinks, **biases}
-    return {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
-
-
 def compare_with_oracle(call: Call, rows: list[int] | None, average: bool) -> None:
     """Weights and gradients of chosen rows; the oracle always computes all of them."""
     answer = solve(call.problem)
@@ -67,7 +60,7 @@ def compare_with_oracle(call: Call, rows: list[int] | None, average: bool) -> No
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
     assert torch.equal(found == 0, expected == 0), "hidden keys weigh exactly nothing"
     upstream = torch.randint(-8, 9, found.shape).to(found.dtype) / 4
-    leaves = differentiable(call)
+    leaves = {name: x for name, x in call.named_inputs.items() if x.requires_grad and name != "value"}
     gradients = torch.autograd.grad(found, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True)
     expected_gradients = oracle_gradients(call, answer, chosen, upstream, average)
     largest = max([1.0, *(float(exact.abs().max()) for exact in expected_gradients.values() if exact.numel())])
@@ -82,9 +75,7 @@ def oracle_gradients(
     heads = call.query.shape[1]
     per_head = (upstream.double() / heads)[:, None].repeat(1, heads, 1, 1) if average else upstream.double()
     for_all = torch.zeros_like(answer.weights).index_add(2, torch.tensor(chosen, dtype=torch.int64), per_head)
-    names = ["query", "key", "value", *([] if call.problem.sinks is None else ["sinks"])]
-    names += [f"bias {number}" for number in range(len(call.problem.biases))]
-    return dict(zip(names, weights_gradients(answer, for_all), strict=True))
+    return dict(zip(call.named_inputs, weights_gradients(answer, for_all), strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "blocks"), [(torch.float32, "few"), (torch.float64, "many")])

@@ -28,11 +28,11 @@ TESTS = (
         "tests/inspection/test_rollout.py",
         "tests/inspection/test_intervene.py",
     ),
-    *("tests/inspection/test_record.py", "tests/inspection/test_monitor.py"),
+    *("tests/inspection/test_record.py", "tests/inspection/test_monitor.py", "tests/inspection/test_refusals.py"),
 )
 #: Where a package is tested itself: of these tests, all that run a changed line are tried, however long they take.
 HOMES = {
-    "_call": ("tests/state", "tests/test_packed.py", "tests/test_call_positions.py", "tests/kernels/test_dropout.py"),
+    "_call": ("tests/state", "tests/test_packed.py", "tests/masks/test_meaning.py", "tests/kernels/test_dropout.py"),
     "_layer": (
         "tests/state",
         "tests/test_layer.py",

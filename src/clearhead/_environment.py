@@ -130,9 +130,9 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def is_transformed() -> bool:
-    """True inside `torch.func` transforms and forward-mode derivatives, which support only plain operations."""
-    return not is_tracing() and any_transform()
+def has_values() -> bool:
+    """False while tracing, in `torch.func` transforms and in forward-mode derivatives, where no value may be read."""
+    return not is_tracing() and not any_transform()
 
 
 def listening() -> tuple[Any, ...]:

@@ -37,7 +37,6 @@ from ._multihead_checks import (
 from .caches._kv import KVCache
 from .errors import ClearheadError
 from .masks._base import Mask
-from .masks._grid import Offset
 from .masks._tensors import as_mask
 
 
@@ -260,7 +259,7 @@ def layer_of(module: MultiHeadAttention, environment: Environment) -> Layer:
         sinks = None if sinks is None else shard.local(sinks)
     inner, kv_inner = heads * module.head_dim, kv_heads * module.head_dim
     dropout_p = module.dropout if module.training else 0.0
-    offset = Offset(module.num_heads, shard.first) if shard is not None and dropout_p else None
+    offset = shard.offset if shard is not None and dropout_p else None
     modules: dict[str, Any] = vars(module)["_modules"]  # attributes of modules are looked up slowly
 
     def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:

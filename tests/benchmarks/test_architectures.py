@@ -52,22 +52,22 @@ def test_architectures_are_named_and_kept_outcomes_shown(
 def test_the_whole_loop_is_kept_and_a_part_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
+    complete, part = tmp_path / "whole.json", tmp_path / "part.json"
     monkeypatch.setattr(architectures, "run_all", lambda *_: iter([AGREES]))
     monkeypatch.setattr(architectures, "chosen_architectures", lambda _: [LLAMA])
-    monkeypatch.setattr(architectures, "OUTCOMES", whole)
+    monkeypatch.setattr(architectures, "OUTCOMES", complete)
     run(monkeypatch, "--only", "llama")
-    assert not whole.exists()
+    assert not complete.exists()
     run(monkeypatch, "--only", "llama", "--json", str(part))
     assert read(part).outcomes == [AGREES]
     run(monkeypatch)
-    assert read(whole).outcomes == [AGREES]
+    assert read(complete).outcomes == [AGREES]
 
 
 @pytest.mark.parametrize("kind", ["differences", "missing", "violations", "errors"])
 def test_what_must_not_be_makes_the_command_fail(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = Finding("from_config", "outputs", value=0.5, text="last_hidden_state", sdpa=1e-6)
-    write(tmp_path / "kept.json", Run("some versions", [Outcome("llama", "LlamaModel", **{kind: [found]})]))
+    finding = Finding("from_config", "outputs", value=0.5, text="last_hidden_state", sdpa=1e-6)
+    write(tmp_path / "kept.json", Run("some versions", [Outcome("llama", "LlamaModel", **{kind: [finding]})]))
     with pytest.raises(SystemExit, match="some architectures differ from eager attention"):
         run(monkeypatch, "--show", str(tmp_path / "kept.json"))
 
@@ -110,11 +110,11 @@ def test_the_summary_lists_as_many_model_types_as_it_counts() -> None:
     assert {status: len(names) for status, names in lists.items()} == {
         status: sum(counts) for status, counts in summary["counts"].items()
     }
-    found = architectures.texts(summary)
-    assert int(found["compared"]) == sum(
-        int(found[status]) for status in ("agrees", "keeps-eager", "refused", "differs")
+    texts = architectures.texts(summary)
+    assert int(texts["compared"]) == sum(
+        int(texts[status]) for status in ("agrees", "keeps-eager", "refused", "differs")
     )
-    assert int(found["all"]) == int(found["compared"]) + int(found["not-built"])
+    assert int(texts["all"]) == int(texts["compared"]) + int(texts["not-built"])
 
 
 def test_docs_writes_the_summary_and_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_gradients_further_from_float64_than_sdpas_are_listed() -> None:
 
 def test_a_process_that_ends_or_has_no_result_is_an_outcome_and_the_next_architecture_goes_on() -> None:
     (outcome,) = run_all([LLAMA], jobs=1, seconds=60, work=leave)
-    assert [found.text for found in outcome.errors] == ["the process ended with exit code 3"]
+    assert [finding.text for finding in outcome.errors] == ["the process ended with exit code 3"]
     outcomes = list(run_all([LLAMA, LLAMA], jobs=1, seconds=0.5, work=wait_for_ever))
     assert [outcome.errors[0].text for outcome in outcomes] == ["no result after 0 s"] * 2
     assert all(outcome.status == "differs" for outcome in outcomes)
@@ -159,6 +159,6 @@ def test_sparse_attention_that_is_refused_is_not_listed_as_not_built(name: str) 
     from benchmarks.architectures_cases.comparing import compare
 
     (architecture,) = architectures.chosen_architectures([name])
-    found = compare(architecture)
-    assert found.status == "refused", found.not_built
-    assert not found.wrong
+    outcome = compare(architecture)
+    assert outcome.status == "refused", outcome.not_built
+    assert not outcome.wrong

@@ -44,10 +44,10 @@ def test_the_smallest_work_gives_every_text(name: str, options: list[str], tmp_p
     texts = texts_of(name, read(tmp_path / "kept.json"))
     assert all(texts.values())
     shown = {
-        found["what"]
+        mark["what"]
         for page in pages()
-        for found in figures.MARKED.finditer(page.read_text(encoding="utf-8"))
-        if found["file"] == name
+        for mark in figures.MARKED.finditer(page.read_text(encoding="utf-8"))
+        if mark["file"] == name
     }
     assert shown <= set(texts) | ({"sentence", "longest"} if name == "look" else set())
 
@@ -62,7 +62,7 @@ def test_every_benchmark_and_option_that_a_page_names_is_one() -> None:
     assert named - ELSEWHERE == set(every.NAMES) & named
     assert len(named) > 10
     assert all((figures.ROOT / "benchmarks" / f"{name}.py").exists() for name in named)
-    commands = [(found[1], found[2]) for text in texts for found in COMMAND.finditer(text) if found[1] not in ELSEWHERE]
+    commands = [(match[1], match[2]) for text in texts for match in COMMAND.finditer(text) if match[1] not in ELSEWHERE]
     for name, options in commands:
         benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
         chosen = benchmark._parser().parse_args(shlex.split(options))

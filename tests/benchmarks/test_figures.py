@@ -46,8 +46,8 @@ def name(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_marker_is_closed_and_says_what_its_result_file_says(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    paired = [found for mark in MARKED.finditer(text) for found in (f"{mark['file']}.{mark['what']}",) * 2]
-    comments = [found[1].strip().removeprefix("/") for found in COMMENT.finditer(text)]
+    paired = [figure for mark in MARKED.finditer(text) for figure in (f"{mark['file']}.{mark['what']}",) * 2]
+    comments = [match[1].strip().removeprefix("/") for match in COMMENT.finditer(text)]
     assert sorted(one for one in comments if re.fullmatch(r"[a-z_]+\.[a-z0-9-]+", one)) == sorted(paired)
     for mark in MARKED.finditer(text):
         before = text[: mark.start()].rpartition("\n")[2]
@@ -75,7 +75,7 @@ def outside_markers(page: Path) -> list[str]:
     text = " ".join(re.sub(r"`[^`\n]*`", "", text).split())
     for meant in MEANT.get(name(page), ()):
         text = text.replace(re.sub(r"`[^`]*`", "", meant), "")
-    return [text[max(0, found.start() - 60) : found.end() + 20] for found in FIGURE.finditer(text)]
+    return [text[max(0, match.start() - 60) : match.end() + 20] for match in FIGURE.finditer(text)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -95,7 +95,7 @@ def test_figures_are_recognised_and_sizes_are_none() -> None:
 
 def test_the_readme_benchmarks_and_encoders_are_of_one_machine_and_day() -> None:
     shown = [page for page in PAGES if name(page) in ("README.md", "docs/en/benchmarks.md", "docs/en/encoders.md")]
-    names = {found["file"] for page in shown for found in MARKED.finditer(page.read_text(encoding="utf-8"))}
+    names = {mark["file"] for page in shown for mark in MARKED.finditer(page.read_text(encoding="utf-8"))}
     kept = [read(RESULTS / f"{file}.json") for file in names - {"architectures"}]
     assert len({(one.machine, one.date) for one in kept}) <= 1
 

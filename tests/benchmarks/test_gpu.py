@@ -100,8 +100,8 @@ def test_a_check_that_dies_is_one_line_and_the_others_run(tmp_path: Path) -> Non
 
 def test_a_wrong_value_is_a_fault() -> None:
     check = Check("ones", lambda device: lambda: (torch.ones(3),), lambda: (torch.tensor([1.0, 1.0, 1.1]),))
-    found = gpu_check.checked(check, "cpu")
-    assert found["faults"][0].startswith("error 9.09e+03 of what is allowed")
+    result = gpu_check.checked(check, "cpu")
+    assert result["faults"][0].startswith("error 9.09e+03 of what is allowed")
 
 
 def test_waits_and_unfused_calls_are_faults() -> None:

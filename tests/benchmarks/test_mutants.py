@@ -56,8 +56,8 @@ def test_a_mutant_is_caught(
 
     monkeypatch.setattr(mutants, "ROOT", checkout)
     drawn = drawing.draw(checkout, "src/clearhead/masks", 1, seed=1)
-    found = [each.change for each in drawing.mutants_of(checkout, "src/clearhead/masks/doubling.py")]
-    assert len(found) == 3  # the sum, "is", and "if"; neither the annotation nor the text of the error
+    changes = [each.change for each in drawing.mutants_of(checkout, "src/clearhead/masks/doubling.py")]
+    assert len(changes) == 3  # the sum, "is", and "if"; neither the annotation nor the text of the error
     assert drawn == drawing.draw(checkout, "src/clearhead/masks", 1, seed=1)
     mutants.main(["--sample", "6", "--seed", "1", "--only", "masks", "--work", str(checkout.parent / "work")])
     printed = capsys.readouterr().out

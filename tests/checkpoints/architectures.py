@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from clearhead import masks
 from clearhead.caches import Cache, SlidingKVCache
 from clearhead.checkpoints import from_transformers
+from tests.support.randomised import randomised
 
 VOCABULARY, B, L, WINDOW = 31, 3, 17, 4
 #: Tokens of every row that are no padding, in padded batches.
@@ -125,8 +126,8 @@ class Case:
         return masks.causal() if self.causal else None
 
     def build(self) -> Any:
-        whole = build(self.stem, self.options)
-        return getattr(whole, self.part) if self.part else whole
+        model = build(self.stem, self.options)
+        return getattr(model, self.part) if self.part else model
 
     def model(self) -> Any:
         return randomised(self.build())
@@ -149,14 +150,6 @@ class Case:
         if layer in self.windowed:
             return SlidingKVCache(B, ours.num_kv_heads, WINDOW, ours.head_dim)
         return ours.make_cache(B, L)
-
-
-def randomised(model: Any) -> Any:
-    """Every parameter random: biases, sinks and the weights of norms among them, which start as constants."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name.lower() and "bias" not in name else 0.0, std=0.25)
-    return model.eval()
 
 
 @dataclass

@@ -145,25 +145,6 @@ def test_arguments_that_do_not_fit(
         from_transformers(models["llama"].state_dict(), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("llama", ["o_proj.weight"]),
-        ("llama", ["k_proj.bias"]),
-        ("qwen3", ["k_norm.weight"]),
-        ("gpt_oss", ["sinks"]),
-        ("deepseek_v3", ["q_b_proj.weight", "kv_a_layernorm.weight"]),
-    ],
-)
-def test_a_tensor_that_is_missing(models: dict[str, Any], name: str, keys: list[str]) -> None:
-    absent = [f"layers.1.self_attn.{key}" for key in keys]
-    state = {key: tensor for key, tensor in models[name].state_dict().items() if key not in absent}
-    with pytest.raises(CheckpointError) as raised:
-        from_transformers(state, 1, config=models[name].config)
-    expected = f"source: expected what {name} with this configuration has under 'layers.1.self_attn.'"
-    assert str(raised.value) == f"{expected}, got no {', '.join(absent)}."
-
-
 def test_t5_without_its_bias() -> None:
     model, name = t5(), "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     state = {key: tensor for key, tensor in model.state_dict().items() if key != name}
@@ -191,23 +172,6 @@ def test_layers_of_another_name_do_not_count(models: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "text"),
-    [
-        ("llama", "q_norm.weight", r"Merge adapters first"),
-        ("qwen3", "sinks", ""),
-        ("gpt_oss", "q_proj.lora_A.weight", ""),
-        ("deepseek_v3", "q_norm.weight", ""),
-        ("deepseek_v3", "kv_b_proj.weight_scale_inv", "The weights are quantised: convert them to bfloat16 first"),
-    ],
-)
-def test_a_tensor_that_would_be_left_out(models: dict[str, Any], name: str, key: str, text: str) -> None:
-    state = {**models[name].state_dict(), f"layers.1.self_attn.{key}": torch.ones(10)}
-    with pytest.raises(CheckpointError, match=rf"nothing but what {name} has under .*, got layers.1.*{key}. {text}"):
-        from_transformers(state, 1, config=models[name].config)
-    from_transformers(state, 0, config=models[name].config)
-
-
-@pytest.mark.parametrize(
     ("name", "prefix", "keys"),
     [
         ("gpt_neox", "layers.1.attention", "masked_bias bias rotary_emb.inv_freq"),
@@ -221,43 +185,75 @@ def test_what_old_files_have_besides(models: dict[str, Any], name: str, prefix: 
     assert same(from_transformers(state, 1, config=models[name].config), from_transformers(models[name], 1))
 
 
-OTHER_SIZES: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"num_attention_heads": 8}, r"weight of the query under 'layers.1.self_attn.': expected \(80, 42\)"),
-    ("llama", {"num_key_value_heads": 3}, r"weight of the key .*: expected \(30, 42\), got \(20, 42\)"),
-    ("llama", {"attention_bias": False}, r"config: expected a configuration with these biases, got none for q_proj"),
-    ("qwen3", {"attention_bias": True}, r"got no layers.1.self_attn.q_proj.bias, layers.1.self_attn.k_proj.bias"),
-    ("gpt_oss", {"num_attention_heads": 4, "head_dim": 15}, r"weight of the key .*: expected \(30, 42\)"),
-    ("gpt_neox", {"hidden_size": 75}, r"query_key_value.weight: expected 225 rows, got \(240, 80\)"),
-]
-OTHER_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"rope_parameters": ...}, r"config: expected the setting rope_parameters, .*llama.* SimpleNamespace"),
-    ("llama", {"num_hidden_layers": ...}, r"config: expected the setting num_hidden_layers"),
-    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, r"rope_type: expected one of default, linear"),
-    ("gemma2", {"use_bidirectional_attention": True}, r"got use_bidirectional_attention = True"),
-    ("gemma2", {"attn_logit_softcapping": 0.0}, r"softcap: expected a number > 0"),
-    ("gemma2", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, r"sliding_window = None"),
-    ("qwen3", {"layer_types": ["chunked_attention"] * 3}, r"layer_types\[1\] full_attention, .* got 'chunked"),
-    ("qwen3", {"layer_types": ["full_attention"]}, r"layer_types\[1\] full_attention, .* got None"),
-    ("deepseek_v3", {"v_head_dim": ...}, "config: expected the setting v_head_dim, .*deepseek_v3"),
-    ("deepseek_v3", {"num_key_value_heads": 1}, "expected num_attention_heads = 5, for every head has .* own, got 1"),
-    ("deepseek_v3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type: expected one of default, "),
-]
+def read(model: Any, layer: int, drop: str = "", add: str = "", **settings: Any) -> Any:
+    """A layer of a model under other settings, where some tensors of layer 1 are missing and others have 42 ones."""
+    state = model.state_dict() | {f"layers.1.self_attn.{key}": torch.ones(42) for key in add.split()}
+    for key in drop.split():
+        del state[f"layers.1.self_attn.{key}"]
+    return from_transformers(state, layer, config=changed(model.config, **settings))
 
 
-@pytest.mark.parametrize(("name", "settings", "text"), [*OTHER_SIZES, *OTHER_SETTINGS])
-def test_settings_that_do_not_fit(models: dict[str, Any], name: str, settings: dict[str, Any], text: str) -> None:
-    error = CheckpointError if (name, settings, text) in OTHER_SIZES else ArgumentError
-    with pytest.raises(error, match=text):
-        from_transformers(models[name], 1, config=changed(models[name].config, **settings))
+LONGROPE = {"rope_type": "longrope"}
+MISSING = "^source: expected what {0} with this configuration has under '{1}', got no {1}"
+LEFT_OUT = "nothing but what {0} has under '{1}', got {1}"
+CONVERT = "The weights are quantised: convert them to bfloat16 first"
+EVERY_HEAD = "expected num_attention_heads = 5, for every head has .* own, got 1"
+#: Names of models, texts, and arguments of `read`. In a text {0} is the name, and {1} where layer 1 is.
+REFUSED: dict[type[Exception], list[tuple[str, str, dict[str, Any]]]] = {
+    CheckpointError: [
+        ("llama", rf"{MISSING}o_proj\.weight\.$", {"drop": "o_proj.weight"}),
+        ("llama", rf"{MISSING}k_proj\.bias\.$", {"drop": "k_proj.bias"}),
+        ("qwen3", rf"{MISSING}k_norm\.weight\.$", {"drop": "k_norm.weight"}),
+        ("gpt_oss", rf"{MISSING}sinks\.$", {"drop": "sinks"}),
+        (
+            "deepseek_v3",
+            rf"{MISSING}q_b_proj\.weight, {{1}}kv_a_layernorm\.weight\.$",
+            {"drop": "q_b_proj.weight kv_a_layernorm.weight"},
+        ),
+        ("llama", rf"{LEFT_OUT}q_norm\.weight.*\. Merge adapters first", {"add": "q_norm.weight"}),
+        ("qwen3", f"{LEFT_OUT}sinks", {"add": "sinks"}),
+        ("gpt_oss", rf"{LEFT_OUT}q_proj\.lora_A\.weight", {"add": "q_proj.lora_A.weight"}),
+        ("deepseek_v3", rf"{LEFT_OUT}q_norm\.weight", {"add": "q_norm.weight"}),
+        ("deepseek_v3", f"{LEFT_OUT}kv_b_proj.weight_scale_inv.*{CONVERT}", {"add": "kv_b_proj.weight_scale_inv"}),
+        ("qwen3", r"q_norm.weight: expected \(10,\), got \(42,\). Does the config", {"add": "q_norm.weight"}),
+        ("deepseek_v3", r"kv_b_proj.weight: expected \(90, 13\), got \(42,\). Does the c", {"add": "kv_b_proj.weight"}),
+        ("llama", r"weight of the query under 'layers.1.self_attn.': .*\(80, 42\)", {"num_attention_heads": 8}),
+        ("llama", r"weight of the key .*: expected \(30, 42\), got \(20, 42\)", {"num_key_value_heads": 3}),
+        (
+            "llama",
+            r"config: expected a configuration with these biases, got none for q_proj",
+            {"attention_bias": False},
+        ),
+        ("qwen3", r"got no layers.1.self_attn.q_proj.bias, layers.1.self_attn.k_proj.bias", {"attention_bias": True}),
+        ("gpt_oss", r"weight of the key .*: expected \(30, 42\)", {"num_attention_heads": 4, "head_dim": 15}),
+        ("gpt_neox", r"query_key_value.weight: expected 225 rows, got \(240, 80\)", {"hidden_size": 75}),
+    ],
+    ArgumentError: [
+        ("llama", r"config: expected the setting rope_parameters, .*llama.* SimpleNamespace", {"rope_parameters": ...}),
+        ("llama", r"config: expected the setting num_hidden_layers", {"num_hidden_layers": ...}),
+        ("llama", r"rope_type: expected one of default, linear", {"rope_parameters": LONGROPE}),
+        ("gemma2", r"got use_bidirectional_attention = True", {"use_bidirectional_attention": True}),
+        ("gemma2", r"softcap: expected a number > 0", {"attn_logit_softcapping": 0.0}),
+        ("gemma2", r"sliding_window = None", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}),
+        ("qwen3", r"layer_types\[1\] full_att.*, .* got 'chunked", {"layer_types": ["chunked_attention"] * 3}),
+        ("qwen3", r"layer_types\[1\] full_attention, .* got None", {"layer_types": ["full_attention"]}),
+        ("deepseek_v3", "config: expected the setting v_head_dim, .*deepseek_v3", {"v_head_dim": ...}),
+        ("deepseek_v3", EVERY_HEAD, {"num_key_value_heads": 1}),
+        ("deepseek_v3", "rope_type: expected one of default, ", {"rope_parameters": LONGROPE}),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "expected"), [("qwen3", "q_norm.weight", r"10,"), ("deepseek_v3", "kv_b_proj.weight", "90, 13")]
+    ("error", "name", "text", "changes"), [(error, *row) for error, rows in REFUSED.items() for row in rows]
 )
-def test_a_tensor_of_another_size(models: dict[str, Any], name: str, key: str, expected: str) -> None:
-    state = models[name].state_dict() | {f"layers.1.self_attn.{key}": torch.ones(42)}
-    with pytest.raises(CheckpointError, match=rf"{key}: expected \({expected}\), got \(42,\). Does the config"):
-        from_transformers(state, 1, config=models[name].config)
+def test_weights_and_settings_that_do_not_fit(
+    models: dict[str, Any], error: type[Exception], name: str, text: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=text.format(name, r"layers\.1\.self_attn\.")):
+        read(models[name], 1, **changes)
+    if changes.keys() & {"add", "drop"}:
+        read(models[name], 0, **changes)
 
 
 def test_the_page_about_loaders_has_every_model() -> None:

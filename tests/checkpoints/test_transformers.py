@@ -12,8 +12,9 @@ from clearhead import masks
 from clearhead.checkpoints import from_transformers, identify, load
 from clearhead.errors import CheckpointError
 from tests.support.models import VIT
+from tests.support.randomised import randomised
 
-from .architectures import CASES, B, L, assert_close, build, marks, randomised, token_ids, watching
+from .architectures import CASES, B, L, assert_close, build, marks, token_ids, watching
 
 
 @pytest.mark.parametrize("source", ["model", "state dict", "attention"])

@@ -1,4 +1,4 @@
-"""Running `clearhead look` in tests."""
+"""Running commands in tests."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ SENTENCE = "The animal didn't cross the street because it was too tired."
 LETTERS = "the animal was too tired , and it did not cross the street ."
 
 
+def run(*arguments: str, charset: str = "utf-8") -> Result:
+    return CliRunner(charset=charset).invoke(main, arguments)
+
+
 def look(*arguments: str, charset: str = "utf-8") -> Result:
-    """A run that succeeds."""
-    result = CliRunner(charset=charset).invoke(main, ["look", *arguments])
+    """A run of `clearhead look` that succeeds."""
+    result = run("look", *arguments, charset=charset)
     assert result.exit_code == 0, result.output
     return result
 
 
 def refusal(code: int, *arguments: str) -> str:
-    """The one line that a run prints which fails as expected."""
-    result = CliRunner().invoke(main, ["look", *arguments])
+    """The one line that a run of `clearhead look` prints which fails as expected."""
+    result = run("look", *arguments)
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     *notes, line = result.stderr.strip().splitlines()

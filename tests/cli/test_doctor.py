@@ -7,6 +7,7 @@ import platform
 import tomllib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,17 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 import clearhead
 from clearhead._versions import TESTED
 from clearhead.cli import _doctor as doctor
-from clearhead.cli import _output as output
-from clearhead.cli import main
-from clearhead.kernels._chunked import ChunkedKernel
-from clearhead.kernels._reference import ReferenceKernel
+from clearhead.kernels import Kernel
 from tests.support.forgetting import forget
 
+from .looking import run
+
 Report = dict[str, Any]
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["doctor", *arguments])
+CASES = doctor.CASES
 
 
 def failures(report: Report) -> list[tuple[str, str, str]]:
@@ -47,15 +43,16 @@ def report() -> Report:
     return doctor.examine()
 
 
-@pytest.fixture
-def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer calls, for tests that look for one broken kernel."""
+@pytest.fixture(autouse=True)
+def _few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer calls than in `report`, for tests that look for one broken kernel."""
     names = ("plain", "padding", "soft-cap + sinks")
-    monkeypatch.setattr(doctor, "CASES", [case for case in doctor.CASES if case.name in names])
+    monkeypatch.setattr(doctor, "CASES", [case for case in CASES if case.name in names])
     monkeypatch.setattr(doctor, "TOLERANCES", {torch.float32: 1e-5, torch.bfloat16: None})
 
 
-def break_kernel(monkeypatch: pytest.MonkeyPatch, kernel: type, change: Callable[[Tensor], Tensor]) -> None:
+def break_kernel(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    (kernel,) = (each for each in Kernel.__subclasses__() if each.name == name)
     healthy = kernel.plan
 
     def broken(self: object, *about: object) -> Callable[[object], object]:
@@ -88,7 +85,7 @@ def test_every_kernel_is_checked_with_every_call_in_every_dtype(report: Report) 
     checked = [(check["kernel"], check["case"], check["dtype"]) for check in report["checks"]]
     kernels = ("native", "sdpa", "chunked", "reference")
     dtypes = ("float64", "float32", "bfloat16", "float16")
-    assert checked == [(kernel, case.name, dtype) for kernel in kernels for case in doctor.CASES for dtype in dtypes]
+    assert checked == [(kernel, case.name, dtype) for kernel in kernels for case in CASES for dtype in dtypes]
 
 
 def test_only_sdpa_and_native_refuse_calls_or_their_gradients(report: Report) -> None:
@@ -134,9 +131,8 @@ def test_the_errors_are_the_distance_from_float64(report: Report) -> None:
     assert check_of(report, "chunked", "plain", "float32")["output"]["error"] == pytest.approx(error, rel=0.01)
 
 
-@pytest.mark.usefixtures("few_calls")
 def test_text_and_json_say_the_same_and_exit_with_0() -> None:
-    result, read = run(), json.loads(run("--json").stdout)
+    result, read = run("doctor"), json.loads(run("doctor", "--json").stdout)
     assert (result.exit_code, result.stderr, read["passed"]) == (0, "", True)
     counts = Counter(check["status"] for check in read["checks"])
     assert set(counts) == {"ok", "refused"}
@@ -151,7 +147,6 @@ def test_text_and_json_say_the_same_and_exit_with_0() -> None:
     assert result.stdout.isascii()
 
 
-@pytest.mark.usefixtures("few_calls")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -165,19 +160,19 @@ def test_text_and_json_say_the_same_and_exit_with_0() -> None:
 def test_a_broken_kernel_is_found_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, change: Callable, words: str
 ) -> None:
-    break_kernel(monkeypatch, ChunkedKernel, change)
-    result = run("--json")
-    found = json.loads(result.stdout, parse_constant=pytest.fail)
-    assert (result.exit_code, found["passed"]) == (1, False)
+    break_kernel(monkeypatch, "chunked", change)
+    result = run("doctor", "--json")
+    findings = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert (result.exit_code, findings["passed"]) == (1, False)
     places = [(case.name, dtype) for case in doctor.CASES for dtype in ("float32", "bfloat16")]
-    failed, chunked = failures(found), [("chunked", *place) for place in places]
+    failed, chunked = failures(findings), [("chunked", *place) for place in places]
     assert [check for check in failed if check[0] == "chunked"] == chunked
     assert [check for check in failed if check[2] == "float32"] == chunked[::2]
-    text, counts = run().stdout, Counter(check["status"] for check in found["checks"])
+    text, counts = run("doctor").stdout, Counter(check["status"] for check in findings["checks"])
     assert words in text
     last = f"checks failed: {counts['ok']} ok, {counts['refused']} refused, {counts['failed']} failed. Avoid the"
     assert text.splitlines()[-1].startswith(last)
-    check = check_of(found, "chunked", "plain", "float32")
+    check = check_of(findings, "chunked", "plain", "float32")
     if change is WrongGradient.apply:
         assert check["output"]["error"] <= check["output"]["limit"]
         assert check["gradient"]["error"] == pytest.approx(0.05, rel=1e-3)
@@ -185,44 +180,39 @@ def test_a_broken_kernel_is_found_and_exits_with_1(
         assert check["output"] == {"error": "nan", "limit": 1e-5}
 
 
-@pytest.mark.usefixtures("few_calls")
 def test_a_kernel_that_leaks_hidden_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_kernel(monkeypatch, ChunkedKernel, lambda output: output + (output == 0).to(output.dtype))
+    break_kernel(monkeypatch, "chunked", lambda output: output + (output == 0).to(output.dtype))
     failed = {place[:2] for place in failures(doctor.examine()) if place[2] == "float32"}
     assert failed == {("chunked", "padding")}
 
 
-@pytest.mark.usefixtures("few_calls")
 @pytest.mark.parametrize("change", [lambda output: output * 1.05, raise_an_error], ids=["wrong", "raises"])
 def test_a_broken_reference_is_found(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
-    break_kernel(monkeypatch, ReferenceKernel, change)
-    found = doctor.examine()
+    break_kernel(monkeypatch, "reference", change)
+    findings = doctor.examine()
     refused, passed = (
-        {check["kernel"] for check in found["checks"] if check["status"] == status} for status in ("refused", "ok")
+        {check["kernel"] for check in findings["checks"] if check["status"] == status} for status in ("refused", "ok")
     )
     assert refused <= {"sdpa", "native"}
-    assert {"sdpa", "chunked"} <= {kernel for kernel, *_ in failures(found)}
+    assert {"sdpa", "chunked"} <= {kernel for kernel, *_ in failures(findings)}
     assert change is not raise_an_error or not passed
 
 
-@pytest.mark.usefixtures("few_calls")
 def test_generator_and_threads_do_not_change_and_no_grad_has_no_effect() -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     with torch.no_grad():
-        found = doctor.examine()
+        findings = doctor.examine()
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-    assert {check["status"] for check in found["checks"] if check["kernel"] in ("chunked", "reference")} == {"ok"}
-    assert all(check["gradient"] is not None for check in found["checks"] if check["kernel"] == "chunked")
+    assert {check["status"] for check in findings["checks"] if check["kernel"] in ("chunked", "reference")} == {"ok"}
+    assert all(check["gradient"] is not None for check in findings["checks"] if check["kernel"] == "chunked")
 
 
-@pytest.mark.usefixtures("few_calls")
 def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_kernel(monkeypatch, ChunkedKernel, lambda output: output + 1)
-    monkeypatch.setattr(
-        output, "Console", lambda **options: Console(force_terminal=True, color_system=None, width=80, **options)
-    )
-    result = run()
+    break_kernel(monkeypatch, "chunked", lambda output: output + 1)
+    narrow = partial(Console, force_terminal=True, color_system=None, width=80)
+    monkeypatch.setattr("clearhead.cli._output.Console", narrow)
+    result = run("doctor")
     assert result.exit_code == 1
     assert "versions" in result.stdout
     assert "…" not in result.stdout
@@ -231,18 +221,17 @@ def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch
         assert text in said
 
 
-@pytest.mark.usefixtures("few_calls")
 def test_what_is_missing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "instruction_set", lambda: None)
     monkeypatch.setattr(doctor, "why_missing", "it was not built")
     monkeypatch.setattr(doctor, "OPTIONAL_PACKAGES", ("no-such-package-clearhead",))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of which none can be used
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = doctor.examine()
+    findings = doctor.examine()
     command = "pip install --force-reinstall --no-deps --no-binary clearhead clearhead"
-    assert f"not available: it was not built. To build it: {command}" in doctor.text_of(found)
-    assert found["versions"]["no-such-package-clearhead"] == "not installed"
-    assert found["triton"] == {}
+    assert f"not available: it was not built. To build it: {command}" in doctor.text_of(findings)
+    assert findings["versions"]["no-such-package-clearhead"] == "not installed"
+    assert findings["triton"] == {}
 
 
 @pytest.mark.parametrize(
@@ -256,16 +245,15 @@ def test_what_is_missing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2.15.0+cpu", "3.11.0", ""),
     ],
 )
-@pytest.mark.usefixtures("few_calls")
 def test_versions_outside_the_tested_range_give_one_warning(
     torch_version: str, python_version: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch_version)
     monkeypatch.setattr(platform, "python_version", lambda: python_version)
-    found, warning = doctor.examine(), f"not tested with {said}" if said else ""
-    assert found["passed"]
-    assert found["warning"] == warning
-    lines = [line for line in doctor.text_of(found).splitlines() if "warning" in line]
+    findings, warning = doctor.examine(), f"not tested with {said}" if said else ""
+    assert findings["passed"]
+    assert findings["warning"] == warning
+    lines = [line for line in doctor.text_of(findings).splitlines() if "warning" in line]
     assert lines == ([f"warning: {warning}"] if said else [])
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy
 import pytest
-import transformers
 from PIL import Image
 
-from .conftest import RESIZED, SIDE
+from tests.support.models import SIDE, processor_of
+
 from .looking import contents, look, refusal
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
@@ -71,7 +71,7 @@ def test_models_that_take_no_pictures(model_folder: Callable[[str], Path], tmp_p
     line = refusal(1, "--image", "photo.jpg", "--model", str(model_folder("mpnet")))
     assert "an image processor" in line
     folder = tmp_path / "odd"
-    transformers.ViTImageProcessorPil(**RESIZED).save_pretrained(folder)
+    processor_of("vit").save_pretrained(folder)
     for file in model_folder("mpnet").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     assert "expected a model that runs on pictures alone" in refusal(1, "--image", "photo.jpg", "--model", "odd")

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from clearhead.plot import _fonts
-from clearhead.plot._language import language_now, speaking
-
 from .looking import LETTERS, contents, look
 
 PROGRAM = [sys.executable, "-m", "clearhead_command", "look"]
@@ -32,15 +29,15 @@ class TestNotes:
     def test_a_text_of_another_language(self) -> None:
         result = look("今天天气很好，我们去公园散步，看到了很多漂亮的花。", "--no-png")
         [line] = result.stderr.splitlines()
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"clearhead: all-MiniLM-L6-v2 does not know (\d+) % of the tokens of this text; they are \[UNK\], one "
             r"like the other\. Look at it with a model of its language: --model NAME_OR_PATH\.",
             line,
         )
-        assert found, line
+        assert match, line
         page = contents(Path("attention.html"))
         names = page.text(0, 0, "queries")["names"][1:-1]
-        assert int(found[1]) == round(100 * names.count("[UNK]") / len(names)) > 10
+        assert int(match[1]) == round(100 * names.count("[UNK]") / len(names)) > 10
         assert page.data["notes"] == [line.removeprefix("clearhead: ")]
 
     def test_a_few_unknown_tokens_are_not_worth_a_line(self, model_folder: Callable[[str], Path]) -> None:
@@ -51,19 +48,19 @@ class TestNotes:
 
     def test_how_long_it_took(self) -> None:
         lines = look("Time flies.", "--no-png").stdout.splitlines()
-        found = re.fullmatch(r"took (\d+\.\d) s, (\d+\.\d) s of them to load the model", lines[-1])
-        assert found
-        assert 0 <= float(found[2]) <= float(found[1]) < 60
+        match = re.fullmatch(r"took (\d+\.\d) s, (\d+\.\d) s of them to load the model", lines[-1])
+        assert match
+        assert 0 <= float(match[2]) <= float(match[1]) < 60
 
     def test_chinese_terminal_page_and_numbers(self) -> None:
         result = look(TEXT, "--lang", "zh", "--no-png", "--json", "zh.json")
         assert not ENGLISH.search(re.sub(r"--(layer|head)\b", "", result.stdout)), result.stdout
         assert "6 层 × 12 个头 · 5 个词元" in result.stdout
-        assert language_now() == "en"
         page = contents(Path("attention.html"))
         assert page.data["sections"][0]["title"] == "自注意力"
         assert page.data["words"]["{0} heads"] == "{0} 个头"
-        look(TEXT, "--no-png", "--no-html", "--json", "en.json")
+        english = look(TEXT, "--no-png", "--no-html", "--json", "en.json")
+        assert "6 layers × 12 heads · 5 tokens" in english.stdout
         assert json.loads(Path("zh.json").read_text()) == json.loads(Path("en.json").read_text())
 
 
@@ -141,15 +138,6 @@ def test_ctrl_c_ends_it_at_once_with_one_line_and_no_half_file(moment: str, tmp_
     assert process.returncode == 130
     assert errors == "clearhead: stopped\n"
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("attention.html", "before")]
-
-
-def test_a_picture_is_in_english_where_no_font_has_the_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    spoken: list[str] = []
-    for has in (frozenset(range(0x20000)), frozenset(range(128))):
-        monkeypatch.setattr(_fonts, "characters_of", lambda family, has=has: has)
-        with speaking("zh"), _fonts.drawable_language():
-            spoken.append(language_now())
-    assert spoken == ["zh", "en"]
 
 
 #: In place of the commands, whose import takes seconds.

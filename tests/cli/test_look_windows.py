@@ -49,10 +49,12 @@ def test_numbers_are_means_over_all_windows(model_folder: Callable[[str], Path])
     weights = [len(part) + 1 for part in parts]
     for place, head in enumerate(both["heads"]):
         for name in ("entropy", "sink", "previous"):
-            values = [found["heads"][place][name] for found in alone]
+            values = [numbers["heads"][place][name] for numbers in alone]
             mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
             assert head[name] == pytest.approx(mean, abs=2e-5)
-        assert head["max_logit"] == pytest.approx(max(found["heads"][place]["max_logit"] for found in alone), abs=1e-4)
+        assert head["max_logit"] == pytest.approx(
+            max(numbers["heads"][place]["max_logit"] for numbers in alone), abs=1e-4
+        )
 
 
 def test_windows_without_a_fast_tokenizer(model_folder: Callable[[str], Path]) -> None:
@@ -89,8 +91,8 @@ def test_windows_without_a_fast_tokenizer(model_folder: Callable[[str], Path]) -
     assert windows[2].tokens.special == (True, *[False] * 6, True)
 
 
-def test_the_default_model_takes_512_tokens() -> None:
-    windows = cut_into_windows(demo.load_text_model(None), "one two three " * 300)
+def test_the_default_model_takes_512_tokens(default_model_once: demo.PretrainedModel) -> None:
+    windows = cut_into_windows(default_model_once, "one two three " * 300)
     assert [len(window.tokens) for window in windows] == [512, 456]
     assert [(window.first, window.last) for window in windows] == [(0, 509), (446, 899)]
     assert (windows[0].tokens.names[0], windows[0].tokens.names[-1]) == ("[CLS]", "[SEP]")
@@ -114,15 +116,15 @@ def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
     assert process.wait() == 0
     lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r", "\n").splitlines()
     running = [line for line in lines if "running it on 6 windows" in line]
-    portions = [int(found[1]) for line in running if (found := re.search(r"(\d+) %", line))]
+    portions = [int(match[1]) for line in running if (match := re.search(r"(\d+) %", line))]
     assert portions == sorted(portions)
     assert len(set(portions)) > 3, "not window by window: layer by layer"
     assert all(re.search(r"left [\d:-]+$", line.rstrip()) for line in running)
     assert lines[-1].strip() == "", "the bar goes away"
 
 
-def test_parts_are_counted_before_and_advance_as_often() -> None:
-    loaded = demo.load_text_model(None)
+def test_parts_are_counted_before_and_advance_as_often(default_model_once: demo.PretrainedModel) -> None:
+    loaded = default_model_once
     for count, batches in ((10, 1), (700, 2), (1500, 2)):
         windows = cut_into_windows(loaded, "one two three " * (count // 3))
         done: list[None] = []

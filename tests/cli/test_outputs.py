@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import subprocess
 import sys
@@ -13,13 +14,8 @@ from typing import Any
 import pytest
 import transformers
 from rich.cells import cell_len
-from typer.testing import CliRunner
 
-from clearhead.cli import _demo as demo
-from clearhead.cli import main
-from clearhead.cli._windows import cut_into_windows
-
-from .looking import LETTERS, SENTENCE, look, refusal
+from .looking import LETTERS, SENTENCE, look, refusal, run
 
 PROGRAM = [sys.executable, "-m", "clearhead"]
 FULL = Path("/dev/full")
@@ -28,7 +24,7 @@ WALKTHROUGH = ["walkthrough", "--length", "3"]
 in_an_empty_folder = pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
 
 
-def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([*PROGRAM, *arguments], stderr=subprocess.PIPE, check=False, **options)
 
 
@@ -36,7 +32,7 @@ def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
 @pytest.mark.parametrize("arguments", [WALKTHROUGH, ["look", "--help"]])
 def test_an_output_that_takes_nothing_is_one_line_and_exits_with_1(arguments: list[str]) -> None:
     with FULL.open("wb") as full:
-        result = run(*arguments, stdout=full)
+        result = process(*arguments, stdout=full)
     line = f"clearhead: nothing more can be written to the output: {os.strerror(errno.ENOSPC)}.\n"
     assert (result.returncode, result.stderr.decode()) == (1, line)
 
@@ -45,7 +41,7 @@ def test_an_output_that_takes_nothing_is_one_line_and_exits_with_1(arguments: li
 def test_a_reader_that_left_ends_it_quietly_with_0(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    result = run(*arguments, stdout=writer)
+    result = process(*arguments, stdout=writer)
     os.close(writer)
     assert (result.returncode, result.stderr) == (0, b"")
 
@@ -72,27 +68,25 @@ def test_token_types_of_a_tokenizer_do_not_reach_a_model_that_takes_none(
 ) -> None:
     names = ["input_ids", "token_type_ids", "attention_mask"]
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "model_input_names", names)
-    loaded = demo.load_text_model(str(model_folder(kind)))
-    assert "token_type_ids" in loaded.reader(LETTERS)
-    [window] = cut_into_windows(loaded, LETTERS)
-    assert sorted(window.inputs) == ["attention_mask", "input_ids"]
-    look(LETTERS, "--model", str(model_folder(kind)), "--no-png", "--no-html")
+    folder = str(model_folder(kind))
+    assert "token_type_ids" in transformers.AutoTokenizer.from_pretrained(folder)(LETTERS)
+    look(LETTERS, "--model", folder, "--no-png", "--no-html")
 
 
 @in_an_empty_folder
 def test_no_message_advises_what_the_command_cannot_do(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Odd(transformers.MPNetModel):
-        def forward(self, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-            found: Any = super().forward(*args, **options)
-            found.attentions = [weights / 2 for weights in found.attentions]
-            return found
+    forward = transformers.MPNetModel.forward
 
-    loaded = demo.load_text_model(str(model_folder("mpnet")))
-    loaded.model.__class__ = Odd
-    monkeypatch.setattr(demo, "load_text_model", lambda *_, **__: loaded)
-    line = refusal(1, LETTERS, "--no-png")
+    @functools.wraps(forward)
+    def halved(*args: Any, **options: Any) -> Any:
+        result = forward(*args, **options)
+        result.attentions = [weights / 2 for weights in result.attentions]
+        return result
+
+    monkeypatch.setattr(transformers.MPNetModel, "forward", halved)
+    line = refusal(1, LETTERS, "--model", str(model_folder("mpnet")), "--no-png")
     assert line.endswith("got weights[0]: expected weights ≥ 0 whose rows sum to 1, got a row that sums to 0.500.")
 
 
@@ -113,7 +107,7 @@ def test_ascii_stands_in_for_what_the_encoding_lacks() -> None:
     sparks = next(line for line in result.stdout.splitlines() if line.startswith("received "))
     assert set(sparks.split()[1]) <= set("_.-~=+*#")
     assert "?" not in result.stdout.replace("??", ""), "only what has nothing like it, as wide as it is"
-    walk = CliRunner(charset="ascii").invoke(main, WALKTHROUGH)
+    walk = run(*WALKTHROUGH, charset="ascii")
     assert (walk.exit_code, walk.stdout.isascii(), "?" in walk.stdout) == (0, True, False)
 
 

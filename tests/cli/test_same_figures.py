@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import transformers
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
 import clearhead
-from clearhead.cli import _demo as demo
-from clearhead.cli import _output
 from tests.plot.pages import Contents
-from tests.plot.test_images import ROWS, SIZE, build
+from tests.support.models import SIDE, processor_of, vision_model
 
 from .looking import SENTENCE, contents, look
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
 
 LAYER, HEAD = 3, 1
+ROWS = 3  # of patches
 CHOSEN = ("--layer", str(LAYER), "--head", str(HEAD))
 WIDE = SENTENCE.replace("tired", "wide")
 PAGE = 1e-4  # a page's weights are rounded to 1/10,000 of their root
@@ -38,13 +35,13 @@ class Outputs:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
         figures: list[Figure] = []
-        draw = _output.figure_bytes
+        save = Figure.savefig
 
-        def kept(figure: Figure, kind: str, notify: Callable[[str], None]) -> bytes:
+        def kept(figure: Figure, *args: Any, **options: Any) -> None:
             figures.append(figure)
-            return draw(figure, kind, notify)
+            save(figure, *args, **options)
 
-        monkeypatch.setattr(_output, "figure_bytes", kept)
+        monkeypatch.setattr(Figure, "savefig", kept)
         result = look(*arguments, "--json", "numbers.json")
         self.lines = result.stdout.splitlines()
         self.page: Contents = contents(Path("attention.html"))
@@ -68,8 +65,8 @@ class Outputs:
     def map(self, item: int, length: int) -> Tensor:
         """The weights of the large head on the page."""
         layer, head = self.page.data["layer"], self.page.data["head"]
-        found = self.page.layer(item, 0, layer)
-        return self.page.array(item, found["map"], len(found["kinds"]), length, length)[head].float()
+        shown = self.page.layer(item, 0, layer)
+        return self.page.array(item, shown["map"], len(shown["kinds"]), length, length)[head].float()
 
 
 def drawn_weights(axes: Axes, bar: Axes) -> Tensor:
@@ -83,27 +80,26 @@ def colorbars(figure: Figure) -> list[Axes]:
     return [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
 
 
-def recorded(text: str) -> clearhead.record:
-    loaded = demo.load_text_model(None)
+def recorded(text: str, loaded: Any) -> clearhead.record:
     with torch.no_grad(), clearhead.record(loaded.model, ("confidence", "entropy"), keep="queries_keys") as rec:
         loaded.model(**loaded.reader(text, return_tensors="pt"))
     return rec
 
 
-def test_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Outputs(monkeypatch, SENTENCE, "--stat", "confidence", *CHOSEN)
-    rec = recorded(SENTENCE)
+def test_of_a_text(monkeypatch: pytest.MonkeyPatch, default_model_once: Any) -> None:
+    outputs = Outputs(monkeypatch, SENTENCE, "--stat", "confidence", *CHOSEN)
+    rec = recorded(SENTENCE, default_model_once)
     weights = rec.weights(LAYER, HEAD)[0]  # (L, S)
     largest = weights.topk(8)
 
-    torch.testing.assert_close(found.map(0, len(weights)), weights, rtol=0, atol=PAGE)
-    drawn = drawn_weights(found.figure.axes[0], found.figure.axes[2])
+    torch.testing.assert_close(outputs.map(0, len(weights)), weights, rtol=0, atol=PAGE)
+    drawn = drawn_weights(outputs.figure.axes[0], outputs.figure.axes[2])
     end = drawn.max()
     torch.testing.assert_close(drawn, weights.clamp(max=float(end)), rtol=0, atol=DRAWN)
-    [window] = found.json["windows"]
+    [window] = outputs.json["windows"]
     torch.testing.assert_close(torch.tensor(window["top_weights"]), largest.values, rtol=0, atol=DRAWN)
     assert window["top_keys"] == largest.indices.tolist()
-    looks = [line.split() for line in found.lines if "→" in line]
+    looks = [line.split() for line in outputs.lines if "→" in line]
     names = window["tokens"]
     assert [(row[0], row[2], row[3]) for row in looks] == [
         (names[query], names[keys[0]], f"{values[0]:.2f}")
@@ -111,56 +107,56 @@ def test_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
     confidence = torch.stack(list(rec.summary()["confidence"].values())).double()  # (layers, H)
-    found.require_heads("confidence", confidence)
-    page = [found.page.layer(0, 0, layer)["numbers"]["confidence"] for layer in range(len(confidence))]
+    outputs.require_heads("confidence", confidence)
+    page = [outputs.page.layer(0, 0, layer)["numbers"]["confidence"] for layer in range(len(confidence))]
     torch.testing.assert_close(torch.tensor(page).double(), confidence, rtol=0, atol=5.1e-5)
 
 
-def test_of_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Outputs(monkeypatch, SENTENCE, "--against", WIDE, *CHOSEN)
-    recs, texts = [recorded(text) for text in (SENTENCE, WIDE)], (SENTENCE, WIDE)
-    reader = demo.load_text_model(None).reader
+def test_of_a_comparison(monkeypatch: pytest.MonkeyPatch, default_model_once: Any) -> None:
+    outputs = Outputs(monkeypatch, SENTENCE, "--against", WIDE, *CHOSEN)
+    recs, texts = [recorded(text, default_model_once) for text in (SENTENCE, WIDE)], (SENTENCE, WIDE)
+    reader = default_model_once.reader
     tokens = [clearhead.plot.read_tokens(reader, reader(text)["input_ids"]) for text in texts]
     comparison = recs[0].compare(recs[1], tokens=tokens[0], other_tokens=tokens[1])
     scores = torch.stack(list(comparison.divergence.values()))  # (layers, H)
 
-    found.require_heads("difference", scores, digits=3)
+    outputs.require_heads("difference", scores, digits=3)
     name, head, score = comparison.ranked()[0]
     layer = list(comparison.modules).index(name)
-    printed = " ".join(" ".join(found.lines).split()).partition("heads that differ most")[2]
+    printed = " ".join(" ".join(outputs.lines).split()).partition("heads that differ most")[2]
     assert f": layer {layer} head {head} ({score:.3f})," in printed
-    assert found.page.data["compared"]["ranked"][0] == [0, layer, head, pytest.approx(score, abs=5.1e-5)]
+    assert outputs.page.data["compared"]["ranked"][0] == [0, layer, head, pytest.approx(score, abs=5.1e-5)]
 
     weights = [rec.weights(LAYER, HEAD)[0] for rec in recs]
-    bars = colorbars(found.figure)
+    bars = colorbars(outputs.figure)
     for item, each in enumerate(weights):
-        torch.testing.assert_close(found.map(item, len(each)), each, rtol=0, atol=PAGE)
-        drawn = drawn_weights(found.figure.axes[item], bars[item])
+        torch.testing.assert_close(outputs.map(item, len(each)), each, rtol=0, atol=PAGE)
+        drawn = drawn_weights(outputs.figure.axes[item], bars[item])
         torch.testing.assert_close(drawn, each.clamp(max=float(drawn.max())), rtol=0, atol=DRAWN)
     # All tokens but one agree.
     alike = [place for place, (one, two) in enumerate(zip(*(text.names for text in tokens), strict=True)) if one == two]
     change = (weights[1] - weights[0])[alike][:, alike]
-    torch.testing.assert_close(found.map(2, len(alike)), change, rtol=0, atol=2e-4)
-    drawn = drawn_weights(found.figure.axes[2], bars[2])
+    torch.testing.assert_close(outputs.map(2, len(alike)), change, rtol=0, atol=2e-4)
+    drawn = drawn_weights(outputs.figure.axes[2], bars[2])
     torch.testing.assert_close(drawn, change.clamp(-drawn.abs().max(), drawn.abs().max()), rtol=0, atol=DRAWN)
     it = tokens[0].names.index("it")
     largest = int(change[alike.index(it)].abs().argmax())
-    line = next(line.split() for line in found.lines if line.split()[:2] == ["it", "→"])
+    line = next(line.split() for line in outputs.lines if line.split()[:2] == ["it", "→"])
     value = change[alike.index(it), largest]
     assert line[2:4] == [tokens[0].names[alike[largest]], f"{value:+.2f}".replace("-", "−")]
 
 
 def test_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, processor = build("vit"), transformers.ViTImageProcessorPil(size={"height": SIZE[0], "width": SIZE[0]})
+    model, processor = vision_model("vit"), processor_of("vit")
     with torch.no_grad():
         for part in [module for module in model.modules() if isinstance(module, torch.nn.Linear)]:
             part.weight *= 8  # heads that prefer some patches
     model.save_pretrained("vit")
     processor.save_pretrained("vit")
-    pixels = numpy.random.default_rng(1).integers(0, 255, (*SIZE[:1], SIZE[0], 3), dtype="uint8")
+    pixels = numpy.random.default_rng(1).integers(0, 255, (SIDE, SIDE, 3), dtype="uint8")
     photo = Image.fromarray(pixels)
     photo.save("photo.png")
-    found = Outputs(monkeypatch, "--image", "photo.png", "--model", "vit", "--stat", "confidence")
+    outputs = Outputs(monkeypatch, "--image", "photo.png", "--model", "vit", "--stat", "confidence")
     with torch.no_grad(), clearhead.record(model, ("confidence",), keep="queries_keys") as rec:
         model(**processor(images=photo, return_tensors="pt"))
 
@@ -168,19 +164,19 @@ def test_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     length = 1 + ROWS * ROWS
     distances = (rows - 1 / length).clamp(min=0).sum(-1)
     layer, head = divmod(int(distances.argmax()), rows.shape[1])
-    assert found.json["chosen"] == {"layer": layer, "head": head}
+    assert outputs.json["chosen"] == {"layer": layer, "head": head}
     weights = rec.weights(layer, head)[0]  # (L, S)
     shown = weights[0, 1:].view(ROWS, ROWS)
 
-    torch.testing.assert_close(found.map(0, length), weights, rtol=0, atol=PAGE)
-    torch.testing.assert_close(torch.tensor(found.json["looks_at"]), shown, rtol=0, atol=DRAWN)
-    patches = next(axes for axes in found.figure.axes if "patches" in axes.get_title("left"))
-    [bar] = colorbars(found.figure)
+    torch.testing.assert_close(outputs.map(0, length), weights, rtol=0, atol=PAGE)
+    torch.testing.assert_close(torch.tensor(outputs.json["looks_at"]), shown, rtol=0, atol=DRAWN)
+    patches = next(axes for axes in outputs.figure.axes if "patches" in axes.get_title("left"))
+    [bar] = colorbars(outputs.figure)
     levels = torch.as_tensor(numpy.asarray(patches.images[0].get_array()))
     end = float(bar.get_xticklabels()[-1].get_text().strip("≥ ×"))
     torch.testing.assert_close(end**levels / length, shown.clamp(1 / length, end / length), rtol=0, atol=DRAWN)
     place = int(shown.argmax())
     patch = f"patch {place // ROWS}, {place % ROWS} {shown.max():.3f}"
-    assert any(line.startswith(patch) for line in found.lines)
+    assert any(line.startswith(patch) for line in outputs.lines)
 
-    found.require_heads("confidence", torch.stack(list(rec.summary()["confidence"].values())))
+    outputs.require_heads("confidence", torch.stack(list(rec.summary()["confidence"].values())))

@@ -191,22 +191,14 @@ def compare_records(
     what: str = "",
     **call: Any,
 ) -> None:
-    """Raise unless the statistics that are recorded of a call are those of one process.
-
-    Args:
-        whole, split: the module of one process, and the one that is split.
-        x: the whole sequence (B, L, E), and `call` the options of the call.
-        mesh, layout: how the sequence is split, as in `compare_in_parts`.
-        options: of `clearhead.record`.
-        what: is compared, for messages.
-    """
+    """`compare_statistics` of the module of one process and the split one; recorded of x (B, L, E) with `options`."""
     one = _recorded(whole, x, options, call)
     judge, double = (whole, x) if x.dtype in TOLERANCES else (copy.deepcopy(whole).double(), x.double())
-    exact = one if judge is whole else _recorded(judge, double, options, call)
+    exact = None if judge is whole else _recorded(judge, double, options, call)
     every = options | {"statistics": ("rows",), "queries": None, "per": "query_head"}
     weights = _recorded(judge, double, every, call).rows if "top_k" in options["statistics"] else None
     found = _recorded(split, x if mesh is None else shard_sequence(x, mesh, layout=layout), options, call)
-    compare_statistics(x.dtype, found, one, exact, mesh, layout, what, options.get("queries"), weights)
+    compare_statistics(found, one, mesh, what, layout, x.dtype, exact, options.get("queries"), weights)
 
 
 def _recorded(module: nn.Module, x: Tensor, options: dict[str, Any], call: dict[str, Any]) -> Any:
@@ -216,23 +208,23 @@ def _recorded(module: nn.Module, x: Tensor, options: dict[str, Any], call: dict[
 
 
 def compare_statistics(
-    dtype: torch.dtype,
     found: Any,
     one: Any,
-    exact: Any,
     mesh: DeviceMesh | None,
-    layout: Any,
     what: str,
+    layout: Any = "contiguous",
+    dtype: torch.dtype = torch.float64,
+    exact: Any = None,
     queries: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> None:
     """Raise unless the statistics of this process are those of one, of the queries and keys that it has.
 
     Args:
+        found, one: of this process, and of one process.
+        mesh, what, layout: as in `compare_in_parts`.
         dtype: of the module.
-        found: of this process.
-        one, exact: of one process, and of float64 where that judges; otherwise the same.
-        mesh, layout, what: as in `compare_records`.
+        exact: of float64, if that judges.
         queries: those whose weights are recorded.
         weights: exact ones (B, H, L, S), by which the keys of ``top_k`` are compared.
     """
@@ -248,7 +240,7 @@ def compare_statistics(
     sizes = [(each.num_heads, each.num_kv_heads, each.key_length, each.heads) for each in (found, one)]
     assert sizes[0] == sizes[1], (what, sizes)
     own = _numbers(found, None if weights is None else cut("weights", weights))
-    of_one, right = _numbers(one, None), _numbers(exact, weights)
+    of_one, right = _numbers(one, None), _numbers(one if exact is None else exact, weights)
     assert own.keys() == of_one.keys() == right.keys(), what
     for name, number in own.items():
         expected = cut(name, right[name])

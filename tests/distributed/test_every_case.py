@@ -186,21 +186,10 @@ def _compare(cases: tuple[tuple[int, int], ...]) -> None:
         compare_records(whole, split, x, mesh, EVERY_STATISTIC, **options)
 
 
-def test_a_batch_of_as_many_items_as_features() -> None:
-    """Under a time-out of its own: these calls once never returned, and no time-out of a group ends a loop."""
-    with processes(2) as own:
-        own.run(_compare, ((32, 0), (16, 0)), seconds=30)
-
-
-@in_processes(2, seconds=90)
+@in_processes(2, 4, seconds=90)
 def test_heads_of_no_position() -> None:
-    """B is a number of features of a projection, or divides none."""
-    _compare((*product((1, 4, 5, 17, 32), (0,)), (3, 1), (8, 3), (16, 1)))
-
-
-@in_processes(4, seconds=90)
-def test_heads_of_parts_without_a_position() -> None:
-    _compare(((16, 1), (3, 1), (5, 0)))
+    """B is a number of features of a projection, or divides none. Once such calls never returned."""
+    _compare((*product((1, 4, 5, 16, 17, 32), (0,)), (3, 1), (8, 3), (16, 1)))
 
 
 @pytest.mark.slow

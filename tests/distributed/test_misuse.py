@@ -6,13 +6,15 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 import clearhead
 from clearhead import masks
@@ -254,3 +256,19 @@ def test_dropout_of_processes_that_were_seeded_apart_is_refused() -> None:
     first = output.clone()
     dist.broadcast(first, 0)
     assert torch.equal(output, first)
+
+
+@pytest.mark.parametrize("function", SPLITS)
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+@pytest.mark.parametrize("backend", ["gloo", "fake"])
+def test_processes_of_a_mesh_of_devices_agree_over_gloo(backend: str, default: str, function: str) -> None:
+    """There is no CUDA device here. The backend "fake" stands for one that exchanges tensors of a device only."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh.from_group(cast(Any, dist.group.WORLD), "cuda")
+        with torch.device(default):
+            SPLITS[function](clearhead.MultiHeadAttention(12, 4), mesh)
+            with refuses("module: expected a MultiHeadAttention", DTypeError):
+                SPLITS[function](nn.Linear(2, 2), mesh)
+    finally:
+        dist.destroy_process_group()

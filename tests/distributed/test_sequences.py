@@ -55,6 +55,10 @@ def test_what_is_cut_is_gathered_again_and_so_are_gradients(layout: Any) -> None
         _around(length, layout, dim, torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         _around(11, layout, 1, dtype)
+    for dtype in (torch.int64, torch.int32, torch.bool):
+        tokens = torch.arange(22).view(2, 11).to(dtype)
+        part = shard_sequence(tokens, line(), layout=layout)
+        assert torch.equal(gather_sequence(part, line(), layout=layout), tokens)
 
 
 @in_processes(3)
@@ -66,14 +70,6 @@ def test_the_collectives_of_other_devices_than_the_cpu(layout: Any) -> None:
         assert counted["allgather_base"] >= 1
         assert counted["reduce_scatter_base"] == 1
         _around(2, layout, 1, torch.bfloat16)
-
-
-@in_processes(2)
-def test_token_ids_are_gathered_too() -> None:
-    tokens = torch.arange(22).view(2, 11)
-    for dtype in (torch.int64, torch.int32, torch.bool):
-        part = shard_sequence(tokens.to(dtype), line())
-        assert torch.equal(gather_sequence(part, line()), tokens.to(dtype))
 
 
 _X = torch.zeros(2, 4, 3)

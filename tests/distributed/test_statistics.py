@@ -51,7 +51,7 @@ def test_other_calls(method: Any) -> None:
         with clearhead.record(split, names) as found, clearhead.record(split, ("max_logit",)) as second:
             split(shard_sequence(x, mesh), **parts)
         (own,), (one,) = (each[""] for each in (found, expected))
-        compare_statistics(x.dtype, own, one, one, mesh, "contiguous", f"{method} {number}", weights=one.rows)
+        compare_statistics(own, one, mesh, f"{method} {number}", weights=one.rows)
         for statistic, layers in expected.summary().values.items():
             for name, heads in layers.items():
                 require_close(found.summary()[statistic][name].double(), heads.double(), 1e-12, statistic)
@@ -147,7 +147,7 @@ def test_statistics_of_tensors(layout: Any, dtype: torch.dtype) -> None:
         found = attention_statistics(*own[:2], line(), given, value=own[2], layout=layout, **options)
         queries = options.get("queries")
         queries = torch.arange(query.shape[2])[queries] if isinstance(queries, slice) else queries
-        compare_statistics(dtype, found, one, one, line(), layout, f"{name} {layout}", queries, weights)
+        compare_statistics(found, one, line(), f"{name} {layout}", layout, dtype, None, queries, weights)
         assert found.is_part
         if dtype == torch.float64:
             for part, whole in ((found.entropy, one.entropy), (found.received, one.received)):
@@ -284,7 +284,7 @@ def test_padding_that_is_found_may_be_cut_as_the_tokens(method: Any, layout: Any
         assert bool((~one.counted).any())
         for given in (marks, own, own if mesh.get_local_rank() else marks):
             found = _with_padding(split, part, given)
-            compare_statistics(torch.float64, found, one, one, mesh, layout, f"{method} {length}")
+            compare_statistics(found, one, mesh, f"{method} {length}", layout)
     assert bool(_with_padding(split, part, None).counted.all())
     assert bool(_with_padding(split, part, torch.zeros(2, 99)).counted.all())  # of no call of this model
     first = mesh.get_local_rank() == 0

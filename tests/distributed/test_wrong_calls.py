@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import clearhead
 from clearhead import masks
 from clearhead.caches import KVCache
 from clearhead.distributed import context_parallel, shard_sequence
+from clearhead.distributed._agreement import agreement
 from clearhead.errors import ClearheadError, DistributedError, DTypeError, ShapeError
 from clearhead.transformer import Decoder
 
@@ -221,6 +223,21 @@ def test_what_one_of_four_raises_in_a_stack_all_refuse() -> None:
     split: Any = context_parallel(halve_heads(encoder()), sequence_mesh())
     for part in (split.layers[1].norm1, split.norm):
         _stack_raises(split, (_part(sequence_mesh()),), part)
+
+
+@in_processes(3)
+def test_groups_that_still_wait_are_told_of_a_failure_in_an_earlier_group() -> None:
+    """The last process raises. The second one learns that in its second group, while its third group waits."""
+    groups = []
+    for ranks in ((0,), (1,), (2,), (1, 2), (0, 1)):
+        group = dist.new_group(ranks, timeout=timedelta(seconds=20))
+        if dist.get_rank() in ranks:
+            groups.append(group)
+    said, kind = "of the last process", ValueError if _last() else DistributedError
+    with refuses(said, kind), agreement("here", groups, "cpu") as exchange:
+        if _last():
+            raise ValueError(said)
+        exchange({})
 
 
 @in_processes(2)

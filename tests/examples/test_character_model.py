@@ -52,11 +52,11 @@ def test_the_bigram_baseline_is_its_formula() -> None:
 @torch.no_grad()
 def test_sliding_caches_read_beyond_the_training_length_as_a_window_does() -> None:
     model, text = characters.CharacterModel(17, **SIZES).double().eval(), torch.randint(17, (3, 61))
-    found = characters.bits_read(model, text, model.sliding_caches(3, window=13), chunk=7)
-    whole = model.decoder(model.embed(text[:, :-1]), mask=masks.causal() & masks.sliding_window(12, 0))
-    logs = model.head(whole).log_softmax(-1)
+    bits = characters.bits_read(model, text, model.sliding_caches(3, window=13), chunk=7)
+    full = model.decoder(model.embed(text[:, :-1]), mask=masks.causal() & masks.sliding_window(12, 0))
+    logs = model.head(full).log_softmax(-1)
     expected = -logs.gather(2, text[:, 1:, None])[..., 0] / math.log(2)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(bits, expected, rtol=0, atol=1e-10)
 
 
 def test_what_is_written_goes_on_from_the_prompt_and_is_seeded() -> None:
@@ -110,31 +110,31 @@ def _model() -> CharacterModel:
 
 def test_passages_are_held_out_and_spread() -> None:
     corpus = read_corpus()
-    found = eviction.held_out_passages(corpus, 5)
-    assert found.shape == (5, LENGTH + 1)
-    assert torch.equal(found[0], corpus.held_out[: LENGTH + 1])
-    assert torch.equal(found[-1], corpus.held_out[-LENGTH - 1 :])
+    passages = eviction.held_out_passages(corpus, 5)
+    assert passages.shape == (5, LENGTH + 1)
+    assert torch.equal(passages[0], corpus.held_out[: LENGTH + 1])
+    assert torch.equal(passages[-1], corpus.held_out[-LENGTH - 1 :])
 
 
 def test_a_full_cache_loses_nothing_and_a_small_one_does(model: CharacterModel) -> None:
     text = torch.randint(19, (ROWS, 2 * BUDGET))
-    found = eviction.compare(model, text, BUDGET, seeds=2)
-    assert list(found) == ["full cache", *eviction.POLICIES, "by lot, seed 0", "by lot, seed 1"]
-    assert found["full cache"].error < 1e-5
-    assert all(loss.error > 1e-3 for name, loss in found.items() if name != "full cache")
-    assert found["by lot, seed 0"] != found["by lot, seed 1"]
-    assert found == eviction.compare(model, text, BUDGET, seeds=2)
+    losses = eviction.compare(model, text, BUDGET, seeds=2)
+    assert list(losses) == ["full cache", *eviction.POLICIES, "by lot, seed 0", "by lot, seed 1"]
+    assert losses["full cache"].error < 1e-5
+    assert all(loss.error > 1e-3 for name, loss in losses.items() if name != "full cache")
+    assert losses["by lot, seed 0"] != losses["by lot, seed 1"]
+    assert losses == eviction.compare(model, text, BUDGET, seeds=2)
 
 
 @torch.no_grad()
 def test_losses_are_their_formulas(model: CharacterModel) -> None:
-    text, full, found = torch.randint(19, (ROWS, 8)), torch.randn(ROWS, 7, 12), torch.randn(ROWS, 7, 12)
-    loss = eviction.lost(model, text, full, found, start=4)
+    text, full, other = torch.randint(19, (ROWS, 8)), torch.randn(ROWS, 7, 12), torch.randn(ROWS, 7, 12)
+    loss = eviction.lost(model, text, full, other, start=4)
     terms: list[tuple[float, float, float, float]] = []
     for row in range(ROWS):
         for place in range(4, 7):
-            difference = (found[row, place] - full[row, place]).square().sum().item()
-            p, q = (probabilities(model, output[row, place]) for output in (full, found))
+            difference = (other[row, place] - full[row, place]).square().sum().item()
+            p, q = (probabilities(model, output[row, place]) for output in (full, other))
             divergence = sum(a * math.log2(a / b) for a, b in zip(p, q, strict=True))
             bits = -math.log2(q[int(text[row, place + 1])])
             terms.append((difference, full[row, place].square().sum().item(), divergence, bits))
@@ -151,8 +151,8 @@ def probabilities(model: CharacterModel, output: Tensor) -> list[float]:
 @torch.no_grad()
 def test_every_layer_keeps_the_budget_by_lots_of_its_own(model: CharacterModel) -> None:
     text = torch.randint(19, (ROWS, 60))
-    whole = eviction.outputs(model, text, None)
-    torch.testing.assert_close(whole, model.decoder(model.embed(text), mask=masks.causal()))
+    full = eviction.outputs(model, text, None)
+    torch.testing.assert_close(full, model.decoder(model.embed(text), mask=masks.causal()))
     policy = dict(eviction.policies(1, 2))["by lot, seed 0"]
     caches = eviction.evicting(model, ROWS, BUDGET, policy)
     assert all(isinstance(cache.policy, RandomEviction) for cache in caches)
@@ -161,7 +161,7 @@ def test_every_layer_keeps_the_budget_by_lots_of_its_own(model: CharacterModel) 
     assert first.shape == second.shape == (ROWS, 2, BUDGET)
     assert not torch.equal(first, second)
     room = eviction.evicting(model, ROWS, 60, HeavyHitters)
-    torch.testing.assert_close(eviction.outputs(model, text, room), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(eviction.outputs(model, text, room), full, rtol=0, atol=1e-5)
 
 
 def test_the_table_compares_policies_with_lots() -> None:

@@ -46,8 +46,8 @@ MAY_3RD = date(1979, 5, 3)
     ],
 )
 def test_a_date_is_written_as_people_do(language: str, day: date, text: str) -> None:
-    own = dates.LANGUAGES[language]
-    assert text in [dates.write_as(day, own, template).text for template in own.formats]
+    entry = dates.LANGUAGES[language]
+    assert text in [dates.write_as(day, entry, template).text for template in entry.formats]
 
 
 def test_every_language_writes_every_date_and_no_text_stands_for_two() -> None:
@@ -159,8 +159,8 @@ def writer(model: Small, source: Tensor, cached: bool) -> object:
 
 @cached
 def test_a_beam_wide_enough_finds_the_likeliest_text(model: Small, source: Tensor, cached: bool) -> None:
-    found = searching.beam(writer(model, source, cached), START, END, LONGEST, TOKENS**LONGEST)
-    assert [until_end(row) for row in found] == [best_of_all(model, source[[row]]) for row in range(ROWS)]
+    texts = searching.beam(writer(model, source, cached), START, END, LONGEST, TOKENS**LONGEST)
+    assert [until_end(row) for row in texts] == [best_of_all(model, source[[row]]) for row in range(ROWS)]
 
 
 @cached
@@ -178,8 +178,8 @@ def test_a_beam_of_one_is_greedy(source: Tensor, cached: bool, seed: int) -> Non
 def test_caches_change_nothing(source: Tensor, width: int, seed: int) -> None:
     torch.manual_seed(seed)
     model = Small()
-    found = [searching.beam(writer(model, source, kind), START, END, LONGEST, width) for kind in (True, False)]
-    assert torch.equal(*found)
+    texts = [searching.beam(writer(model, source, kind), START, END, LONGEST, width) for kind in (True, False)]
+    assert torch.equal(*texts)
 
 
 @torch.no_grad()

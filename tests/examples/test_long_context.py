@@ -41,9 +41,9 @@ def test_losses_are_those_of_one_process(groups: Groups, tmp_path: Path, steps: 
         two = groups(2)
         one.run(_losses, tmp_path / "one", half, length, True, **options)
         saved = two.run(_losses, tmp_path / "two", half, length, True, **options)
-        found = one.run(_losses, tmp_path / "two", steps, length, **options)
-        found += two.run(_losses, tmp_path / "two", steps, length, **options)
-        found += two.run(_losses, tmp_path / "one", steps, length, **options)
-    for losses in [*saved, *found]:
+        resumed = one.run(_losses, tmp_path / "two", steps, length, **options)
+        resumed += two.run(_losses, tmp_path / "two", steps, length, **options)
+        resumed += two.run(_losses, tmp_path / "one", steps, length, **options)
+    for losses in [*saved, *resumed]:
         assert losses == pytest.approx(expected[: len(losses)], abs=1e-4)
-    assert {len(losses) for losses in found} == {steps}
+    assert {len(losses) for losses in resumed} == {steps}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
-from clearhead.errors import ArgumentError, RecordError, ShapeError
+from clearhead.plot import Tokens
 
 from .conftest import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, recorded, require_same_training
 
@@ -73,10 +73,6 @@ def test_weights_on_demand(model: Stack, x: Tensor) -> None:
     torch.testing.assert_close(-torch.xlogy(weights, weights).sum(-1), entropy, rtol=0, atol=1e-5)
     saved = rec.kept_call(0)
     assert not any(tensor.requires_grad for tensor in (saved.query, saved.key, saved.value))
-    unsaved, text = recorded(model, x), "keep: expected a record made with keep='queries_keys', got keep='statist"
-    for question in (lambda: unsaved.weights(0), lambda: unsaved.rollout([0])):
-        with pytest.raises(RecordError, match=text):
-            question()
 
 
 def test_only_copies_of_queries_and_keys_are_saved() -> None:
@@ -166,24 +162,25 @@ def test_learned_queries_are_not_padded_by_their_keys(x: Tensor) -> None:
     assert recorded(Latents(), {"x": x, "attention_mask": MASK})["attend"].counted.all()
 
 
-#: Errors of the constructor, and of calls inside the block. `tests/malformed` has others.
-REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
-    (ArgumentError, r"for top_k.*Write statistics=\('entropy', 'received', 'max_logit'\)", {"per": "kv_head"}),
-    (ArgumentError, "keep: expected 'statistics' or 'queries_keys', got 'all'", {"keep": "all"}),
-    (ArgumentError, "heads: expected a list of whole numbers, got 2", {"heads": 2}),
-    (ArgumentError, r"a list of names or numbers, got 'blocks'\. Write \['blocks'\]", {"layers": "blocks"}),
-    (ArgumentError, "layers: expected", {"layers": ["blocks.1.attention"]}),
-    (ArgumentError, "layers: expected", {"layers": [0, 3]}),
-    (ArgumentError, "layers: expected", {"layers": [-1]}),
-    (ArgumentError, "layers: expected", {"layers": ["blocks.1", 0]}),  # no attention runs in the block itself
-    (ArgumentError, "heads: expected numbers in 0 …", {"heads": [4]}),
-    (ArgumentError, "heads: expected numbers in 0 …", {"heads": [-5]}),
-    (ArgumentError, "heads: expected numbers in 0 …", {"heads": [2], "per": "kv_head", "statistics": ("entropy",)}),
-    (ShapeError, "query_mask: expected", {"query_mask": torch.ones(BATCH, LENGTH + 2).bool()}),
-]
+@pytest.mark.parametrize(("query", "key", "item"), [(4, 1, 0), (-2, -7, 1)])
+def test_heads_are_ranked_by_one_weight(query: int, key: int, item: int) -> None:
+    model = nn.Sequential(*(clearhead.MultiHeadAttention(WIDTH, heads) for heads in (3, 2))).double()
+    rec = recorded(model, torch.randn(BATCH, LENGTH, WIDTH).double(), keep="queries_keys")
+    ranked = rec.rank_heads(query, key, item=item)
+    assert [one.weight for one in ranked] == sorted((one.weight for one in ranked), reverse=True)
+    assert {(one.layer, one.head) for one in ranked} == {(n, h) for n in rec for h in range(rec.weights(n).shape[1])}
+    for layer, head, weight in ranked:
+        assert weight == pytest.approx(rec.weights(layer)[item, head, query, key].item(), abs=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "text", "arguments"), REFUSED)
-def test_refused(kind: type[Exception], text: str, arguments: dict[str, Any], model: Stack, x: Tensor) -> None:
-    with pytest.raises(kind, match=text):
-        recorded(model, x, **arguments)
+WORDS = ["[CLS]", "it", "was", "too", "tired", "too", "[SEP]"]
+
+
+@pytest.mark.parametrize("tokens", [WORDS, Tokens(WORDS)])
+def test_texts_of_tokens_stand_for_their_numbers(tokens: list[str] | Tokens, model: Stack, x: Tensor) -> None:
+    rec = recorded(model, x[:1], keep="queries_keys")
+    ranked = rec.rank_heads("tired", "it", tokens=tokens)
+    assert ranked == rec.rank_heads(4, 1)
+    assert ranked == rec.rank_heads("tired", "B", tokens=tokens, key_tokens=["A", "B", *"CDEFG"])
+    assert ranked == rec.rank_heads("tired", 1, tokens=tokens)
+    assert repr(ranked[0]) == f"<{ranked[0].layer} head {ranked[0].head}: {ranked[0].weight:.4f}>"

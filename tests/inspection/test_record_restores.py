@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead.errors import ShapeError
-from tests.support.threads import in_threads
 
 from .conftest import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, hooks, nothing_left
 
@@ -74,7 +74,7 @@ def test_threads_record_independently(models: Any) -> None:
             together.wait()
         records[number] = rec
 
-    in_threads(work, 2)
+    list(ThreadPoolExecutor(2).map(work, range(2)))
     for number, rec in records.items():
         assert list(rec) == ([""] if isinstance(models[number], Theirs) else NAMES[:2])
         assert [call.batch_size for calls in rec.values() for call in calls] == [number + 1] * len(rec)

@@ -20,7 +20,7 @@ from tests.support.models import minilm
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
 from .conftest import require_same_training
-from .small_models import small, small_bart
+from .small_models import small
 
 OPTIONS: dict[str, Any] = {"statistics": EVERY, "top_k": 8, "map_size": 5, "sink_keys": 2, "offsets": (-1, 0, 2)}
 SENTENCES = [
@@ -156,7 +156,7 @@ def test_cached_decoding_appends_a_call_per_step(
 def test_encoder_and_decoder_count_their_own_queries(
     arguments: str, target_length: int, implementation: str, attended: list[Attended]
 ) -> None:
-    model, mask = small_bart(), padding("right", 7).bool()
+    model, mask = small("bart"), padding("right", 7).bool()
     inputs = {"input_ids": token_ids(7), "attention_mask": mask.long(), arguments: token_ids(target_length)}
     rec = recorded(model, implementation, lambda **inputs: model(**inputs), **inputs)
     assert len(rec) == 6

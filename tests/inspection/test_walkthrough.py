@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, Walkthrough, masks, walkthrough
-from clearhead.errors import ArgumentError, ShapeError
+from clearhead.errors import ShapeError
 from clearhead.positions import ALiBi, RelativeBias, Rotary
+from tests.support.randomised import randomised
 
 #: The words of the walkthrough in each language.
 WORDS = {
@@ -37,9 +38,7 @@ class Setting:
     def run(self, dtype: torch.dtype = torch.float64, language: str = "en") -> tuple[Walkthrough, tuple[Tensor, ...]]:
         """Returns the walkthrough, and the module's own output and weights (per head) in evaluation mode."""
         torch.manual_seed(3)
-        module = self.module().to(dtype).eval()
-        for parameter in module.parameters():
-            nn.init.normal_(parameter, std=0.3)
+        module = randomised(self.module().to(dtype), 0.3)
         inputs = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in self.shapes]
         mask = self.mask()
         walk = walkthrough(module, *inputs, mask=mask, language=language)
@@ -55,8 +54,8 @@ def bias_with_minus_infinity() -> masks.Mask:
 
 
 def with_every_part() -> MultiHeadAttention:
-    own = masks.sliding_window(3, 1) & ALiBi(H)
-    parts = {"position": Rotary(D), "q_norm": nn.RMSNorm(D, eps=1e-6), "k_norm": nn.LayerNorm(D), "mask": own}
+    own_mask = masks.sliding_window(3, 1) & ALiBi(H)
+    parts = {"position": Rotary(D), "q_norm": nn.RMSNorm(D, eps=1e-6), "k_norm": nn.LayerNorm(D), "mask": own_mask}
     return MultiHeadAttention(E, H, num_kv_heads=2, softcap=0.7, sinks=True, scale=0.9, **parts)
 
 
@@ -171,9 +170,7 @@ def formulas(module: MultiHeadAttention, x: Tensor) -> dict[str, Tensor]:
 
 def test_every_step_is_its_formula() -> None:
     torch.manual_seed(11)
-    module = with_every_part().double()
-    for parameter in module.parameters():
-        nn.init.normal_(parameter)
+    module = randomised(with_every_part().double(), 1.0)
     x = torch.randn(B, L, E, dtype=torch.float64)
     walk = walkthrough(module, x, mask=every_kind_of_mask())
     with torch.no_grad():
@@ -329,12 +326,3 @@ def test_only_small_calls_have_a_table_of_the_first_heads_weights() -> None:
     table = torch.tensor([[float(number) for number in row] for row in rows])
     torch.testing.assert_close(table, walk["softmax"].tensor[0, 0].float(), rtol=0, atol=5.1e-4)
     assert "weights of batch item 0" not in str(walkthrough(MultiHeadAttention(E, H), torch.randn(1, 7, E)))
-
-
-@pytest.mark.parametrize("split", ["head_shard", "sequence_shard"])
-def test_modules_that_are_split_are_refused(split: str) -> None:
-    module = MultiHeadAttention(E, H)
-    setattr(module, split, object())
-    text = r"^module: expected a module that one process computes, got .* Walk through the module before it is split\."
-    with pytest.raises(ArgumentError, match=text):
-        walkthrough(module, torch.randn(B, L, E))

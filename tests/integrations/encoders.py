@@ -74,8 +74,3 @@ def require_near(actual: Tensor, expected: Tensor, mask: Tensor | None = None) -
 def gradients_of(model: nn.Module, loss: Tensor) -> list[Tensor]:
     gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return [gradient for gradient in gradients if gradient is not None]
-
-
-def state(module: nn.Module) -> dict[str, Any]:
-    """Everything a module holds, in a form that can be compared."""
-    return {name: dict(part.__dict__) for name, part in module.named_modules()}

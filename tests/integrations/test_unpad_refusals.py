@@ -19,7 +19,8 @@ import clearhead
 from clearhead.errors import ArgumentError
 from tests.integrations.architectures import VOCABULARY
 from tests.integrations.conftest import Rows
-from tests.integrations.encoders import BATCH, ENCODERS, LENGTH, build, inputs_of, masks_of, pair, require_near, state
+from tests.integrations.encoders import BATCH, ENCODERS, LENGTH, build, inputs_of, masks_of, pair, require_near
+from tests.support.snapshots import snapshot
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -157,10 +158,10 @@ KNOWN = rf"unpad: .* padding out \({', '.join(ENCODERS)}\) .*"
 )
 def test_other_models_are_refused_by_name(make: Callable[[], nn.Module], options: dict[str, bool], text: str) -> None:
     model = make()
-    before = state(model)
+    before = snapshot(model, 40)
     with pytest.raises(ArgumentError, match=text):
         clearhead.upgrade(model, unpad=True, **options)
-    assert state(model) == before
+    assert snapshot(model, 40) == before
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_an_error_in_the_middle_leaves_everything() -> None:
 @pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_downgrade_restores_everything(copied: Callable[[Any], Any]) -> None:
     model = build("BertModel", "ForSequenceClassification")
-    before, attention = state(model), model.config._attn_implementation
+    before, attention = snapshot(model, 40), model.config._attn_implementation
     clearhead.upgrade(model, unpad=True)
     assert inspect.signature(model.forward) == inspect.signature(type(model).forward.__get__(model))
     assert inspect.signature(model.bert.forward) == inspect.signature(type(model.bert).forward.__get__(model.bert))
@@ -207,7 +208,7 @@ def test_downgrade_restores_everything(copied: Callable[[Any], Any]) -> None:
     assert ours.config._attn_implementation == attention
     assert "forward" not in vars(ours) | vars(ours.bert)
     assert not ours.bert.pooler._forward_pre_hooks
-    assert ours is not model or state(model) == before
+    assert ours is not model or snapshot(model, 40) == before
     ours.forward = ours.forward
     assert "the forward of BertForSequenceClassification was replaced" in str(clearhead.upgrade(ours, unpad=True))
 
@@ -216,10 +217,10 @@ def test_upgrading_twice_registers_once() -> None:
     model = build("BertModel")
     clearhead.upgrade(model)
     assert clearhead.upgrade(model, attention=False, unpad=True).unpadded == ("",)
-    once = state(model)
+    once = snapshot(model, 40)
     report = clearhead.upgrade(model, unpad=True)
     assert report.left_padded == {"": "it runs without padding already"}
-    assert state(model) == once
+    assert snapshot(model, 40) == once
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it

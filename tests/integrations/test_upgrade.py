@@ -17,8 +17,9 @@ import clearhead
 from clearhead.errors import DTypeError
 from tests.integrations.architectures import relative_error
 from tests.integrations.conftest import Rows
-from tests.integrations.encoders import build, inputs_of, require_near, state
+from tests.integrations.encoders import build, inputs_of, require_near
 from tests.support.models import minilm
+from tests.support.snapshots import snapshot
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def changed_linears() -> nn.ModuleDict:
 @pytest.mark.usefixtures("on_amd")
 def test_only_unmodified_linears_are_swapped() -> None:
     model = changed_linears()
-    before, parameters = state(model), list(model.parameters())
+    before, parameters = snapshot(model, 40), list(model.parameters())
     kinds = {name: type(module) for name, module in model.named_modules()}
     report = clearhead.upgrade(model)
     assert report.linears == ("plain", "without bias")
@@ -78,7 +79,7 @@ def test_only_unmodified_linears_are_swapped() -> None:
     assert "\n  linear: plain\n" in str(report)
     assert "\n  left alone: 3 linear layers, it has hooks" in str(report)
     assert clearhead.downgrade(model).linears == ("plain", "without bias", "ours")
-    assert state(model) == before
+    assert snapshot(model, 40) == before
     assert {name for name, module in model.named_modules() if type(module) is not kinds[name]} == {"ours"}
 
 
@@ -108,7 +109,7 @@ def test_choices() -> None:
 @pytest.mark.usefixtures("on_amd")
 def test_a_model_of_transformers_keeps_its_parameters_ties_and_files(tmp_path: Path) -> None:
     model = build("BertModel", "ForMaskedLM")
-    theirs, before = copy.deepcopy(model), state(model)
+    theirs, before = copy.deepcopy(model), snapshot(model, 40)
     keys, parameters = list(model.state_dict()), [(id(each), each.data_ptr()) for each in model.parameters()]
     report = clearhead.upgrade(model, unpad=True)
     assert len(report.linears) == 14  # two layers of six, and the head's two
@@ -126,7 +127,7 @@ def test_a_model_of_transformers_keeps_its_parameters_ties_and_files(tmp_path: P
     assert type(loaded.cls.predictions.decoder) is nn.Linear
     require_near(loaded(**given).logits, expected, given["attention_mask"])
     clearhead.downgrade(model)
-    assert state(model) == before
+    assert snapshot(model, 40) == before
 
 
 def test_attention_that_cannot_be_set_is_left() -> None:

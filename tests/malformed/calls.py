@@ -22,17 +22,11 @@ from tests.malformed.values import OwnError, any_value, changed_tensor
 from tests.support.snapshots import snapshot, surroundings
 
 
-@dataclass
 class Call:
-    """A valid call.
+    """A valid call of a function with arguments by name."""
 
-    Args:
-        function: what is called.
-        arguments: by name, all valid.
-    """
-
-    function: Callable[..., Any]
-    arguments: dict[str, Any]
+    def __init__(self, function: Callable[..., Any], /, **arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
 
     def reached(self) -> list[Any]:
         """Modules, caches, masks and tensors that the call reads or belongs to."""
@@ -40,11 +34,6 @@ class Call:
         result = [self.function, getattr(self.function, "__self__", None), *closed, *self.arguments.values()]
         result += [item for one in result if isinstance(one, (list, tuple)) for item in one]
         return [item for item in result if isinstance(item, (nn.Module, Cache, Mask, Tensor))]
-
-
-def valid(function: Callable[..., Any], /, **arguments: Any) -> Call:
-    """A valid call with these arguments."""
-    return Call(function, arguments)
 
 
 @dataclass(frozen=True)
@@ -99,12 +88,6 @@ class Malformed:
 
 def malformed(rng: random.Random, names: list[str]) -> Malformed:
     """A call of one of the named cases with one or two arguments replaced, dropped or added."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of PyTorch, about what some values are
-        return _malformed(rng, names)
-
-
-def _malformed(rng: random.Random, names: list[str]) -> Malformed:
     known = CASES[rng.choice(names)]
     torch.manual_seed(_SEED)
     call = known.make()
@@ -134,13 +117,11 @@ def problem_of(attempt: Malformed) -> str:
 
     A call that is refused leaves what it was given, and what surrounds it, as it was.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         reached, around = attempt.call.reached(), surroundings()
         before = [snapshot(item) for item in reached]
     problem, refused = _outcome(attempt)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         if not problem and refused and [snapshot(item) for item in reached] != before:
             problem = "a refused call changed what it reaches"
     return problem or ("" if surroundings() == around else "it changed what surrounds it")
@@ -152,8 +133,7 @@ def _outcome(attempt: Malformed) -> tuple[str, bool]:
     conflict = any(isinstance(given.get(name), _FITTING) for name in attempt.changed)
     about = {*attempt.changed, *given} if conflict else set(attempt.changed)
     named = {alias for name in about for alias in (name, *attempt.case.aliases.get(name, ()))}
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as warned:
         try:
             attempt.call.function(**attempt.call.arguments)
         except ClearheadError as error:
@@ -196,14 +176,9 @@ def _parameters(known: Case, call: Call) -> list[str]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                shape = tuple(value.shape)
-            except RuntimeError:
-                shape = "nested"
-            learned = ", requires_grad" if value.requires_grad else ""
-            return f"{type(value).__name__}({shape}, {value.dtype}, {value.layout}, {value.device}{learned})"
+        shape = "nested" if value.is_nested else tuple(value.shape)
+        learned = ", requires_grad" if value.requires_grad else ""
+        return f"{type(value).__name__}({shape}, {value.dtype}, {value.layout}, {value.device}{learned})"
     try:
         return repr(value)[:150]
     except Exception as error:

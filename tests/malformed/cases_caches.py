@@ -11,7 +11,7 @@ import transformers
 from clearhead import caches
 from clearhead.caches import EvictingKVCache, HeavyHitters, Held, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.integrations.transformers import cache_for
-from tests.malformed.calls import Call, case, valid
+from tests.malformed.calls import Call, case
 
 B, KV, D = 2, 3, 4
 
@@ -52,7 +52,7 @@ def _register(kind: str, method: str) -> None:
     @case(f"caches.{kind}.{method}", key="cache", value="cache", length="max_crop")
     def _() -> Call:
         cache = _filled(MAKERS[kind]())
-        return valid(getattr(cache, method), **ARGUMENTS[method]())
+        return Call(getattr(cache, method), **ARGUMENTS[method]())
 
 
 for _kind in MAKERS:
@@ -65,19 +65,19 @@ def _() -> Call:
     cache = _filled(KVCache(B, KV, 9, D))
     cache.crop(torch.tensor([3, 5]))
     positions = torch.tensor([[3, 4], [5, 6]])
-    return valid(cache.update, **_new(), positions=positions)
+    return Call(cache.update, **_new(), positions=positions)
 
 
 SIZES: dict[str, Any] = {"batch_size": B, "num_kv_heads": KV, "head_dim": D, "value_head_dim": 5}
 SIZES |= {"dtype": torch.float32, "device": "cpu"}
-case("caches.KVCache")(lambda: valid(KVCache, **SIZES, max_length=5))
-case("caches.SlidingKVCache")(lambda: valid(SlidingKVCache, **SIZES, window=5, max_crop=2))
-case("caches.EvictingKVCache")(lambda: valid(EvictingKVCache, **SIZES, budget=5, policy=HeavyHitters()))
-case("caches.HeavyHitters", weight=2)(lambda: valid(HeavyHitters, recent=0.5))
-case("caches.SinksAndRecent", weight=2)(lambda: valid(SinksAndRecent, sinks=2))
-case("caches.RandomEviction", weight=2)(lambda: valid(caches.RandomEviction, seed=2))
+case("caches.KVCache")(lambda: Call(KVCache, **SIZES, max_length=5))
+case("caches.SlidingKVCache")(lambda: Call(SlidingKVCache, **SIZES, window=5, max_crop=2))
+case("caches.EvictingKVCache")(lambda: Call(EvictingKVCache, **SIZES, budget=5, policy=HeavyHitters()))
+case("caches.HeavyHitters", weight=2)(lambda: Call(HeavyHitters, recent=0.5))
+case("caches.SinksAndRecent", weight=2)(lambda: Call(SinksAndRecent, sinks=2))
+case("caches.RandomEviction", weight=2)(lambda: Call(caches.RandomEviction, seed=2))
 case("caches.Held.among_last", weight=2)(
-    lambda: valid(Held(torch.arange(4).expand(1, 1, 4), torch.zeros(1, 1, 4), 3).among_last, count=2)
+    lambda: Call(Held(torch.arange(4).expand(1, 1, 4), torch.zeros(1, 1, 4), 3).among_last, count=2)
 )
 
 
@@ -97,5 +97,5 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 for _kind, _given in KINDS.items():
     case(f"integrations.transformers.cache_for, {_kind}")(
-        lambda kind=_kind, given=_given: valid(cache_for, model=_decoder(), kind=kind, **given)
+        lambda kind=_kind, given=_given: Call(cache_for, model=_decoder(), kind=kind, **given)
     )

@@ -10,7 +10,7 @@ import torch
 
 import clearhead
 from clearhead import checkpoints
-from tests.malformed.calls import Call, case, valid
+from tests.malformed.calls import Call, case
 
 
 def _state() -> dict[str, Any]:
@@ -21,17 +21,15 @@ def _state() -> dict[str, Any]:
 @case("checkpoints.load", weight=6, source=("tensors", "checkpoint"))
 def _() -> Call:
     given = {"num_heads": 3, "num_kv_heads": 3, "naming": "o_proj", "prefix": "a", "dropout": 0.1, "scale": 0.5}
-    return valid(checkpoints.load, source=_state(), **given)
+    return Call(checkpoints.load, source=_state(), **given)
 
 
 case("checkpoints.load, one tensor", names=tuple(f"a.{role}_proj.weight" for role in "qkvo"), weight=6)(
-    lambda: valid(lambda **state: checkpoints.load(state, 3), **_state())
+    lambda: Call(lambda **state: checkpoints.load(state, 3), **_state())
 )
-case("checkpoints.identify", weight=4)(
-    lambda: valid(checkpoints.identify, source=_state(), naming="o_proj", prefix="a")
-)
+case("checkpoints.identify", weight=4)(lambda: Call(checkpoints.identify, source=_state(), naming="o_proj", prefix="a"))
 case("checkpoints.save", weight=4)(
-    lambda: valid(checkpoints.save, module=clearhead.MultiHeadAttention(12, 3), naming="torch", prefix="a")
+    lambda: Call(checkpoints.save, module=clearhead.MultiHeadAttention(12, 3), naming="torch", prefix="a")
 )
 
 
@@ -52,13 +50,13 @@ def _bloom() -> tuple[Any, dict[str, Any]]:
 @case("checkpoints.from_transformers", weight=4)
 def _() -> Call:
     config, state = _bloom()
-    return valid(checkpoints.from_transformers, source=dict(state), layer=0, config=config, part="self")
+    return Call(checkpoints.from_transformers, source=dict(state), layer=0, config=config, part="self")
 
 
 @case("checkpoints.layers_from_transformers", weight=4)
 def _() -> Call:
     config, state = _bloom()
-    return valid(checkpoints.layers_from_transformers, source=dict(state), config=config, part=None)
+    return Call(checkpoints.layers_from_transformers, source=dict(state), config=config, part=None)
 
 
 @case(
@@ -74,7 +72,7 @@ def _() -> Call:
     def load(**settings: Any) -> Any:
         return checkpoints.from_transformers(dict(state), 0, config=SimpleNamespace(**settings))
 
-    return valid(load, **vars(config))
+    return Call(load, **vars(config))
 
 
 @case("checkpoints.Naming.of_linears")
@@ -84,4 +82,4 @@ def _() -> Call:
         return checkpoints.save(clearhead.MultiHeadAttention(12, 3), naming)
 
     names = {"name": "mine", "query": "q", "key": "k", "value": "v", "output": "o", "description": "mine"}
-    return valid(named, **names, square=False, ignored=())
+    return Call(named, **names, square=False, ignored=())

@@ -11,7 +11,7 @@ from torch import nn
 import clearhead
 from clearhead import masks
 from clearhead.integrations.transformers import AttentionMonitorCallback
-from tests.malformed.calls import Call, case, valid
+from tests.malformed.calls import Call, case
 from tests.malformed.values import OwnError, users_own
 
 E, H = 12, 3
@@ -53,18 +53,18 @@ def _record(**given: Any) -> Any:
 OPTIONS: dict[str, Any] = {"statistics": ("entropy", "rows", "offset"), "layers": [0], "heads": [0, 2], "queries": [0]}
 OPTIONS |= {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "offsets": (-1,)}
 OTHERS = ("top_k", "map_size", "map_pooling", "sink_keys", "per")
-case("record", weight=10, arguments=("model", *OPTIONS, *OTHERS))(lambda: valid(_record, model=model(), **OPTIONS))
-case("record[...]", name="recorded")(lambda: valid(lambda name: recorded()[name], name="self_attn"))
-case("record[...][...]")(lambda: valid(lambda index: recorded()["self_attn"][index], index=0))
-case("record.name_of")(lambda: valid(recorded().name_of, layer=0))
-case("record.kept_call")(lambda: valid(recorded().kept_call, layer=0, call=0))
-case("record.weights", weight=6)(lambda: valid(recorded().weights, layer=0, head=1, queries=[0], call=0))
+case("record", weight=10, arguments=("model", *OPTIONS, *OTHERS))(lambda: Call(_record, model=model(), **OPTIONS))
+case("record[...]", name="recorded")(lambda: Call(lambda name: recorded()[name], name="self_attn"))
+case("record[...][...]")(lambda: Call(lambda index: recorded()["self_attn"][index], index=0))
+case("record.name_of")(lambda: Call(recorded().name_of, layer=0))
+case("record.kept_call")(lambda: Call(recorded().kept_call, layer=0, call=0))
+case("record.weights", weight=6)(lambda: Call(recorded().weights, layer=0, head=1, queries=[0], call=0))
 case("record.rollout", weight=6, layers="layer")(
-    lambda: valid(recorded().rollout, targets=[0, 2], layers=["self_attn"], residual=0.5)
+    lambda: Call(recorded().rollout, targets=[0, 2], layers=["self_attn"], residual=0.5)
 )
-case("summary[...]")(lambda: valid(lambda statistic: recorded().summary()[statistic], statistic="entropy"))
-case("AttentionStatistics.with_heads")(lambda: valid(recorded()["self_attn"][0].with_heads, heads=[0, 1]))
-case("AttentionStatistics.head_sums")(lambda: valid(recorded()["self_attn"][0].head_sums, name="entropy"))
+case("summary[...]")(lambda: Call(lambda statistic: recorded().summary()[statistic], statistic="entropy"))
+case("AttentionStatistics.with_heads")(lambda: Call(recorded()["self_attn"][0].with_heads, heads=[0, 1]))
+case("AttentionStatistics.head_sums")(lambda: Call(recorded()["self_attn"][0].head_sums, name="entropy"))
 
 
 @case("intervene", weight=6)
@@ -74,7 +74,7 @@ def _() -> Call:
             return _model(x())
 
     _model = model()
-    return valid(run, model=_model, changes={("self_attn", 1): 0.5})
+    return Call(run, model=_model, changes={("self_attn", 1): 0.5})
 
 
 @case("intervene, one change", weight=6, change="changes", head="changes", name="changes")
@@ -89,7 +89,7 @@ def _() -> Call:
         with clearhead.intervene(model(), {key: change}):
             return model()(x())
 
-    return valid(run, name="self_attn", head=0, change=torch.zeros(2, 5, 4))
+    return Call(run, name="self_attn", head=0, change=torch.zeros(2, 5, 4))
 
 
 @case("head_importance")
@@ -104,13 +104,13 @@ def _() -> Call:
         loss = users_own(loss) if callable(loss) else loss
         return clearhead.head_importance(model, batches, loss, progress=progress)
 
-    return valid(run, model=model(), batches=[x()], loss=loss, progress=False)
+    return Call(run, model=model(), batches=[x()], loss=loss, progress=False)
 
 
 @case("walkthrough", weight=6)
 def _() -> Call:
     given = {"module": model().self_attn, "query": x(), "key": x(), "value": x(), "mask": masks.causal()}
-    return valid(clearhead.walkthrough, **given, language="en")
+    return Call(clearhead.walkthrough, **given, language="en")
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def walked() -> Any:
     return clearhead.walkthrough(model().self_attn, x())
 
 
-case("walkthrough[...]")(lambda: valid(lambda name: walked()[name], name="scores"))
+case("walkthrough[...]")(lambda: Call(lambda name: walked()[name], name="scores"))
 
 
 MONITOR: dict[str, Any] = {"every": 2, "statistics": ("entropy", "sink"), "to": lambda step, values: None}
@@ -133,8 +133,8 @@ def _monitored(**given: Any) -> Any:
         return model()(x())
 
 
-case("monitor", weight=6, arguments=("model", *MONITOR))(lambda: valid(_monitored, model=model(), **MONITOR))
-case("integrations.transformers.AttentionMonitorCallback", weight=3)(lambda: valid(AttentionMonitorCallback, **MONITOR))
+case("monitor", weight=6, arguments=("model", *MONITOR))(lambda: Call(_monitored, model=model(), **MONITOR))
+case("integrations.transformers.AttentionMonitorCallback", weight=3)(lambda: Call(AttentionMonitorCallback, **MONITOR))
 
 
 @case("qk_clip_", weight=6)
@@ -143,4 +143,4 @@ def _() -> Call:
         torch.manual_seed(8)
         attend = clearhead.MultiHeadAttention(E, H)
     given = {"module": attend, "max_logits": torch.tensor([[1.0, 7.0, 2.0]]), "threshold": 3.0}
-    return valid(clearhead.qk_clip_, **given)
+    return Call(clearhead.qk_clip_, **given)

@@ -8,7 +8,7 @@ import torch
 
 import clearhead
 from clearhead import masks
-from tests.malformed.calls import Call, case, valid
+from tests.malformed.calls import Call, case
 from tests.malformed.values import users_own
 
 LETTERS = {"batch_size": ("B", "batch"), "num_heads": "H", "query_length": "L", "key_length": "S"}
@@ -36,28 +36,28 @@ def _drop(tensor: Any = None, keys: Any = None) -> Any:
     return _used(masks.drop(tensor, keys=keys))
 
 
-case("masks.causal")(lambda: valid(lambda align: _used(masks.causal(align)), align="bottom_right"))
+case("masks.causal")(lambda: Call(lambda align: _used(masks.causal(align)), align="bottom_right"))
 case("masks.sliding_window", weight=6, left="window", right="window")(
-    lambda: valid(lambda left, right: _used(masks.sliding_window(left, right)), left=1, right=0)
+    lambda: Call(lambda left, right: _used(masks.sliding_window(left, right)), left=1, right=0)
 )
-case("masks.prefix", weight=6, n="prefix")(lambda: valid(lambda n: _used(masks.prefix(n)), n=LENGTHS))
+case("masks.prefix", weight=6, n="prefix")(lambda: Call(lambda n: _used(masks.prefix(n)), n=LENGTHS))
 case("masks.lengths", weight=6, key_lengths="lengths", query_lengths="lengths")(
-    lambda: valid(
+    lambda: Call(
         lambda key_lengths, query_lengths: _used(masks.lengths(key_lengths, query_lengths)),
         **{"key_lengths": LENGTHS, "query_lengths": LENGTHS},
     )
 )
 case("masks.documents", weight=6, ids="documents")(
-    lambda: valid(lambda ids: _used(masks.documents(ids)), ids=torch.tensor([0, 0, 1, 1, 2]))
+    lambda: Call(lambda ids: _used(masks.documents(ids)), ids=torch.tensor([0, 0, 1, 1, 2]))
 )
-case("masks.mask_mod", fn="where")(lambda: valid(lambda fn: _used(_mod(fn)), fn=lambda b, h, q, k: (q - k) % 2 == 0))
-case("masks.keep", weight=6, **MARKS)(lambda: valid(_keep, tensor=torch.ones(5, 5)))
-case("masks.keep(keys=...)", weight=6, **MARKS)(lambda: valid(_keep, keys=torch.ones(2, 5)))
+case("masks.mask_mod", fn="where")(lambda: Call(lambda fn: _used(_mod(fn)), fn=lambda b, h, q, k: (q - k) % 2 == 0))
+case("masks.keep", weight=6, **MARKS)(lambda: Call(_keep, tensor=torch.ones(5, 5)))
+case("masks.keep(keys=...)", weight=6, **MARKS)(lambda: Call(_keep, keys=torch.ones(2, 5)))
 case("masks.drop", weight=6, tensor=("drop", "mask"), keys=("drop", "mask"))(
-    lambda: valid(_drop, tensor=torch.ones(5, 5))
+    lambda: Call(_drop, tensor=torch.ones(5, 5))
 )
 case("masks.bias", weight=6, tensor=("bias", "mask"))(
-    lambda: valid(lambda tensor: _used(masks.bias(tensor)), tensor=torch.randn(2, 3, 5, 5))
+    lambda: Call(lambda tensor: _used(masks.bias(tensor)), tensor=torch.randn(2, 3, 5, 5))
 )
 
 
@@ -67,25 +67,25 @@ def _sizes() -> dict[str, Any]:
 
 
 # Masks speak of the sizes of a call by their letters.
-case("Mask.dense", weight=8, **LETTERS)(lambda: Call((masks.causal() & masks.lengths(LENGTHS)).dense, _sizes()))
-case("Mask.prepare", weight=8, **LETTERS)(lambda: Call((masks.causal() & masks.lengths(LENGTHS)).prepare, _sizes()))
+case("Mask.dense", weight=8, **LETTERS)(lambda: Call((masks.causal() & masks.lengths(LENGTHS)).dense, **_sizes()))
+case("Mask.prepare", weight=8, **LETTERS)(lambda: Call((masks.causal() & masks.lengths(LENGTHS)).prepare, **_sizes()))
 
 
 @case("Mask.dense of a tensor", weight=4, **LETTERS)
 def _() -> Call:
     mask = masks.keep(torch.ones(5, 5)) & masks.documents(torch.arange(5)) & masks.bias(torch.zeros(2, 3, 5, 5))
-    return valid(mask.dense, **_sizes())
+    return Call(mask.dense, **_sizes())
 
 
 case("Mask.check", weight=8, **LETTERS)(
-    lambda: valid((masks.sliding_window(2, 0) & masks.lengths(LENGTHS)).check, **_sizes())
+    lambda: Call((masks.sliding_window(2, 0) & masks.lengths(LENGTHS)).check, **_sizes())
 )
 case("Mask.check of a rule", weight=4)(
-    lambda: valid((masks.causal("bottom_right") | masks.prefix(2)).check, query_length=5, key_length=7)
+    lambda: Call((masks.causal("bottom_right") | masks.prefix(2)).check, query_length=5, key_length=7)
 )
 case("Mask & other", other=("mask", "bias"))(
-    lambda: valid(lambda other: _used(masks.causal() & other), other=torch.ones(5, 5).bool())
+    lambda: Call(lambda other: _used(masks.causal() & other), other=torch.ones(5, 5).bool())
 )
 case("Mask | other", other=("mask", "bias"))(
-    lambda: valid(lambda other: _used(masks.causal() | other), other=torch.ones(5, 5).bool())
+    lambda: Call(lambda other: _used(masks.causal() | other), other=torch.ones(5, 5).bool())
 )

@@ -14,7 +14,7 @@ import torch
 import clearhead
 from clearhead import plot
 from clearhead.plot import Tokens, read_tokens
-from tests.malformed.calls import Call, case, valid
+from tests.malformed.calls import Call, case
 from tests.malformed.cases_inspection import recorded
 
 mpl.use("agg")
@@ -56,7 +56,7 @@ ROLLOUT = {"item": 0, "layers": [0], "residual": 0.5}
 
 
 def _drawn(draw: Any, **arguments: Any) -> Call:
-    return valid(_closing(draw), **arguments)
+    return Call(_closing(draw), **arguments)
 
 
 def _given() -> Any:
@@ -64,10 +64,10 @@ def _given() -> Any:
 
 
 case("plot.page", weight=2)(
-    lambda: valid(plot.page, rec=recorded(), **TOKENS, layer=0, head=1, labels=["a", "b"], title="t")
+    lambda: Call(plot.page, rec=recorded(), **TOKENS, layer=0, head=1, labels=["a", "b"], title="t")
 )
-case("record.page", weight=2)(lambda: valid(recorded().page, **TOKENS, key_tokens=[NAMES, NAMES]))
-case("plot.page, crops", weight=2)(lambda: valid(plot.page, rec=recorded(), crops=[(0, 1, slice(0, 3), slice(0, 2))]))
+case("record.page", weight=2)(lambda: Call(recorded().page, **TOKENS, key_tokens=[NAMES, NAMES]))
+case("plot.page, crops", weight=2)(lambda: Call(plot.page, rec=recorded(), crops=[(0, 1, slice(0, 3), slice(0, 2))]))
 case("plot.plot_heads", weight=1)(lambda: _drawn(plot.plot_heads, rec=recorded(), statistic="entropy"))
 case("plot.plot_map", weight=1)(lambda: _drawn(plot.plot_map, rec=recorded(), **CELL, **TOKENS, words=True))
 case("plot.plot_received", weight=1)(lambda: _drawn(plot.plot_received, rec=recorded(), **CELL, **TOKENS))
@@ -78,23 +78,23 @@ case("plot.plot_rollout of patches", weight=1, layers="layer")(
     lambda: _drawn(plot.plot_rollout, rec=recorded(), targets=0, grid=(2, 2), image=torch.rand(4, 4, 3), **ROLLOUT)
 )
 case("plot.compare", weight=2)(
-    lambda: valid(plot.compare, rec=recorded(), other=recorded(), **TOKENS, other_tokens=[NAMES, NAMES])
+    lambda: Call(plot.compare, rec=recorded(), other=recorded(), **TOKENS, other_tokens=[NAMES, NAMES])
 )
 case("plot.Comparison", weight=2)(
-    lambda: valid(plot.Comparison, first=recorded(), second=recorded(), **TOKENS, other_tokens=[NAMES, NAMES])
+    lambda: Call(plot.Comparison, first=recorded(), second=recorded(), **TOKENS, other_tokens=[NAMES, NAMES])
 )
 case("plot.plot_image", weight=1)(
     lambda: _drawn(plot.plot_image, rec=vision_record(), image=torch.rand(4, 4, 3), query=(0, 1), **CELL)
 )
-case("plot.given")(lambda: valid(plot.given, weights=[torch.eye(3).expand(2, 3, 3)], names=["a"]))
-case("plot.given, its methods", weight=4)(lambda: valid(_given().weights, layer=0, head=1, queries=[0], call=0))
+case("plot.given")(lambda: Call(plot.given, weights=[torch.eye(3).expand(2, 3, 3)], names=["a"]))
+case("plot.given, its methods", weight=4)(lambda: Call(_given().weights, layer=0, head=1, queries=[0], call=0))
 case("plot.given, rollout", weight=2, layers="layer")(
-    lambda: valid(_given().rollout, targets=[0], layers=[0], residual=0.5)
+    lambda: Call(_given().rollout, targets=[0], layers=[0], residual=0.5)
 )
 case("plot.Tokens", arguments=("names", "special", "words"), names=("tokens", "token"))(
-    lambda: valid(lambda **given: Tokens(**given).word_names(), names=NAMES, special=[False] * 5, words=[0, 1, 2, 3, 3])
+    lambda: Call(lambda **given: Tokens(**given).word_names(), names=NAMES, special=[False] * 5, words=[0, 1, 2, 3, 3])
 )
-case("plot.Tokens.cut", weight=2)(lambda: valid(Tokens(NAMES).cut, start=0, stop=2))
+case("plot.Tokens.cut", weight=2)(lambda: Call(Tokens(NAMES).cut, start=0, stop=2))
 
 
 class _Tokenizer:
@@ -108,9 +108,7 @@ class _Tokenizer:
         return f"t{ids[0]}"
 
 
-case("plot.read_tokens", weight=2)(
-    lambda: valid(read_tokens, tokenizer=_Tokenizer(), ids=[0, 3, 4], words=[None, 0, 1])
-)
+case("plot.read_tokens", weight=2)(lambda: Call(read_tokens, tokenizer=_Tokenizer(), ids=[0, 3, 4], words=[None, 0, 1]))
 
 
 @case("plot.Page.save", weight=1)
@@ -125,4 +123,4 @@ def _() -> Call:
             finally:
                 os.chdir(before)
 
-    return valid(save, path="page.html")
+    return Call(save, path="page.html")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -19,25 +20,19 @@ import clearhead.integrations.transformers
 from clearhead import caches, checkpoints, masks, plot, positions, transformer
 from tests.malformed import cases  # noqa: F401  (registers them)
 from tests.malformed.calls import CASES, malformed, problem_of
+from tests.support.budgets import slow
 
-CALLS = 2_000
-MANY_CALLS = 100_000
 NAMES = [name for name, case in CASES.items() for _ in range(case.weight)]
 
-randoms = st.randoms(use_true_random=False)
 
+@pytest.mark.parametrize("calls", [2_000, *slow(100_000)])
+def test_a_malformed_call_computes_or_names_the_argument(calls: int) -> None:
+    @settings(max_examples=calls)
+    @given(st.randoms(use_true_random=False))
+    def require_clear(rng: random.Random) -> None:
+        _require_clear(rng)
 
-@settings(max_examples=CALLS)
-@given(rng=randoms)
-def test_a_malformed_call_computes_or_names_the_argument(rng: random.Random) -> None:
-    _require_clear(rng)
-
-
-@pytest.mark.slow
-@settings(max_examples=MANY_CALLS)
-@given(rng=randoms)
-def test_many_malformed_calls_compute_or_name_the_argument(rng: random.Random) -> None:
-    _require_clear(rng)
+    require_clear()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,7 +44,8 @@ def test_every_case_is_drawn(name: str) -> None:
 
 
 def _require_clear(rng: random.Random, names: list[str] = NAMES) -> None:
-    attempt = malformed(rng, names)
+    with warnings.catch_warnings(action="ignore"):  # of PyTorch, about what some values are
+        attempt = malformed(rng, names)
     problem = problem_of(attempt)
     assert not problem, f"{attempt!r}: {problem}"
 

@@ -78,8 +78,7 @@ def changed_tensor(rng: random.Random, tensor: Tensor) -> Tensor:
     """The tensor with up to two things about it changed."""
     for _ in range(rng.choice((1, 1, 2))):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # prototypes of nested, sparse and quantised tensors
+            with warnings.catch_warnings(action="ignore"):  # prototypes of nested, sparse and quantised tensors
                 tensor = rng.choice(_CHANGES)(rng, tensor.detach())
         except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError, AttributeError, AssertionError):
             continue  # not every change fits every tensor
@@ -162,10 +161,6 @@ def _arrays(rng: random.Random) -> Any:
     return np.zeros(shape, rng.choice((np.float32, np.int64, np.bool_, np.object_, "U3", np.complex64, "M8[s]")))
 
 
-def _where_gives(result: Any) -> Any:
-    return masks.mask_mod(lambda b, h, q, k: result)
-
-
 _VALUES: tuple[Any, ...] = (
     *(None, None, "", "a", "cpu", "meta", "nowhere:9", b"a", "reference", "native", "entropy", "self_attn", "\x00"),
     *(torch.Size((2, 3)), torch.device("cpu"), torch.device("meta"), torch.device("cuda")),
@@ -184,8 +179,11 @@ _MAKERS: tuple[Callable[[], Any], ...] = (
     *(lambda: masks.prefix(2), lambda: masks.lengths(torch.tensor([1, 9, 2]))),
     *(lambda: masks.documents(torch.tensor([0, 0, 1])), lambda: masks.keep(torch.ones(3, 3, dtype=torch.bool))),
     *(lambda: masks.bias(torch.zeros(2, 5)), lambda: masks.keep(keys=torch.ones(2, 7).bool().to("meta"))),
-    *(lambda: ~masks.prefix(2**40), lambda: masks.mask_mod(_raising), lambda: _where_gives(None)),
-    *(lambda: _where_gives(torch.ones(3, dtype=torch.bool)), lambda: masks.sliding_window(2**63, 2**64)),
+    *(lambda: ~masks.prefix(2**40), lambda: masks.mask_mod(_raising), lambda: masks.mask_mod(lambda b, h, q, k: None)),
+    *(
+        lambda: masks.mask_mod(lambda b, h, q, k: torch.ones(3, dtype=torch.bool)),
+        lambda: masks.sliding_window(2**63, 2**64),
+    ),
     *(lambda: masks.prefix(2**65), lambda: positions.ALiBi(5), lambda: positions.RelativeBias(3)),
     *(lambda: positions.Rotary(4), lambda: positions.Rotary(6), lambda: positions.LinearScaling(2.0)),
     *(lambda: caches.KVCache(2, 3, 8, 4), lambda: caches.KVCache(1, 1, 1, 1), lambda: caches.CrossKVCache()),

@@ -7,19 +7,20 @@ from collections.abc import Callable
 from itertools import pairwise
 from operator import and_
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import clearhead
 from clearhead import masks
 from clearhead.errors import ShapeError
 from clearhead.masks import Mask
-from clearhead.masks._check import as_positions
 from clearhead.masks._coverage import Coverage, coverage
-from clearhead.masks._lowering import dense_mask, is_plain_causal
 from clearhead.masks._part import part_of
 from tests.support.mask_cases import combined_masks, draw_frame
 from tests.support.requests import Block, Grid, Offset
@@ -68,7 +69,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_fully_masked_rows_and_keys(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
-        monkeypatch.setattr("clearhead.masks._native_coverage.extension", None)
+        monkeypatch.setattr("clearhead.masks._coverage.extension", None)
     mask, grid = MASKS[name](), Grid(B, H, L, S, torch.device("cpu"))
     covered, shown = coverage(mask, grid), visible(mask, grid)
     require_coverage(mask, grid, covered)
@@ -87,13 +88,20 @@ def cases(draw: st.DrawFn) -> tuple[Mask, Grid]:
     lengths = draw(st.integers(1, 11)), draw(st.integers(1, 13))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     frame, positions = draw_frame(draw, B, H, *lengths, generator)
-    rows = (as_positions(name, positions.get(name)) for name in ("query_positions", "key_positions"))
+    names = "query_positions", "key_positions"
+    rows = (torch.atleast_2d(positions[name]) if name in positions else None for name in names)
     return draw(combined_masks(frame)).mask, Grid(B, H, *lengths, CPU, *rows)
 
 
+def dense(mask: Mask, grid: Grid) -> Tensor:
+    sizes = grid.query_length, grid.key_length
+    positions = {"query_positions": grid.query_positions, "key_positions": grid.key_positions}
+    return mask.dense(*sizes, batch_size=grid.batch_size, num_heads=grid.num_heads, **positions)
+
+
 def visible(mask: Mask, grid: Grid) -> Tensor:
-    dense = dense_mask(mask, grid)
-    return dense if dense.dtype == torch.bool else dense != -torch.inf
+    shown = dense(mask, grid)
+    return shown if shown.dtype == torch.bool else shown != -torch.inf
 
 
 def require_coverage(mask: Mask, grid: Grid, covered: Coverage) -> None:
@@ -120,7 +128,7 @@ def test_fully_masked_rows_and_keys_are_exact(case: tuple[Mask, Grid], edge: int
     mask, grid = case
     with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be evaluated first
         if not native:
-            patch.setattr("clearhead.masks._native_coverage.extension", None)
+            patch.setattr("clearhead.masks._coverage.extension", None)
         patch.setattr("clearhead.masks._coverage._EDGE_ROWS", edge)
         patch.setattr("clearhead.masks._coverage._EDGE_COLUMNS", edge)
         patch.setattr("clearhead.masks._coverage._FEW_CELLS", few_cells)
@@ -143,7 +151,7 @@ def test_coverage_of_every_small_band(queries: int, keys: int, shift: int) -> No
 @given(cases(), st.data())
 def test_a_block_is_the_same_part_of_the_whole(case: tuple[Mask, Grid], data: st.DataObject) -> None:
     mask, grid = case
-    whole = dense_mask(mask, grid)
+    whole = dense(mask, grid)
     items, heads = data.draw(st.sampled_from(pieces(data, B))), data.draw(st.sampled_from(pieces(data, H)))
     columns = data.draw(st.sampled_from(pieces(data, grid.key_length)))
     chosen = st.lists(st.integers(0, grid.query_length - 1), min_size=1, max_size=5).map(torch.tensor)
@@ -219,15 +227,23 @@ def test_a_part_ends_within_the_whole(heads: int, rows: int, columns: int) -> No
         part.validate(Grid(B, H, 5, 7, CPU))
 
 
-def test_unmodified_causal_masks_are_a_flag_of_fused_kernels() -> None:
-    square, wide = Grid(1, 1, 5, 5, CPU), Grid(1, 1, 5, 7, CPU)
-    assert is_plain_causal(masks.causal(), square)
-    assert is_plain_causal(masks.causal(), wide)
-    assert is_plain_causal(masks.causal("bottom_right"), square)
-    assert not is_plain_causal(masks.causal("bottom_right"), wide)
-    assert not is_plain_causal(masks.causal(), Grid(1, 1, 5, 5, CPU, torch.arange(5)[None]))
-    for mask in (masks.causal() & masks.sliding_window(1, 1), ~masks.causal(), None):
-        assert not is_plain_causal(mask, square)
+def test_unmodified_causal_masks_are_a_flag_of_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = Mock(wraps=F.scaled_dot_product_attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", fused)
+
+    def is_flag(mask: Mask | None, keys: int = 5, **positions: Tensor) -> bool:
+        query, key = torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, keys, 8)
+        with clearhead.use_kernel("sdpa"):
+            clearhead.attention(query, key, key, mask, **positions)
+        *_, bias, _, is_causal = fused.call_args.args
+        assert (bias is None) == (is_causal or mask is None)
+        return is_causal
+
+    assert is_flag(masks.causal(), 7)
+    assert all(map(is_flag, (masks.causal(), masks.causal("bottom_right"))))
+    assert not is_flag(masks.causal("bottom_right"), 7)
+    assert not is_flag(masks.causal(), query_positions=torch.arange(5))
+    assert not any(map(is_flag, (masks.causal() & masks.sliding_window(1, 1), ~masks.causal(), None)))
 
 
 ONE_OR_THREE = torch.tensor([1, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -60,12 +61,6 @@ def test_operators_are_boolean_algebra(data: st.DataObject) -> None:
     frame, positions = frames(data.draw)
     part = data.draw(combined_masks(frame))
     assert_means(part.mask, table(part.rule, B, H, frame.length, frame.count), **positions)
-
-
-@pytest.mark.parametrize("mask", [masks.causal("bottom_right"), masks.sliding_window(2, 1), masks.prefix(3)])
-def test_first_positions_count_up(mask: Mask) -> None:
-    counted = mask.dense(L, S, query_positions=torch.arange(3, 3 + L), key_positions=torch.arange(1, 1 + S))
-    assert_means(mask, counted.expand(B, H, L, S), query_positions=3, key_positions=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
@@ -154,3 +149,55 @@ OTHERS: list[tuple[Any, str]] = [
 def test_masks_combine_with_masks_and_bool_tensors_only(combine: Callable[..., Any], other: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         combine(masks.causal(), other)
+
+
+# Absolute positions of a call: an int counts up, tensors give each position, and keys may differ between heads.
+
+
+HEADS, KV_HEADS, KEYS = 6, 3, 11
+RULES: dict[str, Mask] = {
+    "causal": masks.causal(),
+    "bottom right": masks.causal("bottom_right"),
+    "window": masks.sliding_window(3, 1),
+    "causal window": masks.causal() & masks.sliding_window(2, 0),
+    "prefix": masks.causal() | masks.prefix(4),
+    "lengths": masks.lengths(torch.tensor([6, 9])),
+    "where": masks.mask_mod(lambda b, h, q, k: (q + k + h) % 2 == 0),
+    "documents": masks.documents(torch.arange(23) // 4),
+}
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    query = torch.randn(B, HEADS, L, 7, dtype=torch.float64)
+    return query, *torch.randn(2, B, KV_HEADS, KEYS, 7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference", None])
+@pytest.mark.parametrize(("first_query", "first_key"), [(6, 0), (3, 4), (0, 8), (12, 5)])
+@pytest.mark.parametrize("rule", RULES)
+def test_an_int_counts_up(rule: str, first_query: int, first_key: int, kernel: str | None) -> None:
+    mask, (query, key, value) = RULES[rule], operands()
+    starts = {"query_positions": first_query, "key_positions": first_key}
+    counted = {
+        "query_positions": torch.arange(first_query, first_query + L),
+        "key_positions": torch.arange(first_key, first_key + KEYS),
+    }
+    shown = mask.dense(L, KEYS, batch_size=B, num_heads=HEADS, **starts)
+    assert torch.equal(shown, mask.dense(L, KEYS, batch_size=B, num_heads=HEADS, **counted))
+    with clearhead.use_kernel("reference"):
+        expected = clearhead.attention(query, key, value, masks.keep(shown))
+    with clearhead.use_kernel(kernel) if kernel else nullcontext():
+        output = clearhead.attention(query, key, value, mask, **starts)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+
+def test_keys_that_differ_between_heads() -> None:
+    query, key, value = operands()
+    positions, queries = torch.randint(0, 20, (B, HEADS, KEYS)), torch.tensor([4, 5, 6, 12, 19])
+    for mask in (masks.causal(), masks.sliding_window(3, 2), masks.documents(torch.arange(20) // 3)):
+        output = clearhead.attention(query, key, value, mask, query_positions=queries, key_positions=positions)
+        for head in range(HEADS):
+            of_head = query[:, [head]], key[:, [head // 2]], value[:, [head // 2]]
+            positions_of_head = {"query_positions": queries, "key_positions": positions[:, head]}
+            alone = clearhead.attention(*of_head, mask, **positions_of_head)
+            torch.testing.assert_close(output[:, [head]], alone, rtol=0, atol=1e-12)

@@ -34,11 +34,11 @@ class Every(Mask):
 
 @final
 class Near(Mask):
-    """Says that it is a band, and counts the cells that it is asked for."""
+    """Says that it is a band, and counts its structures and the cells that it is asked for."""
 
     def __init__(self, distance: int) -> None:
         self._distance = distance
-        self.cells = 0
+        self.cells = self.structures = 0
 
     def visible(self, block: Block) -> Tensor:
         seen = (block.q - block.k).abs() < self._distance
@@ -46,6 +46,7 @@ class Near(Mask):
         return seen
 
     def structure(self, grid: Grid) -> Structure:
+        self.structures += 1
         if grid.shift is None:
             return Structure(exact=False)
         ends = Band(grid.shift - self._distance + 1, grid.shift + self._distance - 1, grid.key_length)
@@ -80,6 +81,13 @@ def test_a_structure_of_its_own_skips_blocks() -> None:
         near.cells = 0
         assert torch.allclose(clearhead.attention(query, key, key, near), expected, atol=1e-5)
         assert near.cells == 0
+
+
+def test_packed_sequences_share_one_structure() -> None:
+    near, tokens, bounds = Near(5), torch.randn(11, 1, 4), torch.tensor([0, 2, 5, 11])
+    with clearhead.use_kernel("chunked"):
+        clearhead.attention_varlen(tokens, tokens, tokens, bounds, bounds, mask=near)
+    assert near.structures == 1
 
 
 def test_signatures_are_equal_for_masks_that_lower_alike() -> None:

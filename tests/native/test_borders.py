@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from tests.support.native import NativeArguments, needs_native, on_sets_of_dtype, plan_of, threads
 from tests.support.native_cases import CASES, numbers
-from tests.support.threads import in_threads
 
 GUARD = 64  # numbers before and behind each tensor
 BORDER = -131072.0  # exact in bfloat16 too
@@ -155,7 +155,7 @@ def test_several_threads_at_once() -> None:
                 wrong.append(name)
 
     with threads(torch.get_num_threads()):  # `work` changes it
-        in_threads(work, 3)
+        list(ThreadPoolExecutor(3).map(work, range(3)))
     assert not wrong
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
+from tests.support.randomised import randomised
 
 E, H, N, L = 12, 2, 3, 5
 CAUSAL = torch.ones(L, L, dtype=torch.bool).triu(1)
@@ -17,13 +18,10 @@ CAUSAL = torch.ones(L, L, dtype=torch.bool).triu(1)
 
 def pair(training: bool = False, **options: object) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
     """Clearhead's and PyTorch's with equal weights, and biases that are not zero."""
-    ours = clearhead.nn.MultiheadAttention(E, H, batch_first=True, **options).train(training)
-    theirs = nn.MultiheadAttention(E, H, batch_first=True, **options).train(training)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.normal_(std=0.4)
+    ours = randomised(clearhead.nn.MultiheadAttention(E, H, batch_first=True, **options), 0.4)
+    theirs = nn.MultiheadAttention(E, H, batch_first=True, **options)
     theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
+    return ours.train(training), theirs.train(training)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import clearhead
+from tests.support.randomised import randomised
 
 E, H, N, L = 12, 3, 2, 5
 
@@ -29,11 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def module() -> clearhead.nn.MultiheadAttention:
-    made = clearhead.nn.MultiheadAttention(E, H, batch_first=True)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_(std=0.3)
-    return made
+    return randomised(clearhead.nn.MultiheadAttention(E, H, batch_first=True), 0.3)
 
 
 def test_signatures_are_pytorchs() -> None:

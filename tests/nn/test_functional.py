@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
+from clearhead.errors import ShapeError
 from tests.support.budgets import in_turn
 from tests.support.torch_oracle import assert_equal, gradients
 
@@ -182,3 +184,13 @@ def test_dropout_acts_whatever_the_mode() -> None:
     query, key, value = normal(B, H, L, D), normal(B, H, S, D), normal(B, H, S, DV)
     assert not torch.equal(ours(query, key, value, None, 0.5), ours(query, key, value, None, 0.5))
     assert not ours(query, key, value, None, 1.0).any()
+
+
+@pytest.mark.parametrize(("leading", "hinted"), [((2,), True), ((1,), True), ((), True), ((3,), False)], ids=str)
+def test_grouped_heads_are_the_advice_where_only_heads_differ(leading: tuple[int, ...], hinted: bool) -> None:
+    query, key = normal(2, H, L, D), normal(*leading, 3, S, D)
+    with pytest.raises(ShapeError) as caught:
+        ours(query, key, key)
+    assert ("Pass enable_gqa=True" in str(caught.value)) == hinted
+    with nullcontext() if hinted else pytest.raises(ShapeError):
+        ours(query, key, key, enable_gqa=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
+from tests.support.snapshots import snapshot
 
 E, H, N, L = 12, 2, 3, 5
 LENGTHS = (5, 2, 4)
@@ -39,11 +40,6 @@ def inference() -> Iterator[None]:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
         yield
-
-
-def state(module: nn.Module) -> dict[str, Any]:
-    """Everything a module holds, in a form that can be compared."""
-    return {name: dict(part.__dict__) for name, part in module.named_modules()}
 
 
 def test_every_attention_module_becomes_clearheads_with_the_same_parameters() -> None:
@@ -93,11 +89,11 @@ def test_subclasses_are_left_alone_and_named() -> None:
 def test_upgrading_twice_changes_nothing_more() -> None:
     model = encoder()
     clearhead.upgrade(model)
-    once = state(model)
+    once = snapshot(model, 40)
     report = clearhead.upgrade(model)
     assert report.changed == ()
     assert set(report.left) == {"layers.0.self_attn", "layers.1.self_attn"}
-    assert state(model) == once
+    assert snapshot(model, 40) == once
 
 
 def count_calls(module: nn.Module) -> list[int]:
@@ -183,15 +179,15 @@ def test_encoders_without_an_upgraded_module_keep_their_nested_tensors() -> None
 def test_downgrade_restores_everything(x: Tensor) -> None:
     model = transformer().eval()
     handle = model.encoder.layers[0].self_attn.register_forward_pre_hook(lambda module, args: None)
-    before = state(model)
+    before = snapshot(model, 40)
     expected = model(x, x)
     clearhead.upgrade(model)
-    assert state(model) != before
+    assert snapshot(model, 40) != before
 
     report = clearhead.downgrade(model)
     assert len(report.changed) == 5
     assert report.encoders == ("encoder",)
-    assert state(model) == before
+    assert snapshot(model, 40) == before
     assert torch.equal(model(x, x), expected)
     assert not any(isinstance(part, clearhead.nn.MultiheadAttention) for part in model.modules())
     handle.remove()
@@ -204,11 +200,11 @@ def test_an_encoder_that_never_used_nested_tensors(x: Tensor, nested: bool | Non
     model.use_nested_tensor = nested
     if nested is None:
         del model.use_nested_tensor
-    expected, before = model(x, src_key_padding_mask=PADDING), state(model)
+    expected, before = model(x, src_key_padding_mask=PADDING), snapshot(model, 40)
     assert clearhead.upgrade(model).encoders == ()
     torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), expected, atol=1e-5, rtol=0)
     assert clearhead.downgrade(model).encoders == ()
-    assert state(model) == before
+    assert snapshot(model, 40) == before
 
 
 def test_downgrade_of_layers_first_still_gives_the_encoder_back() -> None:

@@ -51,8 +51,13 @@ class Contents:
         return self.data["items"][item]["sections"][section]["layers"][layer]
 
     def text(self, item: int, section: int, side: str) -> dict[str, Any]:
-        found = self.data["items"][item]
-        return found["texts"][found["sections"][section][side]]
+        content = self.data["items"][item]
+        return content["texts"][content["sections"][section][side]]
+
+    def require(self, item: int, place: list[Any], expected: Tensor, atol: float = 6e-5) -> None:
+        """Numbers of the page are those expected, to within their rounding."""
+        shown = self.array(item, place, *expected.shape).to(expected.dtype)
+        torch.testing.assert_close(shown, expected, rtol=0, atol=atol)
 
     def array(self, item: int, place: list[Any], *shape: int) -> Tensor:
         law, width, levels, zero, first, count = place

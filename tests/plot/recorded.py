@@ -10,23 +10,22 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead.plot import given
-from clearhead.plot._collect import SectionPicture, collect
+from clearhead.plot._collect import collect
 from clearhead.plot._tokens import Texts, as_texts
-
-__all__ = ["KEPT", "SectionPicture", "Two", "collect", "record_pair", "record_two", "section"]
+from tests.support.models import SIDE
+from tests.support.randomised import randomised
 
 KEPT: dict[str, Any] = {"keep": "queries_keys"}
+PICTURE = torch.rand(3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
 
 
 class Two(nn.Module):
     """Two layers with three heads, lively enough to prefer some keys."""
 
-    def __init__(self, embed_dim: int = 12, heads: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(clearhead.MultiHeadAttention(embed_dim, heads) for _ in range(2))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.normal_(std=0.4)
+        self.blocks = nn.ModuleList(clearhead.MultiHeadAttention(12, 3) for _ in range(2))
+        randomised(self, 0.4)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = None if attention_mask is None else clearhead.masks.keep(keys=attention_mask)
@@ -35,22 +34,23 @@ class Two(nn.Module):
         return x
 
 
-def record_two(length: int = 7, batch: int = 1, mask: Tensor | None = None, **options: Any) -> Any:
+def recorded(model: nn.Module, *inputs: Tensor | None, **options: Any) -> Any:
     """A record of one call, queries and keys kept unless `options` say otherwise."""
-    model = Two()
-    with clearhead.record(model, **(options or KEPT)) as rec:
-        model(torch.randn(batch, length, 12), mask)
+    with torch.no_grad(), clearhead.record(model, **(options or KEPT)) as rec:
+        model(*inputs)
     return rec
 
 
-def record_pair(source: int = 7, target: int = 5) -> Any:
-    """A record of an encoder and a decoder with cross-attention, one layer each."""
+def record_two(length: int = 7, batch: int = 1, mask: Tensor | None = None, **options: Any) -> Any:
+    return recorded(Two(), torch.randn(batch, length, 12), mask, **options)
+
+
+def record_pair() -> Any:
+    """Of an encoder and a decoder with cross-attention, one layer each, from 7 tokens to 5."""
     model = nn.Transformer(12, 2, 1, 1, 24, batch_first=True).eval()
-    with clearhead.record(model, **KEPT) as rec, torch.no_grad():
-        model(torch.randn(1, source, 12), torch.randn(1, target, 12))
-    return rec
+    return recorded(model, torch.randn(1, 7, 12), torch.randn(1, 5, 12))
 
 
-def section(weights: Sequence[Tensor], tokens: Texts | None = None, keys: Texts | None = None) -> SectionPicture:
+def section(weights: Sequence[Tensor], tokens: Texts | None = None, keys: Texts | None = None) -> Any:
     """What pictures show of these weights."""
     return collect(given(weights), as_texts(tokens), as_texts(keys))[0].sections[0]

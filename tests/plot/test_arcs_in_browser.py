@@ -65,9 +65,9 @@ def test_arcs_lead_to_the_largest_weights(shown: Any, weights: torch.Tensor) -> 
     token(shown, 3).click()
     assert shown.evaluate(OVER_TOKENS) == []
     row = weights[0, 1, 3].sort(descending=True)
-    found = shown.evaluate(ARCS)
-    assert [arc["width"] for arc in found] == pytest.approx((1 + 5 * row.values[:8]).tolist(), abs=1e-3)
-    for arc, key in zip(found, row.indices, strict=False):
+    arcs = shown.evaluate(ARCS)
+    assert [arc["width"] for arc in arcs] == pytest.approx((1 + 5 * row.values[:8]).tolist(), abs=1e-3)
+    for arc, key in zip(arcs, row.indices, strict=False):
         for place, end in zip((3, int(key)), arc["ends"], strict=True):
             box = token(shown, place).bounding_box()
             assert abs(end[0] - box["x"] - box["width"] / 2) < 6
@@ -76,7 +76,7 @@ def test_arcs_lead_to_the_largest_weights(shown: Any, weights: torch.Tensor) -> 
     shown.keyboard.press("ArrowRight")
     moved = shown.evaluate(ARCS)
     assert len(moved) == 8
-    assert moved != found, "arcs follow the keyboard"
+    assert moved != arcs, "arcs follow the keyboard"
     shown.locator("#arcs").uncheck()
     assert shown.evaluate(ARCS) == []
 
@@ -109,7 +109,7 @@ def test_arcs_lead_from_one_text_to_the_other(open_page: OpenPage) -> None:
     shown.locator("#arcs").check()
     shown.locator(".text.queries span").nth(1).click()
     above, below = (shown.locator(f".text.{side} span").nth(1).bounding_box() for side in ("queries", "keys"))
-    found = shown.evaluate(ARCS)
-    assert len(found) == 7
-    for arc in found:
+    arcs = shown.evaluate(ARCS)
+    assert len(arcs) == 7
+    for arc in arcs:
         assert [end[1] for end in arc["ends"]] == pytest.approx([above["y"] + above["height"], below["y"]], abs=1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import tomllib
 import warnings
+from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +21,63 @@ from matplotlib.text import Text
 from clearhead.errors import ArgumentError
 from clearhead.plot import given
 from clearhead.plot._fonts import characters_of, fonts
+from clearhead.plot._heads import KINDS
+from clearhead.plot._ink import NOTE
+from clearhead.plot._sections import TITLES
 from docs.draw.terms import terms
 
 from .browsing import OpenPage, needs_chromium
-from .texts import SOURCES, texts_of_page, texts_of_python, texts_of_scripts
 
+SAYING = ("say", "_Incomparable")
+SOURCES = Path(__file__).parents[2] / "src" / "clearhead"
 WORDS = tomllib.loads((SOURCES / "plot" / "words_zh.toml").read_text(encoding="utf-8"))
+
+
+def texts_of_python() -> Iterator[str]:
+    """What `say` and `_Incomparable` are called with; a constant where it is one."""
+    for folder in ("plot", "cli"):
+        for file in (SOURCES / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in SAYING:
+                    yield from (
+                        part.value
+                        for part in node.args[:1]
+                        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                    )
+    yield NOTE
+    yield from TITLES.values()
+    yield from KINDS.values()
+    for unit, plural in (("patch", "patches"), ("tile", "tiles")):
+        kinds = [meaning for kind, meaning in KINDS.items() if kind != "special"]
+        yield from (meaning.replace("tokens", plural).replace("token", unit) for meaning in kinds)
+
+
+def texts_of_scripts() -> Iterator[str]:
+    """What `say` is a tag of, with numbers for the values."""
+    for file in (SOURCES / "plot").glob("page_*.js"):
+        source = file.read_text(encoding="utf-8")
+        for start in (match.end() for match in re.finditer(r"\bsay`", source)):
+            yield _template(source, start)
+
+
+def texts_of_page() -> Iterator[str]:
+    """What stands in double brackets in the page's HTML."""
+    source = (SOURCES / "plot" / "page.html").read_text(encoding="utf-8")
+    yield from (" ".join(text.split()) for text in re.findall(r"\[\[(.+?)\]\]", source, flags=re.DOTALL))
+
+
+def _template(source: str, at: int) -> str:
+    """A template from its first character to its closing backtick."""
+    text, values = "", 0
+    while source[at] != "`":
+        if source.startswith("${", at):
+            text, values, depth, at = text + f"{{{values}}}", values + 1, 1, at + 2
+            while depth:
+                depth += {"{": 1, "}": -1}.get(source[at], 0)
+                at += 1
+        else:
+            text, at = text + source[at], at + 1
+    return text
 
 
 def values_of(text: str) -> list[str]:
@@ -113,6 +167,14 @@ def needs_fonts(texts: set[str]) -> bool:
     """Whether installed fonts have the characters of these texts."""
     letters = "".join(texts)
     return set(map(ord, letters)) <= set[int]().union(*map(characters_of, fonts(letters)))
+
+
+@pytest.mark.parametrize(("last", "title"), [(0x20000, "头"), (128, "head")])
+def test_a_picture_is_in_english_where_no_font_has_the_characters(
+    last: int, title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clearhead.plot._fonts.characters_of", lambda family: frozenset(range(last)))
+    assert title in texts_of(given(WEIGHTS).plot_heads("entropy", language="zh"))
 
 
 def test_a_comparison_speaks_chinese() -> None:

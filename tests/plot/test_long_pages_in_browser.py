@@ -141,9 +141,9 @@ def test_tiles_say_that_they_are_tiles_and_their_sums_are_about_right(shown: Any
     shown.mouse.move(*at(shown, 299, 149), steps=3)
     shown.mouse.up()
     mean = weights[:, 50:150].double().sum(-1).mean().item()
-    found = text_of(shown, "sum-text")
-    assert found.startswith("about ")
-    assert float(found.split()[1]) == pytest.approx(mean, abs=0.02)
+    said = text_of(shown, "sum-text")
+    assert said.startswith("about ")
+    assert float(said.split()[1]) == pytest.approx(mean, abs=0.02)
 
 
 def test_a_pooled_page_is_exact_for_the_chosen_head_and_tells_tiles_of_others(
@@ -221,8 +221,8 @@ def test_two_texts_and_three_kinds_of_attention(open_page: OpenPage) -> None:
     shown.mouse.down()
     shown.locator(".text.keys span").nth(4).hover()
     shown.mouse.up()
-    found = text_of(shown, "sum-text").removesuffix(" sum of 3 keys: b → w x y")
-    assert float(found) == pytest.approx(weights[1, 4:].sum().item(), abs=2e-4)
+    said = text_of(shown, "sum-text").removesuffix(" sum of 3 keys: b → w x y")
+    assert float(said) == pytest.approx(weights[1, 4:].sum().item(), abs=2e-4)
 
 
 def test_a_frame_works_fits_its_page_and_takes_the_notebooks_theme(open_page: OpenPage, tmp_path: Path) -> None:

@@ -120,13 +120,13 @@ def test_a_question_ranks_heads_by_exact_weights(pair: tuple[int, int], shown: A
     choose(shown, "to", str(pair[1]))
     assert text_of(shown, "search-lead") == "choose a head:"
     asked = weights[:, :, pair[0], pair[1]]
-    found = shown.locator("#search-list button")
-    assert [each.get_attribute("data-place") for each in found.all()] == [f"0-{place}" for place in heads_by(asked)]
-    assert [float(each.split(": ")[1]) for each in found.all_inner_texts()] == pytest.approx(
+    buttons = shown.locator("#search-list button")
+    assert [each.get_attribute("data-place") for each in buttons.all()] == [f"0-{place}" for place in heads_by(asked)]
+    assert [float(each.split(": ")[1]) for each in buttons.all_inner_texts()] == pytest.approx(
         asked.flatten().sort(descending=True).values.tolist(), abs=6e-4
     )
     assert text_of(shown, "search-note") == "Ranked by exact weights."
-    found.first.click()
+    buttons.first.click()
     layer, head = heads_by(asked)[0].split("-")
     assert text_of(shown, "head-title") == f"Layer {layer}, head {head}"
     assert text_of(shown, "readout") == f"{NAMES[pair[0]]} → {NAMES[pair[1]]} {asked.max():.4f}"
@@ -222,9 +222,9 @@ def test_special_tokens_are_left_out_everywhere(shown: Any, weights: torch.Tenso
         assert "special tokens left out" in text_of(shown, caption)
     choose(shown, "from", "2")
     choose(shown, "to", "4")
-    found = [each.split(": ") for each in shown.locator("#search-list button").all_inner_texts()]
+    answers = [each.split(": ") for each in shown.locator("#search-list button").all_inner_texts()]
     best = left[:, :, 2, 4].flatten().sort(descending=True).values
-    assert [float(weight) for _, weight in found] == pytest.approx(best.tolist(), abs=6e-4)
+    assert [float(weight) for _, weight in answers] == pytest.approx(best.tolist(), abs=6e-4)
     assert "Special tokens are left out" in text_of(shown, "search-note")
     first, _, cells = saved_weights(shown, tmp_path)
     assert first[0] == "query \\ key (special tokens left out, the others renormalised)"
@@ -239,13 +239,13 @@ def test_word_pieces_are_merged_after_special_tokens_are_left_out(open_page: Ope
     shown = open_page(made)
     shown.locator("#special").check()
     shown.locator("#words").check()
-    _, names, found = saved_weights(shown, tmp_path)
+    _, names, cells = saved_weights(shown, tmp_path)
     assert "special tokens left out" in text_of(shown, "map-scale")
     left = without_special(weights[0, 1])
     rows = torch.stack([left[0], left[1:3].mean(0), *left[3:]])
     merged = torch.cat([rows[:, :1], rows[:, 1:3].sum(-1, keepdim=True), rows[:, 3:]], -1)
     assert names == ["[CLS]", "street", "is", "wide", "[SEP]"]
-    torch.testing.assert_close(found, merged, rtol=0, atol=4e-4)
+    torch.testing.assert_close(cells, merged, rtol=0, atol=4e-4)
 
 
 def test_text_from_right_to_left_is_laid_out_so(open_page: OpenPage) -> None:
@@ -322,10 +322,10 @@ def test_without_javascript_the_finding_and_the_picture_remain(browser: Any, pat
 
 
 def test_the_head_is_saved_as_csv_and_the_map_as_svg(shown: Any, weights: torch.Tensor, tmp_path: Path) -> None:
-    first, names, found = saved_weights(shown, tmp_path)
+    first, names, cells = saved_weights(shown, tmp_path)
     assert first == ["query \\ key", *NAMES]
     assert names == NAMES
-    torch.testing.assert_close(found, weights[0, 1], rtol=0, atol=6e-5)
+    torch.testing.assert_close(cells, weights[0, 1], rtol=0, atol=6e-5)
     svg = saved(shown, "svg", tmp_path)
     assert svg.startswith("<svg xmlns=")
     assert svg.count("<text") == 2 * SIZE

@@ -14,12 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from clearhead.plot import _fonts
+from clearhead.plot._collect import collect
 from clearhead.plot._crops import with_crops
 from clearhead.plot._fonts import characters_of, figure_bytes, fonts
 from clearhead.plot._scale import scale_end
 from clearhead.plot._sheet import draw_sheet
 
-from .recorded import collect, record_two, section
+from .recorded import record_two, section
 
 
 def random_weights(layers: int, heads: int, length: int, keys: int) -> list[Tensor]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
-from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.plot import Tokens, given, read_tokens
+from clearhead.plot import Tokens, read_tokens
 from tests.support.models import minilm
 
 
@@ -66,23 +64,3 @@ def test_one_word_for_everything_is_no_word() -> None:
 
     tokens = read_tokens(Joined(), [0, 1, 2, 3], words=[None, 0, 0, 0])
     assert (tokens.names, tokens.word_names()) == (("<s>", "The", "an", "imal"), ["<s>", "The", "animal"])
-
-
-def test_one_string_is_no_text_of_a_page() -> None:
-    with pytest.raises(DTypeError, match="got one string"):
-        given([torch.ones(1, 1, 1)]).page("a text")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (("a text",), DTypeError, "tokens: expected a list of strings, got one string"),
-        (([1, 2],), DTypeError, "got other things among them"),
-        ((["a", "b"], [True]), ShapeError, "special: expected 2 values, one per token, got 1"),
-        ((["a", "b"], None, [0]), ShapeError, "words: expected 2 values"),
-        ((["a"], None, [None]), ArgumentError, "words: expected an int per token, got None"),
-    ],
-)
-def test_wrong_tokens(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Tokens(*arguments)

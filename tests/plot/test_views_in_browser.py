@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from clearhead.plot import given
+from tests.support.models import vision_model
 
 from .browsing import OpenPage, needs_chromium, text_of, token, wait_until
-from .test_images import PICTURE, build, recorded
+from .recorded import PICTURE, recorded
 
 pytestmark = needs_chromium
 
@@ -103,7 +104,7 @@ def test_the_ranking_chooses_a_head(shown: Any) -> None:
 
 @pytest.fixture(name="picture")
 def _picture(open_page: OpenPage) -> tuple[Any, Any]:
-    rec = recorded(build("vit"), PICTURE[None])
+    rec = recorded(vision_model("vit"), PICTURE[None])
     return open_page(rec.page(image=PICTURE, layer=1, head=0, title="</title><script>alert(3)</script>")), rec
 
 
@@ -162,7 +163,7 @@ def test_an_even_head_is_blank_and_another_is_not(picture: tuple[Any, Any], open
     for canvas in ("#overview canvas", "#cells"):
         assert shown.locator(canvas).first.evaluate(colour) < 16
     assert "1× is the even weight, 1/10; colour follows the logarithm" in text_of(shown, "map-scale")
-    lively = recorded(build("vit", initializer_range=1.0), PICTURE[None])
+    lively = recorded(vision_model("vit", initializer_range=1.0), PICTURE[None])
     assert (lively.weights(1, 0) * 10).max() > 3
     other = open_page(lively.page(image=PICTURE, layer=1, head=0))
     assert other.locator("#cells").evaluate(colour) > 40
@@ -170,7 +171,7 @@ def test_an_even_head_is_blank_and_another_is_not(picture: tuple[Any, Any], open
 
 def test_an_even_head_is_said_to_look_at_all_patches_alike(open_page: OpenPage) -> None:
     """Its first weight is the even one, 1/10, which is no more than chance: neither a finding nor an answer."""
-    model = build("vit")
+    model = vision_model("vit")
     for name, parameter in model.named_parameters():
         if "q_proj" in name or ".query." in name:
             torch.nn.init.zeros_(parameter)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import re
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import pytest
 
 from docs.site.reference import MODULES, place_of
 from docs.site.staging import address, sources
-from tests.site.reading import Built, read_built
+from tests.plot.pages import Elements
 from tests.test_public_surface import PUBLIC, SURFACE, WITHOUT_EXAMPLE
 
 #: Public modules without a page: they have no names, or are a command.
@@ -22,11 +24,29 @@ MEMBERS_ONLY = {"Scaling", "Cache", "EvictionPolicy", "Kernel"}
 WITHOUT_SIGNATURE = {"NAMINGS", "AttentionHealthWarning", "UnseenAttentionWarning"}  # a table, Python's own warnings
 SUBMODULES = {name.rpartition(".")[2] for name in SURFACE}
 NAMES = [pair for pair in PUBLIC if pair[0] in MODULES and pair[1] not in {*SUBMODULES, "__version__"}]
+LOADING = ("stylesheet", "icon", "preconnect", "preload", "modulepreload")
+
+
+class Built(NamedTuple):
+    """What a test reads of a page: the text of its article, where it leads, its anchors, what it loads."""
+
+    text: str
+    links: list[str]
+    anchors: set[str]
+    loaded: list[str]
 
 
 @cache
 def built(page: Path) -> Built:
-    return read_built(page)
+    source = page.read_text(encoding="utf-8")
+    article = "".join(re.findall(r"<article.*?</article>", source, re.DOTALL))
+    text = re.sub(r"<(script|style)\b.*?</\1>|<[^>]*>", "", article, flags=re.DOTALL)
+    tags = [(tag, {name: value or "" for name, value in given.items()}) for tag, given in Elements(source).tags]
+    links = [given["href"] for tag, given in tags if tag == "a" and "href" in given]
+    anchors = {given["id"] for _, given in tags if "id" in given}
+    loaded = [given["src"] for tag, given in tags if tag in ("img", "script", "iframe", "source") and "src" in given]
+    loaded += [given["href"] for tag, given in tags if tag == "link" and given.get("rel") in LOADING]
+    return Built(html.unescape(text), links, anchors, loaded)
 
 
 def test_every_public_module_has_a_page() -> None:
@@ -36,9 +56,9 @@ def test_every_public_module_has_a_page() -> None:
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_every_public_name_has_a_signature_and_an_example(site: Path, module: str, name: str) -> None:
     page = site / address(place_of(module)) / "index.html"
-    html = page.read_text(encoding="utf-8")
-    starts = [found.start() for found in re.finditer(r'<h2 id="[^"]+" class="doc doc-heading', html)] + [len(html)]
-    sections = [html[start:end] for start, end in itertools.pairwise(starts)]
+    source = page.read_text(encoding="utf-8")
+    starts = [match.start() for match in re.finditer(r'<h2 id="[^"]+" class="doc doc-heading', source)] + [len(source)]
+    sections = [source[start:end] for start, end in itertools.pairwise(starts)]
     (section,) = (part for part in sections if part.startswith(f'<h2 id="{module}.{name}"'))
     text = re.sub(r"<[^>]+>", "", section)
     assert len(text.split()) > 15, text

@@ -31,15 +31,15 @@ PAGES = [
 ]
 #: The links of the dialog of the search, which lies in a shadow root.
 RESULTS = """() => {
-    const found = [];
+    const links = [];
     const walk = (root) => {
         for (const each of root.querySelectorAll("*")) {
             if (each.shadowRoot) walk(each.shadowRoot);
-            if (each.tagName === "A" && each.href.includes("?h=")) found.push(each.href);
+            if (each.tagName === "A" && each.href.includes("?h=")) links.push(each.href);
         }
     };
     walk(document);
-    return found;
+    return links;
 }"""
 
 
@@ -71,10 +71,10 @@ def test_search_finds_the_page(browser: Any, address: str, root: str, word: str,
     page.wait_for_timeout(500)
     page.keyboard.insert_text(word)
     end = time.monotonic() + 60
-    while not (found := page.evaluate(RESULTS)):
+    while not (links := page.evaluate(RESULTS)):
         assert time.monotonic() < end, "no results"
         page.wait_for_timeout(100)
-    assert any(link.startswith(address + expected) for link in found), found
+    assert any(link.startswith(address + expected) for link in links), links
     page.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -33,44 +34,51 @@ def attend(kernel: str | None, *operands: Tensor, **options: Any) -> Any:
         pytest.skip(str(error))
 
 
+def derivatives(function: Callable[..., Tensor], inputs: Sequence[Tensor], learns: Sequence[int]) -> list[Tensor]:
+    """The result of a function of the inputs, and the gradients of the sum of its squares."""
+    leaves = [x.detach().requires_grad_(n in learns) for n, x in enumerate(inputs)]
+    result = function(*leaves)
+    wanted = [leaves[n] for n in learns]
+    if not wanted:
+        return [result]
+    return [result, *torch.autograd.grad(result.square().sum(), wanted, allow_unused=True, materialize_grads=True)]
+
+
+def doubles(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.detach().double() for x in inputs]
+
+
 @in_turn({"kernel": KERNELS, "learns": [(0, 1, 2), (0,), (1, 2), ()]}, {"dtype": [torch.float32, torch.float64]})
 def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, learns: tuple[int, ...]) -> None:
     marks = torch.ones(L, S, dtype=torch.bool)
     marks[1] = False
     inputs = [drawn(B, H, L, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype)]
     inputs[0][:, :, 1] = torch.nan
-    leaves = [x.requires_grad_(n in learns) for n, x in enumerate(inputs)]
-    doubles = [x.detach().double().requires_grad_(n in learns) for n, x in enumerate(inputs)]
-    expected = exact_attention(*doubles, marks[None, None]).output
-    output = attend(kernel, *leaves, mask=masks.keep(marks))
-    near(output, expected)
-    if learns:
-        result = torch.autograd.grad(output.square().sum(), [leaves[n] for n in learns])
-        wanted = torch.autograd.grad(expected.square().sum(), [doubles[n] for n in learns])
-        for mine, theirs in zip(result, wanted, strict=True):
-            near(mine, theirs)
+    result = derivatives(lambda *x: attend(kernel, *x, mask=masks.keep(marks)), inputs, learns)
+    near(result, derivatives(lambda *x: exact_attention(*x, marks[None, None]).output, doubles(inputs), learns))
 
 
 @pytest.mark.parametrize("kernel", ["native", "chunked", "reference", None])
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
 def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, Any]) -> None:
-    inputs = [drawn(B, H, L, D), drawn(B, KV, S, D), drawn(B, KV, S, D)]
-    sinks = {"sinks": drawn(H).requires_grad_()} if "sinks" in extras else {}
-    options = {**extras, **sinks}
-    leaves = [x.requires_grad_() for x in inputs]
-    doubles = [x.detach().double().requires_grad_() for x in (*leaves, *sinks.values())]
-    again = {**options, **({"sinks": doubles[3]} if sinks else {})}
+    inputs = [drawn(B, H, L, D), drawn(B, KV, S, D), drawn(B, KV, S, D), *([drawn(H)] if "sinks" in extras else [])]
     marks = (torch.arange(L)[:, None] >= torch.arange(S))[None, None]
-    expected = torch.autograd.grad(
-        exact_attention(*doubles[:3], marks, **again).lse.sin().sum(), doubles, materialize_grads=True
+
+    def options(sinks: Sequence[Tensor]) -> dict[str, Any]:
+        return extras | ({"sinks": sinks[0]} if sinks else {})
+
+    result = derivatives(
+        lambda q, k, v, *sinks: attend(kernel, q, k, v, mask=masks.causal(), return_lse=True, **options(sinks))[1],
+        inputs,
+        range(len(inputs)),
     )
-    _, lse = attend(kernel, *leaves, mask=masks.causal(), return_lse=True, **options)
-    result = torch.autograd.grad(
-        lse.sin().sum(), [*leaves, *sinks.values()], allow_unused=True, materialize_grads=True
-    )  # fmt: skip
-    assert result[0].abs().max() > 0.01
-    for mine, theirs in zip(result, expected, strict=True):
-        near(mine, theirs)
+    expected = derivatives(
+        lambda q, k, v, *sinks: exact_attention(q, k, v, marks, **options(sinks)).lse,
+        doubles(inputs),
+        range(len(inputs)),
+    )
+    assert result[1].abs().max() > 0.01
+    near(result, expected)
 
 
 @in_turn({"kernel": KERNELS, "more": [1, 3], "learns": [False, True]}, {"poison": [torch.nan, torch.inf]})
@@ -79,56 +87,11 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
     inputs = [drawn(B, H, L, D), drawn(B, KV, L + more, D), drawn(B, KV, L + more, D)]
     for x in inputs[1:]:
         x[:, :, L:] = poison
-    leaves = [x.requires_grad_(learns) for x in inputs]
-    doubles = [x.detach().double()[:, :, :L].requires_grad_(learns) for x in inputs]
     marks = (torch.arange(L)[:, None] >= torch.arange(L))[None, None]
-    expected = exact_attention(*doubles, marks).output
-    output = attend(kernel, *leaves, mask=masks.causal())
-    near(output, expected)
-    if learns:
-        result = torch.autograd.grad(output.square().sum(), leaves)
-        wanted = torch.autograd.grad(expected.square().sum(), doubles)
-        for mine, theirs in zip(result, wanted, strict=True):
-            near(mine[:, :, :L], theirs)
-            assert not mine[:, :, L:].any()
-
-
-E = 96
-
-
-class Cross(nn.Module):
-    """Queries from one text, keys from another that is padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = clearhead.MultiHeadAttention(E, H)
-
-    def forward(self, x: Tensor, memory: Tensor, marks: Tensor) -> Tensor:
-        return self.attend(x, memory, mask=masks.keep(keys=marks))
-
-
-def _divergence(one: Tensor, other: Tensor) -> Tensor:
-    """½ KL(p, m) + ½ KL(q, m) of each row."""
-    middle = (one + other) / 2
-    parts = [torch.where(p > 0, p * (p.clamp_min(1e-300) / middle).log(), 0.0).sum(-1) for p in (one, other)]
-    return sum(parts) / 2  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_compare_of_cross_attention(side: str) -> None:
-    """Queries of another length than the padded keys are all compared, whichever side the padding is on."""
-    model, x = Cross().eval(), drawn(2, L, E)
-    marks = torch.tensor([[True] * S, [False] * 3 + [True] * (S - 3)])
-    marks = marks if side == "left" else marks.flip(1)
-    recs = []
-    for _ in range(2):
-        memory = drawn(2, S, E)
-        with torch.no_grad(), clearhead.record(model, keep="queries_keys") as rec:
-            model(x, memory, marks)
-        recs.append(rec)
-    left, right = (rec.weights(0).double() for rec in recs)
-    result = recs[0].compare(recs[1]).divergence["attend"]
-    torch.testing.assert_close(result, _divergence(left, right).mean((0, 2)).to(result.dtype), rtol=1e-5, atol=1e-7)
+    learning, seen = range(3 if learns else 0), [x[:, :, :L] for x in doubles(inputs)]
+    result = derivatives(lambda *x: attend(kernel, *x, mask=masks.causal()), inputs, learning)
+    near([x[:, :, :L] for x in result], derivatives(lambda *x: exact_attention(*x, marks).output, seen, learning))
+    assert not any(x[:, :, L:].any() for x in result)
 
 
 @pytest.mark.parametrize("place", range(3))

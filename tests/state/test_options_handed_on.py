@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,11 +12,49 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
-from clearhead import caches, masks
+from clearhead import MultiHeadAttention, caches, masks
 from clearhead.positions import Rotary
 from clearhead.transformer import Encoder, EncoderLayer, FeedForward
-from tests.support.exact import near
-from tests.support.projected import KV, B, D, E, H, L, Option, Whole, operands, option, solved
+from tests.support.exact import Exact, exact_attention, near
+from tests.support.randomised import randomised
+
+B, L, E, H, KV, D = 2, 7, 24, 6, 3, 4
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a module or of its call.
+
+    Args:
+        parts: of the module.
+        given: with the call.
+        visible, bias: what the mask shows and adds, (1 or B, 1 or H, L, S).
+        by_position: whether it means the same where tokens come one after another, or as documents.
+    """
+
+    parts: dict[str, Any]
+    given: dict[str, Any]
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    by_position: bool = True
+
+
+def operands(module: MultiHeadAttention, x: Tensor, item: Option) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of self-attention, (B, H, L, D) and (B, Hkv, L, D)."""
+    q = clearhead.split_heads(module.q_proj(x), H)
+    k, v = (clearhead.split_heads(projection(x), KV) for projection in (module.k_proj, module.v_proj))
+    q, k = (x if norm is None else norm(x) for x, norm in ((q, module.q_norm), (k, module.k_norm)))
+    if module.position is not None:
+        q, k = module.position(q, k, item.given.get("positions", 0))
+    return q, k, v
+
+
+def solved(module: MultiHeadAttention, x: Tensor, item: Option) -> tuple[Tensor, Exact]:
+    """The output (B, L, E) of self-attention in float64, and the results of attention inside."""
+    options = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
+    inside = exact_attention(*operands(module, x, item), item.visible, bias=item.bias, **options)
+    return module.out_proj(clearhead.merge_heads(inside.output)), inside
+
 
 _AT = torch.arange(L)
 _GAP = _AT[:, None] - _AT
@@ -56,10 +95,12 @@ IN_STEPS = [
 ]
 
 
-def made(name: str) -> tuple[clearhead.MultiHeadAttention, Tensor, Option, Whole]:
-    item = OPTIONS[name]
-    module, x = option(clearhead.MultiHeadAttention, E, item), torch.randn(B, L, E, dtype=torch.float64)
-    return module, x, item, solved(module, x, item)
+def made(name: str) -> tuple[MultiHeadAttention, Tensor, Option, Tensor, Exact]:
+    """A module with an option, input, and the output and attention of its call."""
+    item, x = OPTIONS[name], torch.randn(B, L, E, dtype=torch.float64)
+    module = MultiHeadAttention(E, H, num_kv_heads=KV, head_dim=D, dtype=torch.float64, **item.parts)
+    module = randomised(module, 0.4).requires_grad_(False)
+    return module, x, item, *solved(module, x, item)
 
 
 every_option = pytest.mark.parametrize("name", OPTIONS)
@@ -68,33 +109,33 @@ _KERNELS = (None, "reference", "chunked")
 
 @every_option
 def test_the_module_and_its_weights(name: str) -> None:
-    module, x, item, expected = made(name)
-    near(module(x, **item.given), expected.output)
+    module, x, item, expected, inside = made(name)
+    near(module(x, **item.given), expected)
     for average in (False, True):
         output, weights = module(x, **item.given, need_weights=True, average_attn_weights=average)
-        near(output, expected.output)
-        near(weights, expected.inside.weights.mean(1) if average else expected.inside.weights)
+        near(output, expected)
+        near(weights, inside.weights.mean(1) if average else inside.weights)
 
 
 @every_option
 def test_training_and_checkpointing(name: str) -> None:
-    module, x, item, whole = made(name)
+    module, x, item, expected, _ = made(name)
     module.dropout = 0.0
     leaf = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(solved(module, leaf, item).output.square().sum(), leaf)
+    (gradient,) = torch.autograd.grad(solved(module, leaf, item)[0].square().sum(), leaf)
     for run in (module.train(), lambda *args, **inputs: checkpoint(module, *args, **inputs, use_reentrant=False)):
         output = run(leaf, **item.given)
-        near(output, whole.output)
-        near(torch.autograd.grad(output.square().sum(), leaf)[0], expected)
+        near(output, expected)
+        near(torch.autograd.grad(output.square().sum(), leaf)[0], gradient)
 
 
 @every_option
 def test_a_record(name: str) -> None:
-    module, x, item, expected = made(name)
+    module, x, item, expected, inside = made(name)
     names = ("rows", "received", "max_logit", "entropy", "head_average", "output", "confidence")
     with clearhead.record(module, names, keep="queries_keys") as rec:
-        near(module(x, **item.given), expected.output)
-    result, inside = rec[""][0], expected.inside
+        near(module(x, **item.given), expected)
+    result = rec[""][0]
     logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
     near(result.rows, inside.weights)
     near(result.entropy, -(inside.weights * logs).sum(-1))
@@ -108,36 +149,36 @@ def test_a_record(name: str) -> None:
 
 @every_option
 def test_an_observer_that_may_change_outputs(name: str) -> None:
-    module, x, item, expected = made(name)
+    module, x, item, expected, inside = made(name)
     seen: dict[int, Tensor] = {}
 
     def noted(head: int) -> Callable[[Tensor], Tensor]:
         return lambda output: seen.setdefault(head, output)
 
     with clearhead.intervene(module, {("", head): noted(head) for head in range(H)}):
-        near(module(x, **item.given), expected.output)
-    near(torch.stack([seen[head] for head in range(H)], 1), expected.inside.output)
+        near(module(x, **item.given), expected)
+    near(torch.stack([seen[head] for head in range(H)], 1), inside.output)
 
 
 @every_option
 def test_a_monitor(name: str) -> None:
-    module, x, item, whole = made(name)
+    module, x, item, expected, inside = made(name)
     module.dropout = 0.0
     told: dict[str, float] = {}
     with clearhead.monitor(module.train(), 1, ("entropy", "max_logit"), to=lambda step, values: told.update(values)):
-        near(module(x, **item.given), whole.output)
-    logs = torch.where(whole.inside.weights > 0, whole.inside.weights, 1.0).log()
-    entropy, sees = -(whole.inside.weights * logs).sum(-1), whole.inside.weights.sum(-1) > 0
+        near(module(x, **item.given), expected)
+    logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
+    entropy, sees = -(inside.weights * logs).sum(-1), inside.weights.sum(-1) > 0
     # Per head over the queries that see a key, then over the heads.
     expected = (entropy.sum((0, 2)) / sees.sum((0, 2))).mean()
     assert told["attention/entropy"] == pytest.approx(float(expected), abs=1e-9)
-    highest = whole.inside.scores.amax((0, 2, 3))
+    highest = inside.scores.amax((0, 2, 3))
     assert told["attention/max_logit"] == pytest.approx(float(highest.mean()), abs=1e-9)
 
 
 @every_option
 def test_the_functions(name: str) -> None:
-    module, x, item, expected = made(name)
+    module, x, item, _, inside = made(name)
     q, k, v = operands(module, x, item)
     module_mask, call_mask = module.mask, item.given.get("mask")
     mask: Any = module_mask if call_mask is None else call_mask if module_mask is None else module_mask & call_mask
@@ -147,23 +188,23 @@ def test_the_functions(name: str) -> None:
         forced = torch.no_grad() if kernel is None else clearhead.use_kernel(kernel)
         with forced:
             output, lse = clearhead.attention(q, k, v, mask, return_lse=True, **options)
-        near(output, expected.inside.output)
-        near(lse, expected.inside.lse)
-    near(clearhead.attention_weights(q, k, mask, **options), expected.inside.weights)
-    near(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, expected.inside.weights)
+        near(output, inside.output)
+        near(lse, inside.lse)
+    near(clearhead.attention_weights(q, k, mask, **options), inside.weights)
+    near(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, inside.weights)
 
 
 @every_option
 def test_the_layers_of_an_encoder(name: str) -> None:
-    module, x, item, expected = made(name)
+    module, x, item, expected, inside = made(name)
     layer = EncoderLayer(E, module, FeedForward(E, 5, dtype=torch.float64), norm=nn.Identity).double().eval()
     for parameter in layer.feed_forward.parameters():
         nn.init.zeros_(parameter)
     stack = Encoder([layer])
     for part in (layer, stack):
-        near(part(x, **item.given), x + expected.output)
+        near(part(x, **item.given), x + expected)
         weights = part(x, **item.given, need_weights=True, average_attn_weights=False)[1]
-        near(weights[0] if isinstance(weights, list) else weights, expected.inside.weights)
+        near(weights[0] if isinstance(weights, list) else weights, inside.weights)
 
 
 CACHES: dict[str, Callable[[], caches.Cache]] = {
@@ -177,20 +218,20 @@ CACHES: dict[str, Callable[[], caches.Cache]] = {
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_cache(name: str, kind: str, step: int) -> None:
-    module, x, item, expected = made(name)
+    module, x, item, expected, _ = made(name)
     cache = CACHES[kind]()
     outputs = [module(part, **item.given, cache=cache) for part in x.split(step, 1)]
-    near(torch.cat(outputs, 1), expected.output)
+    near(torch.cat(outputs, 1), expected)
 
 
 @pytest.mark.parametrize("name", ["softcap", "sinks", "scale", "rotary", "causal", "window", "documents"])
 def test_an_evicting_cache_keeps_by_the_weights_of_the_call(name: str) -> None:
     """Of a prompt of L tokens those stay that received most, by the weights that the module itself returns."""
-    module, x, item, whole = made(name)
+    module, x, item, _, inside = made(name)
     budget = 3
     cache = caches.EvictingKVCache(B, KV, budget, D, policy=caches.HeavyHitters(0.0), dtype=torch.float64)
     module(x, **item.given, cache=cache)
-    received = whole.inside.weights.unflatten(1, (KV, H // KV)).sum((2, 3))  # (B, Hkv, S)
+    received = inside.weights.unflatten(1, (KV, H // KV)).sum((2, 3))  # (B, Hkv, S)
     received[..., -1] = torch.inf  # the newest stays
     expected = received.topk(budget, -1).indices.sort(-1).values
     result = cache.update(*(torch.zeros(B, KV, 1, D, dtype=torch.float64),) * 2).positions
@@ -202,11 +243,11 @@ def test_an_evicting_cache_keeps_by_the_weights_of_the_call(name: str) -> None:
     "name", [name for name in OPTIONS if OPTIONS[name].by_position and name not in ("documents", "positions")]
 )
 def test_jagged_rows(name: str) -> None:
-    module, x, item, _ = made(name)
+    module, x, item, *_ = made(name)
     lengths = (L, 4)
     rows = [x[n, :length] for n, length in enumerate(lengths)]
     result = module(torch.nested.nested_tensor(rows, layout=torch.jagged), **item.given).unbind()
     for row, output in zip(rows, result, strict=True):
         n = len(row)
         alone = Option(item.parts, item.given, None if item.visible is None else item.visible[..., :n, :n])
-        near(output, solved(module, row[None], alone).output[0])
+        near(output, solved(module, row[None], alone)[0][0])

@@ -12,6 +12,7 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask, PreparedMask
+from clearhead.positions import ALiBi
 from tests.support.exact import exact_attention, near
 from tests.support.forgetting import GRID_FIELDS, forget
 
@@ -24,6 +25,7 @@ _DEFAULT: Setting = {
 _BIAS = torch.linspace(-3, 3, L * S).cos().reshape(L, S)
 _MARKS = torch.arange(L * S).reshape(L, S) % 3 > 0
 _MARKS[2] = False
+_PER_HEAD = torch.arange(2 * 6 * L * S).reshape(2, 6, L, S) % 7 > 2
 MASKS: dict[str, Callable[[], Mask]] = {
     "causal": masks.causal,
     "window": lambda: masks.sliding_window(2, 1),
@@ -31,6 +33,14 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "keys": lambda: masks.keep(keys=torch.tensor([[True, False, True, True, True, False, False]])),
     "bias": lambda: masks.bias(_BIAS) & masks.causal(),
     "computed": lambda: masks.mask_mod(lambda b, h, q, k: (q + k) % 3 > 0),
+    "lengths": lambda: masks.lengths(torch.tensor([7, 0])),
+    "query lengths": lambda: masks.causal() & masks.lengths(torch.tensor([7, 4]), torch.tensor([5, 2])),
+    "per head": lambda: masks.keep(_PER_HEAD),
+    "two biases": lambda: masks.bias((_BIAS * 16).round() / 16) & ALiBi(6),  # whose sums are exact
+    "bias per head": lambda: masks.bias((_BIAS * torch.arange(1, 7)[:, None, None])[None]),
+    "computed per head": lambda: masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b),
+    "or": lambda: masks.causal() | masks.prefix(torch.tensor([1, 3])),
+    "not": lambda: ~masks.sliding_window(1, 1),
 }
 #: For each field of a grid, and of what holds a prepared mask, the settings of calls that change it alone.
 FIELDS: dict[str, list[Setting]] = {
@@ -115,8 +125,9 @@ def prepared(name: str, setting: Setting) -> PreparedMask:
     s = {**_DEFAULT, **setting}
     places = {"query_positions": s["query_positions"], "key_positions": s["key_positions"]}
     # Marks and biases have sizes of their own, and fit no other call.
-    sizes = (s["L"], s["S"]) if name in ("causal", "window", "computed") else (L, S)
-    result = MASKS[name]().prepare(*sizes, **places)
+    sizes = (s["L"], s["S"]) if name in ("causal", "window", "computed", "computed per head") else (L, S)
+    counts = {"batch_size": s["B"], "num_heads": s["H"]} if name == "computed per head" else {}
+    result = MASKS[name]().prepare(*sizes, **counts, **places)
     assert isinstance(result, PreparedMask)
     return result
 
@@ -139,4 +150,5 @@ def test_a_prepared_mask_after_refused_calls(name: str) -> None:
         assert outcome(fixed, wrong) is REFUSED, wrong
         _require(outcome(fixed, {}), None, name, {})
         assert repr(fixed) == before
-    assert torch.equal(fixed.dense(), MASKS[name]().dense(L, S))
+    dense = MASKS[name]().dense(L, S, batch_size=2, num_heads=6)
+    assert torch.equal(fixed.dense().expand_as(dense), dense)

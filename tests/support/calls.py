@@ -32,6 +32,13 @@ class Call:
         return self.query, self.key, self.value, self.mask
 
     @property
+    def named_inputs(self) -> dict[str, Tensor]:
+        """Everything gradients are compared for."""
+        names = ["query", "key", "value", *([] if self.problem.sinks is None else ["sinks"])]
+        names += [f"bias {number}" for number in range(len(self.problem.biases))]
+        return dict(zip(names, self.problem.tensors, strict=True))
+
+    @property
     def weights_arguments(self) -> tuple[Any, ...]:
         return self.query, self.key, self.mask
 

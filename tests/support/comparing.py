@@ -15,6 +15,7 @@ KERNELS = ("sdpa", "chunked", "reference")
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 Numbers = dict[str, Tensor]
+_GRADIENT = "gradient of "
 
 
 def kernel_numbers(call: Call, kernel: str) -> Numbers:
@@ -22,7 +23,7 @@ def kernel_numbers(call: Call, kernel: str) -> Numbers:
     with clearhead.use_kernel(kernel):
         result = clearhead.attention(*call.attention_arguments, **call.options)
     output, lse = result if call.options["return_lse"] else (result, None)
-    wanted = {name: tensor for name, tensor in _named_inputs(call).items() if tensor.requires_grad}
+    wanted = {_GRADIENT + name: x for name, x in call.named_inputs.items() if x.requires_grad}
     assert output.dtype == call.query.dtype
     assert lse is None or lse.dtype == (torch.float64 if call.query.dtype == torch.float64 else torch.float32)
     outputs = [output] if lse is None else [output, lse]
@@ -47,9 +48,9 @@ def expected_numbers(call: Call) -> Numbers:
     numbers = {"output": answer.output.detach()}
     if call.options["return_lse"]:
         numbers["lse"] = answer.lse.detach()
-    for (name, tensor), gradient in zip(_named_inputs(call).items(), result, strict=True):
+    for (name, tensor), gradient in zip(call.named_inputs.items(), result, strict=True):
         if tensor.requires_grad:
-            numbers[name] = gradient
+            numbers[_GRADIENT + name] = gradient
     return numbers
 
 
@@ -73,12 +74,6 @@ def require_half_as_good(found: Numbers, reference: Numbers, expected: Numbers, 
         rounding = torch.finfo(dtype).eps / 2 * _largest(expected[name])
         limit = max(2 * reference_errors[name], 2 * rounding, noise)
         assert error <= limit, f"{name}: off by {error:.3g}, reference by {reference_errors[name]:.3g}"
-
-
-def _named_inputs(call: Call) -> dict[str, Tensor]:
-    names = ["query", "key", "value", *([] if call.problem.sinks is None else ["sinks"])]
-    names += [f"bias {number}" for number in range(len(call.problem.biases))]
-    return {f"gradient of {name}": tensor for name, tensor in zip(names, call.problem.tensors, strict=True)}
 
 
 def _upstream(call: Call) -> tuple[Tensor, Tensor]:

@@ -149,13 +149,17 @@ def _prefix(draw: Draw, frame: Frame) -> Part:
 def _lengths(draw: Draw, frame: Frame) -> Part:
     shape = draw(st.sampled_from([(1,), (frame.batch,), (frame.batch, frame.length)]))
     visible = (frame.random(*shape) * (frame.count + 1)).long()
-    keys = frame.key_positions
+    of_queries = None
+    if draw(st.booleans()):
+        of_queries = (frame.random(draw(st.sampled_from([1, frame.batch]))) * (frame.length + 1)).long()
+    queries, keys = frame.query_positions, frame.key_positions
 
     def rule(b: int, h: int, i: int, j: int) -> bool:
         row = visible[b if shape[0] > 1 else 0]
-        return keys[b][j] < int(row[i] if row.dim() else row)
+        is_real = of_queries is None or queries[b][i] < int(of_queries[b if len(of_queries) > 1 else 0])
+        return is_real and keys[b][j] < int(row[i] if row.dim() else row)
 
-    return Part(masks.lengths(visible), rule)
+    return Part(masks.lengths(visible, of_queries), rule)
 
 
 def _documents(draw: Draw, frame: Frame) -> Part:

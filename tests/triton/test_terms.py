@@ -28,6 +28,7 @@ MASKS = {
     "keep": masks.keep(torch.arange(B * H * L * S).view(B, H, L, S) % 3 > 0),
     "marks": masks.drop(keys=torch.arange(26).view(2, 13) % 4 == 0),
     "two biases": masks.bias(torch.arange(L * S).view(L, S) / 9.0) & masks.bias(torch.ones(1, H, 1, S)),
+    "biases of half precision": masks.bias(torch.rand(L, S).half()) & masks.bias(torch.rand(1, H, 1, S).half()),
     "ALiBi": masks.causal() & ALiBi(H),
     "not": ~masks.sliding_window(2, 2),
     "function": masks.mask_mod(lambda b, h, q, k: (q - k) % 2 == 0),

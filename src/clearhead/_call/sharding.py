@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..masks._base import Mask
+from ..masks._grid import Offset
 from .caching import Cache
 
 
@@ -16,7 +17,7 @@ class HeadShard(Protocol):
 
     Args:
         group: the process group that shares the heads.
-        first: the first head of this process.
+        offset: where the heads of this process lie among those of the module.
         num_heads, num_kv_heads: the numbers of heads of this process.
         all_num_kv_heads: Hkv of the module.
     """
@@ -24,7 +25,7 @@ class HeadShard(Protocol):
     @property
     def group(self) -> Any: ...
 
-    first: int
+    offset: Offset
     num_heads: int
     num_kv_heads: int
     all_num_kv_heads: int

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._checks import FLOATS, is_probability, number, same_device, strided
 from ..errors import DTypeError, ShapeError, shape_text
-from ..masks._check import as_positions, require_fit
+from ..masks._grid import as_positions, require_fit
 from .spec import AttentionSpec
 
 #: As a logit its weight is 0 beside any score: a finite stand-in for −∞.

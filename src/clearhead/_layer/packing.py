@@ -175,8 +175,8 @@ def _find_on_a_gpu(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_sid
         return None
 
     def make() -> tuple[RealTokens, RealTokens, PackedSequences]:
-        real_keys = _first_tokens(of_keys, keys, grid.key_length, grid.device)
-        real_queries = real_keys if same else _first_tokens(of_queries, queries, grid.query_length, grid.device)
+        real_keys = _first_tokens(of_keys, keys, grid.key_length, grid)
+        real_queries = real_keys if same else _first_tokens(of_queries, queries, grid.query_length, grid)
         return real_queries, real_keys, sequences_between(real_queries, real_keys, grid.device)
 
     real_queries, real_keys, sequences = mask.lowered(grid, "tokens", make)
@@ -194,12 +194,12 @@ def _known_counts(parts: list[Counts], batch: int, length: int) -> list[int] | N
     return counts
 
 
-def _first_tokens(parts: list[Counts], counts: list[int], length: int, device: torch.device) -> RealTokens:
+def _first_tokens(parts: list[Counts], counts: list[int], length: int, grid: Grid) -> RealTokens:
     """The tokens that these parts show, with the device's copy of their numbers."""
     if not parts:
         return find_tokens(None, len(counts), length)
-    lengths = reduce(torch.minimum, [part.on(device) for part in parts])
-    real = torch.arange(length, device=device) < lengths[:, None]
+    lengths = reduce(torch.minimum, [part.on(grid) for part in parts])
+    real = torch.arange(length, device=grid.device) < lengths[:, None]
     return find_tokens(real, len(counts), length, counts)
 
 

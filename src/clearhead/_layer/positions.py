@@ -10,8 +10,8 @@ from torch import Tensor
 from .._call.caching import Cache, KeyValues, Positions
 from ..errors import ShapeError
 from ..masks._base import Mask
-from ..masks._check import as_positions
 from ..masks._combined import all_of
+from ..masks._grid import as_positions
 from ..masks._positional import Present
 from ..positions._checks import require_in_range
 from ..positions._rotary import Rotary

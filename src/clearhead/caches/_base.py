@@ -12,7 +12,7 @@ from .._call.caching import Cache, Positions
 from .._checks import INTEGERS, integer, require_factory, shown, size, strided, with_values
 from .._environment import is_tracing, reads_values
 from ..errors import ArgumentError, CacheError, DeviceError, DTypeError, ShapeError, shape_text
-from ..masks._check import as_positions, require_fit
+from ..masks._grid import as_positions, require_fit
 
 
 class Buffered(Cache):

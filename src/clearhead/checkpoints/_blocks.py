@@ -15,8 +15,7 @@ from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, CheckpointError, shape_text
 from ..masks._base import Mask
 from ._namings import Naming
-from ._projections import Projections, fill, unpack
-from ._sources import Tensors
+from ._tensors import Projections, Tensors, fill, unpack
 
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 

@@ -9,7 +9,7 @@ from .._latent import MultiHeadLatentAttention
 from ..errors import ArgumentError
 from ..positions import rotary_from_config
 from ._blocks import StoredLayer, report
-from ._projections import copied
+from ._tensors import copied
 
 #: The names of transformers and of the original checkpoints, by Clearhead's names.
 _NAMES = {

@@ -13,9 +13,8 @@ from .._checks import is_finite, number_or_none, shown
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._namings import Naming, Role, namings_called
-from ._projections import fill
 from ._recognise import Finding, recognise
-from ._sources import Source, read_source
+from ._tensors import Source, fill, read_source
 
 _LOGGER = logging.getLogger("clearhead")
 _INPUTS: tuple[Role, ...] = ("query", "key", "value")

@@ -13,7 +13,7 @@ from .._checks import integer, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
 from ._blocks import Attention, StoredAttention, StoredLayer, multi_head, setting_of
-from ._sources import Source, Tensors, listed, read_source
+from ._tensors import Source, Tensors, listed, read_source
 
 _LOGGER = logging.getLogger("clearhead")
 

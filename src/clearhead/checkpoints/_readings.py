@@ -11,7 +11,7 @@ from .. import masks
 from ..errors import ArgumentError
 from ..positions import ALiBi, RelativeBias, rotary_from_config
 from ._blocks import Reading, StoredLayer
-from ._projections import parameter
+from ._tensors import parameter
 
 
 def rotary(layer: StoredLayer) -> dict[str, Any]:

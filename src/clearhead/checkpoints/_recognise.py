@@ -13,8 +13,7 @@ from torch import Tensor
 from .._checks import text
 from ..errors import CheckpointError
 from ._namings import ROLES, Naming, Role
-from ._projections import Projections, unpack
-from ._sources import listed
+from ._tensors import Projections, listed, unpack
 
 
 def recognise(

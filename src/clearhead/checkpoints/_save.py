@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from .._multihead import MultiHeadAttention
 from ..errors import CheckpointError, DTypeError
 from ._namings import ROLES, Naming, Projection, Role, namings_called
-from ._projections import LINEARS, Projections, copied
 from ._recognise import as_path
+from ._tensors import LINEARS, Projections, copied
 
 
 def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") -> dict[str, Tensor]:

@@ -105,13 +105,13 @@ def agreement(
 
     try:
         yield exchange
+        while waiting:
+            exchange({})
     except Exception as error:
         for group in waiting:
             with suppress(Exception):  # the error is raised below
                 agree(where, group, device, error)
         raise
-    for group in waiting:
-        agree(where, group, device, {})
 
 
 #: Groups for agreements, by the group with the same processes. They end with it: if a group outlives

@@ -23,7 +23,7 @@ from .._statistics.statistic import Options
 from .._weights import Queries, checked_queries, row_numbers
 from ..errors import KernelError
 from ..masks._base import Mask
-from ..masks._check import as_positions
+from ..masks._grid import as_positions
 from ..masks._tensors import as_mask
 from ._agreement import Gathered, agreement, fingerprint, group_of, require_equal, require_mesh
 from ._layout import Layout, require_layout
@@ -102,18 +102,21 @@ def attention_statistics(
         torch.Size([2, 4, 7])
         >>> dist.destroy_process_group()
     """
-    arguments: dict[str, Any] = dict(locals())  # those of the function of one process, and these two
-    del arguments["mesh"], arguments["layout"]
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks}
+    how |= {"query_positions": query_positions, "key_positions": key_positions}
+    options: dict[str, Any] = {"top_k": top_k, "map_size": map_size, "map_pooling": map_pooling}
+    options |= {"sink_keys": sink_keys, "offsets": offsets}
+    chosen: dict[str, Any] = {"statistics": statistics, "query_mask": query_mask, "queries": queries, "per": per}
     group, device = group_of(mesh)
     if dist.get_world_size(group) == 1:
         require_mesh(mesh)
         require_layout(layout)
-        return of_one_process(**arguments)
+        return of_one_process(query, key, mask, value=value, **how, **options, **chosen)
 
     with agreement(_WHERE, (group, group), device) as exchange:
         require_mesh(mesh)
         require_layout(layout)
-        facts, local = _read(arguments)
+        facts, local = _read(query, key, value, Request(as_mask(mask), **how), make_options(**options), **chosen)
         gathered = exchange({"layout": fingerprint(layout), **facts})
         # The second agreement is about errors that show only in the length of the whole sequence.
         shared, counted = _shared_call(group, layout, query_mask, gathered, local)
@@ -142,32 +145,36 @@ class _Arguments(NamedTuple):
     environment: Environment
 
 
-def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
+def _read(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    request: Request,
+    options: Options,
+    statistics: Sequence[str],
+    query_mask: Tensor | None,
+    queries: Queries | None,
+    per: Per,
+) -> tuple[dict[str, int], _Arguments]:
     """The facts that the processes agree on, with the lengths of their shards, which may differ; and the arguments."""
-
-    def chosen(*names: str) -> dict[str, Any]:
-        return {name: arguments[name] for name in names}
-
-    value, mask, query_mask = arguments["value"], arguments["mask"], arguments["query_mask"]
-    names = require_names(arguments["statistics"], value is not None)
-    options = make_options(**chosen("top_k", "map_size", "map_pooling", "sink_keys", "offsets"))
-    require_per(arguments["per"], names)
+    names = require_names(statistics, value is not None)
+    require_per(per, names)
     environment = read_environment()._replace(gradients=False, autocast=False, observed=False)
     if environment.transformed:
         raise KernelError(f"{_WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
-    tensors = [arguments[name] for name in ("query", "key", "value")[: 2 if value is None else 3]]
-    query, key, *values = cast_for_autocast(*tensors)
-    numbers, positions = chosen("scale", "softcap", "sinks"), chosen("query_positions", "key_positions")
+    query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
+    # Mask and positions belong to all queries and keys. The shared call checks them.
+    local_request = request._replace(mask=None, query_positions=None, key_positions=None)
     with torch.no_grad(), autocast_off(query):
-        call = valid_call(query, key, values[0] if values else None, Request(**numbers), environment)
-    operands = call.query, call.key, call.value if need_values(names) else call.key[..., :0]
-    for name, position in positions.items():
-        as_positions(name, position, per_head=name == "key_positions")
+        call = valid_call(query, key, values[0] if values else None, local_request, environment)
+    as_positions("query_positions", request.query_positions)
+    as_positions("key_positions", request.key_positions, per_head=True)
     if query_mask is not None:
         query_marks(query_mask)
-    request = Request(as_mask(mask), **numbers, **positions)
-    queries = checked_queries("queries", arguments["queries"])
+    queries = checked_queries("queries", queries)
+    operands = call.query, call.key, call.value if need_values(names) else call.key[..., :0]
     (batch, heads, length, dim), spec = call.query.shape, call.spec
+    how = request._replace(mask=None, scale=spec.scale, softcap=spec.softcap)._asdict() | {"query_mask": query_mask}
     facts = {
         "batch size": batch,
         "query heads": heads,
@@ -175,16 +182,9 @@ def _read(arguments: dict[str, Any]) -> tuple[dict[str, int], _Arguments]:
         "head_dim": dim,
         "head_dim of values": operands[2].shape[3],
         "dtype": FLOATS.index(query.dtype),
+        **{name: fingerprint("a tensor" if isinstance(x, Tensor) else x) for name, x in how.items()},
         "mask": mask_fact(request.mask),
-        # The shared call checks the sizes of tensors.
-        **{
-            name: fingerprint("a tensor" if isinstance(x, Tensor) else x)
-            for name, x in chosen("query_positions", "key_positions", "query_mask").items()
-        },
-        "scale": fingerprint(spec.scale),
-        "softcap": fingerprint(spec.softcap),
-        "sinks": spec.sinks,
-        "statistics": fingerprint(names, arguments["per"]),
+        "statistics": fingerprint(names, per),
         "options": fingerprint(options),
         "queries": fingerprint(queries.tolist() if isinstance(queries, Tensor) else queries),
         "query": length,

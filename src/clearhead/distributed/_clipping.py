@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from .._checks import items, number, strided
 from ..errors import ArgumentError
 from ._collectives import step, sum_dtype
+from ._heads import local
 
 _WHERE = "clip_grad_norm_"
 
@@ -58,8 +59,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         norm = _norm(gradients)
         factor = torch.clamp(most / (norm + 1e-6), max=1.0)
         for gradient in gradients:
-            local = _local(gradient)
-            local.mul_(factor.to(local.device))
+            shard = _local(gradient)
+            shard.mul_(factor.to(shard.device))
     return norm
 
 
@@ -69,8 +70,8 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     device = gradients[0].device if gradients else "cpu"
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
-        local = _local(gradient)
-        square = torch.linalg.vector_norm(local, dtype=sum_dtype(local)).to(total.device, total.dtype).square()
+        shard = _local(gradient)
+        square = torch.linalg.vector_norm(shard, dtype=sum_dtype(shard)).to(total.device, total.dtype).square()
         groups = _groups_of(gradient)
         squares[groups] = squares.get(groups, torch.zeros_like(total)) + square
     for groups, square in squares.items():
@@ -90,9 +91,7 @@ def _groups_of(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _local(gradient: Tensor) -> Tensor:
-    if not isinstance(gradient, DTensor):
-        return gradient
-    if any(placement.is_partial() for placement in gradient.placements):
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
         expected, fix = "gradients that are summed over their mesh", "Call it after backward(), before the next one."
         raise ArgumentError("parameters", expected=expected, got=f"one with {gradient.placements}", fix=fix)
-    return gradient.to_local()
+    return local(gradient)

@@ -22,6 +22,9 @@ from .._torch_private import all_gather_single, reduce_scatter_single
 from ..errors import ClearheadError, DistributedError, KernelError
 from ._layout import Shards
 
+#: The function that splits sequences, for messages.
+WHERE = "context_parallel"
+
 Group = dist.ProcessGroup
 
 #: The tensors that are sent to each process of a group.
@@ -34,7 +37,7 @@ GLOO_DEVICE = "cpu"
 
 
 @contextmanager
-def step(name: str, where: str = "context_parallel") -> Generator[None, None, None]:
+def step(name: str, where: str = WHERE) -> Generator[None, None, None]:
     """Name the step in which a collective fails. It fails within the group's time-out if a process has ended.
 
     Args:
@@ -74,7 +77,7 @@ def differentiable_once(backward: Backward) -> Backward:
         if is_tracing() or not torch.is_grad_enabled():  # graphs have no second derivatives
             return returned
         inputs = [x for x in (*gradients, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
-        where = getattr(ctx, "where", "context_parallel")
+        where = getattr(ctx, "where", WHERE)
         return tuple(cast(Tensor, _Once.apply(where, x, *inputs)) if inputs and x is not None else x for x in returned)
 
     return cast(Any, computed)
@@ -119,9 +122,7 @@ def reduce_scatter_shards(tensors: Sequence[Tensor], shards: Shards, group: Grou
     return _features(summed[: shards.lengths[dist.get_rank(group)]], shapes)
 
 
-def gather_shards(
-    tensors: Sequence[Tensor], shards: Shards, group: Group, where: str = "context_parallel"
-) -> tuple[Tensor, ...]:
+def gather_shards(tensors: Sequence[Tensor], shards: Shards, group: Group, where: str = WHERE) -> tuple[Tensor, ...]:
     """The whole sequences (L, …), from the shard (l, …) of each process: one all-gather of tensors of one dtype.
 
     On gloo it is one all-to-all. One reduce-scatter sums the gradients over all processes.
@@ -159,10 +160,10 @@ def _all_gather(tensors: Sequence[Tensor], shards: Shards, group: Group) -> list
     return [list(gathered) for gathered in zip(*(_features(x, [x.shape for x in tensors]) for x in ranks), strict=True)]
 
 
-def _features(rows: Tensor, shapes: Shapes) -> list[Tensor]:
-    """Rows (n, features) as views (n, …), one for each shape, whose first size is ignored."""
+def _features(flat: Tensor, shapes: Shapes) -> list[Tensor]:
+    """A tensor (n, features) as views (n, …), one for each shape, whose first size is ignored."""
     sizes = [math.prod(shape[1:]) for shape in shapes]
-    return [x.view(len(rows), *shape[1:]) for x, shape in zip(rows.split(sizes, 1), shapes, strict=True)]
+    return [x.view(len(flat), *shape[1:]) for x, shape in zip(flat.split(sizes, 1), shapes, strict=True)]
 
 
 def all_to_all(sent: Sent, shapes: Sequence[Shapes], group: Group) -> list[list[Tensor]]:

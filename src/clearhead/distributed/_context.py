@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,14 +26,12 @@ from ._agreement import (
     require_equal,
     require_mesh,
 )
+from ._collectives import WHERE
 from ._description import Split, attention_parts, facts_of_module
 from ._layout import Layout, require_layout
-from ._methods import heads_divide
+from ._methods import METHODS, Method, heads_divide
 from ._sequence import require_shards
-from ._sequence_shard import WHERE, LocalSequence
-
-Method = Literal["auto", "heads", "gather", "ring"]
-METHODS: tuple[Method, ...] = ("auto", "heads", "gather", "ring")
+from ._sequence_shard import LocalSequence
 
 
 def context_parallel(

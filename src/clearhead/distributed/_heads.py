@@ -35,8 +35,8 @@ class LocalHeads(OfThisProcess):
     Args:
         name: the name of the module, for messages.
         mesh: the mesh of the processes that share the heads.
-        total, all_num_kv_heads: H and Hkv of the module.
-        first: the first head of this process.
+        offset: where the heads of this process lie among those of the module.
+        all_num_kv_heads: Hkv of the module.
         num_heads, num_kv_heads: how many heads this process has.
     """
 
@@ -44,9 +44,8 @@ class LocalHeads(OfThisProcess):
 
     name: str
     mesh: DeviceMesh
-    total: int
+    offset: Offset
     all_num_kv_heads: int
-    first: int
     num_heads: int
     num_kv_heads: int
 
@@ -98,7 +97,7 @@ class LocalHeads(OfThisProcess):
             return mask.with_bias_tensors(map(local, biases))
         if any(tensor.requires_grad for tensor in biases):
             mask = mask.with_bias_tensors(map(self._with_summed_gradient, biases))
-        return part_of(mask, Offset(self.total, self.first))
+        return part_of(mask, self.offset)
 
     def _with_summed_gradient(self, bias: Tensor) -> Tensor:
         """The bias of all heads, whose gradient is summed over the processes, in float32 at least."""
@@ -138,7 +137,7 @@ def split_linear(
         leading = getattr(inputs[0], "_leading", None)
         return result if leading is None else result.view(*leading, result.shape[-1])
 
-    place_input(module, lambda x: _as_rows(placed(mesh, placement, f"the input of {name}", x)))
+    place_input(module, lambda x: _as_matrix(placed(mesh, placement, f"the input of {name}", x)))
     module.register_forward_hook(after)
 
 
@@ -157,19 +156,19 @@ def place_input(module: nn.Module, place: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_pre_hook(lambda module, inputs: (place(inputs[0]), *inputs[1:]))
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def _as_matrix(x: Tensor) -> Tensor:
     """The input of a linear layer. An empty input (B, 0, E) becomes (0, E).
 
-    A linear layer views an input of more dimensions as rows and back. `DTensor`'s rules for views divide by sizes and
-    compare products of sizes: with a size of zero they raise, or never end.
+    A linear layer views an input of more dimensions as a matrix and back. `DTensor`'s rules for views divide by sizes
+    and compare products of sizes: with a size of zero they raise, or never end.
     """
     leading = x.shape[:-1]
     if len(leading) < 2 or 0 not in leading:
         return x
     empty = leading.index(0)
-    rows = x.sum([dim for dim in range(len(leading)) if dim != empty])  # no view, also in its gradient
-    rows._leading = leading  # pyright: ignore[reportAttributeAccessIssue] # for the hook that restores the shape
-    return rows
+    matrix = x.sum([dim for dim in range(len(leading)) if dim != empty])  # no view, also in its gradient
+    matrix._leading = leading  # pyright: ignore[reportAttributeAccessIssue] # for the hook that restores the shape
+    return matrix
 
 
 def placed(mesh: DeviceMesh, placement: Placement, name: str, x: Tensor) -> DTensor:
@@ -189,7 +188,7 @@ def _summed_gradient(name: str, gradient: Any) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a `DTensor` that this process holds; a plain tensor itself."""
+    """The shard of a `DTensor` that this process holds; a plain tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

@@ -48,10 +48,10 @@ class Shards:
         count = self.world_size if self.layout == "contiguous" else 2 * self.world_size
         least, remainder = divmod(self.length, count)
         bounds = [index * least + min(index, remainder) for index in range(count + 1)]
-        parts = [range(*ends) for ends in pairwise(bounds)]
+        cuts = [range(*ends) for ends in pairwise(bounds)]
         if self.layout == "contiguous":
-            return tuple((part,) for part in parts)
-        return tuple(map(_joined, parts[: self.world_size], reversed(parts)))
+            return tuple((interval,) for interval in cuts)
+        return tuple(map(_joined, cuts[: self.world_size], reversed(cuts)))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

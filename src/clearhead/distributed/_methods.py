@@ -7,7 +7,7 @@ mask that knows where these lie in the shared call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
 from ._agreement import fingerprint
-from ._collectives import all_to_all, gather_shards, reduce_scatter_shards, step
+from ._collectives import WHERE, all_to_all, gather_shards, reduce_scatter_shards, step
 from ._layout import Shards
+
+Method = Literal["auto", "heads", "gather", "ring"]
+METHODS: tuple[Method, ...] = ("auto", "heads", "gather", "ring")
 
 #: Query (B, H, l, D), key (B, Hkv, s, D) and value (B, Hkv, s, Dv) of this process.
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -68,7 +71,7 @@ class SharedCall:
     grid: Grid
     request: Request
     environment: Environment
-    where: str = "context_parallel"
+    where: str = WHERE
 
     @property
     def start(self) -> Offset:

@@ -175,9 +175,9 @@ def _size(segments: list[_Segment]) -> int:
     return segments[-1].of_block.stop if segments else 0
 
 
-def _key_and_value(rows: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+def _key_and_value(joined: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values (s, B, Hkv, D + Dv), side by side as neighbours exchange them, as (B, Hkv, s, D) and (…, Dv)."""
-    key, value = rows.permute(1, 2, 0, 3).tensor_split((key_dim,), -1)
+    key, value = joined.permute(1, 2, 0, 3).tensor_split((key_dim,), -1)
     return key, value
 
 
@@ -225,7 +225,7 @@ class _Gradients:
     def __init__(self, shared: SharedCall, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
         self._shared, self._longest = shared, _longest(shared)
         self._of_shard = k.new_zeros((0, *k.shape[:2], k.shape[3] + v.shape[3]), dtype=dtype)
-        self._arriving: tuple[int, int, Tensor, list[Any]] | None = None  # rank, number, rows, works
+        self._arriving: tuple[int, int, Tensor, list[Any]] | None = None  # rank, number, gradients, works
 
     def zeros(self, block: _RingBlock) -> Tensor:
         """Zeros for the keys and values of a block, (s, B, Hkv, D + Dv); of one length if it travels."""

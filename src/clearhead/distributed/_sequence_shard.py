@@ -15,7 +15,7 @@ from .._call.call import Results, valid_call
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
 from .._call.request import weights_wanted
-from .._checks import FLOATS, flag, shown, size
+from .._checks import FLOATS, shown, size
 from .._environment import Environment, autocast_off, listening, outside_graphs, read_environment
 from .._layer.layer import Layer
 from .._layer.positions import of_whole, positions_of_queries, require_one_length, with_hidden
@@ -28,15 +28,13 @@ from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._tensors import as_mask
 from ._agreement import Gathered, OfThisProcess, agreement, fingerprint, not_announced, require_device, require_equal
-from ._collectives import from_every_rank
+from ._collectives import WHERE, from_every_rank
 from ._decode import ShardedKVCache, SplitCache, decode, sizes_of
 from ._layout import Layout, Shards
-from ._methods import Chunk, Operands, SharedCall, by_gathering, by_heads, heads_divide, mask_fact, of_all_sizes
+from ._methods import Chunk, Method, Operands, SharedCall, by_gathering, by_heads, heads_divide, mask_fact, of_all_sizes
 from ._ring import by_ring
 from ._sequence import require_shards, shards_of
 from ._statistics import shared_call_of
-
-WHERE = "context_parallel"
 
 _SAME = "All processes of the mesh make the same call, each with its part of the sequence."
 _NUMBER = "number of the module"
@@ -67,7 +65,7 @@ class LocalSequence(OfThisProcess):
     device: str
     rank: int
     world: int
-    method: str
+    method: Method
     layout: Layout
     number: int = 0
 
@@ -76,19 +74,12 @@ class LocalSequence(OfThisProcess):
     def call(self, module: MultiHeadAttention, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         environment = read_environment()
         with agreement(WHERE, self.agreements, self.device) as exchange:
-            query, key, value, _, _, cache, *_ = arguments
-            if cache is None:
-                require_shards(self.group, self.layout, query=query, key=key, value=value)
-            elif isinstance(cache, CrossKVCache):
-                require_shards(self.group, self.layout, key=key, value=value)
-            require_device(WHERE, "query", query, self.device)
-            checked = read_arguments(module, environment, *arguments)
+            checked = self._read(module, environment, *arguments)
             gathered = exchange({_NUMBER: self.number, **facts_of(module, checked, environment)})
             shards = self._shards(gathered, checked.cache)
         layer = layer_of(module, environment)
         if checked.cache is not None:
-            query, key, value, mask, *_ = checked
-            results = decode(layer, (query, key, value), mask, checked.cache, shards, self.group, environment)
+            results = decode(layer, checked[:3], checked.mask, checked.cache, shards, self.group, environment)
             return layer.projected_out(results, environment, batched=checked.batched)
         if layer.request.dropout_p:
             heads = layer.request.offset or Offset(module.num_heads)
@@ -98,6 +89,41 @@ class LocalSequence(OfThisProcess):
             layer = replace(layer, request=layer.request._replace(seed=seed_tensor, offset=heads))
         queries, keys = shards
         return self._compute(layer, checked, queries, keys, environment)
+
+    def _read(self, module: MultiHeadAttention, environment: Environment, *arguments: Any) -> Arguments:
+        """The checked arguments of a call of a module, which are those of its `forward`."""
+        query, key, value, mask, positions, cache, need_weights, average_attn_weights = arguments
+        shards = {"query": query, "key": key, "value": value}
+        if cache is not None:  # every process has all new tokens, and its shard of a memory
+            shards = {"key": key, "value": value} if isinstance(cache, CrossKVCache) else {}
+        require_shards(self.group, self.layout, **shards)
+        require_device(WHERE, "query", query, self.device)
+        weights = weights_wanted(need_weights, average_attn_weights)
+        cache = _read_cache(module, environment, cache, positions, weights)
+        _require_supported(module, environment)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if isinstance(x, Tensor) and x.is_nested:
+                fix = "Pad them and pass masks.lengths(...)."
+                raise ArgumentError(name, expected="a padded tensor", got="a jagged one", fix=fix)
+        if cache is None or cache.get() is None:
+            if isinstance(cache, CrossKVCache) and key is None:
+                fix = "The first call needs it; later ones with the same cache do not."
+                raise ArgumentError("key", expected="this process's part of the memory", got="None", fix=fix)
+            key, value = complete(query, key, value)
+            require_inputs(module, query, key, value, environment)
+        else:  # a memory whose keys are projected already
+            require_features("query", query, module.q_proj)
+            key = value = query
+        mask = as_mask(mask)
+        if module.head_shard is not None:
+            mask = module.head_shard.mask(mask)
+        if positions is not None:
+            positions_of_queries(positions, None, query.shape[-2])
+        batched = query.dim() == 3
+        if not batched:  # one tensor stays one
+            batches = {id(x): x[None] for x in (query, key, value)}
+            query, key, value = (batches[id(x)] for x in (query, key, value))
+        return Arguments(query, key, value, mask, positions, cache, weights, batched)
 
     def _shards(self, gathered: Gathered, cache: SplitCache | None) -> list[Shards]:
         """The shards of queries and keys as far as these are split. Raise unless all processes make one call."""
@@ -196,39 +222,8 @@ class Arguments(NamedTuple):
     batched: bool
 
 
-def read_arguments(module: MultiHeadAttention, environment: Environment, *arguments: Any) -> Arguments:
-    """The checked arguments of a call of a module, which are those of its `forward`."""
-    query, key, value, mask, positions, cache, need_weights, average_attn_weights = arguments
-    cache = _read_cache(module, environment, cache, positions, need_weights)
-    _require_supported(module, environment)
-    weights = weights_wanted(need_weights, average_attn_weights)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if isinstance(x, Tensor) and x.is_nested:
-            fix = "Pad them and pass masks.lengths(...)."
-            raise ArgumentError(name, expected="a padded tensor", got="a jagged one", fix=fix)
-    if cache is None or cache.get() is None:
-        if isinstance(cache, CrossKVCache) and key is None:
-            fix = "The first call needs it; later ones with the same cache do not."
-            raise ArgumentError("key", expected="this process's part of the memory", got="None", fix=fix)
-        key, value = complete(query, key, value)
-        require_inputs(module, query, key, value, environment)
-    else:  # a memory whose keys are projected already
-        require_features("query", query, module.q_proj)
-        key = value = query
-    mask = as_mask(mask)
-    if module.head_shard is not None:
-        mask = module.head_shard.mask(mask)
-    if positions is not None:
-        positions_of_queries(positions, None, query.shape[-2])
-    batched = query.dim() == 3
-    if not batched:  # one tensor stays one
-        batches = {id(x): x[None] for x in (query, key, value)}
-        query, key, value = (batches[id(x)] for x in (query, key, value))
-    return Arguments(query, key, value, mask, positions, cache, weights, batched)
-
-
 def _read_cache(
-    module: MultiHeadAttention, environment: Environment, cache: object, positions: object, need_weights: object
+    module: MultiHeadAttention, environment: Environment, cache: object, positions: object, weights: str | None
 ) -> SplitCache | None:
     """The cache. Raise for a cache or a call that does not support decoding with split keys."""
     if cache is None:
@@ -237,8 +232,7 @@ def _read_cache(
         fix = "module.make_cache(batch_size, max_length) makes one after context_parallel."
         raise ArgumentError("cache", expected="a cache of the split module", got=type(cache).__name__, fix=fix)
     require_cache(cache, module.position)
-    weights = flag("need_weights", need_weights) or None
-    for name, argument in (("positions", positions), ("need_weights", weights)):
+    for name, argument in (("positions", positions), ("need_weights", weights and True)):
         if argument is not None:
             fix = "Decode with a module that was not split."
             raise ArgumentError(name, expected="nothing beside keys that are split", got=shown(argument), fix=fix)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._call.call import AttentionCall, valid_call, zero_hidden
-from .._call.request import Request
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, need_values, shape_of
 from .._statistics.totals import PartialCall
@@ -74,7 +73,7 @@ def _of_queries(
     Args:
         shared: the attention that is computed.
         chunks: returns the chunks of the call in any order, with values if its argument is true.
-        lse: (B, H, l) of whole rows, if a chunk holds only some of their keys.
+        lse: (B, H, l) over all keys, if a chunk holds only some of their keys.
         call: the shared call, with the queries of this process.
         arguments: the other arguments of `results_of`.
     """
@@ -93,14 +92,14 @@ def _block_rows(
     shared: SharedCall, chunk: Chunk, lse: Tensor | None, call: AttentionCall, counted: Tensor, with_values: bool
 ) -> Iterator[BlockRows]:
     """The blocks of a chunk, as blocks of the call of all queries."""
-    request = Request(shared.mask_at(chunk.offset), call.spec.scale, call.spec.softcap)
+    request = shared.request_at(chunk.offset, chunk.query.shape[1])
     value = chunk.value if with_values else None
     of_chunk = zero_hidden(valid_call(chunk.query, chunk.key, value, request, shared.environment))
-    group, (_, _, row, column, _) = of_chunk.spec.group, chunk.offset
+    group, offset = of_chunk.spec.group, chunk.offset
     for block, rows, query, key in score_blocks(of_chunk, dtype=exact_dtype(call)):
         batch, heads, columns = block.batch, block.heads, cast(slice, block.columns)
         place = _moved(rows, chunk.rows.start)
-        shared_block = Block(call.grid, batch, heads, _moved(rows, row), _moved(columns, column))
+        shared_block = Block(call.grid, batch, heads, _moved(rows, offset.row), _moved(columns, offset.column))
         values = of_chunk.value[batch, heads.start // group : heads.stop // group, columns]
         row_lse = None if lse is None else lse[batch, heads, place, None]
         yield BlockRows(call, shared_block, place, query, key, counted[batch, :, place], values, row_lse)

@@ -161,9 +161,9 @@ def _sizes(inputs: Sequence[object]) -> dict[str, int]:
 
 
 def _sizes_of(x: Tensor) -> tuple[int, ...]:
-    rows = x.values() if x.layout is torch.jagged else x
+    tokens = x.values() if x.layout is torch.jagged else x
     batch = x.size(0) if x.is_nested else math.prod(x.shape[:-2]) if x.dim() >= 2 else 0
-    length, features = rows.shape[-2:] if rows.dim() >= 2 and not rows.is_nested else (0, 0)
+    length, features = tokens.shape[-2:] if tokens.dim() >= 2 and not tokens.is_nested else (0, 0)
     return x.dim(), batch, length, features, fingerprint(str(x.dtype))
 
 

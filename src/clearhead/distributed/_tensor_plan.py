@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from .._checks import kind
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, DTypeError
+from ..masks._grid import Offset
 from ..positions import RelativeBias
 from ..transformer import FeedForward, SwiGLU
 from ._description import attention_parts, facts_of_module
@@ -45,8 +46,7 @@ class Splitting:
     Args:
         mesh: the mesh of the processes.
         changes: the changes, which are made when every process has collected them.
-        roles: for each part and parameter the name by which it was found first, and how it is split. Layers may share
-            a part.
+        roles: for each part and parameter its first name, and how it is split. Layers may share a part.
     """
 
     mesh: DeviceMesh
@@ -99,7 +99,7 @@ class Splitting:
             return
         kv_placements, kv_features, splits_keys = _COLUMNS, None, module.num_kv_heads % self.mesh.size() == 0
         if not splits_keys:
-            start = shard.first * module.num_kv_heads // module.num_heads * module.head_dim
+            start = shard.offset.head * module.num_kv_heads // module.num_heads * module.head_dim
             kv_placements, kv_features = {}, slice(start, start + module.head_dim)
         self._add_linear(f"{name}.q_proj", module.q_proj, _COLUMNS)
         self._add_linear(f"{name}.k_proj", module.k_proj, kv_placements, kv_features)
@@ -194,7 +194,8 @@ def _heads_of(name: str, module: MultiHeadAttention, mesh: DeviceMesh) -> LocalH
             fix="Use a mesh of another size.",
         )
     local = heads // world
-    return LocalHeads(name, mesh, heads, kv_heads, mesh.get_local_rank() * local, local, max(kv_heads // world, 1))
+    offset = Offset(heads, mesh.get_local_rank() * local)
+    return LocalHeads(name, mesh, offset, kv_heads, local, max(kv_heads // world, 1))
 
 
 def _require_no_parameters(name: str, part: object) -> None:

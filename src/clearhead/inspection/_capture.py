@@ -21,7 +21,7 @@ from .._torch_private import graph_break, is_vmapped
 from ..errors import RecordError, UnseenAttentionWarning
 from ..masks._grid import Grid
 from ..nn._convention import hidden_mask
-from ..nn._projection import append_keys, project
+from ..nn._inputs import append_keys, project
 from ..nn.functional import translate
 from ._naming import ModuleNames
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .._checks import shown
 from .._torch_private import has_hook
 from ..errors import ArgumentError, CacheError, ShapeError, shape_text
-from ._cache_layers import BoundedLayer, MakeBounded, not_croppable, require_rows
+from ._cache_layers import BoundedCacheLayer, MakeBounded, not_croppable, require_rows
 from ._masks import Carried, carrying
 
 #: Models whose `forward` takes one mask per type of layer.
@@ -39,14 +39,14 @@ class BoundedCache(Cache):
         windows: the sliding window of each layer, or ``None``.
     """
 
-    layers: list[BoundedLayer]
+    layers: list[BoundedCacheLayer]
 
     def __init__(self, kind: str, make: MakeBounded, windows: list[int | None]) -> None:
-        super().__init__(layers=[BoundedLayer(make, window) for window in windows])
+        super().__init__(layers=[BoundedCacheLayer(make, window) for window in windows])
         self.kind = kind
         # A window, and a policy that needs no weights, keep the same keys in all layers of one window. A layer with one
         # feature runs ahead of them and finds the keys that they will return.
-        self._ahead = {} if kind == "heavy_hitters" else {window: BoundedLayer(make, window) for window in windows}
+        self._ahead = {} if kind == "heavy_hitters" else {window: BoundedCacheLayer(make, window) for window in windows}
         self._with_ahead = Cache(layers=[*self.layers, *self._ahead.values()])
         self._expected: tuple[Tensor | int, int] | None = None  # positions of the forward's tokens, and how many
 
@@ -140,7 +140,7 @@ class BoundedCache(Cache):
         return (new.cumsum(1) - 1 + first).masked_fill(~new, -1)  # (B, L)
 
 
-def _mask_ahead(decoder: PreTrainedModel, ahead: BoundedLayer, tokens: Tensor, positions: Tensor | int) -> Tensor:
+def _mask_ahead(decoder: PreTrainedModel, ahead: BoundedCacheLayer, tokens: Tensor, positions: Tensor | int) -> Tensor:
     """The mask (B, 1, L, S) of the keys that the layers of one window will return.
 
     It has the form of the model's attention implementation.
@@ -150,7 +150,8 @@ def _mask_ahead(decoder: PreTrainedModel, ahead: BoundedLayer, tokens: Tensor, p
     feature = torch.zeros(batch_size, 1, length, 1, device=tokens.device)
     keys, _ = ahead.update(feature, feature, positions)
     count = keys.shape[2]
-    visible = ahead.mask.dense(length, count, batch_size=batch_size, num_heads=1, **ahead.mask_positions)
+    at: dict[str, Any] = {"query_positions": ahead.query_positions, "key_positions": ahead.key_positions}
+    visible = ahead.mask.dense(length, count, batch_size=batch_size, num_heads=1, **at)
 
     def mask_function(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return visible[batch, 0, query, key]

@@ -14,7 +14,7 @@ from .._checks import choice, module, shown, size
 from ..caches import EvictingKVCache, EvictionPolicy, HeavyHitters, SinksAndRecent, SlidingKVCache
 from ..errors import ArgumentError, CacheError, DTypeError
 from ._bounded_cache import BoundedCache, hook, require_implementation, windows
-from ._cache_layers import Bounded, FullLayer, Within, cache_like, require_rows
+from ._cache_layers import Bounded, FullCacheLayer, Within, cache_like, require_rows
 
 Kind = Literal["full", "sliding", "heavy_hitters", "sinks_and_recent"]
 
@@ -166,10 +166,10 @@ def _served(model: object, kind: str) -> PreTrainedModel:
 def _full(served: PreTrainedModel, max_length: int | None) -> Cache:
     # transformers chooses the layers that need only a window.
     dynamic = DynamicCache(config=served.get_decoder().config).layers
-    layers = [FullLayer(max_length) if type(layer) is DynamicLayer else layer for layer in dynamic]
-    if any(type(layer) not in (FullLayer, DynamicSlidingWindowLayer) for layer in layers):
+    layers = [FullCacheLayer(max_length) if type(layer) is DynamicLayer else layer for layer in dynamic]
+    if any(type(layer) not in (FullCacheLayer, DynamicSlidingWindowLayer) for layer in layers):
         expected = "layers with attention to all tokens or to a sliding window"
-        got = ", ".join(sorted({type(layer).__name__ for layer in layers} - {"FullLayer"}))
+        got = ", ".join(sorted({type(layer).__name__ for layer in layers} - {"FullCacheLayer"}))
         raise ArgumentError("model", expected=expected, got=got)
     cache = FullCache(layers, max_length)
     return EncoderDecoderCache(cache, DynamicCache()) if served.config.is_encoder_decoder else cache

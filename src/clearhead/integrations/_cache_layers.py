@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeAlias, TypeVar, final
+from typing import Any, Generic, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from .._call.request import Request
+from .._layer.positions import with_hidden
 from ..caches import EvictingKVCache, EvictionPolicy, Held, KeyValues, KVCache, SlidingKVCache
 from ..errors import CacheError, ShapeError
-from ..masks._base import Mask
-from ..masks._positional import Present, causal, sliding_window
+from ..masks import Mask, causal, sliding_window
 
 #: A cache that holds some of the keys.
 Bounded: TypeAlias = SlidingKVCache | EvictingKVCache
@@ -100,7 +101,7 @@ class _CacheLayer(CacheLayerMixin, Generic[AnyCache]):
 
 
 @final
-class FullLayer(_CacheLayer[KVCache]):
+class FullCacheLayer(_CacheLayer[KVCache]):
     """Every key and value, written in place.
 
     Args:
@@ -142,11 +143,11 @@ class FullLayer(_CacheLayer[KVCache]):
 
 
 @final
-class BoundedLayer(_CacheLayer[Bounded]):
+class BoundedCacheLayer(_CacheLayer[Bounded]):
     """The keys and values that a window or a budget keeps.
 
-    The attribute `mask` is the mask of the last `update`, in absolute positions. `mask_positions` has the positions of
-    its queries, an int or (B, L), and of its keys, (B, S), (B, Hkv, S), or ``None`` for 0 … S−1.
+    The attribute `mask` is the mask of the last `update`, in absolute positions. `query_positions` are those of its
+    queries, an int or (B, L), and `key_positions` those of its keys, (B, S), (B, Hkv, S), or ``None`` for 0 … S−1.
 
     Args:
         make: makes its cache, when the first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
@@ -159,7 +160,8 @@ class BoundedLayer(_CacheLayer[Bounded]):
         super().__init__()
         self._make, self.window = make, window
         self.mask: Mask = causal()
-        self.mask_positions: dict[str, Any] = {"query_positions": 0, "key_positions": None}
+        self.query_positions: Tensor | int = 0
+        self.key_positions: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.cache = self._make(self.window, key_states, value_states)
@@ -168,25 +170,26 @@ class BoundedLayer(_CacheLayer[Bounded]):
         cache = self._make(self.window, key, value) if self.cache is None else self.cache
         returned = cache.update(key, value, positions)
         mask = causal() if self.window is None else causal() & sliding_window(self.window - 1, _FAR)
-        if returned.mask is not None:
-            mask = mask & returned.mask
-        elif isinstance(positions, Tensor):
-            mask = mask & Present()
-        self.cache, self.mask = cache, mask
-        self.mask_positions = {"query_positions": positions, "key_positions": returned.positions}
+        self.cache, self.mask = cache, cast(Mask, with_hidden(mask, returned, positions))
+        self.query_positions, self.key_positions = positions, returned.positions
         return returned
 
-    def observe(self, query: Tensor, key: Tensor, **options: Any) -> None:
+    def attended(self, key: Tensor) -> KeyValues:
+        """The keys of an attention, at the positions of those that the last `update` returned."""
+        return KeyValues(key, key, self.key_positions)
+
+    def observe(self, query: Tensor, key: Tensor, request: Request) -> None:
         """Pass the attention of the last `update` to the cache.
 
         Args:
             query: (B, H, L, D).
             key: (B, H or Hkv, S, D), the keys of the attention. DeepSeek computes them from the latents of the cache.
-            options: scale, softcap and sinks, as for `Cache.observe`.
+            request: of this attention.
         """
         if self.cache is not None:
-            keys = KeyValues(key, key, self.mask_positions["key_positions"])
-            self.cache.observe(query, keys, self.mask, self.mask_positions["query_positions"], **options)
+            attended, at = self.attended(key), self.query_positions
+            scale, softcap, sinks = request.scale, request.softcap, request.sinks
+            self.cache.observe(query, attended, self.mask, at, scale=scale, softcap=softcap, sinks=sinks)
 
     def next_positions(self) -> Tensor | int:
         """The position of the next token: an int, or (B, 1) if rows differ."""

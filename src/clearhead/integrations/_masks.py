@@ -20,7 +20,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from .. import masks
 from .._checks import FLOATS, INTEGERS, flag, integer, kind, require_factory, shown, strided
-from .._environment import is_tracing, is_transformed
+from .._environment import has_values
 from .._torch_private import disabled_torch_function, has_wrappers, wrapper_of
 from ..errors import DTypeError, MaskTypeError
 from ..masks._base import Mask
@@ -109,7 +109,7 @@ def _padding_of(arguments: dict[str, Any]) -> Tensor | None:
         return None
     if type(padding) is not Tensor or padding.dtype != torch.bool or padding.is_meta:
         return None
-    if is_tracing() or is_transformed():
+    if not has_values():
         return None
     fits = tuple(padding.shape) == (arguments["batch_size"], arguments["kv_length"]) and padding.numel() > 0
     return padding if fits and padding.device == torch.device(arguments["device"]) else None
@@ -212,7 +212,7 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, int, int, int], **options: Any) -> Tensor:
     """Return the additive mask of ``build``, of this shape, dtype and device, which carries its meaning."""
-    if is_tracing() or is_transformed() or not has_wrappers:  # a graph cannot compute values later
+    if not has_values() or not has_wrappers:  # a graph cannot compute values later
         return build()
     mask = wrapper_of(_LazyMask, shape, **options)
     mask.describe(carried, build)

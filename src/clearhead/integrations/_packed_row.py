@@ -9,32 +9,32 @@ from torch import Tensor
 from .._call.sequences import PackedSequences, read_sequences
 from ..errors import ShapeError, shape_text
 
-_ROWS = "_clearhead_rows"
+_SEQUENCES = "_clearhead_sequences"
 
 
-def boundaries_of(rows: PackedSequences) -> Tensor:
-    """The boundaries (n + 1,) of packed sequences. They carry `rows`, so that `rows_of` does not read them again."""
-    setattr(rows.cu_seqlens_q, _ROWS, rows)
-    return rows.cu_seqlens_q
+def boundaries_of(sequences: PackedSequences) -> Tensor:
+    """The boundaries (n + 1,) of packed sequences. They carry `sequences`, which `sequences_of` then need not read."""
+    setattr(sequences.cu_seqlens_q, _SEQUENCES, sequences)
+    return sequences.cu_seqlens_q
 
 
-def rows_of(
+def sequences_of(
     query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> PackedSequences | None:
     """Read the boundaries of packed (1, H, T, D) queries and (1, Hkv, T, D) keys. ``None`` if a call has none."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return None
-    known: PackedSequences | None = getattr(cu_seqlens_q, _ROWS, None)
+    known: PackedSequences | None = getattr(cu_seqlens_q, _SEQUENCES, None)
     if known is not None and cu_seqlens_k is cu_seqlens_q and known.tokens == (query.shape[2], key.shape[2]):
         return known
     if cu_seqlens_q is None or cu_seqlens_k is None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         _refuse(query, key)
     moved_q = _moved(cu_seqlens_q, query)
     moved_k = moved_q if cu_seqlens_k is cu_seqlens_q else _moved(cu_seqlens_k, query)
-    rows = read_sequences(moved_q, moved_k, query[0, 0], key[0, 0])
-    if rows.queries != rows.keys:
+    sequences = read_sequences(moved_q, moved_k, query[0, 0], key[0, 0])
+    if sequences.queries != sequences.keys:
         _refuse(query, key)
-    return rows
+    return sequences
 
 
 def _moved(cu_seqlens: Tensor, query: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from .._layer.linear import Linear, chosen_backend, describe_backend
 from .._layer.unmodified import is_unmodified
 from .._torch_private import remove_hook
-from ..nn._encoder import drop_padding, keep_padding
 from ..nn._multihead_attention import MultiheadAttention, keep_off_fast_path
-from ..nn._sharing import STACKS, share_masks, stop_sharing
+from ..nn._stacks import STACKS, share_masks, stop_sharing, stop_zeroing, zero_padding
 
 _NESTED_BEFORE = "_clearhead_use_nested_tensor"
 
@@ -33,7 +32,7 @@ def swap_attention(model: nn.Module) -> Swapped:
         if isinstance(stack, nn.TransformerEncoder) and getattr(stack, "use_nested_tensor", False):
             setattr(stack, _NESTED_BEFORE, True)
             stack.use_nested_tensor = False
-            drop_padding(stack)
+            zero_padding(stack)
             encoders.append(name)
     return list(changed), unchanged, encoders
 
@@ -49,7 +48,7 @@ def swap_attention_back(model: nn.Module) -> Swapped:
         if isinstance(stack, nn.TransformerEncoder) and hasattr(stack, _NESTED_BEFORE):
             delattr(stack, _NESTED_BEFORE)
             stack.use_nested_tensor = True
-            keep_padding(stack)
+            stop_zeroing(stack)
             encoders.append(name)
     return list(changed), unchanged, encoders
 

@@ -26,16 +26,17 @@ from transformers.utils import output_capturing
 from .. import masks
 from .._call.naming import add_module
 from .._call.request import Request
-from .._call.sequences import PackedSequences, within_sequences
+from .._call.sequences import within_sequences
 from .._checks import flag, shown, size, strided
 from .._environment import read_environment
 from .._layer.plan import attend
+from .._layer.positions import positions_of_keys
 from .._weights import attention_weights
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
 from ._cache_for import cache_for
-from ._cache_layers import BoundedLayer
+from ._cache_layers import BoundedCacheLayer
 from ._masks import carried_by, causal_mask, make_mask, read_mask
-from ._packed_row import rows_of
+from ._packed_row import sequences_of
 
 if TYPE_CHECKING:
     from ._trainer import AttentionMonitorCallback
@@ -154,24 +155,24 @@ def attention_forward(
         query, key, value = _same_batch(query=query, key=key, value=value)
         if not hasattr(module, "training"):
             raise DTypeError("module", expected="a torch.nn.Module", got=shown(module))
-        scores: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         cache_layer = _carried_layer(module, attention_mask)
+        queries_at = keys_at = None
         if cache_layer is not None:
-            mask, positions = cache_layer.mask, _positions_per_head(cache_layer, query.shape[1])
+            mask, queries_at = cache_layer.mask, cache_layer.query_positions
+            keys_at = positions_of_keys(cache_layer.attended(key), None, query.shape[1])
         elif attention_mask is not None:
-            mask, positions = read_mask(attention_mask, query, key), {}
+            mask = read_mask(attention_mask, query, key)
         else:
-            mask, positions = _mask_of_call(query, key, sliding_window, is_causal)
+            mask, queries_at = _mask_of_call(query, key, sliding_window, is_causal)
         if position_bias is not None:
             mask = _combined(mask, masks.bias(position_bias))
-        rows = rows_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
-        request = Request(mask, dropout_p=dropout if module.training else 0.0, sequences=rows, **scores, **positions)
+        dropout_p = dropout if module.training else 0.0
+        sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
+        request = Request(mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, sequences=sequences)
         output = attend(query, key, value, request, read_environment()).output
-        weights = None
-        if _weights_wanted(module, output_attentions):
-            weights = _weights(query, key, mask, rows, scores | positions)
+        weights = _weights(query, key, request) if _weights_wanted(module, output_attentions) else None
         if cache_layer is not None:
-            cache_layer.observe(query, key, **scores)
+            cache_layer.observe(query, key, request)
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
     except ClearheadError as error:
         renamed = in_words_of(error, _NAMES)
@@ -213,45 +214,38 @@ def _same_batch(**inputs: Tensor) -> list[Tensor]:
     return [t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in inputs.values()]
 
 
-def _carried_layer(module: Any, attention_mask: Tensor | None) -> BoundedLayer | None:
+def _carried_layer(module: Any, attention_mask: Tensor | None) -> BoundedCacheLayer | None:
     """The layer of the cache that the mask carries, if its heads hold different keys."""
     carried = carried_by(attention_mask)
     return None if carried is None or carried.cache is None else carried.cache.layers[module.layer_idx]
 
 
-def _positions_per_head(layer: BoundedLayer, num_heads: int) -> dict[str, Any]:
-    """The positions of the last call's queries and keys, those of the keys repeated for all query heads."""
-    positions = layer.mask_positions
-    keys: Tensor | None = positions["key_positions"]
-    if keys is None or keys.dim() < 3:
-        return positions
-    return positions | {"key_positions": keys.repeat_interleave(num_heads // keys.shape[1], 1)}  # (B, H, S)
-
-
 def _mask_of_call(
     query: Tensor, key: Tensor, sliding_window: int | None, is_causal: bool | None
-) -> tuple[masks.Mask | None, dict[str, Any]]:
-    """The mask of a call without `attention_mask`, and the positions of its queries."""
+) -> tuple[masks.Mask | None, int | None]:
+    """The mask of a call without `attention_mask`, and the position of its first query."""
     length, keys = query.shape[2], key.shape[2]
     mask = causal_mask(length, keys) if is_causal is not None and flag("is_causal", is_causal) else None
     if sliding_window is None or size("sliding_window", sliding_window) >= keys:
-        return mask, {}
+        return mask, None
     mask = _combined(mask, masks.sliding_window(sliding_window - 1, sliding_window - 1))
-    return mask, {"query_positions": keys - length} if length < keys else {}  # the last query is at the last key
+    return mask, keys - length if length < keys else None  # the last query is at the last key
 
 
 def _combined(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
     return second if first is None else first & second
 
 
-def _weights(
-    query: Tensor, key: Tensor, mask: masks.Mask | None, rows: PackedSequences | None, options: dict[str, Any]
-) -> Tensor:
+def _weights(query: Tensor, key: Tensor, request: Request) -> Tensor:
     """The weights (B, H, L, S) of a call. Packed sequences attend only within each sequence."""
-    if rows is not None:
-        mask = within_sequences(rows, mask)
-        options |= {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
-    return attention_weights(query, key, mask, **options).to(query.dtype)
+    mask, queries_at, keys_at = request.mask, request.query_positions, request.key_positions
+    sequences = request.sequences
+    if sequences is not None:
+        mask = within_sequences(sequences, mask)
+        queries_at, keys_at = sequences.query_positions[None], sequences.key_positions[None]
+    scores: dict[str, Any] = {"scale": request.scale, "softcap": request.softcap, "sinks": request.sinks}
+    weights = attention_weights(query, key, mask, query_positions=queries_at, key_positions=keys_at, **scores)
+    return weights.to(query.dtype)
 
 
 def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:

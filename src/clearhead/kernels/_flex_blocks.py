@@ -20,7 +20,7 @@ from ..masks._base import Mask
 from ..masks._combined import Or
 from ..masks._grid import Block, Grid
 from ..masks._lowering import chosen_cell
-from ..masks._part import whole_mask
+from ..masks._part import full_mask
 from ..masks._structure import Band, Structure, joined, structure_of
 from ._flex_rule import PREFIXES, SIDE, Limits, numbers_on, table
 from ._triton._terms import Terms, conditions_of, longer, run_of, with_ranges
@@ -149,7 +149,7 @@ def term_blocks(mask: Mask, grid: Grid) -> Blocks:
 def _runs_of(part: Mask, grid: Grid) -> list[tuple[Tensor | None, Tensor]]:
     """The run of keys that each of two masks shows, joined with `|`. Empty for all other masks, and for single runs."""
     structure = structure_of(part, grid)
-    if not isinstance(whole_mask(part), Or) or longer(structure, grid) is not None:
+    if not isinstance(full_mask(part), Or) or longer(structure, grid) is not None:
         return []
     runs = [run_of(each, grid) for each in structure.either]
     return [] if None in runs else cast("list[tuple[Tensor | None, Tensor]]", runs)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from operator import add, and_
 from typing import Any
 
 import torch
 
 from ..masks._base import Mask
-from ..masks._grid import Block, Grid
-from ..masks._structure import Band, RowRanges, Structure, structure_of
+from ..masks._grid import Grid
+from ..masks._lowering import evaluated
+from ..masks._structure import Band, RowRanges, Structure, joined, structure_of
 
 
 def lower_mask(mask: Mask, grid: Grid) -> dict[str, Any]:
@@ -18,12 +20,8 @@ def lower_mask(mask: Mask, grid: Grid) -> dict[str, Any]:
     """
     structure = Structure()
     for part in mask.parts():
-        # A part without an exact structure is evaluated for the whole grid. The others stay as they are.
         exact = structure_of(part, grid)
-        if not exact.exact:
-            visible, bias = part.visible(Block(grid)), part.bias(Block(grid), torch.float32)
-            exact = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
-        structure = structure.meet(exact)
+        structure = structure.meet(exact if exact.exact else evaluated(part, grid))
     band = structure.band or Band.whole(grid)
     tensors = [*structure.tensors]
     if structure.keys is not None:
@@ -36,10 +34,9 @@ def lower_mask(mask: Mask, grid: Grid) -> dict[str, Any]:
     # The kernel reads one bool tensor and one bias, so several are joined first.
     visible, bias = None, None
     for tensor in tensors:
-        visible = tensor if visible is None else visible & tensor
-    for added in structure.biases:
-        added = added.float().resolve_neg()  # which are read as they lie in memory
-        bias = added if bias is None else bias + added
+        visible = joined(visible, tensor, and_)
+    for added in structure.biases:  # written out, because the kernel reads memory
+        bias = joined(bias, added.float().resolve_neg(), add)
     lowered: dict[str, Any] = {**vars(band), "visible": visible, "bias": bias}
     if rows is not None:
         last = rows.stop.long().clamp(0, grid.key_length).int()

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import MaskTypeError
 from ._grid import Block, Grid, Sizes
-from ._report import MaskReport
 from ._structure import UNKNOWN, Structure
+
+if TYPE_CHECKING:
+    from ._check import MaskReport
 
 Result = TypeVar("Result")
 
@@ -265,7 +267,7 @@ class Mask(ABC):
         return check_mask(self, grid)
 
     def __repr__(self) -> str:
-        from ._picture import draw
+        from ._check import draw
 
         return draw(self)
 

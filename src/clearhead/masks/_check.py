@@ -1,18 +1,49 @@
-"""The search for common mistakes in a mask, and the sizes and positions of calls without tensors."""
+"""What a user sees of a mask: its check, its picture, and the grid of a mask without a call."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .._checks import INTEGERS, existing_device, integer, same_device, strided
-from ..errors import ArgumentError, ClearheadError, DeviceError, ShapeError, shape_text
+from .._checks import existing_device, integer, same_device
+from ..errors import ArgumentError, ClearheadError, DeviceError
 from ._base import Mask
 from ._coverage import coverage
-from ._grid import Block, Grid, Sizes
-from ._report import MaskReport
+from ._grid import Block, Grid, Sizes, as_positions, require_fit
 
 _CORNER = 64  # rows and columns that are enough to recognise an inverted causal mask
+_SIDE = 12  # at most this many rows and columns are drawn
+_LENGTH = 8  # the drawn length of a mask that fits any length
+
+
+@dataclass(frozen=True)
+class MaskReport:
+    """The findings of `Mask.check`; ``ok`` if there are none.
+
+    Args:
+        description: the mask as a user writes it.
+        findings: one sentence each.
+
+    Example:
+        >>> from clearhead import masks
+        >>> report = masks.causal().check(4)
+        >>> report.ok, str(report)
+        (True, 'causal(): nothing suspicious')
+    """
+
+    description: str
+    findings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.description}: nothing suspicious"
+        return "\n".join([f"{self.description}:", *(f"  - {finding}" for finding in self.findings)])
 
 
 def check_mask(mask: Mask, grid: Grid) -> MaskReport:
@@ -84,43 +115,11 @@ def grid_for(
     return grid
 
 
-def as_positions(name: str, positions: object, *, per_head: bool = False) -> Tensor | int | None:
-    """Read positions: an int stays an int, and a tensor (n,) or (B, n) becomes int64 (1 or B, n).
-
-    Args:
-        name: of the argument.
-        positions: the argument.
-        per_head: whether (B, H, n) is allowed too; its shape stays.
-    """
-    if positions is None:
-        return None
-    shapes = "(n,), (B, n) or (B, H, n)" if per_head else "(n,) or (B, n)"
-    if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
-        return integer(name, positions, least=0, expected="a first position ≥ 0")
-    expected = f"an int, or an integer tensor {shapes}"
-    positions = strided(name, positions, expected, dtypes=INTEGERS)
-    if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
-        raise ShapeError(name, expected=f"shape {shapes}", got=shape_text(positions.shape))
-    # int64, because a window added to small or unsigned integers overflows.
-    return (positions[None] if positions.dim() == 1 else positions).long()
-
-
 def _sizes_of(length: str, positions: Tensor | int | None) -> Sizes:
     """The sizes that positions of queries, or of keys, require."""
     if not isinstance(positions, Tensor):
         return Sizes()
     return Sizes.of(positions.shape[0])._replace(**{length: positions.shape[-1]})
-
-
-def require_fit(name: str, positions: Tensor, batch: int, length: int, heads: int | None = None) -> None:
-    """Raise unless positions have the shape (n,), (1 or B, n) or (B, H, n) of a call."""
-    shape = positions.shape
-    fits = shape[-1] == length and (len(shape) == 1 or shape[0] == 1 or shape[0] == batch)
-    if not fits or (len(shape) == 3 and shape[1] != heads):
-        per_head = "" if heads is None else f" or ({batch}, {heads}, {length})"
-        expected = f"shape ({length},) or ({batch}, {length}){per_head}"
-        fix = "Give every query, or every key, its absolute position."
-        raise ShapeError(name, expected=expected, got=shape_text(shape), fix=fix)
 
 
 def _device_of(mask: Mask) -> torch.device:
@@ -173,3 +172,35 @@ def _looks_anticausal(mask: Mask, grid: Grid) -> bool:
         return False
     after = torch.ones(size, size, dtype=torch.bool, device=visible.device).triu(1)
     return bool((visible == after).all())
+
+
+def draw(mask: Mask) -> str:
+    """Describe the mask and draw batch item 0, head 0: ``■`` visible, ``·`` hidden."""
+    try:
+        sizes = mask.sizes()
+        grid = grid_for(mask, sizes.query_length or sizes.key_length or sizes.fewest_keys or _LENGTH)
+        mask.validate(grid)
+        picture, note = _sample(mask, grid)
+    except Exception as error:  # a repr is read while debugging, so it must not raise
+        return f"<mask {mask.describe()}: cannot be drawn, {error}>"
+    return "\n".join([f"<mask {mask.describe()}{note}", *picture, ">"])
+
+
+def _sample(mask: Mask, grid: Grid) -> tuple[list[str], str]:
+    rows, columns = _spread(grid.query_length, grid.device), _spread(grid.key_length, grid.device)
+    block = Block(grid, batch=slice(0, 1), heads=slice(0, 1), rows=rows, columns=columns)
+    shape = (1, 1, len(rows), len(columns))
+    visible = mask.visible(block)
+    # One head of one item, so the picture stays small.
+    shown = torch.ones(shape, dtype=torch.bool) if visible is None else visible.expand(shape)
+    lines = ["  " + "".join("■" if mark else "·" for mark in row) for row in shown[0, 0].tolist()]
+    notes: list[str] = []
+    if grid.batch_size > 1 or grid.num_heads > 1:
+        notes.append(f"item 0 of {grid.batch_size}, head 0 of {grid.num_heads}")
+    if len(rows) < grid.query_length or len(columns) < grid.key_length:
+        notes.append(f"{len(rows)} of {grid.query_length} queries × {len(columns)} of {grid.key_length} keys")
+    return lines, "".join(f", {note}" for note in notes)
+
+
+def _spread(length: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(0, length - 1, min(length, _SIDE), device=device).round().long()

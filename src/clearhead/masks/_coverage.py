@@ -8,17 +8,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._environment import is_tracing, is_transformed
+from .._checks import PLAIN
+from .._native import extension
+from .._torch_private import dispatch_modes
 from ._base import Mask
 from ._grid import Block, Grid
 from ._lowering import chosen_cell, row_blocks
-from ._native_coverage import find_natively
 from ._structure import Band, RowRanges, Structure, structure_of
 
 _ROWS_AT_A_TIME = 1 << 21  # elements of the mask that are evaluated at once
 _EDGE_ROWS, _EDGE_COLUMNS = 16, 8  # evaluated first at each border; columns take longer to read
 _CELLS_AT_ONCE = 1 << 28  # bools on an accelerator
 _FEW_CELLS = 1 << 16  # up to this size, evaluating all cells takes no longer
+
+#: The bytes of a cell, and the bits of a cell that hides, as a signed integer.
+_HIDING = {
+    torch.bool: (1, 0),
+    torch.float32: (4, 0xFF800000),
+    torch.bfloat16: (2, 0xFF80),
+    torch.float16: (2, 0xFC00),
+    torch.float64: (8, 0xFFF0000000000000 - (1 << 64)),
+}
 
 
 @dataclass(frozen=True)
@@ -66,14 +76,15 @@ def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
     # The first key is visible to all queries, and all keys to the last query. This holds while tracing too.
     if band is not None and band.is_causal(grid) and grid.query_length >= grid.key_length:
         return COVERS_ALL
-    # The other cases read values, which a graph cannot, or borders, which an empty mask lacks.
-    if is_tracing() or grid.query_length == 0 or grid.key_length == 0:
+    # The other cases read values, or borders, which an empty mask lacks.
+    if not grid.has_values or grid.query_length == 0 or grid.key_length == 0:
         return _coverage_at_once(mask, grid)
     if structure.diagonal and grid.query_length == grid.key_length:
         return COVERS_ALL
     if band is not None:
-        rows, columns = band.rows(grid), band.columns(grid)
-        return Coverage.of(_range(*rows, grid.query_length, grid), _range(*columns, grid.key_length, grid))
+        queries = _marks_between(*band.rows(grid), grid.query_length, grid)
+        keys = _marks_between(*band.columns(grid), grid.key_length, grid)
+        return Coverage.of(queries, keys)
     # Ranges and marks need no evaluation of cells.
     if structure.exact and not structure.tensors and not structure.biases:
         queries, keys = _coverage_of_ranges(structure, grid)
@@ -82,7 +93,7 @@ def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
     if grid.device.type != "cpu" and grid.batch_size * grid.query_length * grid.key_length <= _CELLS_AT_ONCE:
         return _coverage_at_once(mask, grid)
     # The extension reads stored tensors in one pass. Computed masks are searched.
-    covered = find_natively(structure, grid)
+    covered = _find_natively(structure, grid)
     if covered is not None:
         return Coverage.of(*(None if of_axis is None else of_axis[..., None] for of_axis in covered))
     return Coverage.of(*map(_unless_all, _search(mask, grid)))
@@ -214,7 +225,7 @@ def _open(covered: Tensor) -> tuple[int, int]:
     return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
 
 
-def _range(start: int, stop: int, length: int, grid: Grid) -> Tensor | None:
+def _marks_between(start: int, stop: int, length: int, grid: Grid) -> Tensor | None:
     """Bool (1, 1, length, 1), true from start to stop; ``None`` if that is everything."""
     if start == 0 and stop == length:
         return None
@@ -228,7 +239,7 @@ def _unless_all(covered: Tensor) -> Tensor | None:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and type(tensor) is Tensor and not is_transformed()
+    return tensor.is_cpu and type(tensor) is Tensor
 
 
 def _coverage_at_once(mask: Mask, grid: Grid) -> Coverage:
@@ -239,3 +250,49 @@ def _coverage_at_once(mask: Mask, grid: Grid) -> Coverage:
     queries = visible.any(-1).expand(-1, -1, grid.query_length)  # (1 or B, 1 or H, L)
     keys = visible.any(-2).expand(-1, -1, grid.key_length)
     return Coverage.of(queries[..., None], keys[..., None])
+
+
+def _find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+    """The queries with a visible key, (1 or B, 1 or H, L), and the keys visible to a query, (1 or B, 1 or H, S).
+
+    Returns:
+        Two bool tensors, each ``None`` for all. Or ``None`` if the extension cannot read the mask: if the structure is
+        inexact or has ranges of columns per row, or if a tensor is not plain.
+    """
+    # The extension reads memory, so it needs plain tensors outside of modes.
+    if extension is None or grid.device.type != "cpu" or dispatch_modes() > 0:
+        return None
+    tensors = _tensors(structure)
+    if not tensors or len(tensors) > extension.MOST_MASKS or not all(map(_is_plain, tensors)):
+        return None
+    band = structure.band or Band.whole(grid)
+    # One result for all items and heads that share the mask.
+    batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
+    queries = torch.empty(batch, heads, grid.query_length, dtype=torch.bool)
+    keys = torch.empty(batch, heads, grid.key_length, dtype=torch.bool)
+    sizes = (batch, heads, grid.query_length, grid.key_length, band.low, band.high, band.stop)
+    numbers = [number for tensor in tensors for number in _cells(tensor)]
+    masked_row, masked_key = extension.coverage(*sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
+    return queries if masked_row else None, keys if masked_key else None
+
+
+def _tensors(structure: Structure) -> list[Tensor]:
+    """All tensors of a structure, (1 or B, 1 or H, 1 or L, 1 or S) each; none if they are not all of the mask."""
+    if not structure.exact or structure.rows is not None:
+        return []
+    tensors = [*structure.tensors, *structure.biases]
+    if structure.queries is not None:
+        tensors.append(structure.queries[:, None, :, None])
+    if structure.keys is not None:
+        tensors.append(structure.keys[:, None, None, :])
+    return tensors
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _HIDING and not tensor.is_neg()
+
+
+def _cells(tensor: Tensor) -> tuple[int, ...]:
+    # A stride of 0 broadcasts, so one loop in C++ is enough.
+    strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.data_ptr(), *_HIDING[tensor.dtype], *strides)

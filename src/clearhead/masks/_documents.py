@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .._environment import is_tracing, is_transformed, reads_values
+from .._environment import reads_values
 from ..errors import ArgumentError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
@@ -53,10 +53,10 @@ class Documents(OfTensor):
         # A position is in its own document.
         unknown = Structure(exact=False, diagonal=grid.shift == 0)
         # To read ids from an accelerator, or to move ranges to it, would wait for it.
-        if grid.shift is None or is_tracing() or is_transformed() or grid.device.type != "cpu":
+        if grid.shift is None or not grid.has_values or grid.device.type != "cpu":
             return unknown
         # Sequences that are not contiguous have no single range per row.
-        ranges = _row_ranges(self.on(grid.device))
+        ranges = _row_ranges(self.on(grid))
         if ranges is None:
             return unknown
         query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
@@ -68,12 +68,12 @@ class Documents(OfTensor):
         """The document of each query (1 or B, L) and key (1 or B, S). ``None`` unless positions count up."""
         if grid.shift is None:
             return None
-        ids, query, key = self.on(grid.device), int(grid.query_positions or 0), int(grid.key_positions or 0)
+        ids, query, key = self.on(grid), int(grid.query_positions or 0), int(grid.key_positions or 0)
         return ids[:, query : query + grid.query_length], ids[:, key : key + grid.key_length]
 
     def visible(self, block: Block) -> Tensor:
         # At absolute positions: with a cache, the rows of the call are only the last tokens.
-        ids = take(self.on(block.grid.device), 0, block.batch)
+        ids = take(self.on(block.grid), 0, block.batch)
         if not block.grid.has_positions:
             return take(ids, 1, block.rows)[:, None, :, None] == take(ids, 1, block.columns)[:, None, None]
         queries = _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None]  # (1 or b, 1, l, 1)

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import INTEGERS, integer, strided
+from .._environment import has_values
+from ..errors import ShapeError, shape_text
+
 Index = slice | Tensor
 ALL = slice(None)  # compared by value, because a dimension that is not cut needs no operator
 
@@ -49,6 +53,13 @@ class Grid:
         if isinstance(self.query_positions, Tensor) or isinstance(self.key_positions, Tensor):
             return None
         return (self.query_positions or 0) - (self.key_positions or 0)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether values of tensors may be read: see `has_values` of the environment, which is read once."""
+        if "has_values" not in self.memo:
+            self.memo["has_values"] = has_values()
+        return self.memo["has_values"]
 
 
 class Offset(NamedTuple):
@@ -174,3 +185,35 @@ def ends_of(index: slice, length: int) -> tuple[int, int]:
 
 def _indices(index: Index, length: int, device: torch.device) -> Tensor:
     return index if isinstance(index, Tensor) else torch.arange(*ends_of(index, length), device=device)
+
+
+def as_positions(name: str, positions: object, *, per_head: bool = False) -> Tensor | int | None:
+    """Read positions: an int stays an int, and a tensor (n,) or (B, n) becomes int64 (1 or B, n).
+
+    Args:
+        name: of the argument.
+        positions: the argument.
+        per_head: whether (B, H, n) is allowed too; its shape stays.
+    """
+    if positions is None:
+        return None
+    shapes = "(n,), (B, n) or (B, H, n)" if per_head else "(n,) or (B, n)"
+    if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
+        return integer(name, positions, least=0, expected="a first position ≥ 0")
+    expected = f"an int, or an integer tensor {shapes}"
+    positions = strided(name, positions, expected, dtypes=INTEGERS)
+    if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
+        raise ShapeError(name, expected=f"shape {shapes}", got=shape_text(positions.shape))
+    # int64, because a window added to small or unsigned integers overflows.
+    return (positions[None] if positions.dim() == 1 else positions).long()
+
+
+def require_fit(name: str, positions: Tensor, batch: int, length: int, heads: int | None = None) -> None:
+    """Raise unless positions have the shape (n,), (1 or B, n) or (B, H, n) of a call."""
+    shape = positions.shape
+    fits = shape[-1] == length and (len(shape) == 1 or shape[0] == 1 or shape[0] == batch)
+    if not fits or (len(shape) == 3 and shape[1] != heads):
+        per_head = "" if heads is None else f" or ({batch}, {heads}, {length})"
+        expected = f"shape ({length},) or ({batch}, {length}){per_head}"
+        fix = "Give every query, or every key, its absolute position."
+        raise ShapeError(name, expected=expected, got=shape_text(shape), fix=fix)

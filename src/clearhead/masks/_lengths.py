@@ -98,7 +98,7 @@ class Lengths(Counts):
         super().__init__(name, "key_lengths" if name == "lengths" else "n", lengths)
 
     def visible(self, block: Block) -> Tensor:
-        lengths = self.on(block.grid.device)
+        lengths = self.on(block.grid)
         column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]  # (B, 1, 1 or L, 1)
         return block.k < block.cut(column)
 
@@ -106,12 +106,12 @@ class Lengths(Counts):
         # Positions that count up turn a range of positions into a range of columns.
         if isinstance(grid.key_positions, Tensor):
             return UNKNOWN
-        lengths = self.on(grid.device)
+        lengths = self.on(grid)
         stop = lengths if lengths.dim() == 2 else lengths[:, None]  # (1 or B, 1 or L)
         if grid.key_positions:
             return Structure(rows=RowRanges(None, stop.long() - grid.key_positions))
         # Lengths on the CPU tell an accelerator, without a wait, that no row is empty.
-        known = grid.device.type != "cpu" and self._tensor.is_cpu and not is_tracing() and self._tensor.numel() > 0
+        known = grid.device.type != "cpu" and self._tensor.is_cpu and grid.has_values and self._tensor.numel() > 0
         return Structure(rows=RowRanges(None, stop, int(self._tensor.min()) if known else 0))
 
     def validate(self, grid: Grid) -> None:
@@ -138,14 +138,14 @@ class QueryLengths(Counts):
         super().__init__("query_lengths", "query_lengths", lengths)
 
     def visible(self, block: Block) -> Tensor:
-        return block.q < take(self.on(block.grid.device), 0, block.batch)[:, None, None, None]
+        return block.q < take(self.on(block.grid), 0, block.batch)[:, None, None, None]
 
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
             return UNKNOWN
         # One mark per query instead of a range, because a false mark is a fully masked row.
         positions = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return Structure(queries=positions < self.on(grid.device)[:, None])  # (1 or B, L)
+        return Structure(queries=positions < self.on(grid)[:, None])  # (1 or B, L)
 
     def validate(self, grid: Grid) -> None:
         if not broadcasts(self._tensor.shape[0], grid.batch_size):

@@ -8,7 +8,6 @@ from operator import add, and_
 import torch
 from torch import Tensor
 
-from .._environment import is_tracing
 from ._base import Mask
 from ._grid import Block, Grid
 from ._structure import Structure, joined, structure_of
@@ -25,7 +24,7 @@ def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
 def hides_nothing(mask: Mask, grid: Grid) -> bool:
     """Whether the structure of the mask shows that it hides nothing, as `causal` does for a single last query."""
     # A graph holds for all lengths, and this only for some of them.
-    if is_tracing():
+    if not grid.has_values:
         return False
     band = structure_of(mask, grid).only_band(grid)
     return band is not None and band.shows_all(grid)
@@ -44,6 +43,12 @@ def computed_sizes(mask: Mask, grid: Grid) -> list[tuple[int, int]]:
                 if tensor is not None:
                     sizes.append((tensor.shape[0], tensor.shape[1]))
     return sizes
+
+
+def evaluated(mask: Mask, grid: Grid) -> Structure:
+    """An exact structure of any mask: its tensors for all rows and columns of the grid."""
+    visible, bias = mask.visible(Block(grid)), mask.bias(Block(grid), torch.float32)
+    return Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
 
 
 def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .._checks import INTEGERS, PLAIN, strided, with_values
-from .._environment import is_tracing
 from .._torch_private import writes_to
 from ..errors import DTypeError, shape_text
 from ._base import Mask
+from ._grid import Grid
 
 
 class OfTensor(Mask):
@@ -22,10 +22,10 @@ class OfTensor(Mask):
         self._name, self._tensor = name, tensor
         self._copies: dict[torch.device, tuple[int | None, Tensor]] = {}
 
-    def on(self, device: torch.device) -> Tensor:
+    def on(self, grid: Grid) -> Tensor:
         """The tensor on the device of a call. Another device gets a copy once, and again after a write."""
-        tensor = self._tensor
-        if tensor.device == device or is_tracing():
+        tensor, device = self._tensor, grid.device
+        if tensor.device == device or not grid.has_values:
             return tensor.to(device)
         writes = writes_to(tensor)
         known, copy = self._copies.get(device, (None, tensor))

@@ -14,7 +14,7 @@ from ._base import Mask, Result
 from ._combined import Wrapping
 from ._documents import Documents
 from ._grid import Block, Grid, Index, Offset, Sizes, ends_of, take
-from ._structure import UNKNOWN, Band, RowRanges, Structure, joined
+from ._structure import UNKNOWN, Band, RowRanges, Structure, joined, structure_of
 
 Columns = range | Tensor
 Number = TypeVar("Number", int, Tensor)
@@ -40,9 +40,9 @@ def part_of(
     return PartMask(mask, offset, full_grid, columns)
 
 
-def whole_mask(mask: Mask) -> Mask:
+def full_mask(mask: Mask) -> Mask:
     """The mask of the larger attention, if a mask is a part of it; else the mask itself."""
-    return whole_mask(mask.whole) if isinstance(mask, PartMask) else mask
+    return full_mask(mask.full) if isinstance(mask, PartMask) else mask
 
 
 def document_ids(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor] | None:
@@ -62,7 +62,7 @@ class PartMask(Wrapping):
         self._offset, self._full_grid, self._columns = offset, full_grid, columns
 
     @property
-    def whole(self) -> Mask:
+    def full(self) -> Mask:
         """The mask of the larger attention."""
         return self._mask
 
@@ -77,10 +77,10 @@ class PartMask(Wrapping):
     def inner_block(self, block: Block) -> Block:
         grid, offset = block.grid, self._offset
         # The larger grid has the absolute positions; only head, row and column numbers move.
-        heads = cast(slice, _moved(block.heads, offset.head, grid.num_heads))
-        rows = _moved(block.rows, offset.row, grid.query_length)
+        heads = cast(slice, _in_larger(block.heads, offset.head, grid.num_heads))
+        rows = _in_larger(block.rows, offset.row, grid.query_length)
         if self._columns is None:
-            columns = _moved(block.columns, offset.column, grid.key_length)
+            columns = _in_larger(block.columns, offset.column, grid.key_length)
         else:
             columns = _taken(self._columns, block.columns, grid.device)
         return Block(self._grid(grid), block.batch, heads, rows, columns)
@@ -114,7 +114,7 @@ class PartMask(Wrapping):
     def structure(self, grid: Grid) -> Structure:
         if isinstance(self._columns, Tensor):
             return UNKNOWN
-        return self._cut(self._mask.structure(self._grid(grid)), grid)
+        return self._cut(structure_of(self._mask, self._grid(grid)), grid)
 
     def signature(self) -> Hashable | None:
         signature, full_grid = self._mask.signature(), self._full_grid
@@ -135,8 +135,8 @@ class PartMask(Wrapping):
         if len(parts) == 1:
             return (self,)
         # Each part moves separately, so rules that fit every call keep their class and structure.
-        moved = (part_of(part, self._offset, self._full_grid, self._columns) for part in parts)
-        return tuple(part for part in moved if part is not None)
+        cut = (part_of(part, self._offset, self._full_grid, self._columns) for part in parts)
+        return tuple(part for part in cut if part is not None)
 
     def _grid(self, grid: Grid) -> Grid:
         """The grid of the larger attention."""
@@ -166,10 +166,10 @@ class PartMask(Wrapping):
         block = Block(grid, heads=heads, rows=rows, columns=columns)
         band, ranges = structure.band, structure.rows
         if ranges is not None:
-            first = None if ranges.first is None else _from(take(ranges.first, 1, rows), chosen)  # (1 or B, 1 or l)
-            ranges = RowRanges(first, _from(take(ranges.stop, 1, rows), chosen))
+            first = None if ranges.first is None else _count_before(take(ranges.first, 1, rows), chosen)
+            ranges = RowRanges(first, _count_before(take(ranges.stop, 1, rows), chosen))  # (1 or B, 1 or l) each
         if band is not None:
-            band, of_band = _moved_band(band, grid, row, chosen)
+            band, of_band = _cut_band(band, grid, row, chosen)
             ranges = joined(ranges, of_band, RowRanges.meet)
         return Structure(
             structure.exact,
@@ -183,20 +183,21 @@ class PartMask(Wrapping):
         )
 
 
-def _moved_band(band: Band, grid: Grid, row: int, columns: range) -> tuple[Band, RowRanges | None]:
+def _cut_band(band: Band, grid: Grid, row: int, columns: range) -> tuple[Band, RowRanges | None]:
     """A band of the larger attention as a band of the call, or as a range of each row where columns are left out."""
-    whole, stop = Band.whole(grid), max(0, _from(band.stop, columns))
+    every_column, stop = Band.whole(grid), max(0, _count_before(band.stop, columns))
     if columns.step == 1 or grid.query_length == 1:
         # The band is relative to row numbers: the row offset moves it right, and the first column moves it left.
-        low, high = _from(band.low + row, columns), _from(band.high + row + 1, columns) - 1
-        return whole.meet(Band(low, high, stop)), None
+        low, high = _count_before(band.low + row, columns), _count_before(band.high + row + 1, columns) - 1
+        return every_column.meet(Band(low, high, stop)), None
     rows = torch.arange(row, row + grid.query_length, device=grid.device)[None]
-    first = None if band.low + row + grid.query_length <= columns.start + 1 else _from(rows + band.low, columns)
-    return whole.meet(Band(whole.low, whole.high, stop)), RowRanges(first, _from(rows + (band.high + 1), columns))
+    first = None if band.low + row + grid.query_length <= columns.start + 1 else _count_before(rows + band.low, columns)
+    limited = every_column.meet(Band(every_column.low, every_column.high, stop))
+    return limited, RowRanges(first, _count_before(rows + (band.high + 1), columns))
 
 
-def _from(column: Number, columns: range) -> Number:
-    """The number, among the chosen columns, of the first one that is not before a column."""
+def _count_before(column: Number, columns: range) -> Number:
+    """The number of chosen columns before a column, as if they continued at both ends."""
     return -((columns.start - column) // columns.step)
 
 
@@ -214,7 +215,8 @@ def _layout(value: Tensor | int | None) -> Hashable:
     return (tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value
 
 
-def _moved(index: Index, first: int, count: int) -> Index:
+def _in_larger(index: Index, first: int, count: int) -> Index:
+    """Some of `count` heads, rows or columns, as numbers of the larger attention, where they begin at `first`."""
     if isinstance(index, Tensor):
         return index + first
     start, stop = ends_of(index, count)

@@ -11,7 +11,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from .._environment import is_tracing, is_transformed, reads_values
+from .._environment import has_values, reads_values
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ._base import Mask, Result
 from ._combined import And, Wrapping
@@ -35,7 +35,7 @@ class _LoweredOnce(Wrapping):
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
         """The result of `make`, which runs once per grid and key, and in every call while tracing."""
         # A lowering of a graph or a transform is useless to later calls.
-        if is_tracing() or is_transformed():
+        if not grid.has_values:
             return make()
         key = key, self._grid_key(grid)
         if key not in self._lowerings:
@@ -87,7 +87,7 @@ class PreparedMask(_LoweredOnce):
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
         """The result of `make`, which runs once per grid and key, and in every call while tracing."""
-        if key == COVERAGE and self._coverage is not None and not is_tracing():
+        if key == COVERAGE and self._coverage is not None and grid.has_values:
             return cast(Result, self._coverage)
         return super().lowered(grid, key, make)
 
@@ -209,16 +209,14 @@ def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> Prep
             open_sizes = open_sizes.replace("B", "" if batch > 1 else "B").replace("H", "" if heads > 1 else "H")
     made = PreparedMask(mask, grid, open_sizes, open_device)
     # On a CPU calls read it themselves. On a GPU they would wait, and a graph of CUDA cannot.
-    if grid.device.type == "cuda" and not (
-        is_tracing() or is_transformed() or torch.cuda.is_current_stream_capturing()
-    ):
+    if grid.device.type == "cuda" and grid.has_values and not torch.cuda.is_current_stream_capturing():
         made.read_coverage()
     return made
 
 
 def shared(mask: Mask | None) -> Mask | None:
     """The mask for the layers of one forward, lowered once for each grid. Learned biases are not shared."""
-    if mask is None or isinstance(mask, _LoweredOnce) or is_tracing() or is_transformed():
+    if mask is None or isinstance(mask, _LoweredOnce) or not has_values():
         return mask
     # Lowerings have no gradients, which a learned bias needs in every layer.
     learned = [part for part in mask.parts() if any(tensor.requires_grad for tensor in part.bias_tensors())]

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._environment import is_tracing, is_transformed
 from ._grid import Block, Grid
 
 Item = TypeVar("Item")
@@ -101,7 +100,7 @@ class RowRanges:
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
         """First and one past the last column that is visible to these rows; all columns if values cannot be read."""
         # If all rows of an item have one range, every block has the same columns, and reading it saves nothing.
-        if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop or is_tracing() or is_transformed():
+        if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop or not grid.has_values:
             return 0, grid.key_length
         first, stop, ordered = self._bounds
         # Packed sequences in order and causal rows need no search.

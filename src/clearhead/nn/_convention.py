@@ -1,4 +1,8 @@
-"""PyTorch's mask convention (bool ``True`` = hidden, float = added) translated into Clearhead's masks."""
+"""PyTorch's conventions: its masks (bool ``True`` = hidden, float = added) as Clearhead's, and the types of its errors.
+
+PyTorch's attention raises `AssertionError` or `RuntimeError` for invalid arguments, and `AttributeError` for arguments
+that are not tensors. Code that catches these types catches Clearhead's errors too.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import errors
 from .._checks import FLOATS, strided
-from ..errors import DTypeError, ShapeError, shape_text
+from ..errors import shape_text
 from ..masks import bias, causal, drop
 from ..masks._base import Mask
 from ..masks._combined import Not, Or, all_of
 from ..masks._grid import Grid
 from ..masks._positional import prefix
-from ._sharing import shared_in_forward
+from ._stacks import shared_in_forward
 
 
 def hidden_mask(
@@ -65,7 +70,7 @@ def _four_dimensional(attn_mask: Tensor, grid: Grid) -> Tensor:
     )
     expected = f"{expected} or (N, H, L, S) = {shape_text(full)}"
     fix = "Marks per key, (N, S), go into key_padding_mask." if shape == (batch, grid.key_length) else ""
-    raise ShapeError("attn_mask", expected=expected, got=shape_text(shape), fix=fix)
+    raise errors.ShapeError("attn_mask", expected=expected, got=shape_text(shape), fix=fix)
 
 
 def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
@@ -76,7 +81,7 @@ def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
     if shape != expected:
         fix = "It is batch first, whatever batch_first says." if shape == expected[::-1] else ""
         text = f"(N, S) = {shape_text(expected)}, or (S,) without a batch"
-        raise ShapeError("key_padding_mask", expected=text, got=shape_text(shape), fix=fix)
+        raise errors.ShapeError("key_padding_mask", expected=text, got=shape_text(shape), fix=fix)
     return key_padding_mask[:, None, None, :]
 
 
@@ -84,9 +89,33 @@ def require_bool_or_float(name: str, mask: object, meaning: str) -> None:
     """Raise unless a mask is a bool tensor, which has this meaning, or a float one."""
     if not isinstance(mask, Tensor):
         fix = "Masks of clearhead.masks go into clearhead.MultiHeadAttention." if isinstance(mask, Mask) else ""
-        raise DTypeError(name, expected="a torch.Tensor, bool or float", got=type(mask).__name__, fix=fix)
+        raise errors.DTypeError(name, expected="a torch.Tensor, bool or float", got=type(mask).__name__, fix=fix)
     if strided(name, mask).dtype not in (torch.bool, *FLOATS):
         expected, fix = f"bool ({meaning}) or float (added to the scores)", meaning.removeprefix("True = ")
-        raise DTypeError(
+        raise errors.DTypeError(
             name, expected=expected, got=str(mask.dtype), fix=f"Write mask.bool() if non-zero means {fix}."
         )
+
+
+class ShapeError(errors.ShapeError, AssertionError, RuntimeError):
+    """See `clearhead.errors.ShapeError`."""
+
+
+class DTypeError(errors.DTypeError, AssertionError, RuntimeError, AttributeError):
+    """See `clearhead.errors.DTypeError`."""
+
+
+class DeviceError(errors.DeviceError, AssertionError, RuntimeError):
+    """See `clearhead.errors.DeviceError`."""
+
+
+class ArgumentError(errors.ArgumentError, AssertionError, RuntimeError):
+    """See `clearhead.errors.ArgumentError`."""
+
+
+def also_pytorchs(error: errors.ClearheadError) -> errors.ClearheadError:
+    """The same error as an instance of PyTorch's types too."""
+    for kind in (ShapeError, DTypeError, DeviceError, ArgumentError):
+        if isinstance(error, kind.__mro__[1]):
+            return kind(*error.args)
+    return error

@@ -20,10 +20,8 @@ from .._layer.unmodified import inputs_fit
 from .._torch_private import skips_idle_hook
 from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ..masks._grid import Grid
-from ._convention import hidden_mask
-from ._errors import also_pytorchs
-from ._nested import is_nested_sequence, nest_again, pad_nested
-from ._projection import append_keys, project
+from ._convention import also_pytorchs, hidden_mask
+from ._inputs import append_keys, is_nested_sequence, nest_again, pad_nested, project
 
 #: Query, key and value.
 Inputs = tuple[Tensor, Tensor, Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -13,8 +14,7 @@ from ..errors import ClearheadError, ShapeError, shape_text
 from ..masks import bias, causal, keep
 from ..masks._base import Mask
 from ..masks._of_tensor import broadcasts
-from ._convention import require_bool_or_float
-from ._errors import also_pytorchs
+from ._convention import also_pytorchs, require_bool_or_float
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -79,8 +79,10 @@ def translate(
         leading = tuple(torch.broadcast_shapes(*(tensor.shape[: -3 if enable_gqa else -2] for tensor in tensors)))
     except RuntimeError as error:
         expected = "leading sizes that broadcast" if enable_gqa else "equal numbers of heads, and sizes that broadcast"
-        same_items = len({tensor.shape[:-3] for tensor in tensors}) == 1
-        fix = "Pass enable_gqa=True if query heads share keys." if same_items and not enable_gqa else ""
+        fix = ""
+        with suppress(RuntimeError):  # unless the sizes before the heads do not broadcast either
+            torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
+            fix = "" if enable_gqa else "Pass enable_gqa=True if query heads share keys."
         got = ", ".join(shape_text(tensor.shape) for tensor in tensors)
         raise ShapeError("query, key, value", expected=expected, got=got, fix=fix) from error
     if enable_gqa:

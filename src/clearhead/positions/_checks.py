@@ -7,7 +7,7 @@ import math
 import torch
 
 from .._checks import number
-from .._environment import is_transformed, reads_values
+from .._environment import has_values, reads_values
 from ..errors import ArgumentError, ShapeError
 from ..masks._grid import Grid
 
@@ -32,7 +32,7 @@ def require_heads(name: str, num_heads: int, grid: Grid) -> None:
 
 def require_in_range(positions: torch.Tensor) -> None:
     """Raise for positions below −1."""
-    if positions.numel() == 0 or is_transformed() or not reads_values(positions):
+    if positions.numel() == 0 or not has_values() or not reads_values(positions):
         return
     lowest = int(positions.min())
     if lowest < -1:

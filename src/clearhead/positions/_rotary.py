@@ -119,10 +119,11 @@ class Rotary(nn.Module):
             raise ShapeError("k", expected=expected, got=shape_text(k.shape), fix=fix)
         same_device("k", k, q.device, "q's device")
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        checked = _checked_positions(positions, q, dtype)  # (1 or B, L)
+        # Starting an operator on a GPU takes longer than it runs on few numbers. A graph is the same for all devices.
+        is_eager_gpu = not q.is_cpu and not is_tracing()
+        checked = _checked_positions(positions, q, dtype if is_eager_gpu else torch.int64)  # (1 or B, L)
         cos, sin = self._rotation(checked, dtype, length)
-        if not q.is_cpu and not is_tracing() and q.shape[0] * q.shape[2] <= _FEW_TOKENS:
-            # Starting an operator takes longer than it runs, so both are rotated by one.
+        if is_eager_gpu and q.shape[0] * q.shape[2] <= _FEW_TOKENS:  # both by one operator
             rotated = self._rotated(torch.cat((q, k), 1), cos, sin)
             return rotated[:, : q.shape[1]], rotated[:, q.shape[1] :]
         return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
@@ -199,15 +200,13 @@ def _rotated_features(head_dim: int, fraction: float) -> int:
 
 
 def _checked_positions(positions: object, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Absolute positions (1 or B, L) of q (B, H, L, D): integers, or of `dtype` if they count up from an int."""
+    """Absolute positions (1 or B, L) of q (B, H, L, D): integers, or numbers of `dtype` that count up from an int."""
     batch, length = q.shape[0], q.shape[2]
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
         expected = "an int ≥ 0, where the first token stands"
         fix = "Padding is marked per token, by −1 in a tensor (B, L)."
         first = integer("positions", positions, least=0, expected=expected, fix=fix)
-        if q.is_cpu or is_tracing():
-            return torch.arange(first, first + length, device=q.device)[None]  # (1, L)
-        return torch.arange(first, first + length, device=q.device, dtype=dtype)[None]
+        return torch.arange(first, first + length, device=q.device, dtype=dtype)[None]  # (1, L)
     expected = "an int or an integer tensor (L,) or (B, L)"
     positions = strided("positions", positions, expected, dtypes=INTEGERS)
     per_item = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)

@@ -13,11 +13,12 @@ from torch import Tensor
 from ..._call.call import AttentionCall
 from ...masks._base import Mask
 from ...masks._combined import Or
-from ...masks._grid import Block, Grid
-from ...masks._part import document_ids, whole_mask
+from ...masks._grid import Grid
+from ...masks._lowering import evaluated
+from ...masks._part import document_ids, full_mask
 from ...masks._structure import Band, RowRanges, Structure, joined, structure_of
 from ...positions._alibi import ALiBi, slopes_of
-from .._base import cut
+from .._base import cut, rows_of_mask
 
 
 class Terms(NamedTuple):
@@ -73,19 +74,14 @@ class Operands(NamedTuple):
 
     def of_rows(self, rows: Tensor) -> Operands:
         """The operands of these rows, numbers (n,)."""
-        terms, length, count = self.terms, self.query.shape[2], self.key.shape[2]
-        chosen = cut(terms, {"first": 1, "last": 1, "visible": 2, "bias": 2, "query_documents": 1}, rows)
-        # Chosen rows need not be neighbours, so a band becomes a range of keys per row, and ALiBi becomes a bias.
-        if terms.low > -length or terms.high < count - 1:
-            from_band, to_band = ((rows + step)[None] for step in (terms.low, terms.high + 1))
-            first = joined(chosen.get("first"), from_band, torch.maximum)
-            last = joined(chosen.get("last"), to_band, torch.minimum)
-            chosen["first"], chosen["last"] = torch.broadcast_tensors(first, last)
+        terms, count = self.terms, self.key.shape[2]
+        chosen = rows_of_mask(terms, rows, (self.query.shape[2], count)) | cut(terms, {"query_documents": 1}, rows)
+        # Chosen rows need not be neighbours, so ALiBi becomes a bias.
         if terms.slopes is not None:
             distances = (rows[:, None] + terms.shift - torch.arange(count, device=rows.device)).abs()
             chosen["bias"] = joined(chosen.get("bias"), -terms.slopes[None, :, None, None] * distances, add)
         only_of_all_rows = dict.fromkeys(("slopes", "first_query", "last_query"))
-        terms = terms._replace(low=-len(rows), high=count, shift=0, **chosen, **only_of_all_rows)
+        terms = terms._replace(shift=0, **chosen, **only_of_all_rows)
         return self._replace(query=self.query.index_select(2, rows), terms=terms)
 
     def of_head(self, head: int) -> Operands:
@@ -119,7 +115,7 @@ def conditions_of(parts: Iterable[Mask], grid: Grid) -> Terms:
     structure, slopes, documents = Structure(), None, None
     for part in parts:
         exact = structure_of(part, grid)
-        if isinstance(whole_mask(part), Or):
+        if isinstance(full_mask(part), Or):
             exact = longer(exact, grid) or exact
         if exact.exact:
             structure = structure.meet(exact)
@@ -128,9 +124,7 @@ def conditions_of(parts: Iterable[Mask], grid: Grid) -> Terms:
         elif documents is None and (ids := document_ids(part, grid)) is not None:
             documents = ids
         else:
-            visible, bias = part.visible(Block(grid)), part.bias(Block(grid), torch.float32)
-            evaluated = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
-            structure = structure.meet(evaluated)
+            structure = structure.meet(evaluated(part, grid))
     terms = _of_structure(structure, grid)._replace(slopes=slopes)
     if documents is None:
         return terms
@@ -171,6 +165,9 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
     if structure.queries is not None:
         unmasked = RowRanges(None, structure.queries * grid.key_length)  # a fully masked row is an empty range
         rows = unmasked if rows is None else rows.meet(unmasked)
+    biases = [bias.detach() for bias in structure.biases]
+    if len(biases) > 1:
+        biases = [bias.float() for bias in biases]  # a sum in half precision would lose digits
     first, last = None, None
     if rows is not None:
         first, last = rows.first, rows.stop
@@ -185,7 +182,7 @@ def _of_structure(structure: Structure, grid: Grid) -> Terms:
         last,
         structure.keys,
         reduce(and_, structure.tensors) if structure.tensors else None,
-        reduce(add, [bias.detach() for bias in structure.biases]) if structure.biases else None,
+        reduce(add, biases) if biases else None,
     )
 
 
