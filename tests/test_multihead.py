@@ -222,48 +222,27 @@ def jagged(parts: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("mask", [None, masks.causal(), masks.sliding_window(1, 2)], ids=["none", "causal", "window"])
-def test_each_row_is_alone(mask: Mask | None) -> None:
+@pytest.mark.parametrize(
+    ("parts", "keys"),
+    [({"position": Rotary(4), "mask": ALiBi(6)}, None), ({}, OTHERS), ({"position": Rotary(4)}, LENGTHS)],
+    ids=["self-attention", "a memory with lengths of its own", "keys beside queries"],
+)
+def test_each_row_is_alone(parts: dict[str, Any], keys: list[int] | None, mask: Mask | None) -> None:
     """Outputs and gradients of inputs and parameters."""
-    attend = made(position=Rotary(4), mask=ALiBi(6))
-    parts = rows(LENGTHS)
-    together = jagged(parts)
-    output = attend(together, mask=mask)
+    attend, inputs = made(**parts), [rows(lengths) for lengths in (LENGTHS, keys) if lengths is not None]
+    together, alone = [jagged(item) for item in inputs], [[row.clone().requires_grad_() for row in x] for x in inputs]
+    output = attend(*together, mask=mask)
     assert output.is_nested
-    assert output.shape == together.shape
-    assert (output + together).shape == together.shape  # the same lengths, as a residual needs
-    output.values().square().sum().backward()
-    gradients = [parameter.grad for parameter in attend.parameters()]
-    attend.zero_grad()
-    alone = [part.clone().requires_grad_() for part in parts]
-    expected = [attend(part, mask=mask) for part in alone]
-    sum(part.square().sum() for part in expected).backward()  # type: ignore[union-attr]
-    torch.testing.assert_close(output.values(), torch.cat(expected), rtol=0, atol=1e-10)
-    assert together.grad is not None
-    torch.testing.assert_close(
-        together.grad.values(), torch.cat([part.grad for part in alone if part.grad is not None]), rtol=0, atol=1e-10
-    )
-    for mine, parameter in zip(gradients, attend.parameters(), strict=True):
-        torch.testing.assert_close(mine, parameter.grad, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["none", "causal"])
-def test_a_memory_with_lengths_of_its_own(mask: Mask | None) -> None:
-    attend = made()
-    queries, keys = rows(LENGTHS), rows(OTHERS)
-    result = attend(jagged(queries), jagged(keys), mask=mask)
-    expected = [attend(query, key, mask=mask) for query, key in zip(queries, keys, strict=True)]
-    torch.testing.assert_close(result.values(), torch.cat(expected), rtol=0, atol=1e-10)
-
-
-def test_a_position_part_needs_keys_beside_queries() -> None:
-    """As many in all is not enough: each row has lengths of its own."""
-    attend, queries = made(position=Rotary(4)), rows(LENGTHS)
-    with pytest.raises(ShapeError, match="key: expected the query's lengths: a position part rotates both"):
-        attend(jagged(queries), jagged(rows(LENGTHS[::-1])))
-    keys = rows(LENGTHS)
-    result = attend(jagged(queries), jagged(keys), mask=masks.causal())
-    expected = [attend(query, key, mask=masks.causal()) for query, key in zip(queries, keys, strict=True)]
-    torch.testing.assert_close(result.values(), torch.cat(expected), rtol=0, atol=1e-10)
+    assert (output + together[0]).shape == output.shape == together[0].shape  # the same lengths, as a residual needs
+    expected = torch.cat([attend(*row, mask=mask) for row in zip(*alone, strict=True)])
+    torch.testing.assert_close(output.values(), expected, rtol=0, atol=1e-10)
+    parameters = [*attend.parameters()]
+    of_together = torch.autograd.grad(output.values().square().sum(), [*together, *parameters])
+    of_alone = [torch.autograd.grad(expected.square().sum(), [*x, *parameters], retain_graph=True) for x in alone]
+    for result, of_rows in zip(of_together, of_alone, strict=False):
+        torch.testing.assert_close(result.values(), torch.cat(of_rows[: len(LENGTHS)]), rtol=0, atol=1e-10)
+    for result, of_parameter in zip(of_together[len(inputs) :], of_alone[0][len(LENGTHS) :], strict=True):
+        torch.testing.assert_close(result, of_parameter, rtol=0, atol=1e-9)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
@@ -275,6 +254,8 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
         "value: .*the key's lengths",
     ),
     "features": ({"key": jagged(rows(LENGTHS, 4))}, ShapeError, "key: expected"),
+    # As many keys in all are not enough: each row has lengths of its own.
+    "position part": ({"key": jagged(rows(LENGTHS[::-1]))}, ShapeError, "key: expected the query's lengths: a posi"),
     "weights": ({"need_weights": True}, ArgumentError, "need_weights: .*jagged.*to_padded_tensor"),
     "positions": ({"positions": 3}, ArgumentError, "positions: .*jagged"),
     "mask": ({"mask": masks.causal("bottom_right")}, ArgumentError, r"mask: expected causal\(\)"),
@@ -286,6 +267,6 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
 def test_what_does_not_fit(case: str) -> None:
     inputs, kind, text = BAD[case]
     with pytest.raises(kind, match=text):
-        made()(jagged(rows(LENGTHS)), **inputs)
+        made(position=Rotary(4))(jagged(rows(LENGTHS)), **inputs)
     with pytest.raises(ShapeError, match=r"expected the layout torch.jagged, got torch.strided"):
         made()(torch.nested.nested_tensor(rows(LENGTHS)))

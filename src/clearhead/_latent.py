@@ -28,7 +28,6 @@ from ._multihead_checks import (
     require_together,
     set_mask,
 )
-from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError, ClearheadError, ShapeError
 from .masks._base import Mask
@@ -223,16 +222,15 @@ class MultiHeadLatentAttention(nn.Module):
             wanted = weights_wanted(need_weights, average_attn_weights)
             environment = read_environment()
             require_cache(cache, self.position)
-            with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
-                self._require_input("query", query)
-                source = None
-                if cache is None or cache.get() is None:
-                    source = one_source(query, key, value)
-                    self._require_input("key", source)
-                    require_together(query=query, key=source)
-                output, weights = self._layer(environment).run(
-                    query, source, source, mask, environment, positions=positions, cache=cache, weights=wanted
-                )
+            self._require_input("query", query)
+            source = None
+            if cache is None or cache.get() is None:
+                source = one_source(query, key, value)
+                self._require_input("key", source)
+                require_together(query=query, key=source)
+            output, weights = self._layer(environment).run(
+                query, source, source, mask, environment, positions=positions, cache=cache, weights=wanted
+            )
             return output if weights is None else (output, weights)
         except ClearheadError as error:
             add_module(error, self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -35,7 +34,6 @@ from ._multihead_checks import (
     set_mask,
     unfit_projections,
 )
-from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ClearheadError
 from .masks._base import Mask
@@ -215,20 +213,16 @@ class MultiHeadAttention(nn.Module):
             if is_jagged(query, key, value):
                 refuse_jagged(positions=positions, cache=cache, need_weights=wanted is not None)
                 return self._run_jagged(query, *complete(query, key, value), mask, environment)
-            undoing: AbstractContextManager[None] = nullcontext()
             if cache is not None:
                 require_cache(cache, self.position)
-                # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
-                undoing = unchanged_if_refused((cache,), query if key is None else key, self.mask, mask)
-            with undoing:
-                if cache is None or cache.get() is None:
-                    key, value = complete(query, key, value)
-                    require_inputs(self, query, key, value, environment)
-                else:  # a memory whose keys are projected already
-                    require_features("query", query, self.q_proj)
-                output, weights = layer_of(self, environment).run(
-                    query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
-                )
+            if cache is None or cache.get() is None:
+                key, value = complete(query, key, value)
+                require_inputs(self, query, key, value, environment)
+            else:  # a memory whose keys are projected already
+                require_features("query", query, self.q_proj)
+            output, weights = layer_of(self, environment).run(
+                query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
+            )
             return output if weights is None else (output, weights)
         except ClearheadError as error:
             add_module(error, self)

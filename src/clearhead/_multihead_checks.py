@@ -12,12 +12,12 @@ from ._checks import module, size
 from ._environment import Environment, cast_for_autocast
 from ._layer.linear import Linear, require_same, require_tokens
 from ._layer.unmodified import inputs_fit
-from .caches._cross import CrossKVCache
+from .caches._kv import CrossKVCache
 from .errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 from .masks._grid import Offset
 
-#: Layers whose weight says what they can take.
+#: Layers whose weight determines the inputs that they accept.
 _LINEARS = (Linear, nn.Linear)
 
 
@@ -49,7 +49,7 @@ def one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tenso
 
 
 def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> None:
-    """Raise unless the projections can take the inputs and these belong together."""
+    """Raise unless the projections accept the inputs, and these belong together."""
     modules = vars(module)["_modules"]
     q, k, v = modules.get("q_proj"), modules.get("k_proj"), modules.get("v_proj")
     if not environment.tracing and type(q) in _LINEARS and type(k) in _LINEARS and type(v) in _LINEARS:
@@ -121,7 +121,7 @@ def draw_projections(*projections: nn.Linear) -> None:
 
 
 def require_features(name: str, x: object, projection: nn.Module, fix: str = "") -> None:
-    """Raise unless a projection can take the input; a projection that is no plain `Linear` judges for itself."""
+    """Raise unless a projection accepts the input. A projection of another class checks its input itself."""
     features = getattr(projection, "in_features", None)
     fix = fix or f"The module is batch first; the features of the {name} input are set by {name[0]}dim=."
     x = require_tokens(name, x, features if isinstance(features, int) else None, fix)

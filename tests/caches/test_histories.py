@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -45,7 +45,7 @@ MODULES: dict[str, Callable[[], Attend]] = {
 #: Five numbers, which each step reads as it needs them.
 NUMBERS = st.tuples(*[st.integers(0, 7)] * 5)
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["feed", "feed", "pad", "reorder", "crop", "crop rows"]), NUMBERS), max_size=7
+    st.tuples(st.sampled_from(["feed", "feed", "pad", "reorder", "crop", "crop rows", "reset"]), NUMBERS), max_size=7
 )
 
 
@@ -68,6 +68,9 @@ class Rows:
             rows = [number % len(self.rows) for number in n[: 1 + n[4] % 4]]
             self.cache.reorder(torch.tensor(rows))
             self.rows = [list(self.rows[row]) for row in rows]
+        elif step == "reset":
+            self.cache.reset()
+            self.rows = [[] for _ in self.rows]
         elif step == "crop":
             kept = max(self.cache.length - n[0] % (MAX_CROP + 2), 0)
             self.crop(kept, [kept] * len(self.rows))
@@ -114,6 +117,7 @@ class Rows:
 @pytest.mark.parametrize("kind", ALL_CACHES)
 @settings(max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
 @given(steps=STEPS)
+@example([(step, (7, 0, 0, 0, 0)) for step in ("feed", "feed", "crop", "feed", "reset", "feed")])
 def test_rows_go_on_as_if_alone(kind: str, name: str, steps: list[tuple[str, tuple[int, ...]]]) -> None:
     rows = Rows(MODULES[name](), kind)
     for step, numbers in steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any, Literal
 
 import pytest
@@ -11,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import clearhead
-import clearhead._statistics.compute
 from clearhead import AttentionStatistics, masks
 from clearhead._statistics.definitions import STATISTICS
 from clearhead._statistics.statistic import Statistic
@@ -31,13 +31,14 @@ pytestmark = needs_native
 def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     """What the native kernel was asked for."""
     asked: list[frozenset[str]] = []
-    gather = clearhead._statistics.compute.gather
+    compute: Any = sys.modules["clearhead._statistics.compute"]
+    gather = compute.gather
 
     def listening(call: Any, wanted: dict[str, Any], *rest: Any, **options: Any) -> dict[str, Any]:
         asked.append(frozenset(wanted))
         return gather(call, wanted, *rest, **options)
 
-    monkeypatch.setattr(clearhead._statistics.compute, "gather", listening)
+    monkeypatch.setattr(compute, "gather", listening)
     return asked
 
 
@@ -171,11 +172,11 @@ def test_blocks_compute_the_statistics_without_a_native_form(ran: list[frozenset
     both = clearhead.attention_statistics(query, key, statistics=("sink", "entropy", "top_k"), top_k=65, sink_keys=65)
     alone = clearhead.attention_statistics(query, key, statistics=("sink",), sink_keys=65)
     assert torch.equal(both.sink, alone.sink)
-    assert ran == [frozenset({"entropy"})]
+    assert ran == [{"entropy", "visible"}]
     placed = clearhead.attention_statistics(
         query, key, query_positions=torch.arange(5)[None], statistics=("distance", "offset", "entropy")
     )
-    assert ran[1:] == [frozenset({"entropy"})], "distances between positions that are tensors"
+    assert ran[1:] == [{"entropy", "visible"}], "distances between positions that are tensors"
     torch.testing.assert_close(
         placed.distance, clearhead.attention_statistics(query, key, statistics="distance").distance
     )
@@ -202,7 +203,7 @@ def test_a_new_statistic_is_computed_by_blocks_beside_the_others(
     query, key, mask = torch.randn(2, 4, 53, 8), torch.randn(2, 2, keys, 8), masks.causal("bottom_right")
     names = ("entropy", "squares", "received", "rows")
     result = clearhead.attention_statistics(query, key, mask, statistics=names)
-    assert ran == [{"entropy", "received"}]
+    assert ran == [{"entropy", "visible", "received", "viewers"}]
     squares = clearhead.attention_weights(query.double(), key.double(), mask).square().sum(-1)
     torch.testing.assert_close(result.squares.double(), squares, rtol=0, atol=1e-6)
     alone = clearhead.attention_statistics(query, key, mask, statistics=("entropy", "received", "rows"))

@@ -39,9 +39,10 @@ def test_it_computes_the_formula(low: int | None, mask: Mask | None) -> None:
     close(attend(x, mask=mask, need_weights=True)[1], weights.mean(1))
 
 
-def test_a_layers_own_mask() -> None:
-    attend, x = module(mask=masks.sliding_window(2, 0)), tokens()
-    close(attend(x, mask=CAUSAL), by_hand(attend, x, CAUSAL & masks.sliding_window(2, 0))[0])
+@pytest.mark.parametrize("options", [{"mask": masks.sliding_window(2, 0)}, {"scale": 0.7}], ids=["mask", "scale"])
+def test_settings_of_a_module(options: dict[str, Any]) -> None:
+    attend, x = module(**options), tokens()
+    close(attend(x, mask=CAUSAL), by_hand(attend, x, CAUSAL & options["mask"] if "mask" in options else CAUSAL)[0])
     close(fed(attend, x, attend.make_cache(B, L), [FEW + 1, 1, 4]), attend(x, mask=CAUSAL))
 
 
@@ -65,11 +66,8 @@ def test_without_a_batch() -> None:
     close(weights, theirs[0])
 
 
-def test_scale() -> None:
+def test_the_default_scale() -> None:
     assert module().scale == (NOPE + ROPE) ** -0.5
-    attend, x = module(scale=0.7), tokens()
-    close(attend(x), by_hand(attend, x)[0])
-    close(fed(attend, x, attend.make_cache(B, L), [1] * L), attend(x, mask=CAUSAL))
 
 
 def test_nothing_seen_gives_the_output_of_zero() -> None:

@@ -41,8 +41,8 @@ def test_a_page_keeps_to_its_room_and_the_chosen_head_stays_exact(
     contents, exact = Contents(text), rec.weights(1)[0]
     entropy = torch.special.entr(exact.double()).sum(-1)
     layer = contents.layer(0, 0, 1)
-    chosen = layer["own"]["2"]
-    assert list(contents.layer(0, 0, 0)["own"]) == []
+    chosen = layer["finer"]["2"]
+    assert list(contents.layer(0, 0, 0)["finer"]) == []
     assert chosen["count"] == 8
     contents.require(0, chosen["weights"], exact[2].topk(8).values)
     contents.require(0, chosen["entropy"], entropy[2], 6e-4)

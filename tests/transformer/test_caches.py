@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead.caches import CrossKVCache, KVCache
-from clearhead.errors import ArgumentError, CacheError, DTypeError, ShapeError
+from clearhead.errors import ArgumentError, CacheError, CheckpointError, ClearheadError, DTypeError, ShapeError
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
+from clearhead.transformer import load_transformer as load
 from tests.support.compiling import compiled_steps
 from tests.support.exact import close
 
@@ -170,38 +171,58 @@ def test_swiglu_is_its_formula() -> None:
     ]
 
 
+BARE, MIXED = EncoderLayer(E, nn.Identity(), nn.Identity()), Encoder([encoder_layer(), nn.Identity()])
+LAYER, STACK, X, MEMORY = decoder_layer().eval(), decoder(), normal(B, L, E), normal(B, S, E)
+KV = KVCache(B, KV_HEADS, L, DIM)
+
+
+def load_appended_keys() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(E, 1)
+    layer.self_attn = nn.MultiheadAttention(E, 1, add_bias_kv=True)
+    return load(layer)
+
+
+def decode(cache: Any) -> Tensor:
+    return STACK(X, MEMORY, cache=cache)
+
+
+REFUSED: list[tuple[Callable[[], Any], type[ClearheadError], str]] = [
+    (lambda: encoder_layer()(X[..., 1:]), ShapeError, r"x: expected \(B, length, 13\), or .*got \(2, 11, 12\)"),
+    (
+        lambda: EncoderLayer(E, "words", nn.Identity()),
+        DTypeError,
+        "self_attention: expected a torch.nn.Module, got str",
+    ),
+    (lambda: Encoder([]), ArgumentError, "layers: expected at least one layer, got none"),
+    (lambda: load(nn.Linear(2, 2)), DTypeError, "module: expected one of nn.TransformerEnc.*got Linear.*checkpoints"),
+    (load_appended_keys, CheckpointError, ".*clearhead.nn.MultiheadAttention"),
+    (lambda: LAYER(X), ArgumentError, "memory: expected the encoder's output.*got None, and no cache that holds it"),
+    (lambda: LAYER(X, cache=LAYER.make_cache(B, L)), ArgumentError, "memory: .*The first call needs it"),
+    (lambda: LAYER(X, MEMORY, cache=KV), DTypeError, "cache: expected a DecoderCache.*got KVCache.*make_cache"),
+    (lambda: decode(LAYER.make_cache(B, L)), DTypeError, "cache: expected a list of .*per layer, got DecoderCache"),
+    (lambda: decode(KV), DTypeError, "cache: expected a list of caches, one per layer, got KVCache"),
+    (lambda: decode([LAYER.make_cache(B, L)]), ArgumentError, r"cache: expected one per layer, 3, got 1\."),
+    (lambda: decode([LAYER.make_cache(B, L)] * LAYERS), ArgumentError, "cache: .*for every layer, got one cache twice"),
+    (
+        lambda: decode(STACK.make_cache(B, 5)),
+        CacheError,
+        "cache: .* at most max_length = 5 tokens, got 0 held and 11 mo",
+    ),
+    (
+        lambda: decode(STACK.make_cache(3, L)),
+        ShapeError,
+        r"key: expected the cache's \(B, Hkv, L, D\) = \(3, 3, L, 4\)",
+    ),
+    (lambda: BARE.make_cache(B, L), DTypeError, "self_attention: expected an attention with make_cache.*got Identity"),
+    (lambda: MIXED.make_cache(B, L), DTypeError, r"layers\[1\]: expected a layer with make_c.*got Identity.*per layer"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED)
 @torch.no_grad()
-def test_what_is_wrong_with_a_cache_is_said() -> None:
-    x, memory = normal(B, L, E), normal(B, S, E)
-    layer, stack = decoder_layer().eval(), decoder()
-    with pytest.raises(ArgumentError, match=r"^memory: expected the encoder's output.*got None, and no cache that hol"):
-        layer(x)
-    with pytest.raises(ArgumentError, match=r"^memory: .*The first call needs it"):
-        layer(x, cache=layer.make_cache(B, L))
-    with pytest.raises(DTypeError, match=r"^cache: expected a DecoderCache.*got KVCache.*make_cache"):
-        layer(x, memory, cache=KVCache(B, KV_HEADS, L, DIM))
-    with pytest.raises(DTypeError, match=r"^cache: expected a list of caches, one per layer, got DecoderCache"):
-        stack(x, memory, cache=layer.make_cache(B, L))
-    with pytest.raises(DTypeError, match=r"^cache: expected a list of caches, one per layer, got KVCache"):
-        encoder()(x, cache=KVCache(B, KV_HEADS, L, DIM))
-    with pytest.raises(ArgumentError, match=r"^cache: expected one per layer, 3, got 1\."):
-        stack(x, memory, cache=[layer.make_cache(B, L)])
-    with pytest.raises(ArgumentError, match=r"^cache: expected a cache of its own for every layer, got one cache tw"):
-        stack(x, memory, cache=[layer.make_cache(B, L)] * LAYERS)
-    with pytest.raises(CacheError, match=r"^cache: expected at most max_length = 5 tokens, got 0 held and 11 more"):
-        stack(x, memory, cache=stack.make_cache(B, 5))
-    with pytest.raises(ShapeError, match=r"^key: expected the cache's \(B, Hkv, L, D\) = \(3, 3, L, 4\)"):
-        stack(x, memory, cache=stack.make_cache(B + 1, L))
-
-
-def test_caches_that_cannot_be_made() -> None:
-    layer = EncoderLayer(E, nn.Identity(), nn.Identity())
-    with pytest.raises(DTypeError, match=r"^self_attention: expected an attention with make_cache.*got Identity"):
-        layer.make_cache(B, L)
-    with pytest.raises(
-        DTypeError, match=r"^layers\[1\]: expected a layer with make_cache.*got Identity.*one per layer"
-    ):
-        Encoder([encoder_layer(), nn.Identity()]).make_cache(B, L)
+def test_what_does_not_fit(call: Callable[[], Any], error: type[ClearheadError], text: str) -> None:
+    with pytest.raises(error, match=f"^{text}"):
+        call()
 
 
 # Layers and stacks take any attention, position, mask, norm, feed-forward part and cache that Clearhead has.
@@ -238,15 +259,15 @@ def stack(attention: Callable[[], nn.Module]) -> Encoder:
         EncoderLayer(E, attention(), SwiGLU(E, 17), norm=nn.RMSNorm, norm_first=True),
         EncoderLayer(E, attention(), FeedForward(E, 17, activation=nn.GELU())),
     ]
-    return randomised(Encoder(layers, norm=nn.LayerNorm(E)))
+    return randomised(Encoder(layers, norm=nn.LayerNorm(E)).to(F64))
 
 
 def randomised(module: Any) -> Any:
     """Biases, sinks and norms start as constants; other values show that they count."""
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(std=0.5)
-    return module.to(F64).eval()
+            parameter.normal_(std=0.3)
+    return module.eval()
 
 
 @attentions
@@ -279,7 +300,7 @@ def test_jagged_rows_are_what_each_is_alone() -> None:
 def test_a_step_of_a_stack_compiles_without_breaks_and_once_more_at_most() -> None:
     x, memory = normal(B, L, E), normal(B, S, E)
     parts = [(grouped(position=Rotary(DIM)), grouped(), SwiGLU(E, 17)) for _ in range(2)]
-    model = randomised(Decoder(DecoderLayer(E, *layer) for layer in parts))
+    model = randomised(Decoder(DecoderLayer(E, *layer) for layer in parts).to(F64))
     caches = model.make_cache(B, L)
     output, counts = compiled_steps(
         lambda token: model(token, None, mask=causal, cache=caches),

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import ArgumentError, CheckpointError, DTypeError, ShapeError
-from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, load_transformer
+from clearhead.transformer import Decoder, DecoderLayer, EncoderLayer, FeedForward, load_transformer
+
+from .test_caches import randomised
 
 E, H, L, S, B = 12, 3, 5, 7, 2
 
@@ -24,14 +25,6 @@ def encoder_layer(**options: object) -> EncoderLayer:
 def decoder_layer(**options: object) -> DecoderLayer:
     attention = [clearhead.MultiHeadAttention(E, H) for _ in range(2)]
     return DecoderLayer(E, *attention, FeedForward(E, 4 * E), **options)
-
-
-def randomised(module: nn.Module) -> nn.Module:
-    """Norms and biases start as ones and zeros; other values show where they go."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return module.eval()
 
 
 variants = pytest.mark.parametrize(
@@ -131,20 +124,3 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     assert torch.equal(layer(x), layer(x))
-
-
-def test_what_is_wrong_is_said() -> None:
-    with pytest.raises(ShapeError, match=r"^x: expected \(B, length, 12\), or .*got \(2, 5, 11\)"):
-        encoder_layer()(torch.randn(B, L, 11))
-    with pytest.raises(DTypeError, match=r"^self_attention: expected a torch.nn.Module, got str"):
-        EncoderLayer(E, "attention", nn.Identity())
-    with pytest.raises(ArgumentError, match=r"^layers: expected at least one layer, got none"):
-        Encoder([])
-    with pytest.raises(
-        DTypeError, match=r"^module: expected one of nn.TransformerEncoderLayer.*got Linear.*checkpoints"
-    ):
-        load_transformer(nn.Linear(2, 2))
-    layer = nn.TransformerEncoderLayer(E, H, 4 * E)
-    layer.self_attn = nn.MultiheadAttention(E, H, add_bias_kv=True)
-    with pytest.raises(CheckpointError, match=r"clearhead.nn.MultiheadAttention"):
-        load_transformer(layer)

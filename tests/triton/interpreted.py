@@ -26,7 +26,7 @@ def maps_with_nan() -> dict[str, list[float]]:
     lse = (query @ key.mT).logsumexp(-1)
     operands = Operands(query, key, Terms(-count, count, count // 2), 1.0)
     maps = {each: pooled(operands, lse, (2, 1), largest=each == "max") for each in ("mass", "max")}
-    return {each: found.flatten().tolist() for each, found in maps.items()}
+    return {pooling: numbers.flatten().tolist() for pooling, numbers in maps.items()}
 
 
 def _length(name: str, dtype: str) -> int:
@@ -37,7 +37,7 @@ def _length(name: str, dtype: str) -> int:
 def main() -> None:
     # The interpreter is NumPy, which warns of −∞ − −∞ and log 0; both are meant.
     warnings.simplefilter("ignore", RuntimeWarning)
-    found = {
+    errors = {
         f"{name}, {dtype}, D={dim}": errors_of(
             name,
             getattr(torch, dtype),
@@ -49,7 +49,7 @@ def main() -> None:
         )
         for name, dtype, dim in CASES
     }
-    print(json.dumps({"errors": found, "maps with NaN": maps_with_nan()}))
+    print(json.dumps({"errors": errors, "maps with NaN": maps_with_nan()}))
 
 
 if __name__ == "__main__":

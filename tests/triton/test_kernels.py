@@ -1,4 +1,4 @@
-"""The Triton kernels against float64: in Triton's interpreter, which runs in a process of its own."""
+"""The Triton kernels in processes of their own: in the interpreter, and compiled for devices that are not at hand."""
 
 from __future__ import annotations
 
@@ -18,27 +18,38 @@ from benchmarks.kernel_checks import wrong_numbers
 from tests.triton.interpreted import CASES, THOROUGH
 
 
+def output_of(*arguments: str, **environment: str) -> str:
+    """What a Python module prints, in a process with another environment."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command, root = [sys.executable, "-m", *arguments], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=inherited | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def interpreted() -> dict[str, Any]:
     """What the interpreter computed."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "tests.triton.interpreted"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(output_of("tests.triton.interpreted", TRITON_INTERPRET="1"))
 
 
 @pytest.mark.parametrize(("name", "dtype", "dim"), CASES)
-def test_statistics_are_those_of_float64(found: dict[str, Any], name: str, dtype: str, dim: int) -> None:
-    errors = found["errors"][f"{name}, {dtype}, D={dim}"]
+def test_statistics_are_those_of_float64(interpreted: dict[str, Any], name: str, dtype: str, dim: int) -> None:
+    errors = interpreted["errors"][f"{name}, {dtype}, D={dim}"]
     assert len(errors) == (27 if (name, dtype, dim) == THOROUGH else 20)
     assert wrong_numbers(errors) == {}
 
 
-def test_nan_stays_in_its_own_line_of_a_map(found: dict[str, Any]) -> None:
-    mass, largest = found["maps with NaN"]["mass"], found["maps with NaN"]["max"]
+def test_nan_stays_in_its_own_line_of_a_map(interpreted: dict[str, Any]) -> None:
+    mass, largest = interpreted["maps with NaN"]["mass"], interpreted["maps with NaN"]["max"]
     assert mass[0] == pytest.approx(40)
     assert largest[0] == pytest.approx(1 / 40)
     assert math.isnan(mass[1])
     assert math.isnan(largest[1])
+
+
+def test_machine_code_spills_nothing_and_multiplies_as_it_should() -> None:
+    options = ["--capability", "80", "90", "--dim", "64", "--dtype", "bf16", "fp32", "--mask", "causal"]
+    lines = output_of("benchmarks.gpu_compile", *options).splitlines()[1:]
+    assert len(lines) == 40
+    assert all(line.endswith(" ok") for line in lines)

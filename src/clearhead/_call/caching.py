@@ -1,14 +1,17 @@
-"""The interface between a layer and a cache: `Cache`, and the keys and values that it returns."""
+"""The interface between a layer and a cache: `Cache`, its keys and values, and undoing what a refused call stored."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from .._environment import forced_kernels, is_tracing, state
+from ..errors import ClearheadError
 from ..masks._base import Mask
 
 #: Absolute positions of L tokens. An int p means p … p + L − 1. A tensor has integers (L,) or (B, L); −1 marks padding.
@@ -109,8 +112,8 @@ class Cache(ABC):
     def saved(self, count: int) -> Callable[[], None]:
         """A function that undoes the next `update`, of `count` tokens, if the call is refused."""
         # Without an override, `update` may change every attribute.
-        kept = deepcopy(vars(self))
-        return lambda: vars(self).update(kept)
+        attributes = deepcopy(vars(self))
+        return lambda: vars(self).update(attributes)
 
     def get(self) -> KeyValues | None:
         """The keys and values for a call without new keys. ``None`` if each call has new keys."""
@@ -128,3 +131,35 @@ class Cache(ABC):
         sinks: Tensor | None,
     ) -> None:
         """Receive, after attention, the queries that attended to the result of `update`. Eviction depends on them."""
+
+
+def unchanged_if_refused(
+    caches: Iterable[object], x: object, *masks: Mask | Tensor | None
+) -> AbstractContextManager[None]:
+    """Restore caches to their state before the block if the block raises a `ClearheadError`.
+
+    Args:
+        caches: the caches that the block writes into.
+        x: the new tokens (B, L, E), or (L, E).
+        masks: the masks of the block's attention. A cache that is expensive to save is saved only if the call can be
+            refused after the cache was written. One cache needs no saving if the masks are rules that fit every call,
+            no kernel is forced, and no observer receives the call. Several caches are always saved, because a later
+            layer may refuse its input.
+    """
+    written = [cache for cache in caches if isinstance(cache, Cache)]
+    if not written or is_tracing():
+        return nullcontext()
+    count = x.shape[-2] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 else 0
+    risky = len(written) > 1 or forced_kernels.value is not None or bool(state.observers)
+    risky = risky or not all(mask is None or (isinstance(mask, Mask) and mask.fits_any_call) for mask in masks)
+    return _undoing([cache.saved(count) for cache in written if cache.saves_cheaply or risky])
+
+
+@contextmanager
+def _undoing(restores: list[Callable[[], None]]) -> Generator[None, None, None]:
+    try:
+        yield
+    except ClearheadError:
+        for restore in restores:
+            restore()
+        raise

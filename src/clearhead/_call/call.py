@@ -25,8 +25,8 @@ class Results(NamedTuple):
 
     Args:
         output: (B, H, L, Dv).
-        lse: (B, H, L), if the call wants it.
-        weights: (B, H, L, S) or (B, L, S), if the call wants them.
+        lse: (B, H, L), on request.
+        weights: (B, H, L, S) or (B, L, S), on request.
     """
 
     output: Tensor
@@ -53,8 +53,9 @@ class AttentionCall:
     request: Request
     grid_: Grid | None = field(default=None, repr=False)
     coverage_: Coverage | None = field(default=None, repr=False)
-    # The result of `zero_hidden`. `replace` does not copy it, because a call with other tensors has other zeros.
+    # Results of `zero_hidden` and `as_one_sequence`. `replace` does not copy them: other tensors have other results.
     zeroed_: AttentionCall | None = field(default=None, init=False, repr=False)
+    as_one_: AttentionCall | None = field(default=None, init=False, repr=False)
 
     @property
     def grid(self) -> Grid:
@@ -98,6 +99,12 @@ class AttentionCall:
         tensors = (*masks, *(each for each in positions if isinstance(each, Tensor)))
         # Inference tensors cannot be saved: writes to them are not counted.
         return tuple(tensor for tensor in tensors if not tensor.is_inference())
+
+    def changed(self, *operands: Tensor, **changes: Any) -> AttentionCall:
+        """The call of another query, key and value, if they are given, and of a changed request. Its spec follows."""
+        query, key, value = operands or (self.query, self.key, self.value)
+        request = self.request._replace(**changes)
+        return AttentionCall(spec_of(query, key, value, request, self.spec), query, key, value, request)
 
     @property
     def rebuild(self) -> Callable[..., AttentionCall]:

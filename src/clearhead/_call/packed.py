@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import cast
 
 from ..masks._base import Mask
@@ -19,12 +18,12 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
 
     Each is an item of a batch to dropout, so that they drop what a kernel drops that computes the call at once.
     """
-    request, spec, mask = call.request, call.spec, call.request.mask
+    request, mask = call.request, call.request.mask
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
     is_cut = mask is not None and not mask.fits_any_call
     # Its positions take a pass over all tokens.
     all_sequences = as_one_sequence(call).grid if is_cut else None
-    start = request.offset or Offset(spec.query[1])
+    start = request.offset or Offset(call.query.shape[1])
     for number, (queries, keys) in enumerate(cast(PackedSequences, request.sequences).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         sequence_mask = mask
@@ -32,28 +31,23 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
             place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
             parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
             sequence_mask = all_of(parts)
-        sequence_request = request._replace(mask=sequence_mask, sequences=None, offset=start._replace(item=number))
-        sequence_spec = spec.with_operands(*operands)._replace(mask=None if is_cut else spec.mask, sequences=None)
-        yield AttentionCall(sequence_spec, *operands, sequence_request)
+        yield call.changed(*operands, mask=sequence_mask, sequences=None, offset=start._replace(item=number))
 
 
 def as_one_sequence(call: AttentionCall) -> AttentionCall:
-    """A call of packed sequences as one of T × Tk scores whose mask hides other sequences."""
+    """A call of packed sequences as one of T × Tk scores whose mask hides other sequences. It is made once per call."""
     sequences = call.request.sequences
     if sequences is None:
         return call
-    # Rules about positions count within a sequence, whose first token is at 0.
-    q_positions, k_positions = sequences.query_positions[None], sequences.key_positions[None]
-    mask = within_sequences(sequences, call.request.mask)
-    request = call.request._replace(mask=mask, query_positions=q_positions, key_positions=k_positions, sequences=None)
-    spec = call.spec._replace(
-        sequences=None,
-        mask=None,
-        masked=True,
-        query_positions=tuple(q_positions.shape),
-        key_positions=tuple(k_positions.shape),
-    )
-    return replace(call, spec=spec, request=request, grid_=None, coverage_=None)
+    if call.as_one_ is None:
+        # Rules about positions count within a sequence, whose first token is at 0.
+        call.as_one_ = call.changed(
+            mask=within_sequences(sequences, call.request.mask),
+            query_positions=sequences.query_positions[None],
+            key_positions=sequences.key_positions[None],
+            sequences=None,
+        )
+    return call.as_one_
 
 
 def validate_mask_of_packed(call: AttentionCall) -> None:

@@ -27,7 +27,7 @@ class PackedSequences:
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int64 (n + 1,), from 0 to T and to Tk.
-        queries, keys: the same as numbers. They are empty while tracing, and on an accelerator, which nobody waits for.
+        queries, keys: the same as numbers. Empty while tracing, and on an accelerator, because reading waits for it.
         tokens: T and Tk.
         longest: no sequence has more queries and keys. Default: T and Tk.
     """

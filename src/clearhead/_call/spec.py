@@ -83,19 +83,22 @@ class AttentionSpec(NamedTuple):
         """Whether a tensor that the mask adds to the scores needs a gradient."""
         return any(self.gradients[3 + self.sinks :])
 
-    def with_operands(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionSpec:
-        """The spec with the shapes and strides of other operands."""
-        strides = query.stride(), key.stride(), value.stride()
-        return self._replace(query=query.shape, key=key.shape, value=value.shape, strides=strides)
-
     @property
     def empty(self) -> bool:
         """Whether a dimension is empty."""
         return 0 in self.query or 0 in self.key or 0 in self.value
 
 
-def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionSpec:
-    """The spec of a call whose operands `read_operands` has read; its sizes and numbers need not be valid yet."""
+def spec_of(
+    query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment | AttentionSpec
+) -> AttentionSpec:
+    """The spec of a call. Its sizes and numbers need not be valid yet.
+
+    Args:
+        query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
+        request: as `make_call` has read it.
+        environment: of the call. For a call that is made from another one, the spec of that call, which holds it.
+    """
     mask, scale, softcap, sinks, dropout_p, q_positions, k_positions, lse, weights, sequences, seed, offset = request
     tracing, shape = environment.tracing, query.shape
     if scale is None:  # sums of no products are 0, whatever the factor
@@ -119,8 +122,11 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
         None if softcap is None else _float("softcap", softcap, "a number > 0, or None"),
         sinks is not None,
         dropout_p if type(dropout_p) in _NUMBERS else _float("dropout_p", dropout_p, "a probability in [0, 1]"),
-        # Without dropout they would only keep equal calls from sharing a plan.
-        bool(dropout_p) and (seed is not None or offset is not None),
+        # Without dropout, seed and offset would only keep equal calls from sharing a plan. A packed sequence has an
+        # offset, but its call lies in a larger one only if the call of all sequences does.
+        bool(dropout_p)
+        and (seed is not None or offset is not None)
+        and (not isinstance(environment, AttentionSpec) or environment.in_larger),
         _gradients((query, key, value), request) if environment.gradients else (),
         lse if lse is False or lse is True else flag("return_lse", lse),
         weights,

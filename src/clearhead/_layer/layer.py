@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._call.caching import Cache, KeyValues, Positions
+from .._call.caching import Cache, KeyValues, Positions, unchanged_if_refused
 from .._call.call import Results
 from .._call.heads import merge_heads, split_heads
 from .._call.request import Request
@@ -44,7 +45,7 @@ class Form:
 
 @dataclass(slots=True)
 class Layer:
-    """One call of an attention module, whose class has translated its parts.
+    """The parts and settings of an attention module for one call. Each class of modules makes its own.
 
     Args:
         project: the input projections, from (…, features) of query, key and value to (…, H·D), (…, Hkv·D) and
@@ -96,43 +97,63 @@ class Layer:
             cache: stores the new keys and values, and returns all keys.
             weights: as in `Request`.
         """
-        mask, grid = self.combined(mask), None
-        attended, at, keys_at = None, None, None
-        if positions is None and cache is None:
-            if mask is not None and key is not None and not environment.tracing:
-                grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
-                # Only a mask marks padding, and returned weights have rows and columns for it.
-                if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
-                    inputs, heads = (query, key, value), (self.num_heads, self.num_kv_heads, self.head_dim)
-                    in_one_kernel = query.is_cuda and self._is_one_kernel(query, self.head_dim, environment)
-                    side_by_side = self.position is not None
-                    options = {"side_by_side": side_by_side, "in_one_kernel": in_one_kernel}
-                    unpadded = unpad(mask, grid, inputs, heads, environment, **options)
-                    if unpadded is not None:
-                        return self._run_unpadded(unpadded, *inputs, environment), None
-            q, k, v = self.projected(query, key, value, 0, environment)
-            if grid is not None and grid.key_length != k.shape[2]:  # the module has appended keys
-                grid = None
-        else:
-            at = positions_of_queries(positions, cache, query.shape[-2])
-            # Where the keys are too, in self-attention, and where a position part rotates both by the same positions.
-            new_key_positions = at if cache is None and (key is query or self.position is not None) else None
-            memory = None if cache is None else cache.get()
-            if memory is None:
-                q, k, v = self.projected(query, key, value, at, environment)
-                attended = KeyValues(k, v) if cache is None else cache.update(k, v, at)
-            else:  # cross-attention to a memory whose keys are projected already
-                q, attended = self.projected_query(query, environment), memory
-            keys_at = positions_of_keys(attended, new_key_positions, self.num_heads)
-            mask, k, v = with_hidden(mask, attended, at), attended.key, attended.value
-        form = None if self.form is None else self.form(q, k, cache)
-        request = self.request._replace(mask=mask, query_positions=at, key_positions=keys_at, weights=weights)
+        mask = self.combined(mask)
+        if positions is not None or cache is not None:
+            # Masks are checked against a grid of which the new keys are a part: after the cache has stored them.
+            new_tokens = query if key is None else key
+            undoing = nullcontext() if cache is None else unchanged_if_refused((cache,), new_tokens, mask)
+            with undoing:
+                return self._run_at_positions(query, key, value, mask, environment, positions, cache, weights)
+        grid = None
+        if mask is not None and key is not None and not environment.tracing:
+            grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
+            # Only a mask marks padding, and returned weights have rows and columns for it.
+            if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
+                inputs, heads = (query, key, value), (self.num_heads, self.num_kv_heads, self.head_dim)
+                in_one_kernel = query.is_cuda and self._is_one_kernel(query, self.head_dim, environment)
+                options = {"side_by_side": self.position is not None, "in_one_kernel": in_one_kernel}
+                unpadded = unpad(mask, grid, inputs, heads, environment, **options)
+                if unpadded is not None:
+                    return self._run_unpadded(unpadded, *inputs, environment), None
+        q, k, v = self.projected(query, key, value, 0, environment)
+        if grid is not None and grid.key_length != k.shape[2]:  # the module has appended keys
+            grid = None
+        form = None if self.form is None else self.form(q, k, None)
         operands = (q, k, v) if form is None else (form.query, form.key, form.value)
-        results = attend(*operands, request, environment, grid=grid)
+        results = attend(*operands, self.request._replace(mask=mask, weights=weights), environment, grid=grid)
+        return self.projected_out(results, environment, form, batched=query.dim() == 3)
+
+    def _run_at_positions(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | None,
+        environment: Environment,
+        positions: Positions | None,
+        cache: Cache | None,
+        weights: str | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`run` with positions or a cache. The mask is the module's and the call's."""
+        at = positions_of_queries(positions, cache, query.shape[-2])
+        # In self-attention, and with a position part, the new keys have the positions of the queries.
+        new_key_positions = at if cache is None and (key is query or self.position is not None) else None
+        attended = None if cache is None else cache.get()
+        if attended is not None:  # cross-attention to a memory whose keys are projected already
+            q = self.projected_query(query, environment)
+        else:
+            q, k, v = self.projected(query, key, value, at, environment)
+            attended = KeyValues(k, v) if cache is None else cache.update(k, v, at)
+        mask = with_hidden(mask, attended, at)
+        form = None if self.form is None else self.form(q, attended.key, cache)
+        operands = (q, attended.key, attended.value) if form is None else (form.query, form.key, form.value)
+        keys_at = positions_of_keys(attended, new_key_positions, self.num_heads)
+        request = self.request._replace(mask=mask, query_positions=at, key_positions=keys_at, weights=weights)
+        results = attend(*operands, request, environment)
         returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
-        # Afterwards: what the cache evicts now, these queries have still attended to.
+        # Only now: these queries have attended to the keys that the cache may evict.
         observed = q if form is None else form.observed
-        if cache is not None and attended is not None and at is not None and observed is not None:
+        if cache is not None and observed is not None:
             scale, softcap, sinks = request.scale, request.softcap, request.sinks
             cache.observe(observed, attended, mask, at, scale=scale, softcap=softcap, sinks=sinks)
         return returned
@@ -237,7 +258,7 @@ class Layer:
 def _heads(x: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
     """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D), normed."""
     if x.dim() == 3:
-        # Not `split_heads`: its checks cost tiny calls as much as the view, and projections give what fits.
+        # Not `split_heads`, whose checks cost small calls as much as the view. Projections always fit.
         batch, length, features = x.shape
         heads = x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)
     else:

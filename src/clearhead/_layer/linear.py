@@ -90,7 +90,7 @@ class Linear(nn.Linear):
 
 
 def require_input(name: str, x: object, layer: nn.Module) -> None:
-    """Raise unless a linear layer can take the input; one that is no plain `Linear` judges for itself."""
+    """Raise unless a linear layer accepts the input. A layer of another class checks its input itself."""
     if type(layer) not in (Linear, nn.Linear):
         return
     x, linear_layer = strided_or_jagged(name, x), cast(nn.Linear, layer)

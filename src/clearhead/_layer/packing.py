@@ -24,7 +24,7 @@ from ..masks._grid import Grid
 from ..masks._lengths import Counts, QueryLengths
 from ..masks._positional import Causal
 from ..masks._structure import joined, structure_of
-from .tokens import Tokens, find_tokens, sequences_between
+from .tokens import RealTokens, find_tokens, sequences_between
 from .unmodified import apply_linear, is_unmodified
 
 #: Multiplications saved per batch item that pay for taking tokens out and putting them back.
@@ -46,8 +46,8 @@ class Unpadded:
         sequences: the boundaries of the items among the tokens.
     """
 
-    queries: Tokens
-    keys: Tokens
+    queries: RealTokens
+    keys: RealTokens
     mask: Mask
     rest: Mask | None
     sequences: PackedSequences
@@ -174,7 +174,7 @@ def _find_on_a_gpu(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_sid
     if (rules or side_by_side) and not same:
         return None
 
-    def make() -> tuple[Tokens, Tokens, PackedSequences]:
+    def make() -> tuple[RealTokens, RealTokens, PackedSequences]:
         real_keys = _first_tokens(of_keys, keys, grid.key_length, grid)
         real_queries = real_keys if same else _first_tokens(of_queries, queries, grid.query_length, grid)
         return real_queries, real_keys, sequences_between(real_queries, real_keys, grid.device)
@@ -194,7 +194,7 @@ def _known_counts(parts: list[Counts], batch: int, length: int) -> list[int] | N
     return counts
 
 
-def _first_tokens(parts: list[Counts], counts: list[int], length: int, grid: Grid) -> Tokens:
+def _first_tokens(parts: list[Counts], counts: list[int], length: int, grid: Grid) -> RealTokens:
     """The tokens that these parts show, with the device's copy of their numbers."""
     if not parts:
         return find_tokens(None, len(counts), length)
@@ -203,7 +203,7 @@ def _first_tokens(parts: list[Counts], counts: list[int], length: int, grid: Gri
     return find_tokens(real, len(counts), length, counts)
 
 
-def _begin_alike(queries: Tokens, keys: Tokens) -> bool:
+def _begin_alike(queries: RealTokens, keys: RealTokens) -> bool:
     """Whether positions start alike among an item's queries and keys."""
     return all(
         first == start or not (count and keyed)
@@ -231,7 +231,7 @@ def _real_tokens(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, 
     return real_queries, real_keys, rules
 
 
-def _unless_equal(queries: Tokens, keys: Tokens) -> Tokens:
+def _unless_equal(queries: RealTokens, keys: RealTokens) -> RealTokens:
     """The keys' tokens where the queries' are the same, so that both are taken once."""
     if queries.indices is None or keys.indices is None or queries.shape != keys.shape:
         return queries

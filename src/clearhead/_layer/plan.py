@@ -143,9 +143,8 @@ def _with_numbers_written(environment: Environment) -> Plan:
     """For lazily negated views, whose numbers are written out first: kernels read memory."""
 
     def resolved(call: AttentionCall) -> Results:
-        query, key, value = (tensor.resolve_neg().contiguous() for tensor in (call.query, call.key, call.value))
-        spec = call.spec.with_operands(query, key, value)._replace(negative=False)
-        return run_call(replace(call, spec=spec, query=query, key=key, value=value), environment)
+        operands = (tensor.resolve_neg().contiguous() for tensor in (call.query, call.key, call.value))
+        return run_call(call.changed(*operands), environment)
 
     return resolved
 

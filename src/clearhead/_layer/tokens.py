@@ -13,7 +13,7 @@ from .._call.sequences import PackedSequences
 
 
 @dataclass(frozen=True)
-class Tokens:
+class RealTokens:
     """The T tokens of all items that are not padding, end to end.
 
     Args:
@@ -82,7 +82,7 @@ class Tokens:
         return indices % length * batch + indices // length
 
 
-def find_tokens(real: Tensor | None, batch: int, length: int, counts: list[int] | None = None) -> Tokens:
+def find_tokens(real: Tensor | None, batch: int, length: int, counts: list[int] | None = None) -> RealTokens:
     """Find the tokens that are not padding.
 
     Args:
@@ -91,7 +91,7 @@ def find_tokens(real: Tensor | None, batch: int, length: int, counts: list[int] 
         counts: how many of each item, which are its first ones. Without them, an accelerator is waited for.
     """
     if real is None:
-        return Tokens((batch, length), None, None, [length] * batch)
+        return RealTokens((batch, length), None, None, [length] * batch)
     real, real_on_cpu = real.expand(batch, length), None
     if counts is None:
         real_on_cpu = real.cpu()  # whose values are read
@@ -103,12 +103,12 @@ def find_tokens(real: Tensor | None, batch: int, length: int, counts: list[int] 
     elif real.is_cpu:
         indices = real.flatten().nonzero()[:, 0]
     else:
-        # With a known number of results nobody waits. If it is wrong, the indices are still in order and in the batch.
+        # A known number of results waits for no device. If it is wrong, the indices are still in order and in range.
         indices = torch.nonzero_static(real.flatten(), size=total, fill_value=batch * length - 1)[:, 0]
-    return Tokens((batch, length), real_on_cpu, indices, counts)
+    return RealTokens((batch, length), real_on_cpu, indices, counts)
 
 
-def sequences_between(queries: Tokens, keys: Tokens, device: torch.device) -> PackedSequences:
+def sequences_between(queries: RealTokens, keys: RealTokens, device: torch.device) -> PackedSequences:
     """The sequences in which each item's queries attend to its keys, with boundaries on the device."""
     tokens = sum(queries.counts), sum(keys.counts)
     if device.type == "cpu":

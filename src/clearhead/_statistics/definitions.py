@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .over_queries import Map, MaxLogit, Offset, RawMaxLogit, Received
+from .over_queries import Map, MaxLogit, RawMaxLogit, Received, WeightAtOffset
 from .per_query import Confidence, Distance, Entropy, Sink
 from .statistic import Statistic
 from .vectors import HeadAverage, Output, OutputNorm, Rows, TopKeys
@@ -20,7 +20,7 @@ STATISTICS: dict[str, type[Statistic]] = {
         TopKeys,
         Sink,
         Distance,
-        Offset,
+        WeightAtOffset,
         Map,
         HeadAverage,
         Output,

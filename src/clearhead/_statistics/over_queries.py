@@ -40,7 +40,7 @@ class Received(Statistic):
         return self.read({"received": received, "viewers": viewers})
 
     def request(self, on_gpu: bool) -> dict[str, Any]:
-        return {"received": None}
+        return {"received": self.column_shape, "viewers": self.column_shape}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         received = buffers["received"]
@@ -108,7 +108,7 @@ class RawMaxLogit(_Largest):
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
         mask = self.call.request.mask
         if not on_gpu:
-            return {"raw": None}
+            return {"raw": self.row_shape}
         # Without soft-cap and bias the scores are these products.
         return None if self.call.spec.softcap is not None or (mask is not None and mask.has_bias) else {}
 
@@ -117,7 +117,7 @@ class RawMaxLogit(_Largest):
 
 
 @final
-class Offset(Statistic):
+class WeightAtOffset(Statistic):
     """The mean over the counted queries i for which the key at position i + o is visible. 0 if there is no such query.
 
     o = −1 is the previous token. If a text repeats with period n, an induction head attends to o = 1 − n.
@@ -166,10 +166,13 @@ class Offset(Statistic):
         return {"offset": sums / counts.clamp(min=1)}
 
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        return None if on_gpu or self.call.grid.shift is None else {"offset": self.options.offsets}
+        if on_gpu or self.call.grid.shift is None:
+            return None
+        offsets = torch.tensor(self.options.offsets, dtype=torch.int64)
+        return {"stripes": (*self.row_shape, len(offsets)), "offsets": offsets, "offset_count": len(offsets)}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        weights = buffers["offset"]  # (B, H, L, offsets), −1 if the query sees no such key
+        weights = buffers["stripes"]  # (B, H, L, offsets), −1 if the query sees no such key
         sees_key = weights >= 0
         if self.counted is not None:
             sees_key &= self.counted
@@ -235,4 +238,6 @@ class Map(Statistic):
         return {"map": sums / counts.clamp_(min=1)[:, None, :, None]}  # (B, H, R, R)
 
     def request(self, on_gpu: bool) -> dict[str, Any]:
-        return {"map": (self._tiles, self.options.map_pooling == "max")}
+        rows, columns = self._tiles
+        largest, shape = self.options.map_pooling == "max", (*self.row_shape[:2], rows, columns)
+        return {"map": shape, "map_rows": rows, "map_columns": columns, "map_max": largest}

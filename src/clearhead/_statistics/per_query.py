@@ -39,7 +39,7 @@ class Entropy(Statistic):
         return {"entropy": entropy, "normalized_entropy": normalized}
 
     def request(self, on_gpu: bool) -> dict[str, Any]:
-        return {"entropy": None}
+        return {"entropy": self.row_shape, "visible": self.row_shape}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         self._entropy, self._visible = buffers["entropy"], buffers["visible"]
@@ -59,7 +59,7 @@ class Confidence(Statistic):
         self.accumulator[where] = torch.maximum(self.accumulator[where], largest.squeeze(-1))
 
     def request(self, on_gpu: bool) -> dict[str, Any]:
-        return {"confidence": None}
+        return {"confidence": self.row_shape}
 
 
 @final
@@ -87,8 +87,14 @@ class Sink(Statistic):
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
         if not on_gpu and self.options.sink_keys > MOST_LISTED_KEYS:
             return None
+        marks = self._marks().squeeze(-1)  # (1 or B, 1 or H, S)
+        if on_gpu:
+            return {"sink": self.row_shape, "first_keys": marks}
         count = min(self.options.sink_keys, self.call.grid.key_length)
-        return {"sink": (self._marks().squeeze(-1), count)}  # (1 or B, 1 or H, S)
+        # A stable sort moves the numbers of the marked keys to the front, in order, without reading values.
+        is_marked, numbers = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+        first = numbers.masked_fill(is_marked == 0, -1)[..., :count].expand(*self.row_shape[:2], count)
+        return {"sink": self.row_shape, "first_keys": first.int().contiguous(), "sink_keys": count}
 
 
 @final
@@ -103,4 +109,4 @@ class Distance(Statistic):
         self.put(self.accumulator, rows, torch.linalg.vecdot(rows.terms, distances)[..., None] / rows.total)
 
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        return None if self.call.grid.shift is None else {"distance": None}
+        return None if self.call.grid.shift is None else {"distance": self.row_shape}

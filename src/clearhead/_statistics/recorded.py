@@ -13,8 +13,8 @@ from .._call.call import AttentionCall
 from .._checks import index, is_probability, items, number, text
 from .._weights import Queries, row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError
-from ..kernels._block_rows import BlockRows
-from ..kernels._blocks import score_blocks
+from ..kernels._block_weights import block_softmax
+from ..kernels._blocks import block_scores, score_blocks
 from ..kernels._weights import exact_weights
 from .patch_layout import PatchLayout
 from .result import AttentionStatistics
@@ -232,7 +232,7 @@ def _through(call: AttentionCall, rows: Tensor) -> Tensor:
     """The product r A, (B, t, L), with A the mean of the weights over heads."""
     result = torch.zeros_like(rows)
     for block, place, query, key in score_blocks(call):
-        block_rows = BlockRows(call, block, place, query, key)
-        product = rows[block.batch, None, :, place] @ block_rows.weights  # (b, h, t, s)
-        result[block.batch, :, block_rows.columns] += product.sum(1) / call.grid.num_heads  # (b, t, s)
+        weights = block_softmax(call, block, block_scores(call, block, query, key)[0])
+        product = rows[block.batch, None, :, place] @ weights  # (b, h, t, s)
+        result[block.batch, :, block.columns] += product.sum(1) / call.grid.num_heads  # (b, t, s)
     return result

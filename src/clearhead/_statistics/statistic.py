@@ -96,12 +96,14 @@ class Statistic(ABC):
         return {self.name: self.accumulator}
 
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        """What kernels compute for it: names of `kernels._native_statistics.gather`, with their arguments.
+        """What kernels compute for it: arguments by the names of `Statistics` in ``_native/problem.h``.
 
-        With ``None``, the default, blocks compute the statistic.
+        A tuple is the shape of a buffer that they write. With ``None``, the default, blocks compute the statistic.
 
         Args:
-            on_gpu: whether the Triton kernels compute it, and not the native one.
+            on_gpu: whether the Triton kernels compute it, and not the native one. They write ``entropy``, ``visible``,
+                ``confidence``, ``sink``, ``distance``, ``received``, ``viewers``, ``map``, the mean ``weights``,
+                ``top_weights`` and ``top_keys``.
         """
         return None
 
@@ -109,8 +111,7 @@ class Statistic(ABC):
         """The final tensors by name, after the native or Triton kernels ran. Default: the buffer of its own name.
 
         Args:
-            buffers: the results of `gather` for all statistics of the call, and always ``largest``, the largest score
-                of each query.
+            buffers: those of all statistics of the call, and always ``largest``, the largest score of each query.
         """
         return {self.name: buffers[self.name]}
 

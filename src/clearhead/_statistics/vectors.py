@@ -73,7 +73,10 @@ class TopKeys(Statistic):
         return {"top_k": TopK(self._indices, self._weights)}
 
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        return {"top_k": self._count} if self._count <= MOST_LISTED_KEYS else None
+        if self._count > MOST_LISTED_KEYS:
+            return None
+        shape = (*self.row_shape, self._count)
+        return {"top": self._count, "top_weights": shape, "top_keys": shape}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return {"top_k": TopK(buffers["top_keys"], buffers["top_weights"])}
@@ -112,7 +115,10 @@ class HeadAverage(Statistic):
         self.accumulator[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
 
     def request(self, on_gpu: bool) -> dict[str, Any]:
-        return {"head_average": None}
+        return {"weights": (self.row_shape[0], self.row_shape[2], self.column_shape[2])}
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return {"head_average": buffers["weights"]}
 
 
 class _MixedValues(Statistic):
@@ -141,7 +147,7 @@ class Output(_MixedValues):
         return {"output": self.accumulator.to(self.call.query.dtype)}
 
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        return None if on_gpu else {"output": None}
+        return None if on_gpu else {"output": True}
 
 
 @final
@@ -155,7 +161,7 @@ class OutputNorm(_MixedValues):
         return {"output_norm": torch.linalg.vector_norm(self.accumulator, dim=-1)}
 
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        return None if on_gpu else {"norm": None}
+        return None if on_gpu else {"norm": self.row_shape, "output": True}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return {"output_norm": buffers["norm"]}

@@ -7,15 +7,14 @@ Example:
     >>> import torch
     >>> from clearhead.caches import KVCache
     >>> cache = KVCache(batch_size=2, num_kv_heads=3, max_length=16, head_dim=4)
-    >>> found = cache.update(torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 5, 4))
+    >>> stored = cache.update(torch.zeros(2, 3, 5, 4), torch.zeros(2, 3, 5, 4))
     >>> cache
     KVCache(5 of 16 tokens, B=2, Hkv=3, D=4)
 """
 
 from .._call.caching import Cache, KeyValues
-from ._cross import CrossKVCache
 from ._evicting import EvictingKVCache
-from ._kv import KVCache
+from ._kv import CrossKVCache, KVCache
 from ._policies import EvictionPolicy, HeavyHitters, Held, RandomEviction, SinksAndRecent
 from ._sliding import SlidingKVCache
 

@@ -1,10 +1,8 @@
-"""The common parts of caches: preallocated tensors, checks of arguments, and restoring after a refused call."""
+"""The common parts of caches: preallocated tensors and checks of arguments."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -12,42 +10,9 @@ from torch import Tensor
 
 from .._call.caching import Cache, Positions
 from .._checks import INTEGERS, integer, require_factory, shown, size, strided, with_values
-from .._environment import forced_kernels, is_tracing, reads_values, state
-from ..errors import ArgumentError, CacheError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
-from ..masks._base import Mask
+from .._environment import is_tracing, reads_values
+from ..errors import ArgumentError, CacheError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._grid import as_positions, require_fit
-
-
-def unchanged_if_refused(
-    caches: Iterable[object], x: object, *masks: Mask | Tensor | None
-) -> AbstractContextManager[None]:
-    """Restore caches to their state before the block if the block raises a `ClearheadError`.
-
-    Args:
-        caches: the caches that the block writes into.
-        x: the new tokens (B, L, E), or (L, E).
-        masks: the masks of the block's attention. A cache that is expensive to save is saved only if the call can be
-            refused after the cache was written. One cache needs no saving if the masks are rules that fit every call,
-            no kernel is forced, and no observer receives the call. Several caches are always saved, because a later
-            layer may refuse its input.
-    """
-    written = [cache for cache in caches if isinstance(cache, Cache)]
-    if not written or is_tracing():
-        return nullcontext()
-    count = x.shape[-2] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 else 0
-    risky = len(written) > 1 or forced_kernels.value is not None or bool(state.observers)
-    risky = risky or not all(mask is None or (isinstance(mask, Mask) and mask.fits_any_call) for mask in masks)
-    return _undoing([cache.saved(count) for cache in written if cache.saves_cheaply or risky])
-
-
-@contextmanager
-def _undoing(restores: list[Callable[[], None]]) -> Generator[None, None, None]:
-    try:
-        yield
-    except ClearheadError:
-        for restore in restores:
-            restore()
-        raise
 
 
 class Buffered(Cache):
@@ -218,8 +183,8 @@ def checked_lengths(
         if tuple(length.shape) != (key.shape[0],):
             raise ShapeError("length", expected=f"one length per row, ({key.shape[0]},)", got=shape_text(length.shape))
         # The length of a cache is a number: from a GPU it is read, once.
-        kept = length if current is None else torch.minimum(length.to(current.device), current)
-        shortest, largest, longest = torch.stack((*length.to(kept.device).aminmax(), kept.max())).tolist()
+        lengths = length if current is None else torch.minimum(length.to(current.device), current)
+        shortest, largest, longest = torch.stack((*length.to(lengths.device).aminmax(), lengths.max())).tolist()
     elif isinstance(length, bool) or not isinstance(length, int):
         raise DTypeError("length", expected=either, got=shown(length))
     else:

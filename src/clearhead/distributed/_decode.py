@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._call.caching import Cache, KeyValues, Positions
+from .._call.caching import Cache, KeyValues, Positions, unchanged_if_refused
 from .._call.call import Results
 from .._call.request import Request
 from .._checks import integer
 from .._environment import Environment
 from .._layer.layer import Layer
 from .._layer.plan import attend
-from ..caches._base import unchanged_if_refused
-from ..caches._cross import CrossKVCache
-from ..caches._kv import KVCache
+from ..caches._kv import CrossKVCache, KVCache
 from ..errors import CacheError
 from ..kernels._some_keys import merge_sinks, merge_some_keys
 from ..masks._base import Mask

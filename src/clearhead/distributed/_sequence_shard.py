@@ -21,8 +21,7 @@ from .._layer.layer import Layer
 from .._layer.positions import of_whole, positions_of_queries, require_one_length, with_hidden
 from .._multihead import MultiHeadAttention, layer_of
 from .._multihead_checks import complete, require_cache, require_features, require_inputs
-from ..caches._cross import CrossKVCache
-from ..caches._kv import KVCache
+from ..caches._kv import CrossKVCache, KVCache
 from ..errors import ArgumentError, KernelError, RecordError, ShapeError, shape_text
 from ..kernels._choice import choose
 from ..masks._base import Mask

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from math import isclose, sqrt
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._call.call import Results, build_call, valid_call
+from .._call.call import Results, valid_call, zero_hidden
 from .._call.heads import merge_heads
 from .._environment import Environment, autocast_off, read_environment
 from .._layer.layer import Layer
@@ -91,7 +91,7 @@ def take_steps(
     projections = _project(recorder, module, layer, inputs)
     operands = _make_heads(recorder, layer, projections, environment)
     with autocast_off(inputs[0]):
-        mixed, hidden_rows = _attend(recorder, layer, operands, mask)
+        mixed, hidden_rows = _attend(recorder, layer, operands, mask, environment)
     recorder.add("merge", "(B, L, H·D)", "merge_heads(o)", merge_heads(mixed))
     output, _ = layer.projected_out(Results(mixed), environment)
     recorder.add("output_projection", "(B, L, E)", _linear_formula("output", "o", "o", module.out_proj), output)
@@ -154,28 +154,31 @@ def _make_heads(recorder: Recorder, layer: Layer, projections: Tensors, environm
     return operands
 
 
-def _attend(recorder: Recorder, layer: Layer, operands: Tensors, mask: Mask | Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    recorder: Recorder, layer: Layer, operands: Tensors, mask: Mask | Tensor | None, environment: Environment
+) -> tuple[Tensor, Tensor]:
     """Record scores, weights and sums. Returns the sums (B, H, L, D) and the fully masked rows (B, H, L)."""
     request = layer.request._replace(mask=layer.combined(mask))
-    call = valid_call(*operands, request._replace(softcap=None, mask=None))
+    call_of = partial(valid_call, *operands, environment=environment)
+    call = call_of(request._replace(softcap=None, mask=None))
     scores = reference_scores(call)
     origin = "1/√D = " if isclose(call.spec.scale, 1 / sqrt(operands[0].shape[-1])) else ""
     formula = f"s_ij = scale · q_i·k_j, scale = {origin}{call.spec.scale:.4g}"
     recorder.add("scores", _SCORES, formula, scores)
     if request.softcap is not None:
-        scores = reference_scores(valid_call(*operands, request._replace(mask=None)))
+        scores = reference_scores(call_of(request._replace(mask=None)))
         cap = f"{request.softcap:.4g}"
         recorder.add("softcap", _SCORES, f"s_ij = {cap} · tanh(s_ij / {cap})", scores, softcap=cap)
     hidden, module_mask = torch.zeros_like(scores, dtype=torch.bool), layer.combined(None)
     if module_mask is not None:
-        scores = reference_scores(valid_call(*operands, layer.request))
+        scores = reference_scores(call_of(layer.request))
         hidden = _add_mask(recorder, "own_mask", module_mask, call.grid, scores)
     if mask is not None:
-        scores = reference_scores(valid_call(*operands, request))
+        scores = reference_scores(call_of(request))
         hidden = hidden | _add_mask(recorder, "mask", as_mask(mask), call.grid, scores)
     else:
         recorder.add("mask", _SCORES, "s_ij", scores, words="mask_none" if module_mask is None else "mask_own_only")
-    call = build_call(*operands, request)
+    call = zero_hidden(call_of(request))
     total, words = "Σ_j exp(s_ij)", "softmax"
     if call.request.sinks is not None:
         recorder.add("sinks", "(H,)", "sink_h", call.request.sinks)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._environment import is_tracing, read_environment
-from .._layer.tokens import Tokens, find_tokens, sequences_between
+from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
 from ._packed_row import boundaries_of
 from ._unpad_checks import OF_TOKENS, has_windows, runs_in_one_kernel, takes_tokens, works_token_by_token
@@ -136,7 +136,7 @@ class _Packed:
     """
 
     encoder: nn.Module
-    tokens: Tokens
+    tokens: RealTokens
     as_tuple: bool
     padded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -235,7 +235,7 @@ def _pack(encoder: nn.Module, reads_first: bool, arguments: dict[str, Any]) -> t
     }
 
 
-def _fits(encoder: nn.Module, tokens: Tokens, reads_first: bool) -> bool:
+def _fits(encoder: nn.Module, tokens: RealTokens, reads_first: bool) -> bool:
     """Whether the environment, the modules and the position of the padding allow one row."""
     environment = read_environment()
     if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:

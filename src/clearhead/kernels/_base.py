@@ -15,6 +15,7 @@ from .._call.spec import AttentionSpec
 from ..masks._base import Mask
 from ..masks._grid import Grid, take
 from ..masks._lowering import computed_sizes
+from ..masks._structure import joined
 
 #: The computation of all calls of one spec.
 Plan = Callable[[AttentionCall], Results]
@@ -115,6 +116,21 @@ def cut(fields: NamedTuple, dims: dict[str, int], index: Tensor | slice) -> dict
     return {
         name: take(tensor, dim, index) for name, dim in dims.items() if (tensor := getattr(fields, name)) is not None
     }
+
+
+def rows_of_mask(fields: Any, rows: Tensor, shape: tuple[int, int]) -> dict[str, Any]:
+    """The fields of a lowered mask for chosen rows of a call with this L and S, in any order.
+
+    They need not be neighbours, so a band becomes a range of columns per row.
+    """
+    chosen = cut(fields, {"first": 1, "last": 1, "visible": 2, "bias": 2}, rows)
+    low, high, (length, count) = fields.low, fields.high, shape
+    if low > -length or high < count - 1:
+        from_band, to_band = ((rows + step)[None].clamp(0, count).int() for step in (low, high + 1))
+        first = joined(chosen.get("first"), from_band, torch.maximum)
+        last = joined(chosen.get("last"), to_band, torch.minimum)
+        chosen["first"], chosen["last"] = torch.broadcast_tensors(first, last)
+    return {**chosen, "low": -len(rows), "high": count}
 
 
 def applicable(reasons: dict[str, bool]) -> list[Refusal]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from ..masks._structure import joined
-from ._base import cut
+from ._base import cut, rows_of_mask
 from ._native import arguments_of, empty_weights, weights_strides
 from ._native_arguments import NativeArguments
 from ._native_plan import plan_of
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
-
-_PER_QUERY = {"entropy", "confidence", "distance", "raw", "norm", "sink"}
 
 
 def refuses(call: AttentionCall) -> bool:
@@ -30,51 +26,30 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, 
 
     Args:
         call: the validated call.
-        wanted: names, with their arguments: ``entropy``, ``confidence``, ``distance``, ``raw``, ``norm``, ``output``,
-            ``received`` and ``head_average``; ``sink`` with the keys, bool (1 or B, 1 or H, S), and their number;
-            ``top_k`` with the number of keys; ``map`` with its lines and columns, and whether a cell has its largest
-            weight; ``offset`` with the offsets.
+        wanted: arguments of the kernel, by the names of `Statistics` in ``_native/problem.h``. A tuple is the shape of
+            a buffer that it writes. ``output`` asks for the output of the call.
         counted: bool (B, L), the queries that ``received`` and ``map`` include, or ``None`` for all.
         exact: whether to score in double precision. For calls of few keys, whose scores fit the cache.
 
     Returns:
-        The results by name, with ``largest`` and ``visible`` (B, H, L), with ``viewers`` beside ``received``, and with
-        ``top_weights`` and ``top_keys`` in place of ``top_k``.
+        All arguments by name, with ``largest`` (B, H, L), the largest score of each query.
     """
-    arguments = arguments_of(call)
-    plan, (batch, heads, length, _), keys = plan_of(arguments), call.query.shape, call.key.shape[2]
-    zeros = partial(call.query.new_zeros, dtype=torch.float32)
-    results = {name: zeros((batch, heads, length)) for name in ("largest", "visible", *(_PER_QUERY & wanted.keys()))}
-    options: dict[str, Any] = {"counted": None if counted is None else counted.contiguous(), "exact": exact}
+    arguments, row_shape = arguments_of(call), tuple(call.query.shape[:3])
+    options: dict[str, Any] = {"largest": row_shape, **wanted}
+    plan, with_output = plan_of(arguments), options.pop("output", False)
+    for name, shape in options.items():
+        if isinstance(shape, tuple):
+            dtype = torch.int64 if name == "top_keys" else torch.float32
+            options[name] = call.query.new_zeros(shape, dtype=dtype)
+    if "weights" in options:
+        options["weights_strides"] = weights_strides(options["weights"])
+    options |= {"counted": None if counted is None else counted.contiguous(), "exact": exact}
     options["shift"] = call.grid.shift or 0
-    if "sink" in wanted:
-        marks, count = wanted["sink"]
-        # A stable sort moves the numbers of the marked keys to the front, in order, without reading values.
-        is_marked, numbers = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-        first = numbers.masked_fill(is_marked == 0, -1)[..., :count].expand(batch, heads, count)
-        options |= {"first_keys": first.int().contiguous(), "sink_keys": count}
-    if "received" in wanted:
-        results |= {name: zeros((batch, heads, keys)) for name in ("received", "viewers")}
-    if "top_k" in wanted:
-        options["top"] = wanted["top_k"]
-        results["top_weights"] = zeros((batch, heads, length, wanted["top_k"]))
-        results["top_keys"] = torch.full_like(results["top_weights"], -1, dtype=torch.int64)
-    if "map" in wanted:
-        (lines, columns), largest = wanted["map"]
-        results["map"] = zeros((batch, heads, lines, columns))
-        options |= {"map_rows": lines, "map_columns": columns, "map_max": largest}
-    options |= results
-    if "offset" in wanted:
-        offsets = torch.tensor(wanted["offset"], dtype=torch.int64)
-        results["offset"] = zeros((batch, heads, length, len(offsets)))
-        options |= {"offsets": offsets, "offset_count": len(offsets), "stripes": results["offset"]}
-    if "head_average" in wanted:
-        results["head_average"] = average = zeros((batch, length, keys))
-        options |= {"weights": average, "weights_strides": weights_strides(average)}
-    if {"output", "norm"} & wanted.keys():
-        return results | {"output": plan.forward(arguments, **options)}
-    plan.statistics(arguments, **options)
-    return results
+    if with_output:
+        options["output"] = plan.forward(arguments, **options)
+    else:
+        plan.statistics(arguments, **options)
+    return options
 
 
 def native_weights(
@@ -107,15 +82,9 @@ def native_weights(
 
 def _of_rows(arguments: NativeArguments, rows: Tensor) -> NativeArguments:
     """The arguments of some rows, whatever their order."""
-    query, key = arguments.query, arguments.key
-    low, high = cast(int, arguments.low), cast(int, arguments.high)  # of a call that lowered its mask
-    chosen = cut(arguments, {"first": 1, "last": 1, "visible": 2, "bias": 2}, rows)
-    # Chosen rows need not be neighbours, so a band becomes a range of columns per row.
-    if low > -query.shape[2] or high < key.shape[2] - 1:
-        from_band, to_band = ((rows + step)[None].int() for step in (low, high + 1))
-        chosen["first"] = joined(chosen.get("first"), from_band.clamp(min=0), torch.maximum)
-        chosen["last"] = joined(chosen.get("last"), to_band, torch.minimum)
-    return arguments._replace(query=query.index_select(2, rows), low=-len(rows), high=key.shape[2], **chosen)
+    query, count = arguments.query, arguments.key.shape[2]
+    of_mask = rows_of_mask(arguments, rows, (query.shape[2], count))
+    return arguments._replace(query=query.index_select(2, rows), **of_mask)
 
 
 def _of_head(arguments: NativeArguments, head: int) -> NativeArguments:

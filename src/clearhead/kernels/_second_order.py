@@ -43,7 +43,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.kernel_name = kernel_name
-        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0 and call.request.seed is None
+        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0
         ctx.inputs = len(tensors) - count
         ctx.save_for_backward(*tensors[count:], *call.read_again)
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
@@ -141,7 +141,7 @@ def recompute_by_reference(rebuild: Callable[..., AttentionCall]) -> Recompute:
 
     def recompute(*inputs: Tensor) -> OptionalTensors:
         call = rebuild(*inputs)
-        call.spec = call.spec._replace(lse=True)
+        call.spec, call.request = call.spec._replace(lse=True), call.request._replace(lse=True)
         if call.request.sequences is None or call.request.seed is None:
             return reference_results(zero_hidden(as_one_sequence(call)))[:2]
         results = [reference_results(zero_hidden(sequence))[:2] for sequence in each_sequence(call)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -52,9 +54,9 @@ def errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     mask = masks.sliding_window(50, 20) & masks.lengths(torch.tensor([133, 9], device=device))
     request = Request(mask, sinks=sinks)
     with torch.no_grad(), autocast_off(query):
-        found = _by_kernels(valid_call(query, key, None, request))
         expected = _by_reference(valid_call(query.double(), key.double(), None, request))
-        largest = torch.stack([_error(found[name], judge) for name, judge in expected.items()])
+        results = _by_kernels(valid_call(query, key, None, request), expected)
+        largest = torch.stack([_error(results[name], judge) for name, judge in expected.items()])
     return dict(zip(expected, largest.tolist(), strict=True))
 
 
@@ -68,12 +70,11 @@ CHECK = FirstCheck(
 )
 
 
-def _by_kernels(call: AttentionCall) -> dict[str, Tensor]:
+def _by_kernels(call: AttentionCall, names: Collection[str]) -> dict[str, Tensor]:
     from ._triton import _calls  # imports Triton
 
     operands, sinks = operands_of(call), call.request.sinks
     first = torch.arange(call.key.shape[2], device=call.query.device)[None, None] < 1
-    names = ("lse", "entropy", "max_logit", "confidence", "sink", "distance", "visible")
     results = _calls.rows(operands, sinks=sinks, first_keys=first, want=names, top=_TOP)
     lse = results["lse"]
     results["received"], results["viewers"] = _calls.columns(operands, lse)
@@ -129,6 +130,6 @@ def _gradient_of(weights: Tensor) -> Tensor:
     return (torch.arange(weights.numel(), device=weights.device).view(weights.shape) % 7 - 3).to(weights.dtype)
 
 
-def _error(found: Tensor, expected: Tensor) -> Tensor:
-    found, expected = (x.double().nan_to_num(nan=1e9, neginf=-1e6) for x in (found, expected))
-    return ((found - expected).abs() / expected.abs().clamp(min=1)).amax()
+def _error(result: Tensor, expected: Tensor) -> Tensor:
+    result, expected = (x.double().nan_to_num(nan=1e9, neginf=-1e6) for x in (result, expected))
+    return ((result - expected).abs() / expected.abs().clamp(min=1)).amax()

@@ -17,16 +17,16 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
 
     Args:
         call: the validated call.
-        wanted, counted: as for `_native_statistics.gather`, without ``raw``, ``norm``, ``output`` and ``offset``.
+        wanted, counted: as for `_native_statistics.gather`, without ``raw``, ``norm``, ``output`` and ``stripes``.
+            ``first_keys`` are bool (1 or B, 1 or H, S).
 
     Returns:
-        The results by the same names, and ``largest``, the largest score of each query.
+        The buffers by the same names, and ``largest``, the largest score of each query.
     """
-    operands = operands_of(call)
-    names = {"max_logit", *wanted, *(["visible"] if "entropy" in wanted else [])}  # `rows` takes its own
-    if {"received", "top_k", "map", "head_average"} & wanted.keys():
+    operands, names = operands_of(call), {"max_logit", *wanted}  # `rows` ignores those of other kernels
+    if {"received", "top", "map", "weights"} & wanted.keys():
         names.add("lse")
-    top, (first_keys, _) = wanted.get("top_k", 0), wanted.get("sink", (None, 0))
+    top, first_keys = wanted.get("top", 0), wanted.get("first_keys")
     buffers: dict[str, Any] = _calls.rows(
         operands, sinks=call.request.sinks, first_keys=first_keys, want=names, top=top
     )
@@ -34,10 +34,10 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     if "received" in wanted:
         buffers["received"], buffers["viewers"] = _calls.columns(operands, buffers["lse"], counted)
     if "map" in wanted:
-        cells, largest = wanted["map"]
+        cells, largest = wanted["map"][2:], wanted["map_max"]
         buffers["map"] = _calls.pooled(operands, buffers["lse"], cells, counted=counted, largest=largest)
-    if "head_average" in wanted:
-        buffers["head_average"] = _calls.weights(operands, buffers["lse"], average=True)
+    if "weights" in wanted:
+        buffers["weights"] = _calls.weights(operands, buffers["lse"], average=True)
     return buffers
 
 

@@ -53,8 +53,8 @@ _ENCODINGS = {
 }
 #: Names of the ends of scales in the description, by whether the numbers are differences.
 _ENDS = {
-    False: ("tileEnd", "ownEnd", "cellEnd"),
-    True: ("changedTileEnd", "changedOwnEnd", "changedCellEnd"),
+    False: ("tileEnd", "finerEnd", "cellEnd"),
+    True: ("changedTileEnd", "changedFinerEnd", "changedCellEnd"),
 }
 
 
@@ -82,10 +82,10 @@ class ScaleEnds:
     def add(self, picture: SectionPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> None:
         """Take a sample of one item's weights, pooled as on the page."""
         for layer in picture.layers:
-            tile, own, cell = _ENDS[layer.signed]
+            tile, finer, cell = _ENDS[layer.signed]
             self._samples[tile].append(_sample(pooled_map(layer, detail.side)))
             for head in _places(layer, chosen):
-                self._samples[cell if layer.exact else own].append(_sample(layer.map[head]))
+                self._samples[cell if layer.exact else finer].append(_sample(layer.map[head]))
             self._samples[cell] += [_sample(crop.weights) for crop in layer.crops.values()]
 
     def describe(self) -> dict[str, float]:
@@ -185,7 +185,7 @@ def _layer(
     crops = layer.crops if detail.crops else {}
     exact = tiles is layer.map and layer.exact
     unchanged = entropy is layer.entropy and received is shares and count == layer.indices.shape[2]
-    own = [] if unchanged and tiles is layer.map else chosen
+    finer = [] if unchanged and tiles is layer.map else chosen
     signed = layer.signed
     encodings = _ENCODINGS[signed]
     if layer.rounded:
@@ -200,13 +200,13 @@ def _layer(
         "map": packer.add(tiles, encodings.weight if exact else pooled),
         "bins": [entropy.shape[1], received.shape[1]],
         **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer, signed),
-        "own": {
+        "finer": {
             str(head): {
                 "grid": list(layer.map.shape[1:]),
                 "map": packer.add(layer.map[head], encodings.weight if layer.exact else encodings.tile),
                 **_rows(layer.entropy[head], shares[head], layer.indices[head], layer.weights[head], packer, signed),
             }
-            for head in own
+            for head in finer
         },
         "wordEntropy": _optional(layer.word_entropy if exact else None, encodings, packer),
         "crops": {str(layer.heads.index(head)): _crop(crop, encodings, packer) for head, crop in crops.items()},

@@ -88,18 +88,18 @@ def _processed(image: Any, processor: Any) -> Any:
     if not callable(processor):
         expected = "an image processor of transformers, or a function"
         raise DTypeError("processor", expected=expected, got=shown(processor))
-    own: Any = getattr(processor, "image_processor", processor)  # of a processor of texts and pictures
-    if hasattr(own, "val_transforms"):  # timm's
-        for transform in own.val_transforms.transforms:
+    of_images: Any = getattr(processor, "image_processor", processor)  # of a processor of texts and pictures
+    if hasattr(of_images, "val_transforms"):  # timm's
+        for transform in of_images.val_transforms.transforms:
             image = image if type(transform).__name__ == "Normalize" else transform(image)
         return image
-    if not hasattr(own, "preprocess"):
+    if not hasattr(of_images, "preprocess"):
         try:
-            return own(image)
+            return of_images(image)
         except Exception as error:
             expected = "a function that takes the image"
             raise ArgumentError("processor", expected=expected, got=f"one that raises {error!r}") from error
-    return own(images=image, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]
+    return of_images(images=image, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]
 
 
 def pixels_of(image: Any) -> Any:

@@ -61,8 +61,8 @@ def draw_sheet(
         thumbnails_end = scale_end([each.map for each in picture.layers])
         cells = [torch.from_numpy(shade(_thumbnails(each.map), thumbnails_end)) for each in picture.layers]
         draw_heads(thumbnails, cells, labels, chosen=(layer, head), cmap=colors(), vmin=0, vmax=1, aspect="auto")
-        own = say("all heads; their scale ends at {0}", f"{thumbnails_end:g}")
-        what = say("all heads") if thumbnails_end == end else own
+        with_end = say("all heads; their scale ends at {0}", f"{thumbnails_end:g}")
+        what = say("all heads") if thumbnails_end == end else with_end
     else:
         draw_head_numbers(thumbnails, numbers[1], labels, (layer, head))
         what = say("{0} of all heads", numbers[0])

@@ -6,9 +6,9 @@
 
   /** What the address asks for, as places; nothing where it says anything else. */
   function readAddress() {
-    const found = ADDRESS.exec(location.hash);
-    if (!found) return null;
-    const [layer, number, token, section = 0, text = 0] = found.slice(1).map((digits) => (digits === undefined ? undefined : Number(digits)));
+    const match = ADDRESS.exec(location.hash);
+    if (!match) return null;
+    const [layer, number, token, section = 0, text = 0] = match.slice(1).map((digits) => (digits === undefined ? undefined : Number(digits)));
     const head = data.sections[section]?.layers[layer]?.heads.indexOf(number) ?? -1;
     const item = text * viewCount() + viewNumber();
     return head < 0 || item >= data.items.length ? null : { layer, head, token, section, item };

@@ -22,9 +22,9 @@
   /** The texts that look, word above word; tokens that the other text does not have are marked. */
   async function showAligned() {
     const box = byId("aligned");
-    const found = data.compared && placesOf("queries");
+    const shared = data.compared && placesOf("queries");
     box.hidden = true;
-    if (!found || patchesOf()) return;
+    if (!shared || patchesOf()) return;
     const { section, number } = state;
     const views = [await viewOf(number - viewNumber()), await viewOf(number - viewNumber() + 1)];
     if (state.number !== number || state.section !== section) return; // another was chosen since
@@ -36,7 +36,7 @@
       return made;
     };
     box.dir = isRightToLeft(names[0]) ? "rtl" : "ltr";
-    const pairs = alignedPairs(found, names.map((each) => each.length));
+    const pairs = alignedPairs(shared, names.map((each) => each.length));
     box.replaceChildren(
       column([0, 1].map((view) => shortName(view) + ":"), "quiet"),
       ...pairs.map(({ places, isShared }) => {

@@ -18,7 +18,7 @@
   function scaleEnds(signed = isSigned()) {
     const ends = data.sections[state.section];
     if (!signed) return ends;
-    return { tileEnd: ends.changedTileEnd, ownEnd: ends.changedOwnEnd, cellEnd: ends.changedCellEnd };
+    return { tileEnd: ends.changedTileEnd, finerEnd: ends.changedFinerEnd, cellEnd: ends.changedCellEnd };
   }
 
   /** How many views there are of every text. */
@@ -93,11 +93,11 @@
 
   /** Where a token of one view stands in another, or null. */
   function counterpart(side, place, from, to) {
-    const found = placesOf(side);
+    const places = placesOf(side);
     const { rows, columns } = state.current;
-    if (!found) return place < (side === "queries" ? rows : columns).names.length ? place : null;
-    const index = from === 2 ? place : found[from].indexOf(place);
-    return index < 0 ? null : to === 2 ? index : found[to][index];
+    if (!places) return place < (side === "queries" ? rows : columns).names.length ? place : null;
+    const index = from === 2 ? place : places[from].indexOf(place);
+    return index < 0 ? null : to === 2 ? index : places[to][index];
   }
 
   function placesOf(side) {
@@ -107,9 +107,9 @@
 
   /** Places of the tokens that the other text does not have. */
   function differing(side) {
-    const found = data.compared && viewNumber() < 2 ? placesOf(side) : null;
-    if (!found || state.current.rows.words) return new Set();
-    const shared = new Set(found[viewNumber()]);
+    const places = data.compared && viewNumber() < 2 ? placesOf(side) : null;
+    if (!places || state.current.rows.words) return new Set();
+    const shared = new Set(places[viewNumber()]);
     const axis = side === "queries" ? state.current.rows : state.current.columns;
     return new Set([...axis.names.keys()].filter((place) => !shared.has(place)));
   }
@@ -131,8 +131,8 @@
       const other = otherViews.get(first + view);
       const places = ["queries", "keys"].map((side, at) => placesOf(side)[view][at ? key : query]);
       if (!other || state.current.rows.words) return "";
-      const found = look(headOf(other.bytes, other.item, state.section, state.layer, state.head), ...places);
-      const weight = found.tile === undefined ? precise(found.weight, false) : say`in a tile of ${precise(found.tile, false)}`;
+      const cell = look(headOf(other.bytes, other.item, state.section, state.layer, state.head), ...places);
+      const weight = cell.tile === undefined ? precise(cell.weight, false) : say`in a tile of ${precise(cell.tile, false)}`;
       return `${shortName(view)} ${weight}   ·   `;
     });
     byId("details").textContent =

@@ -12,8 +12,8 @@
     }
     const at = key ?? largest(query)[0]?.key;
     if (at === undefined) return null;
-    const found = look(state.current, query, at);
-    const weight = found.tile === undefined ? (found.rounded ? say`about ${precise(found.weight)}` : precise(found.weight)) : tileText(found);
+    const cell = look(state.current, query, at);
+    const weight = cell.tile === undefined ? (cell.rounded ? say`about ${precise(cell.weight)}` : precise(cell.weight)) : tileText(cell);
     if (key === null && looksEvenly(query)) {
       return { verb: say` looks at `, object: say`all patches about alike`, weight: say`at most ${weight}`, key: at, isMany: true };
     }

@@ -5,34 +5,34 @@
   function headOf(bytes, item, section, layer, head) {
     const picture = item.sections[section];
     const texts = [item.texts[picture.queries], item.texts[picture.keys]];
-    const found = picture.layers[layer];
+    const packed = picture.layers[layer];
     const [rows, columns] = texts.map((text) => ({ names: text.names, words: null }));
-    // A chosen head has numbers of its own where the others are pooled.
-    const own = found.own[head];
-    const source = own || found;
-    const place = own ? 0 : head;
-    const grids = [tiles(bytes, { ...found, ...own }, place, data.sections[section].pooling)];
-    grids[0].own = Boolean(own);
-    const crop = found.crops[head];
+    // A chosen head has finer numbers where the others are pooled.
+    const finer = packed.finer[head];
+    const source = finer || packed;
+    const place = finer ? 0 : head;
+    const grids = [tiles(bytes, { ...packed, ...finer }, place, data.sections[section].pooling)];
+    grids[0].finer = Boolean(finer);
+    const crop = packed.crops[head];
     if (crop) grids.unshift(cropped(bytes, crop));
-    const whole = grids[0].exact && covers(grids[0], rows.names.length, columns.names.length);
+    const complete = grids[0].exact && covers(grids[0], rows.names.length, columns.names.length);
     const part = (what, names, bins) => spread(decoded(bytes, source[what], place * bins, bins), names.length);
-    const bins = own ? [rows.names.length, columns.names.length] : found.bins;
+    const bins = finer ? [rows.names.length, columns.names.length] : packed.bins;
     const result = {
       rows,
       columns,
       grids,
-      whole,
+      complete,
       pooled: bins[0] < rows.names.length || bins[1] < columns.names.length,
       entropy: part("entropy", rows.names, bins[0]),
       received: part("received", columns.names, bins[1]).map((share) => share * rows.names.length),
       largest: source.count ? largestOf(bytes, source, place, rows.names.length) : null,
     };
-    if (!result.largest) result.largest = whole ? (query) => largestOfRow(result, query) : () => [];
-    result.listed = whole || source.count > 0;
+    if (!result.largest) result.largest = complete ? (query) => largestOfRow(result, query) : () => [];
+    result.listed = complete || source.count > 0;
     const pieces = texts.some((text) => text.words);
-    const entropyOfWords = () => wordEntropy(bytes, found, head);
-    result.words = pieces && whole ? (whose = result) => merged(whose, texts, whose === result ? entropyOfWords() : null) : null;
+    const entropyOfWords = () => wordEntropy(bytes, packed, head);
+    result.words = pieces && complete ? (whose = result) => merged(whose, texts, whose === result ? entropyOfWords() : null) : null;
     return result;
   }
 
@@ -161,7 +161,7 @@
     const grid = { rows: height, columns: width, exact: true, values, row: same, column: same, rowStart: same, columnStart: same };
     const received = new Float64Array(width);
     values.forEach((value, at) => (received[at % width] += value));
-    const result = { rows, columns, grids: [grid], whole: true, pooled: false, listed: true, received, words: null };
+    const result = { rows, columns, grids: [grid], complete: true, pooled: false, listed: true, received, words: null };
     result.entropy = entropy || Float64Array.from({ length: height }, (_, row) => entropyOf(values, row * width, width));
     result.largest = (query) => largestOfRow(result, query);
     return result;

@@ -35,13 +35,13 @@
   /** Every pixel asks the finest grid that knows its place; a grid finer than the pixels would lose weights. */
   function paintCells(canvas, ratio) {
     const { view, current } = state;
-    const { tileEnd, ownEnd, cellEnd } = scaleEnds();
+    const { tileEnd, finerEnd, cellEnd } = scaleEnds();
     const signed = isSigned();
     const even = evenWeights();
     const visible = current.grids.filter((grid) => state.cell * ratio >= 0.99 || grid === current.grids.at(-1));
     const lookups = visible.map((grid) => ({
       grid,
-      end: grid.exact ? cellEnd : grid.own ? ownEnd : tileEnd,
+      end: grid.exact ? cellEnd : grid.finer ? finerEnd : tileEnd,
       lines: places(canvas.height, view.row, view.rows, grid.row),
       across: places(canvas.width, view.column, view.columns, grid.column),
     }));
@@ -169,9 +169,9 @@
   }
 
   function showNote() {
-    const { grids, whole } = state.current;
+    const { grids, complete } = state.current;
     const notes = [];
-    if (!whole) {
+    if (!complete) {
       const listed = state.current.listed ? say`; weights that are among their query’s largest are known exactly` : "";
       notes.push(say`Tiles of several tokens${listed}.`);
       if (grids[0].exact) {

@@ -14,12 +14,12 @@
   }
 
   function largestPerPixel(shares, pixels) {
-    const found = new Float64Array(pixels);
+    const largest = new Float64Array(pixels);
     shares.forEach((share, at) => {
       const pixel = Math.floor((at * pixels) / shares.length);
-      if (share > found[pixel]) found[pixel] = share;
+      if (share > largest[pixel]) largest[pixel] = share;
     });
-    return found;
+    return largest;
   }
 
   function drawBars(canvas, size, ratio, shares, upright) {

@@ -16,10 +16,10 @@
   /** Draw a head of an item whose numbers are `bytes`, pooled by its largest weights to at most `most` pixels. */
   function paintHead(canvas, { bytes, item }, layer, head, most) {
     const text = item.sections[state.section];
-    const found = text.layers[layer];
-    const grid = tiles(bytes, found, head, "");
+    const packed = text.layers[layer];
+    const grid = tiles(bytes, packed, head, "");
     const sizes = [text.queries, text.keys].map((number) => item.texts[number].names.length);
-    if (leavesOutSpecial() && !found.signed) {
+    if (leavesOutSpecial() && !packed.signed) {
       const special = item.texts[text.keys].special.map(grid.column);
       for (let row = 0; row < grid.rows; row++) renormalise(grid.values.subarray(row * grid.columns, (row + 1) * grid.columns), special);
     }
@@ -38,8 +38,8 @@
         if (Math.abs(value) > Math.abs(largest[place])) largest[place] = value;
       }
     }
-    const { tileEnd } = scaleEnds(found.signed);
-    fill(canvas, (pixels) => largest.forEach((value, at) => (pixels[at] = colorOf(value, tileEnd, found.signed))));
+    const { tileEnd } = scaleEnds(packed.signed);
+    fill(canvas, (pixels) => largest.forEach((value, at) => (pixels[at] = colorOf(value, tileEnd, packed.signed))));
   }
 
   function fill(canvas, paint) {

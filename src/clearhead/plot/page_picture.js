@@ -43,7 +43,7 @@
     if (!patchesOf() || !most) return false;
     const even = evenWeights().weights[most.key];
     const layer = state.item.sections[state.section].layers[state.layer];
-    const [law, , levels] = (layer.own[state.head] ?? layer).weights;
+    const [law, , levels] = (layer.finer[state.head] ?? layer).weights;
     const rooted = law === "root";
     const level = Math.round(levels * (rooted ? Math.sqrt(even) : even)) / levels;
     return most.weight <= (state.current.renormalised ? even : rooted ? level ** 2 : level) + 1e-9;
@@ -217,6 +217,6 @@
     const [height, width] = state.item.picture.size;
     const scale = THUMBNAIL / Math.max(height, width);
     [canvas.width, canvas.height] = [width, height].map((pixels) => Math.max(1, Math.round(pixels * scale)));
-    const found = state.item.sections[state.section].layers[layer];
-    paintOver(canvas, rowOfTiles(state.bytes, found, head, state.shown.query));
+    const packed = state.item.sections[state.section].layers[layer];
+    paintOver(canvas, rowOfTiles(state.bytes, packed, head, state.shown.query));
   }

@@ -12,7 +12,7 @@
   /** Keys across, queries down; where single weights are not known, tiles by their first and last token. */
   function csvOfHead() {
     const { grids, rows, columns } = state.current;
-    const grid = state.current.whole ? grids[0] : grids.at(-1);
+    const grid = state.current.complete ? grids[0] : grids.at(-1);
     const spans = (axis, count, row, start) => {
       const [first, last] = [row(0), row(axis.names.length - 1)];
       return Array.from({ length: last - first + 1 }, (_, at) => {

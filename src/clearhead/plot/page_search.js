@@ -44,11 +44,11 @@
     const read = pairReader(pair);
     const size = isSigned() ? Math.abs : (weight) => weight;
     const least = isSigned() ? null : evenWeights()?.weights[pair[1]];
-    const found = allHeads()
+    const ranked = allHeads()
       .map(([layer, head]) => ({ place: [state.section, layer, head], ...read(layer, head) }))
       .filter(({ weight }) => !(weight <= least))
       .sort((a, b) => size(b.weight) - size(a.weight));
-    const shown = found.slice(0, MOST_FOUND);
+    const shown = ranked.slice(0, MOST_FOUND);
     byId("search-lead").textContent = shown.length ? say`choose a head:` : "";
     byId("search-list").replaceChildren(
       ...shown.map(({ place, weight, about }) => rankedHead(place, about ? say`about ${precise(weight)}` : precise(weight))),
@@ -56,7 +56,7 @@
     const change = isSigned() ? say`Changes of weights, second − first. ` : "";
     const special = leavesOutSpecial() ? say` Special tokens are left out, the other weights renormalised.` : state.special ? say` Special tokens count here.` : "";
     const even = least ? say` Heads with no more than the even weight, ${precise(least)}, are left out.` : "";
-    byId("search-note").textContent = change + (found.some(({ about }) => about) ? tileNote() : say`Ranked by exact weights.`) + special + even;
+    byId("search-note").textContent = change + (ranked.some(({ about }) => about) ? tileNote() : say`Ranked by exact weights.`) + special + even;
     markRanked();
   }
 

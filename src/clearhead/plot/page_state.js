@@ -78,10 +78,10 @@
   /** Read the head that is large, between tokens or words, with or without special tokens. */
   function largeHead() {
     const { section, layer, head } = state;
-    let found = headOf(state.bytes, state.item, section, layer, head);
-    if (state.special && found.whole && !isSigned()) found = withoutSpecial(found, specialKeys());
-    if (state.words && found.words) found = found.words();
-    changeHead(found);
+    let shown = headOf(state.bytes, state.item, section, layer, head);
+    if (state.special && shown.complete && !isSigned()) shown = withoutSpecial(shown, specialKeys());
+    if (state.words && shown.words) shown = shown.words();
+    changeHead(shown);
   }
 
   function specialKeys() {

@@ -68,12 +68,12 @@
 
   /** What colours the keys of a row: its weights as far as they are known one by one, else its tiles. */
   function shadesOf(query) {
-    const { columns, grids, listed, whole } = state.current;
+    const { columns, grids, listed, complete } = state.current;
     const { cellEnd, tileEnd } = scaleEnds();
     const even = evenWeights();
     const none = even ? colors[0] : colorOf(0, cellEnd);
     const shades = new Map();
-    if (whole) {
+    if (complete) {
       for (let key = 0; key < columns.names.length; key++) {
         const weight = weightAt(grids[0], query, key);
         const color = even ? multipleColor(weight, even.weights[key], even.end) : colorOf(weight, cellEnd);
@@ -184,8 +184,8 @@
     const rows = state.span.rows || [state.query, state.query];
     const { columns } = state.span;
     const counts = [rows, columns].map(([first, last]) => last - first + 1);
-    const found = spanSum(state.current, rows, columns);
-    const value = found ? (found.exact ? found.sum.toFixed(4) : say`about ${found.sum.toFixed(4)}`) : say`unknown (tiles hold largest weights):`;
+    const total = spanSum(state.current, rows, columns);
+    const value = total ? (total.exact ? total.sum.toFixed(4) : say`about ${total.sum.toFixed(4)}`) : say`unknown (tiles hold largest weights):`;
     const over = counts[0] > 1 ? say`, mean over ${counts[0]} queries` : "";
     byId("sum-text").replaceChildren(
       element("b", value, "weight"),

@@ -18,9 +18,9 @@
       if (query >= top && query < bottom && key >= left && key < right) {
         return { weight: one(crop.weights, (query - top) * (right - left) + key - left), about: false };
       }
-      const own = layers[layer].own[head];
-      const source = { ...layers[layer], ...own };
-      const place = own ? 0 : head;
+      const finer = layers[layer].finer[head];
+      const source = { ...layers[layer], ...finer };
+      const place = finer ? 0 : head;
       const grid = tiling(source);
       const value = one(source.map, (place * grid.rows + grid.row(query)) * grid.columns + grid.column(key));
       if (grid.exact) return { weight: value, about: grid.rounded };
@@ -44,8 +44,8 @@
     const queries = piecesOf(state.current.rows, query);
     const keys = piecesOf(state.current.columns, key);
     return (layer, head) => {
-      const found = queries.flatMap((row) => keys.map((column) => weightOf(layer, head, row, column)));
-      const sum = found.reduce((total, { weight }) => total + weight, 0);
-      return { weight: sum / queries.length, about: found.some(({ about }) => about) };
+      const weights = queries.flatMap((row) => keys.map((column) => weightOf(layer, head, row, column)));
+      const sum = weights.reduce((total, { weight }) => total + weight, 0);
+      return { weight: sum / queries.length, about: weights.some(({ about }) => about) };
     };
   }

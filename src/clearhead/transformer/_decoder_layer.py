@@ -6,12 +6,11 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
-from .._call.caching import Cache, Positions
+from .._call.caching import Cache, Positions, unchanged_if_refused
 from .._call.forwards import DecoderForward
 from .._checks import flag, strided
 from .._layer.linear import require_tokens
-from ..caches._base import unchanged_if_refused
-from ..caches._cross import CrossKVCache
+from ..caches._kv import CrossKVCache
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ._parts import Norm, ResidualLayer, call_part, make_part_cache

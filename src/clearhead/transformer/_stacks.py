@@ -7,10 +7,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from .._call.caching import Cache, Positions
+from .._call.caching import Cache, Positions, unchanged_if_refused
 from .._call.forwards import DecoderForward, EncoderForward
 from .._checks import flag, items, module
-from ..caches._base import unchanged_if_refused
 from ..errors import ArgumentError, DTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels._triton_check import TOLERANCE, errors
 from tests.support.pretended_cuda.mode import PretendedDevice
 
 CAPABILITY = os.environ.get("PRETENDED_CAPABILITY", "9")
@@ -109,12 +108,15 @@ def test_a_default_device(cuda: PretendedDevice, default_device: None) -> None:
     assert nearly(torch.cat(steps, 1), whole[:, :3].cpu(), 1e-5)
 
 
-def test_the_first_check_of_triton_kernels_saves_nothing(cuda: PretendedDevice) -> None:
+def test_the_first_check_of_triton_kernels_saves_nothing(
+    cuda: PretendedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may run inside a checkpoint, whose hooks would compute the layer again."""
-    saved: list[Tensor] = []
+    monkeypatch.setattr("clearhead.kernels._triton_check.CHECK._passed", {})
+    query, saved = torch.randn(1, 1, 4, 8).cuda(), []
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
-        results = errors(torch.device("cuda"), torch.float32)
-    assert max(results.values()) <= TOLERANCE
+        seen = cuda.count(lambda: clearhead.attention_statistics(query, query))
+    assert "triton_weights_gradients" in seen.operators, "the check compares gradients, and no statistic needs them"
     assert saved == []
 
 

@@ -166,7 +166,7 @@ def arguments_of(operands: Operands, tiles: Tiles) -> dict[str, Any]:
     is_upcast = query.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"  # it multiplies the bits
     return {
         "query": query, "key": key, "q_b": q_b, "q_h": q_h, "q_l": q_l, "k_b": k_b, "k_h": k_h, "k_s": k_s,
-        "L": length, "S": count, "H": heads, "GROUP": heads // kv_heads, "D": dim, "BLOCK_D": block_of(dim),
+        "L": length, "S": count, "H": heads, "PER_KV": heads // kv_heads, "D": dim, "BLOCK_D": block_of(dim),
         "M": tiles.queries, "N": tiles.keys, "num_warps": tiles.warps, "STAGES": tiles.stages,
         "scale": scale, "softcap": softcap, "SOFTCAP": softcap != 0, "UPCAST": is_upcast,
         **_mask(terms, (batch, heads, length, count)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import Call, changed, load_rows, products, visible_cells
+from ._tile import ScoreArguments, changed, load_rows, products, visible_cells
 
 
 @triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift"])
@@ -18,14 +18,14 @@ def weights_kernel(
     visible, visible_b, visible_h, visible_l, visible_s,
     bias, bias_b, bias_h, bias_l, bias_s,
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HEADS: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the mean weights of each `HEADS` heads (1 or H) to `out` (B, H / HEADS, L, S).
 
     `lse` (B, H, L) is the log-sum-exp × log2 e, and ∞ for queries without a key.
     """
-    call = Call(
+    args = ScoreArguments(
         L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
         visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
         query_documents, key_documents, query_documents_b, key_documents_b, slopes,
@@ -44,10 +44,10 @@ def weights_kernel(
         h = first_head + n
         of_head = query + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
         q = load_rows(of_head, i0, L, q_l, D, M, BLOCK_D, True)
-        k = load_rows(key + b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h, j0, S, k_s, D, N, BLOCK_D, True)
+        k = load_rows(key + b.to(tl.int64) * k_b + (h // PER_KV).to(tl.int64) * k_h, j0, S, k_s, D, N, BLOCK_D, True)
         row = tl.load(lse + (b.to(tl.int64) * H + h) * L + i, mask=i < L, other=float("inf"))
-        s = changed(products(q, k, UPCAST), i[:, None], j[None, :], b, h, call, SOFTCAP)
-        seen = visible_cells(i[:, None], j[None, :], b, h, call)
+        s = changed(products(q, k, UPCAST), i[:, None], j[None, :], b, h, args, SOFTCAP)
+        seen = visible_cells(i[:, None], j[None, :], b, h, args)
         total += tl.exp2(tl.where(seen, s, float("-inf")) - row[:, None])
     lines = out + (part.to(tl.int64) * L + i) * S
     tl.store(lines[:, None] + j[None, :], total * (1.0 / HEADS), mask=(i < L)[:, None] & (j < S)[None, :])
@@ -66,7 +66,7 @@ def map_kernel(
     visible, visible_b, visible_h, visible_l, visible_s,
     bias, bias_b, bias_h, bias_l, bias_s,
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LARGEST: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the sum, or the largest, of the weights of each cell to `out` (B, H, lines, columns).
@@ -75,7 +75,7 @@ def map_kernel(
     and `columns_at_once` columns. If it has several, their queries or keys fit into one tile. `lse` (B, H, L) is the
     log-sum-exp × log2 e, and ∞ for queries without a key and for those that are not counted.
     """
-    call = Call(
+    args = ScoreArguments(
         L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
         visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
         query_documents, key_documents, query_documents_b, key_documents_b, slopes,
@@ -88,7 +88,7 @@ def map_kernel(
     b, h = bh // H, bh % H
     line1, column1 = tl.minimum(line0 + lines_at_once, lines), tl.minimum(column0 + columns_at_once, columns)
     query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-    key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
+    key += b.to(tl.int64) * k_b + (h // PER_KV).to(tl.int64) * k_h
     lse += bh.to(tl.int64) * L
 
     start, end = _first_of(line0, L, lines), _first_of(line1, L, lines)
@@ -104,13 +104,23 @@ def map_kernel(
         for j0 in tl.range(left, seen_until, N, num_stages=STAGES):
             j = j0 + tl.arange(0, N)
             k = load_rows(key, j0, S, k_s, D, N, BLOCK_D, True)
-            s = changed(products(q, k, UPCAST), i[:, None], j[None, :], b, h, call, SOFTCAP)
-            seen = visible_cells(i[:, None], j[None, :], b, h, call)
+            s = changed(products(q, k, UPCAST), i[:, None], j[None, :], b, h, args, SOFTCAP)
+            seen = visible_cells(i[:, None], j[None, :], b, h, args)
             seen = seen & (i < end)[:, None] & (j < seen_until)[None, :]  # the rest may hold NaN of other cells
             weights = tl.exp2(tl.where(seen, s, float("-inf")) - row[:, None])
             pooled = _joined(pooled, weights, LARGEST)
+    _write_cells(
+        pooled, out, start + tl.arange(0, M), left + tl.arange(0, N), bh, L, S, lines, columns,
+        line0, line1, column0, column1, lines_at_once, columns_at_once, LARGEST,
+    )  # fmt: skip
 
-    i, j = start + tl.arange(0, M), left + tl.arange(0, N)
+
+@triton.jit
+def _write_cells(
+    pooled, out, i, j, bh, L, S, lines, columns,
+    line0, line1, column0, column1, lines_at_once, columns_at_once, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Write the number of each cell of a program, from the weights of its tile."""
     for column in range(column0, column1):
         of_column = _belongs(j, column, S, columns, columns_at_once)
         of_rows = _pool(tl.where(of_column[None, :], pooled, 0.0), 1, LARGEST)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import GROUP_KEYS, LN2, LOG2E, Call, changed, load_rows, products, visible_cells, visited
+from ._tile import GROUP_KEYS, LN2, LOG2E, ScoreArguments, changed, load_rows, products, visible_cells, visited
 
 
 @triton.jit
 def _over_keys(
-    m, z, t, d, f, v, q, start, end, i, b, h, call, key, k_s, first_keys, maxima, groups, i0, i1,
+    m, z, t, d, f, v, q, start, end, i, b, h, args, key, k_s, first_keys, maxima, groups, i0, i1,
     D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr,
     ENTROPY: tl.constexpr, SINK: tl.constexpr, DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
     SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, HIDES: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
@@ -21,15 +21,15 @@ def _over_keys(
     With `maxima`, also write the largest score of each row and group of keys there.
     """
     for begin in tl.range(start, end, N, num_stages=STAGES):
-        k = load_rows(key, begin, call.S, k_s, D, N, BLOCK_D, HIDES)
+        k = load_rows(key, begin, args.S, k_s, D, N, BLOCK_D, HIDES)
         j = begin + tl.arange(0, N)
         s = products(q, k, UPCAST)
-        factor = call.scale * LOG2E
+        factor = args.scale * LOG2E
         if not PLAIN:
-            s = changed(s, i[:, None], j[None, :], b, h, call, SOFTCAP)
+            s = changed(s, i[:, None], j[None, :], b, h, args, SOFTCAP)
             factor = 1.0
         if HIDES:
-            seen = visible_cells(i[:, None], j[None, :], b, h, call)
+            seen = visible_cells(i[:, None], j[None, :], b, h, args)
             s = tl.where(seen, s, float("-inf"))
         if maxima is None:
             of_row = tl.max(s, 1) * factor
@@ -51,9 +51,9 @@ def _over_keys(
             t = decay * (t + step * z) + tl.sum(e * x, 1)
         z = decay * z + tl.sum(e, 1)
         if DISTANCE:
-            d = decay * d + tl.sum(e * tl.abs(i[:, None] + call.shift - j[None, :]).to(tl.float32), 1)
+            d = decay * d + tl.sum(e * tl.abs(i[:, None] + args.shift - j[None, :]).to(tl.float32), 1)
         if SINK:
-            marks = tl.load(first_keys + j, mask=j < call.S, other=0)
+            marks = tl.load(first_keys + j, mask=j < args.S, other=0)
             f = decay * f + tl.sum(tl.where((marks != 0)[None, :], e, 0.0), 1)
         if VISIBLE:
             if HIDES:
@@ -61,6 +61,38 @@ def _over_keys(
             else:
                 v += N
         m = largest
+    return m, z, t, d, f, v
+
+
+@triton.jit
+def _over_visited_keys(
+    q, i, i0, i1, b, h, args, key, k_s, first_keys, maxima, groups,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    ENTROPY: tl.constexpr, SINK: tl.constexpr, DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The running numbers of each row after all keys that any of the rows sees."""
+    begin, end, full, full_end = visited(i, i0, i1, b, args, N)
+    PLAIN: tl.constexpr = (not SOFTCAP) and (args.bias is None) and (args.slopes is None)
+    NEVER_FULL: tl.constexpr = (
+        (args.keys is not None) or (args.visible is not None) or (args.bias is not None)
+        or (args.query_documents is not None)
+    )  # fmt: skip
+    if NEVER_FULL:
+        full, full_end = end, end
+    if full_end <= full:
+        full, full_end = end, end
+
+    m = tl.full([M], float("-inf"), tl.float32)
+    z, t, d = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    f, v = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
+    bounds = (begin, full, full_end, end)
+    for part in tl.static_range(1 if NEVER_FULL else 3):  # every key of the second part is visible
+        m, z, t, d, f, v = _over_keys(
+            m, z, t, d, f, v, q, bounds[part], bounds[part + 1], i, b, h, args,
+            key, k_s, first_keys, maxima, groups, i0, i1, D, BLOCK_D, N,
+            ENTROPY, SINK, DISTANCE, VISIBLE, SOFTCAP, PLAIN, part != 1, UPCAST, STAGES,
+        )  # fmt: skip
     return m, z, t, d, f, v
 
 
@@ -75,7 +107,7 @@ def rows_kernel(
     visible, visible_b, visible_h, visible_l, visible_s,
     bias, bias_b, bias_h, bias_l, bias_s,
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LSE: tl.constexpr, ENTROPY: tl.constexpr, MAX_LOGIT: tl.constexpr, CONFIDENCE: tl.constexpr, SINK: tl.constexpr,
     DISTANCE: tl.constexpr, VISIBLE: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
@@ -85,7 +117,7 @@ def rows_kernel(
     With `maxima` (B, H, count, groups), also write the largest score, times log2 e, of each of those rows and each
     group of keys. Groups of tiles that none of a tile's rows sees are not written.
     """
-    call = Call(
+    args = ScoreArguments(
         L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
         visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
         query_documents, key_documents, query_documents_b, key_documents_b, slopes,
@@ -101,31 +133,14 @@ def rows_kernel(
     if maxima is not None:
         maxima += (bh.to(tl.int64) * count + tile * M) * groups
     query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h
-    key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
+    key += b.to(tl.int64) * k_b + (h // PER_KV).to(tl.int64) * k_h
     if SINK >= 0:
         first_keys += b.to(tl.int64) * marks_b + h.to(tl.int64) * marks_h
     q = load_rows(query, i0, L, q_l, D, M, BLOCK_D, True)
-
-    begin, end, whole, whole_end = visited(i, i0, i1, b, call, N)
-    PLAIN: tl.constexpr = (not SOFTCAP) and (bias is None) and (slopes is None)
-    NEVER_WHOLE: tl.constexpr = (
-        (keys is not None) or (visible is not None) or (bias is not None) or (query_documents is not None)
-    )
-    if NEVER_WHOLE:
-        whole, whole_end = end, end
-    if whole_end <= whole:
-        whole, whole_end = end, end
-
-    m = tl.full([M], float("-inf"), tl.float32)
-    z, t, d = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
-    f, v = tl.zeros([M], tl.float32), tl.zeros([M], tl.float32)
-    bounds = (begin, whole, whole_end, end)
-    for part in tl.static_range(1 if NEVER_WHOLE else 3):  # every key of the second part is visible
-        m, z, t, d, f, v = _over_keys(
-            m, z, t, d, f, v, q, bounds[part], bounds[part + 1], i, b, h, call,
-            key, k_s, first_keys, maxima, groups, i0, i1, D, BLOCK_D, N,
-            ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, PLAIN, part != 1, UPCAST, STAGES,
-        )  # fmt: skip
+    m, z, t, d, f, v = _over_visited_keys(
+        q, i, i0, i1, b, h, args, key, k_s, first_keys, maxima, groups, D, BLOCK_D, M, N,
+        ENTROPY >= 0, SINK >= 0, DISTANCE >= 0, VISIBLE >= 0, SOFTCAP, UPCAST, STAGES,
+    )  # fmt: skip
     _write(
         out + bh.to(tl.int64) * L + i, i <= i1, out_n.to(tl.int64), m, z, t, d, f, v, sinks, h,
         LSE, ENTROPY, MAX_LOGIT, CONFIDENCE, SINK, DISTANCE, VISIBLE,

@@ -18,7 +18,7 @@ from ...masks._lowering import evaluated
 from ...masks._part import document_ids, full_mask
 from ...masks._structure import Band, RowRanges, Structure, joined, structure_of
 from ...positions._alibi import ALiBi, slopes_of
-from .._base import cut
+from .._base import cut, rows_of_mask
 
 
 class Terms(NamedTuple):
@@ -74,19 +74,14 @@ class Operands(NamedTuple):
 
     def of_rows(self, rows: Tensor) -> Operands:
         """The operands of these rows, numbers (n,)."""
-        terms, length, count = self.terms, self.query.shape[2], self.key.shape[2]
-        chosen = cut(terms, {"first": 1, "last": 1, "visible": 2, "bias": 2, "query_documents": 1}, rows)
-        # Chosen rows need not be neighbours, so a band becomes a range of keys per row, and ALiBi becomes a bias.
-        if terms.low > -length or terms.high < count - 1:
-            from_band, to_band = ((rows + step)[None] for step in (terms.low, terms.high + 1))
-            first = joined(chosen.get("first"), from_band, torch.maximum)
-            last = joined(chosen.get("last"), to_band, torch.minimum)
-            chosen["first"], chosen["last"] = torch.broadcast_tensors(first, last)
+        terms, count = self.terms, self.key.shape[2]
+        chosen = rows_of_mask(terms, rows, (self.query.shape[2], count)) | cut(terms, {"query_documents": 1}, rows)
+        # Chosen rows need not be neighbours, so ALiBi becomes a bias.
         if terms.slopes is not None:
             distances = (rows[:, None] + terms.shift - torch.arange(count, device=rows.device)).abs()
             chosen["bias"] = joined(chosen.get("bias"), -terms.slopes[None, :, None, None] * distances, add)
         only_of_all_rows = dict.fromkeys(("slopes", "first_query", "last_query"))
-        terms = terms._replace(low=-len(rows), high=count, shift=0, **chosen, **only_of_all_rows)
+        terms = terms._replace(shift=0, **chosen, **only_of_all_rows)
         return self._replace(query=self.query.index_select(2, rows), terms=terms)
 
     def of_head(self, head: int) -> Operands:

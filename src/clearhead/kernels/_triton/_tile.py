@@ -15,8 +15,8 @@ GROUP_KEYS: tl.constexpr = tl.constexpr(16)
 
 
 #: The arguments of a kernel from which `changed` and `visible_cells` compute: sizes, mask and scale.
-Call = namedtuple(
-    "Call",
+ScoreArguments = namedtuple(
+    "ScoreArguments",
     "L S low high stop shift scale softcap first last range_b range_l keys keys_b "
     "visible visible_b visible_h visible_l visible_s bias bias_b bias_h bias_l bias_s "
     "query_documents key_documents query_documents_b key_documents_b slopes",
@@ -56,18 +56,18 @@ def tanh_of(s, softcap):
 
 
 @triton.jit
-def changed(s, i, j, b, h, call, SOFTCAP: tl.constexpr):
+def changed(s, i, j, b, h, args, SOFTCAP: tl.constexpr):
     """Products as scores × log2 e: soft-capped, with ALiBi and bias."""
-    s = s * call.scale
+    s = s * args.scale
     if SOFTCAP:
-        s = call.softcap * tanh_of(s, call.softcap)
-    if call.slopes is not None:
-        s -= tl.load(call.slopes + h) * tl.abs(i + call.shift - j).to(tl.float32)
+        s = args.softcap * tanh_of(s, args.softcap)
+    if args.slopes is not None:
+        s -= tl.load(args.slopes + h) * tl.abs(i + args.shift - j).to(tl.float32)
     s *= LOG2E
-    if call.bias is not None:
-        offset = b.to(tl.int64) * call.bias_b + h.to(tl.int64) * call.bias_h
-        offset = offset + i.to(tl.int64) * call.bias_l + j.to(tl.int64) * call.bias_s
-        s += tl.load(call.bias + offset, mask=(i < call.L) & (j < call.S), other=0.0).to(tl.float32) * LOG2E
+    if args.bias is not None:
+        offset = b.to(tl.int64) * args.bias_b + h.to(tl.int64) * args.bias_h
+        offset = offset + i.to(tl.int64) * args.bias_l + j.to(tl.int64) * args.bias_s
+        s += tl.load(args.bias + offset, mask=(i < args.L) & (j < args.S), other=0.0).to(tl.float32) * LOG2E
     return s
 
 
@@ -78,58 +78,58 @@ def within(place, S):
 
 
 @triton.jit
-def visible_cells(i, j, b, h, call):
+def visible_cells(i, j, b, h, args):
     """Which cells of a tile with rows i and columns j, of shapes that broadcast, the mask shows."""
-    seen = (j >= i + call.low) & (j <= i + call.high) & (j < tl.minimum(call.S, call.stop)) & (i < call.L)
-    if call.last is not None:
-        place = b.to(tl.int64) * call.range_b + i.to(tl.int64) * call.range_l
-        seen &= j < tl.load(call.last + place, mask=i < call.L, other=0)
-        if call.first is not None:
-            seen &= j >= tl.load(call.first + place, mask=i < call.L, other=0)
-    if call.keys is not None:
-        seen &= tl.load(call.keys + b.to(tl.int64) * call.keys_b + j, mask=j < call.S, other=0) != 0
-    if call.query_documents is not None:
-        of_query = tl.load(call.query_documents + b.to(tl.int64) * call.query_documents_b + i, mask=i < call.L, other=0)
-        of_key = tl.load(call.key_documents + b.to(tl.int64) * call.key_documents_b + j, mask=j < call.S, other=0)
+    seen = (j >= i + args.low) & (j <= i + args.high) & (j < tl.minimum(args.S, args.stop)) & (i < args.L)
+    if args.last is not None:
+        place = b.to(tl.int64) * args.range_b + i.to(tl.int64) * args.range_l
+        seen &= j < tl.load(args.last + place, mask=i < args.L, other=0)
+        if args.first is not None:
+            seen &= j >= tl.load(args.first + place, mask=i < args.L, other=0)
+    if args.keys is not None:
+        seen &= tl.load(args.keys + b.to(tl.int64) * args.keys_b + j, mask=j < args.S, other=0) != 0
+    if args.query_documents is not None:
+        of_query = tl.load(args.query_documents + b.to(tl.int64) * args.query_documents_b + i, mask=i < args.L, other=0)
+        of_key = tl.load(args.key_documents + b.to(tl.int64) * args.key_documents_b + j, mask=j < args.S, other=0)
         seen &= of_query == of_key
-    if call.visible is not None:
-        offset = b.to(tl.int64) * call.visible_b + h.to(tl.int64) * call.visible_h
-        offset = offset + i.to(tl.int64) * call.visible_l + j.to(tl.int64) * call.visible_s
-        seen &= tl.load(call.visible + offset, mask=(i < call.L) & (j < call.S), other=0) != 0
+    if args.visible is not None:
+        offset = b.to(tl.int64) * args.visible_b + h.to(tl.int64) * args.visible_h
+        offset = offset + i.to(tl.int64) * args.visible_l + j.to(tl.int64) * args.visible_s
+        seen &= tl.load(args.visible + offset, mask=(i < args.L) & (j < args.S), other=0) != 0
     return seen
 
 
 @triton.jit
-def visited(i, i0, i1, b, call, N: tl.constexpr):
-    """The keys begin … end − 1 that any of the rows i0 … i1 sees, and whole … whole_end − 1 that every row sees.
+def visited(i, i0, i1, b, args, N: tl.constexpr):
+    """The keys begin … end − 1 that any of the rows i0 … i1 sees, and full … full_end − 1 that every row sees.
 
     All but `end` are at the begin of a tile.
     """
-    limit = tl.minimum(call.S, call.stop)
-    begin, end = tl.maximum(0, i0 + call.low), tl.minimum(limit, i1 + call.high + 1)
-    whole, whole_end = tl.maximum(0, i1 + call.low), tl.minimum(limit, i0 + call.high + 1)
-    if call.last is not None:
-        place = b.to(tl.int64) * call.range_b + tl.minimum(i, i1).to(tl.int64) * call.range_l
-        to = within(tl.load(call.last + place), call.S)
-        end, whole_end = tl.minimum(end, tl.max(to, 0)), tl.minimum(whole_end, tl.min(to, 0))
-        if call.first is not None:
-            from_ = within(tl.load(call.first + place), call.S)
-            begin, whole = tl.maximum(begin, tl.min(from_, 0)), tl.maximum(whole, tl.max(from_, 0))
-    return begin // N * N, end, tl.cdiv(whole, N) * N, tl.maximum(whole_end, 0) // N * N
+    limit = tl.minimum(args.S, args.stop)
+    begin, end = tl.maximum(0, i0 + args.low), tl.minimum(limit, i1 + args.high + 1)
+    full, full_end = tl.maximum(0, i1 + args.low), tl.minimum(limit, i0 + args.high + 1)
+    if args.last is not None:
+        place = b.to(tl.int64) * args.range_b + tl.minimum(i, i1).to(tl.int64) * args.range_l
+        to = within(tl.load(args.last + place), args.S)
+        end, full_end = tl.minimum(end, tl.max(to, 0)), tl.minimum(full_end, tl.min(to, 0))
+        if args.first is not None:
+            from_ = within(tl.load(args.first + place), args.S)
+            begin, full = tl.maximum(begin, tl.min(from_, 0)), tl.maximum(full, tl.max(from_, 0))
+    return begin // N * N, end, tl.cdiv(full, N) * N, tl.maximum(full_end, 0) // N * N
 
 
 @triton.jit
-def viewers_of(j, j0, j1, b, call, first_query, last_query, query_range_b, ROWS_ALIKE: tl.constexpr):
+def viewers_of(j, j0, j1, b, args, first_query, last_query, query_range_b, ROWS_ALIKE: tl.constexpr):
     """The queries begin … end − 1 that may see any of the keys j0 … j1, and the keys `from_` … `limit` − 1 of all rows.
 
     Rows share one range of keys if `ROWS_ALIKE`. Otherwise these are all keys.
     """
-    begin, end = tl.maximum(0, j0 - call.high), tl.minimum(call.L, j1 - call.low + 1)
-    limit, from_ = tl.minimum(call.S, call.stop), 0
+    begin, end = tl.maximum(0, j0 - args.high), tl.minimum(args.L, j1 - args.low + 1)
+    limit, from_ = tl.minimum(args.S, args.stop), 0
     if ROWS_ALIKE:
-        limit = tl.minimum(limit, within(tl.load(call.last + b.to(tl.int64) * call.range_b), call.S))
-        if call.first is not None:
-            from_ = within(tl.load(call.first + b.to(tl.int64) * call.range_b), call.S)
+        limit = tl.minimum(limit, within(tl.load(args.last + b.to(tl.int64) * args.range_b), args.S))
+        if args.first is not None:
+            from_ = within(tl.load(args.first + b.to(tl.int64) * args.range_b), args.S)
     if first_query is not None:
         place = b.to(tl.int64) * query_range_b + tl.minimum(j, j1)
         begin = tl.maximum(begin, tl.min(tl.load(first_query + place), 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import GROUP_KEYS, LOG2E, Call, changed, visible_cells, within
+from ._tile import GROUP_KEYS, LOG2E, ScoreArguments, changed, visible_cells, within
 
 #: Neighbouring groups of which `groups_kernel` looks for the largest first.
 RUN: tl.constexpr = tl.constexpr(16)
@@ -71,6 +71,40 @@ def groups_kernel(
         values = tl.where(group == number[:, None], float("-inf"), values)
 
 
+@triton.jit
+def _scores_of_groups(
+    q, i, b, h, args, key, k_s, chosen, chosen_count,
+    SLOTS: tl.constexpr, AT_ONCE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    MATRIX: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The scores of the keys in the chosen groups for the row `i` (1,), and the numbers of the keys; (1, keys) each."""
+    KEYS: tl.constexpr = AT_ONCE * GROUP_KEYS
+    PARTS: tl.constexpr = SLOTS // AT_ONCE
+    part, feature, of_group = tl.arange(0, PARTS), tl.arange(0, BLOCK_D), tl.arange(0, GROUP_KEYS)
+    scores = tl.full([PARTS, KEYS], float("-inf"), tl.float32)
+    places = tl.zeros([PARTS, KEYS], tl.int32)
+    for n in range(0, PARTS):
+        slot = n * AT_ONCE + tl.arange(0, AT_ONCE)
+        number = tl.load(chosen + slot, mask=slot < chosen_count, other=-1)
+        # A slot without a group has keys beyond the last.
+        first_key = tl.where(number < 0, args.S, number * GROUP_KEYS)
+        j = tl.reshape(first_key[:, None] + of_group[None, :], [KEYS])
+        pointers = key + j[:, None].to(tl.int64) * k_s + feature[None, :]
+        k = tl.load(pointers, mask=(j < args.S)[:, None] & (feature < D)[None, :], other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+        if MATRIX:
+            s = tl.max(tl.dot(k, tl.broadcast_to(q[:, None], [BLOCK_D, 16]), input_precision="ieee"), 1)
+        else:
+            s = tl.sum(k * q[None, :], 1)
+        s = changed(s, i, j, b, h, args, SOFTCAP)
+        seen = visible_cells(i, j, b, h, args)
+        s = tl.where(seen, s, float("-inf"))
+        scores = tl.where((part == n)[:, None], s[None, :], scores)
+        places = tl.where((part == n)[:, None], j[None, :], places)
+    return tl.reshape(scores, [1, SLOTS * GROUP_KEYS]), tl.reshape(places, [1, SLOTS * GROUP_KEYS])
+
+
 @triton.jit(do_not_specialize=["L", "S", "low", "high", "stop", "shift", "row", "count", "wanted", "chosen_count"])
 def best_kernel(
     query, key, lse, chosen, weights_out, keys_out, row, count, wanted, chosen_count,
@@ -80,7 +114,7 @@ def best_kernel(
     visible, visible_b, visible_h, visible_l, visible_s,
     bias, bias_b, bias_h, bias_l, bias_s,
     query_documents, key_documents, query_documents_b, key_documents_b, slopes,
-    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    H: tl.constexpr, PER_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     SLOTS: tl.constexpr, AT_ONCE: tl.constexpr, MATRIX: tl.constexpr,
     SOFTCAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +123,7 @@ def best_kernel(
     Of equal ones the first key goes first. `AT_ONCE` groups are multiplied at a time, by matrix instructions if
     `MATRIX`.
     """
-    call = Call(
+    args = ScoreArguments(
         L, S, low, high, stop, shift, scale, softcap, first, last, range_b, range_l, keys, keys_b,
         visible, visible_b, visible_h, visible_l, visible_s, bias, bias_b, bias_h, bias_l, bias_s,
         query_documents, key_documents, query_documents_b, key_documents_b, slopes,
@@ -98,47 +132,24 @@ def best_kernel(
     b, h = bh // H, bh % H
     i = row + at
     query += b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + i.to(tl.int64) * q_l
-    key += b.to(tl.int64) * k_b + (h // GROUP).to(tl.int64) * k_h
+    key += b.to(tl.int64) * k_b + (h // PER_KV).to(tl.int64) * k_h
     chosen += (bh.to(tl.int64) * count + at) * chosen_count
-    feature, of_group = tl.arange(0, BLOCK_D), tl.arange(0, GROUP_KEYS)
+    feature = tl.arange(0, BLOCK_D)
     q = tl.load(query + feature, mask=feature < D, other=0.0)
     if UPCAST:  # the interpreter multiplies the bits of bfloat16
         q = q.to(tl.float32)
     # Triton 3.9's interpreter gives `scalar & block` the wrong type.
     row_block = i + tl.zeros([1], tl.int32)
-
-    KEYS: tl.constexpr = AT_ONCE * GROUP_KEYS
-    PARTS: tl.constexpr = SLOTS // AT_ONCE
-    part = tl.arange(0, PARTS)
-    scores = tl.full([PARTS, KEYS], float("-inf"), tl.float32)
-    places = tl.zeros([PARTS, KEYS], tl.int32)
-    for n in range(0, PARTS):
-        slot = n * AT_ONCE + tl.arange(0, AT_ONCE)
-        number = tl.load(chosen + slot, mask=slot < chosen_count, other=-1)
-        # A slot without a group has keys beyond the last.
-        first_key = tl.where(number < 0, S, number * GROUP_KEYS)
-        j = tl.reshape(first_key[:, None] + of_group[None, :], [KEYS])
-        pointers = key + j[:, None].to(tl.int64) * k_s + feature[None, :]
-        k = tl.load(pointers, mask=(j < S)[:, None] & (feature < D)[None, :], other=0.0)
-        if UPCAST:
-            k = k.to(tl.float32)
-        if MATRIX:
-            s = tl.max(tl.dot(k, tl.broadcast_to(q[:, None], [BLOCK_D, 16]), input_precision="ieee"), 1)
-        else:
-            s = tl.sum(k * q[None, :], 1)
-        s = changed(s, row_block, j, b, h, call, SOFTCAP)
-        seen = visible_cells(row_block, j, b, h, call)
-        s = tl.where(seen, s, float("-inf"))
-        scores = tl.where((part == n)[:, None], s[None, :], scores)
-        places = tl.where((part == n)[:, None], j[None, :], places)
-
-    scores, places = tl.reshape(scores, [1, SLOTS * GROUP_KEYS]), tl.reshape(places, [1, SLOTS * GROUP_KEYS])
+    scores, places = _scores_of_groups(
+        q, row_block, b, h, args, key, k_s, chosen, chosen_count,
+        SLOTS, AT_ONCE, D, BLOCK_D, MATRIX, SOFTCAP, UPCAST,
+    )  # fmt: skip
     line = bh.to(tl.int64) * L + i
     row_lse = tl.load(lse + line) * LOG2E
     none = tl.zeros([1], tl.int32)
     for n in range(0, wanted):
         best, place = _largest(scores, places)
-        found = best > float("-inf")
-        tl.store(weights_out + line * wanted + n + none, tl.where(found, tl.exp2(best - row_lse), 0.0))
-        tl.store(keys_out + line * wanted + n + none, tl.where(found, place, -1).to(tl.int64))
+        is_key = best > float("-inf")
+        tl.store(weights_out + line * wanted + n + none, tl.where(is_key, tl.exp2(best - row_lse), 0.0))
+        tl.store(keys_out + line * wanted + n + none, tl.where(is_key, place, -1).to(tl.int64))
         scores = tl.where(places == place[:, None], float("-inf"), scores)
