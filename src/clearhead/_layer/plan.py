@@ -130,10 +130,10 @@ def _plan(call: AttentionCall, environment: Environment) -> Plan:
     compute = kernel.plan(spec if together or not wants_weights else spec._replace(weights=None), mask, grid)
     if spec.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)
-    if mask is not None and kernel.isolates != "everything":
+    if mask is not None and not kernel.isolates_hidden:
         # A kernel may keep NaN of a masked query out of its output, but not out of gradients.
         only_values = not (spec.gradients or spec.transformed or spec.tracing)
-        compute = _with_zeros(compute, not (only_values and kernel.isolates == "output"))
+        compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))
     if spec.gradients and not kernel.twice_differentiable and not spec.tracing:
         compute = _with_second_derivatives(kernel.name, compute)
     return _with_weights(compute, environment.kernel) if wants_weights and not together else compute

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,9 +75,10 @@ class Kernel(ABC):
     twice_differentiable: ClassVar[bool]
     #: True where every spec is compiled first, so that trying one takes seconds.
     compiles: ClassVar[bool] = False
-    #: `"output"`: NaN in fully masked queries does not reach the output. `"everything"`: NaN in these, and in keys that
-    #: are masked for every query, reaches no result. The plan writes zeros in place of all other masked tokens.
-    isolates: ClassVar[Literal["nothing", "output", "everything"]] = "nothing"
+    #: Whether NaN in fully masked queries, or in keys masked for every query, stays out of all results by itself.
+    isolates_hidden: ClassVar[bool] = False
+    #: Whether NaN in a fully masked query stays out of the output by itself; its gradients may not.
+    isolates_queries: ClassVar[bool] = False
     #: Whether one plan computes all packed sequences of a call (`Request.sequences`).
     takes_packed: ClassVar[bool] = False
     #: Whether dropout is drawn from the seed of the call, so that such kernels drop the same weights.

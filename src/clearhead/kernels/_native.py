@@ -31,7 +31,7 @@ class NativeKernel(Kernel):
     name: ClassVar[str] = "native"
     twice_differentiable: ClassVar[bool] = True
     #: NaN in fully masked rows, and in keys that are masked for every query, reaches neither outputs nor gradients.
-    isolates = "everything"
+    isolates_hidden: ClassVar[bool] = True
     #: `NativePlan` computes packed sequences without a mask of their boundaries.
     takes_packed: ClassVar[bool] = True
 

@@ -35,7 +35,7 @@ class SdpaKernel(Kernel):
     name: ClassVar[str] = "sdpa"
     twice_differentiable: ClassVar[bool] = False
     seeds_dropout: ClassVar[bool] = False
-    isolates = "output"
+    isolates_queries: ClassVar[bool] = True
     #: `torch.nn.attention.varlen`, on CUDA devices.
     takes_packed: ClassVar[bool] = True
 
