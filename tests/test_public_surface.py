@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import typing
 from types import ModuleType
 from typing import Any
 
@@ -151,3 +152,9 @@ def test_documented_arguments_are_parameters() -> None:
                 unknown = listed - {*inspect.signature(function).parameters}
                 wrong += [f"{function.__qualname__}: {each}" for each in unknown]
     assert not wrong
+
+
+def test_types_of_methods_can_be_read() -> None:
+    """As tools do that read `typing.get_type_hints`."""
+    methods = [each for item in vars(clearhead.masks.Mask).items() if inspect.isfunction(each := item[1])]
+    assert [each.__qualname__ for each in methods if "return" not in typing.get_type_hints(each)] == []

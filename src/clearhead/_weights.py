@@ -116,7 +116,7 @@ def row_numbers(
     if chosen is None:
         return None
     if isinstance(chosen, slice):
-        return torch.tensor(range(length)[chosen], dtype=torch.int64)
+        return torch.tensor(range(length)[chosen], dtype=torch.int64, device="cpu")
     if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
         if tuple(chosen.shape) != (length,):
             raise ArgumentError(name, expected=f"a bool tensor ({length},)", got=f"{tuple(chosen.shape)}")
@@ -128,7 +128,7 @@ def row_numbers(
     else:
         numbers = [chosen] if isinstance(chosen, int) else list(chosen)
         fits, got = all(-length <= number < length for number in numbers), shown(numbers)
-        rows = torch.tensor(numbers if fits else [], dtype=torch.int64)
+        rows = torch.tensor(numbers if fits else [], dtype=torch.int64, device="cpu")
     if not fits:
         raise ArgumentError(name, expected=f"{below} {length}", got=got)
     return torch.where(rows < 0, rows + length, rows)

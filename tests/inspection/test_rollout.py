@@ -128,3 +128,13 @@ def test_only_layers_over_the_same_tokens_have_a_rollout() -> None:
     with pytest.raises(ShapeError, match=r"layers: expected self-attention over the same L = 7.*11 queries and 11 k"):
         rec.rollout([0])
     assert rec.rollout([0], layers=["encoder.layers.0.self_attn"]).shape == (BATCH, 1, 7)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    torch.manual_seed(0)
+    rec = record(stack().eval())
+    expected = rec.rollout([0, 3]), rec.weights(0, queries=[1])
+    with torch.device("meta"):
+        results = rec.rollout([0, 3]), rec.weights(0, queries=[1])
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=0, atol=0)

@@ -321,3 +321,22 @@ def test_memory_of_the_process_stays_far_below_the_scores() -> None:
     """Only the operating system sees the memory of compiled code."""
     length = 6007
     assert in_a_process(grown, length) < 8 * length * length * FLOAT / 1e6 / 20
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_another_default_device_changes_nothing(name: str) -> None:
+    x = torch.randn(1, 2, 5, 8)
+    value = x if name in ("output", "output_norm") else None
+    expected = clearhead.attention_statistics(x, x, statistics=(name,), value=value)
+    with torch.device("meta"):
+        result = clearhead.attention_statistics(x, x, statistics=(name,), value=value)
+    torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=0, atol=0)
+
+
+def test_rows_whose_scores_all_overflow_have_no_weights() -> None:
+    query = torch.ones(1, 1, 2, 4, dtype=torch.float64)
+    query[0, 0, 1] = math.inf
+    chosen = clearhead.attention_statistics(query, -torch.ones_like(query), statistics=("rows", "head_average"))
+    assert chosen.rows is not None
+    assert chosen.rows[0, 0].tolist() == [[0.5, 0.5], [0, 0]]
+    assert torch.equal(chosen.rows[:, 0], chosen.head_average)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
 from clearhead import masks
@@ -200,3 +201,18 @@ def test_a_part_drops_what_the_whole_drops(
         require_close(result, exact)
     else:
         require_half_as_good(result, part_numbers("reference", part, dtype), exact, dtype)
+
+
+@needs_native
+def test_second_derivatives_under_a_mode_follow_the_seed() -> None:
+    """Under a mode `native` is an operator, and drops by the seed of the call as without one."""
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+
+    def second(mode: AbstractContextManager[object]) -> Tensor:
+        torch.manual_seed(0)
+        with mode:
+            output = clearhead.attention(x, x, x, dropout_p=0.3)
+        (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    torch.testing.assert_close(second(FlopCounterMode(display=False)), second(nullcontext()))

@@ -285,3 +285,11 @@ def test_dense_takes_sizes_from_tensors(mask: Mask, given: dict[str, Any], shape
 def test_dense_refuses_what_a_call_refuses(mask: Mask, given: dict[str, Any], text: str) -> None:
     with pytest.raises(ShapeError, match=text):
         mask.dense(**given)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    x, mask = torch.randn(1, 2, 600, 8), masks.keep(torch.rand(600, 600) > 0.999)
+    with clearhead.use_kernel("chunked"):
+        expected = clearhead.attention(x, x, x, mask)
+        with torch.device("meta"):
+            assert torch.equal(clearhead.attention(x, x, x, mask), expected)

@@ -224,15 +224,16 @@ def test_a_cache(name: str, kind: str, step: int) -> None:
     near(torch.cat(outputs, 1), expected)
 
 
+@pytest.mark.parametrize(("recent", "latest"), [(0.0, 1), (0.7, 2)])
 @pytest.mark.parametrize("name", ["softcap", "sinks", "scale", "rotary", "causal", "window", "documents"])
-def test_an_evicting_cache_keeps_by_the_weights_of_the_call(name: str) -> None:
-    """Of a prompt of L tokens those stay that received most, by the weights that the module itself returns."""
+def test_an_evicting_cache_keeps_by_the_weights_of_the_call(name: str, recent: float, latest: int) -> None:
+    """The latest tokens of a prompt stay, and those that received most, by the weights that the module returns."""
     module, x, item, _, inside = made(name)
     budget = 3
-    cache = caches.EvictingKVCache(B, KV, budget, D, policy=caches.HeavyHitters(0.0), dtype=torch.float64)
+    cache = caches.EvictingKVCache(B, KV, budget, D, policy=caches.HeavyHitters(recent), dtype=torch.float64)
     module(x, **item.given, cache=cache)
     received = inside.weights.unflatten(1, (KV, H // KV)).sum((2, 3))  # (B, Hkv, S)
-    received[..., -1] = torch.inf  # the newest stays
+    received[..., -latest:] = torch.inf
     expected = received.topk(budget, -1).indices.sort(-1).values
     result = cache.update(*(torch.zeros(B, KV, 1, D, dtype=torch.float64),) * 2).positions
     assert result is not None

@@ -31,7 +31,10 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
             place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
             parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
             sequence_mask = all_of(parts)
-        yield call.changed(*operands, mask=sequence_mask, sequences=None, offset=start._replace(item=number))
+        sequence = call.changed(*operands, mask=sequence_mask, sequences=None, offset=start._replace(item=number))
+        if is_cut:  # its place keeps the plan from serving another call, so that no cache needs it
+            sequence.spec = sequence.spec._replace(mask=None)
+        yield sequence
 
 
 def as_one_sequence(call: AttentionCall) -> AttentionCall:

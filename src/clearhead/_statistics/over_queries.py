@@ -168,7 +168,7 @@ class WeightAtOffset(Statistic):
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
         if on_gpu or self.call.grid.shift is None:
             return None
-        offsets = torch.tensor(self.options.offsets, dtype=torch.int64)
+        offsets = torch.tensor(self.options.offsets, dtype=torch.int64, device=self.call.query.device)
         return {"stripes": (*self.row_shape, len(offsets)), "offsets": offsets, "offset_count": len(offsets)}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:

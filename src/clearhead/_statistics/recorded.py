@@ -13,7 +13,7 @@ from .._call.call import AttentionCall
 from .._checks import index, is_probability, items, number, text
 from .._weights import Queries, row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError
-from ..kernels._block_weights import block_softmax
+from ..kernels._block_weights import block_weights
 from ..kernels._blocks import block_scores, score_blocks
 from ..kernels._weights import exact_weights
 from .patch_layout import PatchLayout
@@ -170,7 +170,7 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         if index is None:
             raise DTypeError("targets", expected="token numbers", got="None")
         rows = calls[0].query.new_zeros(batch_size, len(index), length, dtype=calls[0].spec.compute_dtype)
-        rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
+        rows[:, torch.arange(len(index), device=index.device), index] = 1  # (B, t, L)
         with torch.no_grad():
             # From the last layer to the first, so that the products have t rows and not L.
             for call in reversed(calls):
@@ -232,7 +232,8 @@ def _through(call: AttentionCall, rows: Tensor) -> Tensor:
     """The product r A, (B, t, L), with A the mean of the weights over heads."""
     result = torch.zeros_like(rows)
     for block, place, query, key in score_blocks(call):
-        weights = block_softmax(call, block, block_scores(call, block, query, key)[0])
+        scores, _ = block_scores(call, block, query, key)
+        weights, _ = block_weights(call, block, scores, overflows=True)
         product = rows[block.batch, None, :, place] @ weights  # (b, h, t, s)
         result[block.batch, :, block.columns] += product.sum(1) / call.grid.num_heads  # (b, t, s)
     return result

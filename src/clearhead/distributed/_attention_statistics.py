@@ -183,6 +183,7 @@ def _read(
         "head_dim of values": operands[2].shape[3],
         "dtype": FLOATS.index(query.dtype),
         **{name: fingerprint("a tensor" if isinstance(x, Tensor) else x) for name, x in how.items()},
+        "sinks": spec.sinks,
         "mask": mask_fact(request.mask),
         "statistics": fingerprint(names, per),
         "options": fingerprint(options),

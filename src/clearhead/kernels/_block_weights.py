@@ -12,14 +12,20 @@ from ._blocks import LongSum, block_sinks
 _PLAIN_KEYS = 4096  # whose weights PyTorch's softmax sums well enough
 
 
-def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of whole rows, in place: p (b, h, l, s) and lse (b, h, l, 1)."""
+def block_weights(call: AttentionCall, block: Block, scores: Tensor, overflows: bool = False) -> tuple[Tensor, Tensor]:
+    """Softmax of whole rows, in place: p (b, h, l, s) and lse (b, h, l, 1).
+
+    Args:
+        call, block: of the scores.
+        scores: (b, h, l, s).
+        overflows: whether a row may have no finite score although it sees a key. Its weights are then 0, not NaN.
+    """
     sinks = block_sinks(call, block, scores.dtype)
     if scores.shape[-1] == 0:
         lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
         return scores, lse if sinks is None else torch.logaddexp(lse, sinks)
     row_max = scores.amax(-1, keepdim=True)
-    empty = None if call.coverage.masked_queries is None else row_max == float("-inf")
+    empty = row_max == float("-inf") if overflows or call.coverage.masked_queries is not None else None
     if empty is not None:
         scores.masked_fill_(empty, 0)  # any finite number: the softmax of a row of −∞ is NaN
     weights = _drop_subnormal(call, _softmax(scores))

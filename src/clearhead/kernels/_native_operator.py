@@ -74,6 +74,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    # Under create_graph=True another function has computed all gradients (`allow_second_derivatives`).
+    if output_gradient is None and lse_gradient is None:
+        return (None,) * len(NativeArguments._fields)
     *tensors, output, lse = ctx.saved_tensors
     if output_gradient is None:
         output_gradient = torch.zeros_like(output)

@@ -43,7 +43,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.kernel_name = kernel_name
-        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0
+        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0 and call.request.seed is None
         ctx.inputs = len(tensors) - count
         ctx.save_for_backward(*tensors[count:], *call.read_again)
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._call.call import AttentionCall
 from .._environment import autocast_off, is_tracing
 from ._base import Kernel
-from ._block_weights import block_softmax
+from ._block_weights import block_weights
 from ._blocks import block_scores, exact_dtype, score_blocks
 from ._native_statistics import native_weights
 from ._second_order import backward_pass
@@ -111,7 +111,8 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
     # Zeros, because blocks skip masked columns.
     result = call.query.new_zeros(shape[:1] + shape[2:] if chosen.average else shape, dtype=call.spec.compute_dtype)
     for block, place, query, key in score_blocks(call, rows, dtype):
-        weights = block_softmax(call, block, block_scores(call, block, query, key)[0])
+        scores, _ = block_scores(call, block, query, key)
+        weights, _ = block_weights(call, block, scores, overflows=True)
         if chosen.average:
             result[block.batch, place, block.columns] += weights.sum(1) / heads
         else:

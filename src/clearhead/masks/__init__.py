@@ -13,11 +13,11 @@ Example:
 """
 
 from ._base import Mask
-from ._check import MaskReport
 from ._documents import documents
 from ._lengths import lengths
 from ._positional import causal, mask_mod, prefix, sliding_window
 from ._prepared import PreparedMask
+from ._report import MaskReport
 from ._tensors import bias, drop, keep
 
 __all__ = [

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import MaskTypeError
 from ._grid import Block, Grid, Sizes
+from ._report import MaskReport
 from ._structure import UNKNOWN, Structure
-
-if TYPE_CHECKING:
-    from ._check import MaskReport
 
 Result = TypeVar("Result")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -12,38 +10,11 @@ from ..errors import ArgumentError, ClearheadError, DeviceError
 from ._base import Mask
 from ._coverage import coverage
 from ._grid import Block, Grid, Sizes, as_positions, require_fit
+from ._report import MaskReport
 
 _CORNER = 64  # rows and columns that are enough to recognise an inverted causal mask
 _SIDE = 12  # at most this many rows and columns are drawn
 _LENGTH = 8  # the drawn length of a mask that fits any length
-
-
-@dataclass(frozen=True)
-class MaskReport:
-    """The findings of `Mask.check`; ``ok`` if there are none.
-
-    Args:
-        description: the mask as a user writes it.
-        findings: one sentence each.
-
-    Example:
-        >>> from clearhead import masks
-        >>> report = masks.causal().check(4)
-        >>> report.ok, str(report)
-        (True, 'causal(): nothing suspicious')
-    """
-
-    description: str
-    findings: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not self.findings
-
-    def __str__(self) -> str:
-        if self.ok:
-            return f"{self.description}: nothing suspicious"
-        return "\n".join([f"{self.description}:", *(f"  - {finding}" for finding in self.findings)])
 
 
 def check_mask(mask: Mask, grid: Grid) -> MaskReport:

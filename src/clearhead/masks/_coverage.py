@@ -270,8 +270,8 @@ def _find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Ten
     band = structure.band or Band.whole(grid)
     # One result for all items and heads that share the mask.
     batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
-    queries = torch.empty(batch, heads, grid.query_length, dtype=torch.bool)
-    keys = torch.empty(batch, heads, grid.key_length, dtype=torch.bool)
+    queries = tensors[0].new_empty((batch, heads, grid.query_length), dtype=torch.bool)
+    keys = tensors[0].new_empty((batch, heads, grid.key_length), dtype=torch.bool)
     sizes = (batch, heads, grid.query_length, grid.key_length, band.low, band.high, band.stop)
     numbers = [number for tensor in tensors for number in _cells(tensor)]
     masked_row, masked_key = extension.coverage(*sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
