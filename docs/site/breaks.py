@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import re
 
-#: Shorter code stays on one line.
-SHORTEST = 21
+#: What has no space in it and is not longer stays on one line.
+LONGEST_WHOLE = 20
 WHOLE = re.compile(r"<(pre|script|style|svg)\b.*?</\1>", re.DOTALL)
 CODE = re.compile(
     r'(<code[^>]*>|<h1[^>]*>|<span class="doc doc-object-name[^>]*>)(.*?)(</code>|</h1>|</span>)', re.DOTALL
 )
 TAG = re.compile(r"(<[^>]*>)")
+UNSPACED = re.compile(r"\S+")
 BREAK = re.compile(r"(?<=\w)((?:[._/=:\\-]|&amp;|\()+)(?=\w)")
 
 
@@ -27,8 +28,11 @@ def with_breaks(page: str) -> str:
 
 def _broken(found: re.Match[str]) -> str:
     opening, inside, closing = found.groups()
-    if len(html.unescape(TAG.sub("", inside))) < SHORTEST:
-        return found[0]
     pieces = TAG.split(inside)  # text and tags in turn
-    pieces[::2] = [BREAK.sub(r"\1<wbr>", text) for text in pieces[::2]]
+    pieces[::2] = [UNSPACED.sub(_with_places, text) for text in pieces[::2]]
     return opening + "".join(pieces) + closing
+
+
+def _with_places(found: re.Match[str]) -> str:
+    is_long = len(html.unescape(found[0])) > LONGEST_WHOLE
+    return BREAK.sub(r"\1<wbr>", found[0]) if is_long else found[0]
