@@ -83,7 +83,7 @@ def pictures_of(name: str) -> dict[Path, str]:
 
 def pages() -> list[Path]:
     """The pages that may hold figures."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [*sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(page: str) -> tuple[str, list[str]]:

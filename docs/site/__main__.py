@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tomli_w
 
+from .breaks import with_breaks
 from .configuration import configuration
 from .reference import write_reference
 from .staging import address, sources, stage
@@ -64,7 +65,7 @@ def main(out: Path, live: Path | None = None) -> None:
             for page in built.rglob("index.html"):
                 place = page.parent.relative_to(built).as_posix()
                 html = switched(page.read_text(encoding="utf-8"), place, language, f"{place}/" in shared)
-                page.write_text(html, encoding="utf-8")
+                page.write_text(with_breaks(html), encoding="utf-8")
             shutil.copytree(built, out if language == "en" else out / language, dirs_exist_ok=True)
     count = sum(1 for _ in out.rglob("index.html"))
     print(f"{count} pages in {os.path.relpath(out)}, {time.monotonic() - start:.0f} s")

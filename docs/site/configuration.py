@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .reference import SOURCES
-from .staging import DOCS, NOTEBOOK_SCRIPT
+from .staging import DOCS, NOTEBOOK_SCRIPT, TABLES_SCRIPT
 
 PALETTE = [
     {"media": "(prefers-color-scheme: light)", "scheme": "default", "toggle": {"icon": "lucide/sun"}},
@@ -71,7 +71,7 @@ def configuration(language: str, reference: list[tuple[str, str]]) -> dict[str, 
         "site_name": "Clearhead",
         "use_directory_urls": True,
         "extra_css": ["extra.css"],
-        "extra_javascript": [NOTEBOOK_SCRIPT.name],
+        "extra_javascript": [NOTEBOOK_SCRIPT.name, TABLES_SCRIPT.name],
         "nav": navigation(language, reference),
         "theme": {
             "language": language,

@@ -1,4 +1,8 @@
-"""Makes docstrings Markdown: examples become code blocks, and the ``::`` before an indented block goes."""
+"""Makes docstrings Markdown, as mkdocstrings reads them.
+
+Examples become code blocks, the ``::`` before an indented block goes, and arguments that are described together get a
+row each.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,19 @@ from typing import Any
 
 import griffe
 
+#: A section of arguments, and one entry of it that describes several: ``query, key: their vectors``.
+ARGUMENTS = re.compile(r"^( *)Args:\n(?:\1 +.*\n?|\n)+", re.MULTILINE)
+GROUP = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+)(:.*(?:\n\1 +.*)*)$", re.MULTILINE)
+
+
+def _one_by_one(group: re.Match[str]) -> str:
+    indent, names, description = group.groups()
+    return "\n".join(f"{indent}{name}{description}" for name in names.split(", "))
+
 
 def as_markdown(text: str) -> str:
     """The text of a docstring in the form that mkdocstrings reads."""
+    text = ARGUMENTS.sub(lambda found: GROUP.sub(_one_by_one, found[0]), text)
     text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
     text = re.sub(r"^ *::\n\n", "", text, flags=re.MULTILINE)
     return re.sub(r"::$", ":", text, flags=re.MULTILINE)

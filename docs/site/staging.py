@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 #: Fits a frame to its page, and gives the page the theme of the site.
 NOTEBOOK_SCRIPT = ROOT / "src" / "clearhead" / "plot" / "notebook.js"
+#: Lets the keyboard scroll wide tables.
+TABLES_SCRIPT = DOCS / "site" / "tables.js"
 #: Files outside docs/en that are pages of the site, and their place there.
 ELSEWHERE = {
     ROOT / "README.md": "index.md",
@@ -140,7 +142,8 @@ def stage(language: str, folder: Path, live: Path | None) -> dict[str, Path]:
         shutil.copy(notebook, folder / notebook.relative_to(DOCS / language))
     shutil.copytree(DOCS / "images", folder / "images", dirs_exist_ok=True)
     shutil.copy(DOCS / "site" / "extra.css", folder / "extra.css")
-    shutil.copy(NOTEBOOK_SCRIPT, folder / NOTEBOOK_SCRIPT.name)
+    for script in (NOTEBOOK_SCRIPT, TABLES_SCRIPT):
+        shutil.copy(script, folder / script.name)
     if live is not None:
         shutil.copytree(live / language, folder / "live")
     return pages

@@ -9,14 +9,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import ByT5Tokenizer
 
 from clearhead.cli import _demo as demo
 from clearhead.cli._choice import Choice
 from clearhead.cli._look_text import parts_of, see
 from clearhead.cli._windows import cut_into_windows
+from tests.integrations.architectures import GROUPED
+from tests.support.models import build
+from tests.support.vocabularies import byte_level
 
 from .looking import contents, look
 
@@ -89,6 +94,43 @@ def test_windows_without_a_fast_tokenizer(model_folder: Callable[[str], Path]) -
     assert windows[1].tokens.names == ("1", *map(str, range(22, 36)), "2")
     assert windows[1].inputs["input_ids"].tolist() == [[1, *range(22, 36), 2]]
     assert windows[2].tokens.special == (True, *[False] * 6, True)
+
+
+def test_windows_that_cut_characters_show_the_text() -> None:
+    """64 tokens at once, each a byte: windows begin and end inside characters, and nothing shows the bytes."""
+    build("Llama", "ForCausalLM", GROUPED | {"vocab_size": 256}).save_pretrained("bytes")
+    byte_level().save_pretrained("bytes")
+    text = " ".join(["naïve", "你好", "😀", "日本語"] * 7)
+    result = look(text, "--model", "bytes", "--json", "all.json")
+    windows = json.loads(Path("all.json").read_text(encoding="utf-8"))["windows"]
+    seen = [name for window in windows for name in window["tokens"][8 * (window["first"] > 0) :]]
+    assert len(seen) == len(text.encode())
+    assert "".join(name for name in seen if name != "⇠").replace("␣", " ") == text
+    assert any(window["tokens"][0] == "⇠" for window in windows), "no window begins inside a character"
+    names = {name for window in windows for name in window["tokens"]}
+    assert names == {*text.replace(" ", "␣"), "⇠"}
+    page = contents(Path("attention.html"))
+    shown = [page.text(item, 0, "queries") for item in range(len(windows))]
+    assert [one["names"] for one in shown] == [window["tokens"] for window in windows]
+    assert shown[0]["wordNames"][:5] == ["naïve", "你好", "😀", "日本語", "naïve"]
+    assert not set(result.stdout) & set("ĠĊÃä½łðŁ")
+
+
+class _Takes:
+    """A model of ids."""
+
+    def forward(self, input_ids: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, ByT5Tokenizer], ids=["fast", "slow"])
+def test_a_window_has_the_characters_of_the_whole_text(tokenizer: Callable[[], Any]) -> None:
+    loaded = demo.PretrainedModel("bytes", _Takes(), tokenizer(), True, expected="", max_tokens=16)
+    windows = cut_into_windows(loaded, "日本語世界你好" * 2)
+    cut = [window.tokens.names[0] for window in windows]
+    assert "⇠" in cut
+    assert all("�" not in window.tokens.names for window in windows)
+    ordinary = [name for window in windows for name in window.tokens.names[2 * (window.first > 0) :] if name != "</s>"]
+    assert "".join(name for name in ordinary if name != "⇠") == "日本語世界你好" * 2
 
 
 def test_the_default_model_takes_512_tokens(default_model_once: demo.PretrainedModel) -> None:

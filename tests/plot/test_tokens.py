@@ -15,9 +15,9 @@ from tests.support.models import minilm
     ("names", "words"),
     [
         ("[CLS] un ##afford ##able ! [SEP]", "[CLS] unaffordable ! [SEP]"),
-        ("<s> ▁un afford able ! ▁now", "<s> ▁unaffordable ! ▁now"),
-        ("un afford Ġable , Ġnow s", "unafford Ġable , Ġnows"),
-        ("▁今 天 天 气", "▁今 天 天 气"),
+        ("<s> ▁un afford able ! ▁now", "<s> unaffordable ! now"),
+        ("un afford Ġable , Ġnow s", "unafford able , nows"),
+        ("▁今 天 天 气", "今 天 天 气"),
         ("no marks at all", "no marks at all"),
         ("<|endoftext|> ing", "<|endoftext|> ing"),
     ],

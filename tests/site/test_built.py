@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import html
+import importlib
+import inspect
 import itertools
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pytest
 
+import clearhead
 from docs.site.reference import MODULES, place_of
 from docs.site.staging import address, sources
 from tests.plot.pages import Elements
@@ -68,6 +72,42 @@ def test_every_public_name_has_a_signature_and_an_example(site: Path, module: st
         assert re.search(rf'doc-signature.*?<span class="n[a-z]*">{name}</span>', section, re.DOTALL)
     if module != "clearhead.errors" and name not in WITHOUT_EXAMPLE:
         assert re.search(r'language-pycon highlight.*?<span class="gp">', section, re.DOTALL)
+
+
+def rows_of(source: str) -> Iterator[tuple[str, str, str]]:
+    """The callable, the name and the default of every row of the tables of parameters of a page of the reference."""
+    named = re.compile(r'<h\d id="(clearhead[\w.]*)" class="doc doc-heading')
+    starts = [(match.start(), match[1]) for match in named.finditer(source)] + [(len(source), "")]
+    for (start, name), (end, _) in itertools.pairwise(starts):
+        for table in re.findall(r"Parameters:</span></p>\s*<table>(.*?)</table>", source[start:end], re.DOTALL):
+            for row in re.findall(r'<tr class="doc-section-item">(.*?)</tr>', table, re.DOTALL):
+                cells = re.findall(r"<td>(.*?)</td>", row, re.DOTALL)
+                texts = [html.unescape(re.sub(r"<[^>]+>", "", cell)).strip() for cell in cells]
+                yield name, texts[0], texts[-1]
+
+
+def parameters_of(name: str) -> dict[str, inspect.Parameter]:
+    parts = name.split(".")
+    found: Any = clearhead
+    for place, part in enumerate(parts[1:], 2):
+        found = (
+            importlib.import_module(".".join(parts[:place])) if name_is_module(parts[:place]) else getattr(found, part)
+        )
+    return dict(inspect.signature(found).parameters)
+
+
+def name_is_module(parts: list[str]) -> bool:
+    return ".".join(parts) in SURFACE
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_parameter_has_a_row_of_its_own_and_is_required_only_if_it_is(site: Path, module: str) -> None:
+    source = (site / address(place_of(module)) / "index.html").read_text(encoding="utf-8")
+    for name, parameter, default in rows_of(source):
+        known = parameters_of(name)
+        assert parameter.lstrip("*") in known, f"{name}: {parameter}"
+        required = known[parameter.lstrip("*")].default is inspect.Parameter.empty
+        assert (default == "required") <= required, f"{name}: {parameter} is {default}"
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])

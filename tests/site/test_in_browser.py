@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.plot.browsing import needs_chromium
-from tests.support.chromium import opened_browser
 
 pytestmark = needs_chromium
 #: Pages in both languages, on narrow and wide screens, in both schemes.
@@ -41,26 +35,6 @@ RESULTS = """() => {
     walk(document);
     return links;
 }"""
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="module", name="address")
-def _address(site: Path) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module", name="browser")
-def _browser(address: str) -> Iterator[Any]:
-    with opened_browser() as browser:
-        yield browser
 
 
 @pytest.mark.parametrize(("root", "word", "expected"), [("", "mask", "masks/"), ("zh/", "掩码", "zh/which-mask/")])

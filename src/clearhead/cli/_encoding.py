@@ -12,7 +12,7 @@ SIGNS = {
     **dict(zip("▁▂▃▄▅▆▇█", "_.-~=+*#", strict=True)),
     **dict(zip("░▒▓", ".:*", strict=True)),
     **dict(zip("·×→…–−", "-x>.--", strict=True)),
-    **dict(zip("∅⏎⇥␣≥√Σ∞", "0|>_>VSi", strict=True)),
+    **dict(zip("∅⏎␍⇥␣⇠◌�≥√Σ∞", "0||>_<o?>VSi", strict=True)),
 }
 HANDLER = "clearhead.ascii"
 

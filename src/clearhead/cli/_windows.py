@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
 from ..integrations._hub import without_noise
-from ..plot._tokens import Names, Tokens, read_known_tokens
+from ..plot._tokens import Tokens, among_special, tokens_of
 from ._demo import PretrainedModel
 
 MANY_UNKNOWN = 0.1  # of a text's tokens
@@ -47,14 +48,14 @@ def cut_into_windows(loaded: PretrainedModel, text: str) -> list[Window]:
     _require_text(text)
     with without_noise():
         parts = list(_encode(loaded, text))
+    starts = list(accumulate((len(part.ordinary) - overlap_of(loaded.max_tokens) for part in parts), initial=0))
+    whole = _read(loaded, parts, starts)
     windows: list[Window] = []
-    names: Names = {}
-    first = 0
-    for ids, special, words, inputs in parts:
-        count = len(ids) - sum(special)
-        tokens = read_known_tokens(loaded.reader, ids, names, words=words, special=list(map(bool, special)))
-        windows.append(Window(inputs, tokens, first, first + count - 1))
-        first += count - overlap_of(loaded.max_tokens)
+    for part, first in zip(parts, starts, strict=False):
+        stop = first + len(part.ordinary)
+        added = loaded.reader.convert_ids_to_tokens(list(compress(part.ids, part.special)))
+        tokens = among_special(whole.cut(first, stop), part.special, added)
+        windows.append(Window(part.inputs, tokens, first, stop - 1))
     if not windows or not windows[0].tokens.names:
         raise ArgumentError("text", expected="at least one token", got="none")
     return windows
@@ -84,11 +85,33 @@ def unknown_note(loaded: PretrainedModel, windows: Sequence[Window]) -> str | No
     )
 
 
-#: A window's ids, special marks, words of the tokenizer, and arguments of the model.
-Part = tuple[list[int], list[int], Sequence[int | None] | None, dict[str, Any]]
+@dataclass(frozen=True)
+class _Part:
+    """A window's ids, which of them the tokenizer added, the numbers of its own words, and arguments of the model."""
+
+    ids: list[int]
+    special: list[bool]
+    words: Sequence[int | None] | None
+    inputs: dict[str, Any]
+
+    @property
+    def ordinary(self) -> list[int]:
+        """Places of the tokens of the text."""
+        return [place for place, special in enumerate(self.special) if not special]
 
 
-def _encode(loaded: PretrainedModel, text: str) -> Generator[Part]:
+def _read(loaded: PretrainedModel, parts: Sequence[_Part], starts: Sequence[int]) -> Tokens:
+    """The tokens of the whole text, so that a character or a word at the edge of a window is not cut."""
+    ids: list[int] = []
+    words: list[int | None] = []
+    for part, start in zip(parts, starts, strict=False):
+        for place in part.ordinary[len(ids) - start :]:
+            ids.append(part.ids[place])
+            words += [] if part.words is None else [part.words[place]]
+    return tokens_of(loaded.reader, ids, [False] * len(ids), words or None)
+
+
+def _encode(loaded: PretrainedModel, text: str) -> Generator[_Part]:
     tokenizer, size = loaded.reader, loaded.max_tokens
     if tokenizer.is_fast:
         encoded = tokenizer(
@@ -106,7 +129,7 @@ def _encode(loaded: PretrainedModel, text: str) -> Generator[Part]:
         )  # token types are not for every model
         for part, ids in enumerate(encoded["input_ids"]):
             inputs = {name: torch.tensor([encoded[name][part]]) for name in taken}
-            yield ids, masks[part], encoded.word_ids(part), inputs
+            yield _Part(ids, list(map(bool, masks[part])), encoded.word_ids(part), inputs)
         return
     everything = tokenizer(text, add_special_tokens=False)["input_ids"]
     room = size - tokenizer.num_special_tokens_to_add()
@@ -115,7 +138,7 @@ def _encode(loaded: PretrainedModel, text: str) -> Generator[Part]:
         ids = tokenizer.build_inputs_with_special_tokens(everything[first : first + room])
         special = tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True)
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-        yield ids, special, None, inputs
+        yield _Part(ids, list(map(bool, special)), None, inputs)
 
 
 def _require_text(text: str) -> None:

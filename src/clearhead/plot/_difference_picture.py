@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .._statistics.distributions import row_entropy
-from ._alignment import Alignment, Pairs
+from ._alignment import Alignment
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._compared_records import ComparedRecords
 from ._crops import CROP_SIDE
 from ._divergence import HeadPair
-from ._tokens import Tokens
+from ._tokens import Tokens, at_places, written
 from ._words import has_pieces, merge_words
 
 
@@ -48,23 +48,14 @@ def _section(
     call, item = place
     names = parts[0].section.layers
     alignment = comparison.pair(names[0], call).alignments[item]
-    queries = _chosen(parts[0].queries, alignment.queries)
-    keys = queries if parts[0].section.same else _chosen(parts[0].keys, alignment.keys)
+    queries = at_places(parts[0].queries, alignment.queries.first)
+    keys = queries if parts[0].section.same else at_places(parts[0].keys, alignment.keys.first)
     layers: list[LayerPicture] = []
     for name, one, two in zip(names, parts[0].layers, parts[1].layers, strict=True):
         head = large[1] if large[0] == name else None
         picture = _layer(one, two, alignment, scores[name])
         layers.append(_with_weights(picture, comparison.pair(name, call), item, (queries, keys), head))
     return SectionPicture(parts[0].section, queries, keys, layers)
-
-
-def _chosen(tokens: Tokens, pairs: Pairs) -> Tokens:
-    places = pairs.first
-    return Tokens(
-        [tokens.names[place] for place in places],
-        [tokens.special[place] for place in places],
-        [tokens.words[place] for place in places],
-    )
 
 
 def _layer(one: LayerPicture, two: LayerPicture, alignment: Alignment, scores: Tensor) -> LayerPicture:
@@ -129,6 +120,6 @@ def _with_weights(
 
 def _word_entropy(weights: Tensor, queries: Tokens, keys: Tokens) -> Tensor:
     """Change of the entropy of rows between words, (…, words), from both distributions (2, …, n, s + 1)."""
-    ends = Tokens([*keys.names, ""], [*keys.special, True], [*keys.words, -1])
+    ends = written([*keys.names, ""], [*keys.special, True], [*keys.words, -1])
     first, second = row_entropy(merge_words(weights, queries, ends))
     return (second - first).float()

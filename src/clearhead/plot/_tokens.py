@@ -8,23 +8,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, groupby
 from typing import Any, cast, final
 
-from .._checks import flag, integer, items, shown
+from .._checks import flag, integer, items
+from .._checks import shown as shown_value
 from ..errors import ArgumentError, DTypeError, ShapeError
+from ._spelling import has_marks, joined, read_texts, shown, spell, stored_forms
+from ._word_numbers import number_words
 
 SPECIAL = re.compile(r"\[[A-Z]{3,}\]|</?(s|pad|unk|mask|eos|bos|cls|sep)>|<\|[\w-]+\|>")
-WORD_STARTS = ("Ġ", "▁")
-CONTINUES = "##"
+_ROLES = ("bos", "eos", "sep", "pad", "cls", "mask")
 _TEXTS = "a list of strings or Tokens, or one for every batch item"
-# Scripts from here on are written without spaces between words.
-FIRST_UNSPACED = "\u2e80"
 
 
 @final
 class Tokens:
     """Tokens with their special marks and their words.
 
+    What a tokenizer stores is written as text: ``Ġanimal`` and ``▁animal`` as ``animal``, the bytes ``ä½ł`` as ``你``.
+    If several tokens make one character, the first of them has it, and the others are ``⇠``.
+
     Args:
-        names: the tokens as text.
+        names: the tokens as text, or as their tokenizer stores them.
         special: which of them the tokenizer added, such as ``[CLS]``. Default: those that look like it.
         words: a number per token; neighbours with the same number are pieces of one word. Default: guessed from
             the marks of tokenizers (``##ing``, ``Ġanimal``, ``▁animal``); every token is a word where there are none.
@@ -39,21 +42,32 @@ class Tokens:
         ((0, 1, 1, 2), (True, False, False, False))
         >>> tokens.word_names()
         ['[CLS]', 'playing', 'chess']
+        >>> Tokens(["Ġna", "Ã¯", "ve", "Ġä½", "ł"])
+        Tokens(['na', 'ï', 've', '你', '⇠'])
     """
+
+    names: tuple[str, ...]
+    special: tuple[bool, ...]
+    words: tuple[int, ...]
 
     def __init__(
         self, names: Sequence[str], special: Sequence[bool] | None = None, words: Sequence[int] | None = None
     ) -> None:
-        self.names: tuple[str, ...] = _strings(names)
-        looks = (bool(SPECIAL.fullmatch(name)) for name in self.names)
+        stored = _strings(names)
+        looks = (bool(SPECIAL.fullmatch(name)) for name in stored)
         if special is not None:
             looks = (flag("special", value) for value in items("special", special, "True or False per token"))
-        self.special: tuple[bool, ...] = tuple(looks)
+        self.special = tuple(looks)
         words = None if words is None else items("words", words, "an int per token")
         for what, values in (("special", self.special), ("words", words)):
-            if values is not None and len(values) != len(self.names):
-                raise ShapeError(what, expected=f"{len(self.names)} values, one per token", got=str(len(values)))
-        self.words: tuple[int, ...] = _numbered(_guess_words(self.names, self.special) if words is None else words)
+            if values is not None and len(values) != len(stored):
+                raise ShapeError(what, expected=f"{len(stored)} values, one per token", got=str(len(values)))
+        texts = tuple(spell(stored, self.special))
+        marked = has_marks(stored, texts, self.special)
+        self.names = tuple(map(shown, texts)) if marked else stored
+        if words is None:
+            words = number_words(texts, self.special, marked=marked)
+        self.words = _numbered(words)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -65,22 +79,42 @@ class Tokens:
         """The tokens from `start` up to `stop`."""
         integer("start", start, least=0)
         integer("stop", stop, least=0)
-        return Tokens(self.names[start:stop], self.special[start:stop], self.words[start:stop])
+        return at_places(self, range(len(self))[start:stop])
 
     def word_names(self) -> list[str]:
         """The words, their pieces put together without the tokenizer's marks."""
-        names = [""] * (self.words[-1] + 1 if self.words else 0)
-        for name, word in zip(self.names, self.words, strict=True):
-            names[word] += name.removeprefix(CONTINUES) if names[word] else name
-        return names
+        words = groupby(zip(self.words, self.names, strict=True), operator.itemgetter(0))
+        return [joined(name for _, name in pieces) for _, pieces in words]
 
     def __repr__(self) -> str:
         return f"Tokens({list(self.names)!r})"
 
 
+def written(names: Iterable[str], special: Iterable[bool], words: Sequence[int]) -> Tokens:
+    """Tokens whose names are as pictures write them."""
+    tokens = object.__new__(Tokens)
+    tokens.names, tokens.special, tokens.words = tuple(names), tuple(special), _numbered(words)
+    return tokens
+
+
+def at_places(tokens: Tokens, places: Sequence[int]) -> Tokens:
+    """The tokens at some places."""
+    names, special, words = tokens.names, tokens.special, tokens.words
+    return written(
+        (names[place] for place in places), [special[place] for place in places], [words[place] for place in places]
+    )
+
+
+def among_special(tokens: Tokens, special: Sequence[bool], added: Iterable[str]) -> Tokens:
+    """Tokens with those that a tokenizer added, where `special` is true; each is a word of its own."""
+    inner, outer, unique = iter(zip(tokens.names, tokens.words, strict=True)), iter(added), count(-1, -1)
+    pairs = [(next(outer), next(unique)) if is_added else next(inner) for is_added in special]
+    return written([name for name, _ in pairs], special, [word for _, word in pairs])
+
+
 def numbered_tokens(length: int) -> Tokens:
     """The numbers 0, 1, … in place of tokens."""
-    return Tokens([str(place) for place in range(length)], [False] * length, range(length))
+    return written(map(str, range(length)), [False] * length, range(length))
 
 
 Texts = Tokens | Sequence[str] | Sequence[Tokens] | Sequence[Sequence[str]]
@@ -101,6 +135,9 @@ def as_texts(given: Texts | None, name: str = "tokens") -> list[Tokens] | None:
 def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | None] | None = None) -> Tokens:
     """Read tokens from a transformers tokenizer, written as a reader would (``animal``, not ``Ġanimal``).
 
+    If several tokens make one character, the first of them has it, and the others are ``⇠``. Bytes that are no
+    character, as where a text was cut off, are ``�``.
+
     Args:
         tokenizer: of transformers.
         ids: the token numbers of one text, (L,).
@@ -113,40 +150,27 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
         >>> read_tokens(tokenizer, tokenizer("Embeddings")["input_ids"])
         Tokens(['[CLS]', 'em', '##bed', '##ding', '##s', '[SEP]'])
     """
-    return read_known_tokens(tokenizer, ids, {}, words=words)
-
-
-#: Number, stored form and special mark of a token → how it is written.
-Names = dict[tuple[int, str, bool], str]
-
-
-def read_known_tokens(
-    tokenizer: Any,
-    ids: Sequence[int],
-    names: Names,
-    *,
-    words: Sequence[int | None] | None = None,
-    special: Sequence[bool] | None = None,
-) -> Tokens:
-    """`read_tokens`, with the names of tokens that other parts of the text have; new ones are added.
-
-    `special` marks the tokens that the tokenizer added. Default: by their numbers.
-    """
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise DTypeError("tokenizer", expected="a tokenizer of transformers", got=shown(tokenizer))
+        raise DTypeError("tokenizer", expected="a tokenizer of transformers", got=shown_value(tokenizer))
     ids = _token_ids(ids)
     words = None if words is None else _word_numbers(words)
     if words is not None and len(words) != len(ids):
         expected = f"{len(ids)} values, one for each of ids"
         raise ShapeError("words", expected=expected, got=str(len(words)))
-    stored = tokenizer.convert_ids_to_tokens(ids)
-    if special is None:
-        known = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        special = [number in known for number in ids]
-    tokens = list(zip(ids, stored, special, strict=True))
-    names |= {each: _readable(tokenizer, *each) for each in set(tokens) - names.keys()}
-    usable = _guess_words(stored, special) if words is None or _is_one_word(words) else _with_special(words)
-    return Tokens([names[each] for each in tokens], special, usable)
+    others = {getattr(tokenizer, f"{role}_token_id", None) for role in _ROLES}
+    known = set(tokenizer.all_special_ids) - ({tokenizer.unk_token_id} - others)  # GPT-2 has one token for all roles
+    return tokens_of(tokenizer, ids, [number in known for number in ids], words)
+
+
+def tokens_of(
+    tokenizer: Any, ids: Sequence[int], special: Sequence[bool], words: Sequence[int | None] | None = None
+) -> Tokens:
+    """`read_tokens`, told which tokens are special."""
+    stored = stored_forms(tokenizer, ids)
+    texts = read_texts(tokenizer, ids, stored, special)
+    marked = has_marks(stored, texts, special)
+    own = None if words is None or _are_stretches(words, stored, texts) else _with_special(words)
+    return written(map(shown, texts), special, number_words(texts, special, own, marked=marked))
 
 
 def _token_ids(ids: Iterable[Any]) -> list[int]:
@@ -154,14 +178,14 @@ def _token_ids(ids: Iterable[Any]) -> list[int]:
     try:
         return [operator.index(number) for number in items("ids", ids, expected)]
     except (TypeError, RuntimeError):  # tensors on meta have no numbers
-        raise DTypeError("ids", expected=expected, got=shown(ids)) from None
+        raise DTypeError("ids", expected=expected, got=shown_value(ids)) from None
 
 
 def _word_numbers(words: Iterable[Any]) -> list[int | None]:
     expected = "a number, or None, per token"
     given = items("words", words, expected)
     if any(word is not None and (isinstance(word, bool) or not isinstance(word, int)) for word in given):
-        raise DTypeError("words", expected=expected, got=shown(words))
+        raise DTypeError("words", expected=expected, got=shown_value(words))
     return given
 
 
@@ -174,16 +198,18 @@ def _strings(names: Iterable[Any], what: str = "tokens") -> tuple[str, ...]:
     return tuple(listed)
 
 
-def _readable(tokenizer: Any, number: int, stored: str, special: bool) -> str:
-    text: str = stored if special else tokenizer.decode([number], clean_up_tokenization_spaces=False)
-    if not text.strip():
-        text = text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣") or stored
-    return stored if "\ufffd" in text else text.strip()
+def _are_stretches(words: Sequence[int | None], stored: Sequence[str], texts: Sequence[str]) -> bool:
+    """Whether what a tokenizer takes for words are stretches of text, as where it splits at no spaces."""
+    if len(set(words) - {None}) < 2 and any("▁" in form for form in stored):
+        return True
+    runs = groupby(zip(words, texts, strict=True), operator.itemgetter(0))
+    return any(word is not None and _has_gap([text for _, text in run]) for word, run in runs)
 
 
-def _is_one_word(words: Sequence[int | None]) -> bool:
-    """Whether a tokenizer takes the whole text for one word."""
-    return len(set(words) - {None}) < 2
+def _has_gap(texts: Sequence[str]) -> bool:
+    """Whether a space lies between two of these tokens."""
+    shapes = (f"{' ' * text.startswith(' ')}{'x' * bool(text.strip())}{' ' * text.endswith(' ')}" for text in texts)
+    return len("".join(shapes).split()) > 1
 
 
 def _with_special(words: Sequence[int | None]) -> list[int]:
@@ -196,27 +222,5 @@ def _numbered(words: Sequence[int]) -> tuple[int, ...]:
     """Count runs of equal numbers from 0."""
     for word in words:
         if isinstance(word, bool) or not isinstance(word, int):
-            raise ArgumentError("words", expected="an int per token", got=shown(word))
+            raise ArgumentError("words", expected="an int per token", got=shown_value(word))
     return tuple(number for number, (_, run) in enumerate(groupby(words)) for _ in run)
-
-
-def _guess_words(names: Sequence[str], special: Sequence[bool]) -> list[int]:
-    marked = any(name.startswith(WORD_STARTS) for name in names)
-    word = -1
-    words: list[int] = []
-    for place, name in enumerate(names):
-        before = "" if place == 0 or special[place - 1] else names[place - 1]
-        if special[place] or not before:
-            continues = False
-        elif name.startswith(CONTINUES) and len(name) > len(CONTINUES):
-            continues = True
-        else:
-            starts = name.startswith(WORD_STARTS)
-            continues = marked and not starts and _is_letter(name[:1]) and _is_letter(before[-1:])
-        word += not continues
-        words.append(word)
-    return words
-
-
-def _is_letter(character: str) -> bool:
-    return character.isalnum() and character < FIRST_UNSPACED
