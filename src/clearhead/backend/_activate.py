@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import TracebackType
 from typing import Any, final
 
@@ -13,16 +14,14 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from .._environment import ACTIVATED, is_activated
 from .._torch_private import withdraw
 from ..errors import ArgumentError, KernelError
-
-#: The name in PyTorch's registry of implementations of flash attention.
-NAME = "clearhead"
 
 
 def register() -> None:
     """Enter the name into PyTorch's registry, so that ``activate_flash_attention_impl("clearhead")`` finds it."""
-    register_flash_attention_impl(NAME, register_fn=_install)
+    register_flash_attention_impl(ACTIVATED, register_fn=_install)
 
 
 @final
@@ -34,7 +33,7 @@ class Activation:
 
     def remove(self) -> None:
         """Restore PyTorch's kernels, unless they are back already, or another implementation was activated since."""
-        if self._activated and is_active():
+        if self._activated and is_activated():
             restore_flash_attention_impl()
         self._activated = False
 
@@ -76,18 +75,13 @@ def activate() -> Activation:
         True
     """
     active = current_flash_attention_impl()
-    if active == NAME:
+    if active == ACTIVATED:
         return Activation(activated=False)
     if active is not None:
         fix = "PyTorch has one implementation at a time: call torch.nn.attention.restore_flash_attention_impl() first."
         raise ArgumentError("activate()", expected="no other active implementation", got=repr(active), fix=fix)
-    activate_flash_attention_impl(NAME)
+    activate_flash_attention_impl(ACTIVATED)
     return Activation(activated=True)
-
-
-def is_active() -> bool:
-    """Whether PyTorch's attention runs on Clearhead's kernel on the CPU."""
-    return current_flash_attention_impl() == NAME
 
 
 @final
@@ -108,7 +102,9 @@ def _install() -> _Installed:
     from .._native import extension, why_missing
 
     if extension is None:
-        raise KernelError(f'activate_flash_attention_impl("{NAME}"): Clearhead\'s kernel is missing: {why_missing}.')
+        raise KernelError(
+            f'activate_flash_attention_impl("{ACTIVATED}"): Clearhead\'s kernel is missing: {why_missing}.'
+        )
     from . import _sdpa, _varlen
 
     return _Installed([_registered(_sdpa.KERNELS, "aten"), _registered(_varlen.KERNELS, "torch_attn")])
@@ -116,6 +112,9 @@ def _install() -> _Installed:
 
 def _registered(kernels: dict[str, Any], namespace: str) -> torch.library.Library:
     library = torch.library.Library(namespace, "IMPL")
-    for name, kernel in kernels.items():
-        library.impl(name, kernel, "CPU", allow_override=True)
+    with warnings.catch_warnings():
+        # To override is what PyTorch's registry is for.
+        warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "CPU", allow_override=True)
     return library

@@ -17,9 +17,9 @@ from .._torch_private import cpu_kernel
 from ..kernels._native_arguments import DTYPES, NativeArguments, Strides
 from ..kernels._native_plan import plan_of
 
-_NAME = "_scaled_dot_product_flash_attention_for_cpu"
-_pytorchs_forward = cpu_kernel(f"aten::{_NAME}")
-_pytorchs_backward = cpu_kernel(f"aten::{_NAME}_backward")
+FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+_pytorchs_forward = cpu_kernel(f"aten::{FORWARD}")
+_pytorchs_backward = cpu_kernel(f"aten::{FORWARD}_backward")
 
 #: Multiplications of queries with keys below which PyTorch's kernel is faster, since its call costs less. Measured by
 #: ``python -m benchmarks.activated``.
@@ -78,7 +78,7 @@ def _backward(
     return plan.backward(arguments, output, exact, output_gradient)[:3]
 
 
-KERNELS = {_NAME: _forward, f"{_NAME}_backward": _backward}
+KERNELS = {FORWARD: _forward, f"{FORWARD}_backward": _backward}
 
 
 def _is_pytorchs(query: Tensor, key: Tensor, dropout_p: float) -> bool:
