@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,8 @@ def exact(inputs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max())
+    expected = expected.detach()
+    return float((found.detach().double() - expected).abs().max() / max(1e-3, float(expected.abs().max())))
 
 
 @pytest.mark.parametrize("heads_inside", [False, True])
@@ -76,6 +78,23 @@ def test_numbers_and_layouts(name: str, dtype: torch.dtype, heads_inside: bool) 
         assert (ours.stride(), ours.dtype) == (theirs.stride(), theirs.dtype)
     if dtype == torch.float32:  # another kernel computed it
         assert not all(torch.equal(*pair) for pair in zip(found, pytorchs, strict=True))
+
+
+MASK_SHAPES = [*itertools.product((L, 1), (S, 1)), *itertools.product((B, 1), (H, 1), (L, 1), (S, 1))]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_that_broadcast(kind: str, active: None) -> None:
+    """Query, key and value are parts of one tensor, as `nn.Linear(E, 3 · E)` leaves them."""
+    draw = torch.Generator().manual_seed(8)
+    features = torch.randn(B, S, 3, H, D, generator=draw)
+    for shape in MASK_SHAPES:
+        query, key, value = (x.requires_grad_() for x in features.detach().permute(2, 0, 3, 1, 4))
+        inputs = [query[:, :, :L], key, value]
+        mask = torch.randn(shape, generator=draw)
+        options = {"attn_mask": mask > 0 if kind == "bool" else mask}
+        for found, right in zip(results(inputs, options), exact(inputs, options), strict=True):
+            assert error(found, right) <= 1e-5
 
 
 def test_the_log_sum_exp_is_pytorchs(active: None) -> None:
