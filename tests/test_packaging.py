@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -77,3 +79,15 @@ def test_tests_of_an_installed_wheel_refuse_the_sources_of_the_checkout() -> Non
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert f"CLEARHEAD_TEST_INSTALLED=1: clearhead was imported from {SOURCES}" in done.stderr
+
+
+def test_the_package_for_the_hub_of_kernels(tmp_path: Path) -> None:
+    """`.ci/hub_kernel` writes one variant, whose module has the functions of flash-attn."""
+    subprocess.run([sys.executable, str(ROOT / ".ci" / "hub_kernel"), str(tmp_path)], check=True)
+    variant = tmp_path / "build" / "torch-cpu"
+    metadata = json.loads((variant / "metadata.json").read_text(encoding="utf-8"))
+    assert metadata["backend"] == {"type": "cpu"}
+    assert "flash" in metadata["name"]
+    names = runpy.run_path(str(variant / "__init__.py"))
+    assert names["__all__"] == ["flash_attn_func", "flash_attn_varlen_func"]
+    assert all(callable(names[name]) for name in names["__all__"])

@@ -21,10 +21,11 @@ import clearhead
 SURFACE = {
     "clearhead": """
         AttentionStatistics Explanation MultiHeadAttention MultiHeadLatentAttention Summary TopK UpgradeReport
-        Walkthrough __version__ attention attention_statistics attention_varlen attention_weights caches check_values
-        checkpoints downgrade errors explain head_importance intervene kernels masks merge_heads monitor nn plot
-        positions qk_clip_ record split_heads transformer upgrade use_kernel use_linear walkthrough
+        Walkthrough __version__ activate attention attention_statistics attention_varlen attention_weights caches
+        check_values checkpoints downgrade errors explain head_importance intervene kernels masks merge_heads monitor
+        nn plot positions qk_clip_ record split_heads transformer upgrade use_kernel use_linear walkthrough
     """,
+    "clearhead.backend": "flash_attn_func flash_attn_varlen_func",
     "clearhead.caches": """
         Cache CrossKVCache EvictingKVCache EvictionPolicy HeavyHitters Held KVCache KeyValues RandomEviction
         SinksAndRecent SlidingKVCache

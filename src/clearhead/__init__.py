@@ -18,6 +18,7 @@ from ._statistics.vectors import TopK
 from ._varlen import attention_varlen
 from ._version import __version__
 from ._weights import attention_weights
+from .backend._activate import activate, register
 from .kernels._choice import Explanation, use_kernel
 
 if TYPE_CHECKING:  # `__getattr__` imports these on first use
@@ -41,6 +42,7 @@ __all__ = [
     "UpgradeReport",
     "Walkthrough",
     "__version__",
+    "activate",
     "attention",
     "attention_statistics",
     "attention_varlen",
@@ -70,6 +72,7 @@ __all__ = [
     "walkthrough",
 ]
 
+register()
 
 _PACKAGES = ("checkpoints", "inspection", "integrations", "nn", "plot", "transformer")
 _NAMES = {

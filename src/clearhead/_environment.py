@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from ._torch_private import any_autocast, any_global_hook, any_transform, dispatch_modes, in_backward, sdpa_settings
@@ -39,6 +40,10 @@ class forcing(Generic[Choice]):
     ) -> None:
         forced = self._forced
         forced.outer, forced.value = forced.outer[:-1], forced.outer[-1]
+
+
+#: The name of Clearhead in PyTorch's registry of implementations of flash attention.
+ACTIVATED = "clearhead"
 
 
 class _State(threading.local):
@@ -128,6 +133,11 @@ def read_environment() -> Environment:
 def is_tracing() -> bool:
     """True while a graph is being recorded (`torch.compile`, `torch.export`): sizes are symbols, values unknown."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_activated() -> bool:
+    """Whether `clearhead.activate` holds: PyTorch's own attention runs on Clearhead's kernel on the CPU."""
+    return torch.nn.attention.current_flash_attention_impl() == ACTIVATED
 
 
 def has_values() -> bool:

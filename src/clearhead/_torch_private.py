@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -230,3 +230,14 @@ def sizes_apart() -> Generator[None, None, None]:
             except (ImportError, AttributeError):
                 continue
         yield
+
+
+def cpu_kernel(operator: str) -> Callable[..., Any]:
+    """PyTorch's own kernel of an operator for the CPU, whatever is registered for the operator later."""
+    keys = _lookup("_C.DispatchKeySet", None)(_lookup("_C.DispatchKey", None).CPU)
+    return partial(torch.library.get_kernel(operator, "CPU").call_boxed, keys)
+
+
+def withdraw(library: torch.library.Library) -> None:
+    """Take the kernels of a library out of PyTorch's dispatcher now, and not when the library is freed."""
+    cast(Any, library)._destroy()

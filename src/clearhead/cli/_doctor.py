@@ -90,6 +90,9 @@ def examine() -> dict[str, Any]:
         "MPS": "available" if torch.backends.mps.is_available() else "not available",
         "projections": explanation.projections,
         "native kernel": instruction_set() or f"not available: {why_missing}. To build it: {BUILD_NATIVE}",
+        "PyTorch's own attention": "runs on the native kernel (clearhead.activate)"
+        if explanation.active
+        else "PyTorch's",
         "threads": str(torch.get_num_threads()),
         "threads between operations": str(torch.get_num_interop_threads()),
     }

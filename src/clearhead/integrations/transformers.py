@@ -32,9 +32,11 @@ from .._environment import read_environment
 from .._layer.plan import attend
 from .._layer.positions import positions_of_keys
 from .._weights import attention_weights
-from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
+from ..errors import ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
 from ._cache_for import cache_for
 from ._cache_layers import BoundedCacheLayer
+from ._flash_name import register_flash
+from ._keywords import WITHOUT_EFFECT, refuse_unknown
 from ._masks import carried_by, causal_mask, make_mask, read_mask
 from ._packed_row import sequences_of
 
@@ -57,31 +59,6 @@ _NAMES = {
     "masks.keep": "attention_mask",
     "mask keep(...)": "attention_mask",
 }
-
-# Models pass these to every attention function, for caches, outputs, losses or other kernels. The eager attention of
-# transformers ignores them too.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "cache",
-        "cache_position",
-        "decoder_attention_mask",
-        "deterministic",
-        "encoder_hidden_states",
-        "grid_thw",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "seq_idx",
-        "use_cache",
-    }
-)
 
 # Layers of these models do not pass ``output_attentions`` on, and transformers' hooks do not collect from them. Their
 # output contains the weights that the attention function returns.
@@ -150,7 +127,7 @@ def attention_forward(
         >>> output.shape, weights.shape
         (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 5, 7]))
     """
-    _refuse_unknown(others)
+    refuse_unknown(others, WITHOUT_EFFECT, NAME, "eager")
     try:
         query, key, value = _same_batch(query=query, key=key, value=value)
         if not hasattr(module, "training"):
@@ -195,14 +172,7 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
-
-
-def _refuse_unknown(keywords: dict[str, Any]) -> None:
-    for name, value in keywords.items():
-        if value is not None and name not in _WITHOUT_EFFECT:
-            expected = "no keyword that Clearhead's attention for transformers does not know"
-            fix = 'It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").'
-            raise ArgumentError(name, expected=expected, got=f"a {type(value).__name__} from the model", fix=fix)
+    register_flash()
 
 
 def _same_batch(**inputs: Tensor) -> list[Tensor]:

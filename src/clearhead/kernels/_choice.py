@@ -9,7 +9,7 @@ import torch
 
 from .._call.call import AttentionCall
 from .._checks import shown
-from .._environment import forced_kernels, forcing
+from .._environment import forced_kernels, forcing, is_activated
 from .._native import extension
 from ..errors import ArgumentError, KernelError
 from ._base import Kernel, Refusal
@@ -60,6 +60,7 @@ class Explanation:
         projections: which GEMM backend a module's projections use on the CPU, and why.
         backend: which kernel of PyTorch runs on a GPU: ``"cuDNN"``, ``"flash"``, ``"efficient"`` (memory-efficient
             attention) or ``"varlen"`` (flash attention for packed sequences). Empty on the CPU, and for other kernels.
+        active: whether `clearhead.activate` holds, so that PyTorch's own attention runs on Clearhead's kernel.
         faster: what would have to change for a faster backend, such as ``"flash without dropout"``.
 
     Example:
@@ -77,6 +78,7 @@ class Explanation:
     projections: str = ""
     backend: str = ""
     faster: tuple[str, ...] = ()
+    active: bool = False
 
     def __str__(self) -> str:
         how = " (forced by use_kernel)" if self.forced else ""
@@ -88,6 +90,8 @@ class Explanation:
             lines.append(f"backend: {self.backend}{faster}")
         if self.projections:
             lines.append(f"projections: {self.projections}")
+        if self.active:
+            lines.append("activated: torch.nn.functional.scaled_dot_product_attention runs on Clearhead's kernel too")
         return "\n".join(lines)
 
 
@@ -161,7 +165,9 @@ def explain_call(call: AttentionCall, projections: str) -> Explanation:
         reasons[kernel.name] = tuple(map(str, kernel.refusals(*request) + reserved))
     kernel = choose(call, None) if forced is None else None if reasons[forced.name] else forced
     backend = None if kernel is None else kernel.backend(*request)
-    explanation = Explanation(None if kernel is None else kernel.name, reasons, forced is not None, projections)
+    explanation = Explanation(
+        None if kernel is None else kernel.name, reasons, forced is not None, projections, active=is_activated()
+    )
     return explanation if backend is None else replace(explanation, backend=backend.name, faster=backend.faster)
 
 

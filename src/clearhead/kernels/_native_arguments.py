@@ -37,7 +37,8 @@ class NativeProblem(NamedTuple):
         visible, bias: those of these tensors, or ``None``.
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether there may be a backward pass; the output is then float32 whatever the dtype.
-        contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
+        output: strides of the output. Default: heads lie beside each other where the query's do.
+        gradients: strides of the gradients of query, key and value. Default: they are laid out as the inputs.
     """
 
     dtype: torch.dtype
@@ -56,7 +57,8 @@ class NativeProblem(NamedTuple):
     bias: Layout | None = None
     bias_gradient: tuple[int, ...] | None = None
     differentiable: bool = False
-    contiguous_gradients: bool = False
+    output: Strides | None = None
+    gradients: tuple[Strides, ...] | None = None
 
 
 class NativeArguments(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from ._native_arguments import NativeArguments
+from ._native_arguments import NativeArguments, contiguous_strides
 from ._native_plan import plan_of
 from ._second_order import sinks_gradient
 
@@ -43,7 +43,8 @@ def _forward(*request: Any) -> tuple[Tensor, Tensor]:
 def _backward(*all_arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *request, output, lse, output_gradient, lse_gradient = all_arguments
     arguments = NativeArguments(*request)
-    plan = plan_of(arguments, differentiable=True, contiguous_gradients=True)
+    contiguous = tuple(contiguous_strides(tensor.shape) for tensor in arguments[:3])
+    plan = plan_of(arguments, differentiable=True, gradients=contiguous)
     if output.dtype != torch.float32:  # which is rounded
         output = plan.forward(arguments)
     return plan.backward(arguments, output, lse, output_gradient, lse_gradient)

