@@ -29,7 +29,13 @@ def ours(**settings: Any) -> MultiHeadAttention:
 
 
 def latent() -> MultiHeadLatentAttention:
-    sizes: dict[str, Any] = {"kv_lora_rank": 7, "q_lora_rank": 5, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    sizes: dict[str, Any] = {
+        "kv_lora_rank": 7,
+        "q_lora_rank": 5,
+        "qk_nope_head_dim": 3,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 4,
+    }
     return MultiHeadLatentAttention(E, H, **sizes, position=Rotary(2))
 
 
