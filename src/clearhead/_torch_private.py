@@ -129,7 +129,12 @@ def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> W
 
 def is_rows_of(tensor: Any) -> bool:
     """Whether a jagged tensor is (B, lengths, features) without holes."""
-    return tensor.dim() == 3 and getattr(tensor, "_ragged_idx", 1) == 1 and tensor.lengths() is None
+    return tensor.dim() == 3 and ragged_dimension(tensor) == 1
+
+
+def ragged_dimension(tensor: Any) -> int | None:
+    """The dimension in which the sequences of a jagged tensor differ; ``None`` if there are holes between them."""
+    return getattr(tensor, "_ragged_idx", 1) if tensor.lengths() is None else None
 
 
 def timeout_of(group: Any, device: torch.device | str) -> timedelta | None:
