@@ -45,9 +45,11 @@ _sdpa_flags: tuple[Callable[[], object], ...] = (
     _lookup("_C._get_math_sdp_enabled", tuple),
     _lookup("_C._get_deterministic_algorithms", tuple),
 )
-_global_hooks: tuple[dict[int, object], ...] = tuple(
-    _lookup(f"nn.modules.module._global_{name}_hooks", {})
-    for name in ("forward_pre", "forward", "backward_pre", "backward")
+_global_hooks: tuple[dict[int, object], ...] = (
+    _lookup("nn.modules.module._global_forward_pre_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_forward_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_backward_pre_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_backward_hooks", {0: _true}),
 )
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
