@@ -45,6 +45,12 @@ _sdpa_flags: tuple[Callable[[], object], ...] = (
     _lookup("_C._get_math_sdp_enabled", tuple),
     _lookup("_C._get_deterministic_algorithms", tuple),
 )
+_global_hooks: tuple[dict[int, object], ...] = (
+    _lookup("nn.modules.module._global_forward_pre_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_forward_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_backward_pre_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_backward_hooks", {0: _true}),
+)
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
 
@@ -125,7 +131,12 @@ def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> W
 
 def is_rows_of(tensor: Any) -> bool:
     """Whether a jagged tensor is (B, lengths, features) without holes."""
-    return tensor.dim() == 3 and getattr(tensor, "_ragged_idx", 1) == 1 and tensor.lengths() is None
+    return tensor.dim() == 3 and ragged_dimension(tensor) == 1
+
+
+def ragged_dimension(tensor: Any) -> int | None:
+    """The dimension in which the sequences of a jagged tensor differ; ``None`` if there are holes between them."""
+    return getattr(tensor, "_ragged_idx", 1) if tensor.lengths() is None else None
 
 
 def timeout_of(group: Any, device: torch.device | str) -> timedelta | None:
@@ -150,6 +161,12 @@ def remove_hook(module: nn.Module, hook: object) -> None:
             del hooks[number]
             fields["_forward_hooks_with_kwargs"].pop(number, None)
             fields["_forward_hooks_always_called"].pop(number, None)
+
+
+def any_foreign_global_hook() -> bool:
+    """Whether hooks for all modules are registered, other than those by which PyTorch's tools name what runs."""
+    hooks = (hook for hooks in _global_hooks for hook in hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
 
 
 def skips_idle_hook(hook: Callable[..., None]) -> Callable[[type[Kind]], type[Kind]]:
