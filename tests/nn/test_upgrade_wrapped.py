@@ -201,8 +201,6 @@ def test_opacus_reports_and_replaces_upgraded_attention_as_pytorchs() -> None:
     assert [str(error) for error in ModuleValidator.validate(model)] == expected != []
     fixed: Any = ModuleValidator.fix(model)
     assert type(fixed["attend"]) is DPMultiheadAttention
-    x = torch.randn(N, L, E)
-    torch.testing.assert_close(fixed["attend"](x, x, x)[0], model["attend"](x, x, x)[0], atol=1e-5, rtol=0)
 
 
 @pytest.fixture
