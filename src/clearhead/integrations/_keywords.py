@@ -17,6 +17,7 @@ WITHOUT_EFFECT = frozenset(
         "deterministic",
         "encoder_hidden_states",
         "grid_thw",
+        "input_ids",
         "logits_to_keep",
         "max_length_k",
         "max_length_q",
