@@ -9,8 +9,11 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
+from .._call.saved import restored
 from .._call.spec import has_contiguous_rows
+from .._checks import PLAIN
 from .._native import extension, instruction_set_number
+from ..errors import DeviceError
 from ._native_arguments import (
     DTYPES,
     BackwardArguments,
@@ -27,6 +30,7 @@ from ._native_arguments import (
 _LEVELS = 1 << 16  # of the bits that decide about dropout
 _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
 _PLANS = 256
+_CPU = torch.device("cpu")
 
 
 @final
@@ -46,6 +50,7 @@ class NativePlan:
 
     def __init__(self, problem: NativeProblem) -> None:
         layouts = problem.query, problem.key, problem.value
+        self._operand_strides = tuple(strides for _, strides in layouts)
         (batch, heads, rows, dim), _, (_, _, keys, value_dim) = shapes = [shape for shape, _ in layouts]
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
         self._contiguous = [not has_contiguous_rows(*layout) for layout in layouts]
@@ -58,6 +63,7 @@ class NativePlan:
         self._gradients = tuple(zip(shapes, gradients, strict=True))
         self._shape = (batch, heads, rows, value_dim)
         self._strides = problem.output or strides_of_output(self._shape, problem.query[1])
+        self._dtype = problem.dtype
         self._output_dtype = torch.float32 if problem.differentiable else problem.dtype
         self._rows_shape = (batch, heads, rows)
         self._bias_shape = problem.bias_gradient
@@ -80,6 +86,10 @@ class NativePlan:
             drop_below=round(problem.dropout_p * _LEVELS),
             wide_output=problem.differentiable,
         )
+
+    def reads(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether tensors of the problem's shapes have its strides too."""
+        return (query.stride(), key.stride(), value.stride()) == self._operand_strides
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -129,29 +139,37 @@ class NativePlan:
             bias_gradient: an `empty_bias_gradient`, if it is wanted.
             whole_rows: whether output and lse are those of these keys, and not of a larger call.
         """
-        dq, dk, dv = (arguments.query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
-        # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
-        correction = torch.empty_like(lse, dtype=torch.float32)
-        # Graphs, and hooks on saved tensors, may bring an output back that lies otherwise.
-        if output.stride() != self._strides:
+        empty = arguments.query.new_empty_strided
+        dq, dk, dv = [empty(*layout) for layout in self._gradients]
+        output = restored("saved output", output, self._shape, torch.float32, _CPU)
+        if output.stride() != self._strides or output.is_neg():
             output = output.new_empty_strided(self._shape, self._strides).copy_(output)
+        lse = restored("saved lse", lse, self._rows_shape, torch.float64, _CPU)
+        if lse.is_neg() or not lse.is_contiguous():
+            lse = lse.resolve_neg().contiguous()
+        # Autograd itself checks the shape, the dtype and the device of a gradient.
+        if type(output_gradient) not in PLAIN:
+            output_gradient = restored("gradient of the output", output_gradient, self._shape, self._dtype, _CPU)
         if output_gradient.is_neg() or output_gradient.stride(-1) != 1:
             output_gradient = output_gradient.resolve_neg().contiguous()
         if lse_gradient is not None:
-            lse_gradient = lse_gradient.float().resolve_neg().contiguous()
+            lse_gradient = restored("gradient of lse", lse_gradient, self._rows_shape, torch.float32, _CPU)
+            lse_gradient = lse_gradient.resolve_neg().contiguous()
+        # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
+        correction = torch.empty_like(lse, dtype=torch.float32)
         batch, head, row, _ = output_gradient.stride()
-        others = BackwardArguments(
-            output_gradient=output_gradient.data_ptr(),
-            output_gradient_batch=batch,
-            output_gradient_head=head,
-            output_gradient_row=row,
-            lse_gradient=address_of(lse_gradient),
-            query_gradient=dq.data_ptr(),
-            key_gradient=dk.data_ptr(),
-            value_gradient=dv.data_ptr(),
-            correction=correction.data_ptr(),
-            bias_gradient=address_of(bias_gradient),
-            whole_rows=int(whole_rows),
+        others = BackwardArguments(  # in their order, because names would take longer than what is checked above
+            output_gradient.data_ptr(),
+            batch,
+            head,
+            row,
+            address_of(lse_gradient),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            correction.data_ptr(),
+            address_of(bias_gradient),
+            whole_rows,
         )
         self._run(self._backward, arguments, output, lse, *others)
         return dq, dk, dv, correction
@@ -194,7 +212,21 @@ class NativePlan:
             arguments = arguments._replace(query=query, key=key, value=value)
         threads = 1 if self._one_thread else torch.get_num_threads()
         addresses = arguments.addresses(output, lse, *backward)
+        if backward and 0 in addresses[:5]:
+            _require_memory(arguments, output, lse)
         function(self._plan, instruction_set_number(), threads, *addresses, **wanted)
+
+
+def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tensor | None) -> None:
+    """Raise for a tensor whose memory was freed since it was saved. One of no elements has none."""
+    names = ("query", "key", "value", "output", "lse")
+    for name, x in zip(names, (*arguments[:3], output, lse), strict=True):
+        if x is not None and x.numel() and not x.data_ptr():
+            got, fix = (
+                "a tensor whose memory was freed",
+                "Free the storage after the backward pass, or restore it before.",
+            )
+            raise DeviceError(f"saved {name}", expected="the numbers that were saved", got=got, fix=fix)
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
