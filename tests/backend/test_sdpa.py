@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead.backend import _sdpa
+from clearhead.errors import ShapeError
 
 B, H, L, S, D = 2, 6, 37, 53, 16
 BOOL = torch.rand(B, 1, L, S, generator=torch.Generator().manual_seed(5)) > 0.3
@@ -222,3 +223,19 @@ def test_saved_tensors_that_come_back_in_other_layouts(active: None) -> None:
         gradients = torch.autograd.grad(output.double().sin().sum(), inputs)
     for gradient, right in zip(gradients, expected[1:], strict=True):
         assert error(gradient, right.double()) <= 1e-6
+
+
+def test_saved_tensors_in_another_dtype_or_shape(active: None) -> None:
+    inputs = operands({}, torch.float32)
+    expected = results(inputs, {})
+
+    def gradients(unpack: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            output = scaled_dot_product_attention(*inputs)
+        return list(torch.autograd.grad(output.sum(), inputs))
+
+    right = torch.autograd.grad(scaled_dot_product_attention(*inputs).sum(), inputs)
+    for gradient, exact in zip(gradients(lambda x: x.double()), right, strict=True):
+        assert error(gradient, exact.double()) <= 1e-5
+    with pytest.raises(ShapeError, match=r"saved tensors of scaled_dot_product_attention: expected the shapes .* hook"):
+        gradients(lambda x: x[..., :5, :] if x.shape == expected[2].shape else x)

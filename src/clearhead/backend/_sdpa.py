@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch_private import cpu_kernel
+from ..errors import ShapeError, shape_text
 from ..kernels._native_arguments import DTYPES, NativeArguments, Strides
 from ..kernels._native_plan import plan_of
 
@@ -64,9 +65,10 @@ def _backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """The gradients of query, key and value, laid out as PyTorch's."""
-    if _is_pytorchs(query, key, dropout_p):
+    if _is_pytorchs(output_gradient, key, dropout_p):
         operands = query, key, value, output, lse
         return _pytorchs_backward(output_gradient, *operands, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    query, key, value = _fitting(output_gradient, query, key, value, lse)
     arguments = _arguments(query, key, value, is_causal, attn_mask, scale)
     gradients = tuple(_heads_inside(tensor.shape) for tensor in (query, key, value))
     plan = plan_of(arguments, differentiable=True, gradients=gradients)
@@ -85,6 +87,21 @@ def _is_pytorchs(query: Tensor, key: Tensor, dropout_p: float) -> bool:
     """Whether PyTorch's own kernel computes the call: a small one, or one that Clearhead's kernel does not support."""
     batch, heads, length, dim = query.shape
     return batch * heads * length * key.shape[2] * dim < _SMALL or query.dtype not in DTYPES or dropout_p > 0
+
+
+def _fitting(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value in the dtype of the gradient. Hooks on saved tensors may have returned other ones.
+
+    Raises:
+        ShapeError: if they returned other shapes.
+    """
+    rows, (batch, _, _, dim) = gradient.shape, key.shape
+    if query.shape != rows or value.shape != key.shape or lse.shape != rows[:3] or (batch, dim) != (rows[0], rows[3]):
+        got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}, value {shape_text(value.shape)}"
+        expected = f"the shapes that were saved, for an output of {shape_text(rows)}"
+        fix = "A hook on saved tensors has to return the shape that it was given."
+        raise ShapeError("saved tensors of scaled_dot_product_attention", expected=expected, got=got, fix=fix)
+    return query.to(gradient.dtype), key.to(gradient.dtype), value.to(gradient.dtype)
 
 
 def _arguments(
