@@ -34,11 +34,11 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
     if spec.tracing:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             reasons.append(Refusal("an exported graph holds PyTorch's own operators only"))
-    elif spec.transformed:
+    if spec.transformed:
         reasons.append(Refusal("its own backward cannot be transformed by torch.func or derived forwards"))
-    elif spec.subclass is not None:
+    elif not spec.tracing and spec.subclass is not None:
         reasons.append(Refusal("it reads plain tensors only, and one is a {kind}", kind=spec.subclass))
-    elif mask is not None and spec.sequences is None:
+    elif not spec.tracing and mask is not None and spec.sequences is None:
         reasons += refusals_of_heads(mask, grid)
     return tuple(reasons)
 
