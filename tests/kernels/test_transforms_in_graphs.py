@@ -35,12 +35,18 @@ TRANSFORMS: dict[str, Callable[[Function, Tensor, Tensor], Tensor]] = {
 MODULE = clearhead.MultiHeadAttention(HEADS * HEAD_DIM, HEADS)
 DROP_IN = clearhead.nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, batch_first=True)
 ENDS = torch.tensor([0, 3, LENGTH])
+
+
+def _packed(x: Tensor) -> Tensor:
+    return clearhead.attention_varlen(x, x, x, ENDS, ENDS)
+
+
 FUNCTIONS: dict[str, Function] = {
     "attention": lambda x: clearhead.attention(x, x, x, masks.causal()),
     "lengths": lambda x: clearhead.attention(x, x, x, masks.lengths(torch.tensor([LENGTH, 2, 0]))),
     "module": lambda x: MODULE(x.transpose(1, 2).flatten(2)),
     "drop-in": lambda x: DROP_IN(*[x.transpose(1, 2).flatten(2)] * 3)[0],
-    "packed": lambda x: clearhead.attention_varlen(*[x[0].transpose(0, 1)] * 3, ENDS, ENDS),
+    "packed": lambda x: _packed(x[0].transpose(0, 1)),
     "weights": lambda x: clearhead.attention_weights(x, x),
 }
 CASES = [
