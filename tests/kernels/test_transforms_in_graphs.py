@@ -59,8 +59,8 @@ CASES = [
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("transform", "function"), CASES)
 def test_a_compiled_transform_gives_the_numbers_of_an_eager_one(transform: str, function: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, tangent = torch.randn(2, 3, HEADS, LENGTH, HEAD_DIM, generator=generator)
+    # Two tensors of their own: PyTorch's compiled forward derivatives fail for views of one.
+    x, tangent = torch.randn(3, HEADS, LENGTH, HEAD_DIM), torch.randn(3, HEADS, LENGTH, HEAD_DIM)
 
     def transformed(x: Tensor, tangent: Tensor) -> Tensor:
         return TRANSFORMS[transform](FUNCTIONS[function], x, tangent)
@@ -73,7 +73,7 @@ def test_a_compiled_transform_gives_the_numbers_of_an_eager_one(transform: str, 
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_transform_around_a_compiled_function() -> None:
-    x, tangent = torch.randn(2, 3, HEADS, LENGTH, HEAD_DIM)
+    x, tangent = torch.randn(3, HEADS, LENGTH, HEAD_DIM), torch.randn(3, HEADS, LENGTH, HEAD_DIM)
     compiled = torch.compile(FUNCTIONS["attention"], backend="aot_eager")
     found, expected = (TRANSFORMS["jvp"](function, x, tangent) for function in (compiled, FUNCTIONS["attention"]))
     torch.testing.assert_close(found, expected)
