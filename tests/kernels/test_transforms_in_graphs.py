@@ -13,6 +13,7 @@ from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
 
 import clearhead
 from clearhead import masks
+from tests.support.budgets import slow
 
 Function = Callable[[Tensor], Tensor]
 HEADS, HEAD_DIM, LENGTH = 2, 7, 5
@@ -50,9 +51,11 @@ FUNCTIONS: dict[str, Function] = {
     "weights": lambda x: clearhead.attention_weights(x, x),
 }
 CASES = [
-    *((transform, "attention") for transform in TRANSFORMS),
-    *(("jvp", function) for function in FUNCTIONS if function != "attention"),
-    ("vmap of grad", "module"),
+    *(("jvp", "attention"), ("dual_level", "attention"), ("vmap of grad", "attention"), ("jvp", "packed")),
+    *slow(
+        *((transform, "attention") for transform in ("jacfwd", "grad", "vjp", "hessian")), ("vmap of grad", "module")
+    ),
+    *slow(*(("jvp", function) for function in ("lengths", "module", "drop-in", "weights"))),
 ]
 
 
