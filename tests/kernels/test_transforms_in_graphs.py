@@ -13,7 +13,6 @@ from torch.func import grad, hessian, jacfwd, jvp, vjp, vmap
 
 import clearhead
 from clearhead import masks
-from tests.support.budgets import slow
 
 Function = Callable[[Tensor], Tensor]
 HEADS, HEAD_DIM, LENGTH = 2, 7, 5
@@ -50,12 +49,14 @@ FUNCTIONS: dict[str, Function] = {
     "packed": lambda x: _packed(x[0].transpose(0, 1)),
     "weights": lambda x: clearhead.attention_weights(x, x),
 }
+SLOW = [
+    *((transform, "attention") for transform in ("jacfwd", "grad", "vjp", "hessian")),
+    *(("jvp", function) for function in ("lengths", "module", "drop-in", "weights")),
+    ("vmap of grad", "module"),
+]
 CASES = [
     *(("jvp", "attention"), ("dual_level", "attention"), ("vmap of grad", "attention"), ("jvp", "packed")),
-    *slow(
-        *((transform, "attention") for transform in ("jacfwd", "grad", "vjp", "hessian")), ("vmap of grad", "module")
-    ),
-    *slow(*(("jvp", function) for function in ("lengths", "module", "drop-in", "weights"))),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
 
