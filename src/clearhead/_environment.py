@@ -11,7 +11,17 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from ._torch_private import any_autocast, any_global_hook, any_transform, dispatch_modes, in_backward, sdpa_settings
+from ._torch_private import (
+    any_autocast,
+    any_global_hook,
+    any_transform,
+    dispatch_modes,
+    has_valueless_mode,
+    in_backward,
+    in_jit_trace,
+    is_fake,
+    sdpa_settings,
+)
 
 Choice = TypeVar("Choice")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -83,7 +93,9 @@ class check_values(forcing[bool]):
 
 def reads_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are checked now."""
-    return not is_tracing() and not tensor.is_meta and (tensor.is_cpu or bool(_checked.value))
+    if is_tracing() or tensor.is_meta or is_fake(tensor) or has_valueless_mode():
+        return False
+    return tensor.is_cpu or bool(_checked.value)
 
 
 class Environment(NamedTuple):
@@ -116,7 +128,7 @@ def read_environment() -> Environment:
     """The environment of the call that runs now."""
     if is_tracing():  # what a graph holds must not depend on what else surrounds its first call
         grad = torch.is_grad_enabled()
-        return Environment(True, False, False, False, False, grad, False, forced_kernels.value)
+        return Environment(True, any_transform(), False, False, False, grad, False, forced_kernels.value)
     return Environment(
         False,
         any_transform(),
@@ -132,7 +144,7 @@ def read_environment() -> Environment:
 
 def is_tracing() -> bool:
     """True while a graph is being recorded (`torch.compile`, `torch.export`): sizes are symbols, values unknown."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or in_jit_trace()
 
 
 def is_activated() -> bool:
@@ -141,8 +153,8 @@ def is_activated() -> bool:
 
 
 def has_values() -> bool:
-    """False while tracing, in `torch.func` transforms and in forward-mode derivatives, where no value may be read."""
-    return not is_tracing() and not any_transform()
+    """False while tracing, in transforms and forward-mode derivatives, and with fake tensors: no value may be read."""
+    return not is_tracing() and not any_transform() and not has_valueless_mode()
 
 
 def listening() -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._checks import flag, same_device, strided
+from .._proxies import recorded_call
 from ..errors import ClearheadError, ShapeError, shape_text
 from ..masks import bias, causal, keep
 from ..masks._base import Mask
@@ -67,7 +68,9 @@ def scaled_dot_product_attention(
         leading, (q, k, v), mask = translate(query, key, value, attn_mask, is_causal, enable_gqa)
         output = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
     except ClearheadError as error:
-        raise also_pytorchs(error) from error.__cause__
+        refusal = also_pytorchs(error)
+        refusal.__cause__ = error.__cause__
+        return recorded_call(scaled_dot_product_attention, refusal, locals())
     return output.reshape(*leading, *output.shape[-2:])
 
 
