@@ -1,0 +1,105 @@
+"""The table: what each entry is under each tool."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from clearhead.errors import ClearheadError
+
+from .entries import BY_NAME, ENTRIES, NEEDS, Entry
+from .subject import Numbers, require_near
+from .tools import GROUPS, TOOLS, Tool
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a cell raises instead of a result."""
+
+    kind: type[ClearheadError]
+    text: str
+
+
+#: By entry and tool. All other cells are right.
+REFUSED: dict[tuple[str, str], Refusal] = {}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One call of an entry under a tool."""
+
+    entry: Entry
+    tool: Tool
+    case: str
+
+    @property
+    def is_slow(self) -> bool:
+        return self.case != next(iter(self.entry.cases))
+
+    def check(self) -> None:
+        """Raise unless the tool leaves the numbers as they are, or the call is refused with the text of the table."""
+        refusal = REFUSED.get((self.entry.name, self.tool.name))
+        if refusal is not None:
+            with pytest.raises(refusal.kind, match=re.escape(refusal.text)):
+                self.tool.found(self.entry.build(self.case))
+            return
+        found = self.tool.found(self.entry.build(self.case))
+        require_near(found, self._expected(), self.tool.tolerance or self.entry.tolerance)
+
+    def _expected(self) -> Numbers:
+        return _expected(self.entry.name, self.case, self.tool.expected)
+
+
+@cache
+def _expected(entry: str, case: str, call: object) -> Numbers:
+    assert callable(call)
+    return call(BY_NAME[entry].build(case).double())
+
+
+def reasons_against(entry: Entry, tool: Tool, case: str) -> list[str]:
+    """Why a cell makes no sense; nothing if it does."""
+    return [NEEDS[need] for need in sorted(tool.needs & entry.lacks_in(case))]
+
+
+def cells(group: str) -> list[Cell]:
+    """All cells of a group of tools that make sense."""
+    return [
+        Cell(entry, tool, case)
+        for tool in GROUPS[group]
+        for entry in ENTRIES
+        for case in entry.cases
+        if not reasons_against(entry, tool, case)
+    ]
+
+
+#: Warnings of PyTorch and of the tools about how they are used here.
+_WARNINGS = (
+    "Anomaly Detection has been enabled",
+    "For backward hooks to be called, module output should be",
+    "Full backward hook is firing when gradients are computed with respect to module outputs",
+    "Already found a `peft_config` attribute in the model",
+    "FSDP is switching to use `NO_SHARD`",
+    "FSDP2-wrapped module",
+)
+
+
+def parameters(group: str) -> pytest.MarkDecorator:
+    """The cells as parameters of a test. An ordinary run has one call of each entry under each tool."""
+    params = [
+        pytest.param(
+            cell,
+            id=f"{cell.tool.name}-{cell.entry.name}-{cell.case}",
+            marks=[
+                *(pytest.mark.filterwarnings(f"ignore:{text}") for text in _WARNINGS),
+                *([pytest.mark.slow] if cell.is_slow else []),
+            ],
+        )
+        for cell in cells(group)
+    ]
+    return pytest.mark.parametrize("cell", params)
+
+
+__all__ = ["REFUSED", "TOOLS", "Cell", "Refusal", "cells", "parameters", "reasons_against"]
