@@ -54,6 +54,10 @@ dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lamb
 any_autocast: Callable[[], bool] = _lookup("_C._is_any_autocast_enabled", _true)
 #: Whether hooks are registered for all modules.
 any_global_hook: Callable[[], bool] = _lookup("nn.modules.module._has_any_global_hook", _true)
+#: The functions of the innermost `torch.autograd.graph.saved_tensors_hooks`, pack and unpack, or ``None``.
+saving_hooks: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = _lookup(
+    "_C._autograd._top_saved_tensors_default_hooks", lambda _: None
+)
 #: Whether PyTorch's compiler can build for this processor.
 has_avx2: Callable[[], bool] = _lookup("cpu._is_avx2_supported", lambda: False)
 #: Which of PyTorch's attention backends a call would take; ``None`` where PyTorch does not say.

@@ -15,6 +15,7 @@ from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid
 from .dropout import dropout_factors
 from .request import Request
+from .saved import restored, restored_biases, restored_sinks, with_saved
 from .sequences import require_within
 from .spec import AttentionSpec, spec_of
 from .validation import read_positions, read_sinks, require_numbers, require_shapes, require_tensors
@@ -90,13 +91,15 @@ class AttentionCall:
 
     @property
     def read_again(self) -> tuple[Tensor, ...]:
-        """The tensors that a backward pass reads besides `inputs`: those of mask and positions.
+        """The tensors that a backward pass reads besides `inputs`: those of mask, positions and sequences.
 
         Functions save them through autograd, which refuses a backward pass after they were written to.
         """
-        masks = () if self.request.mask is None else self.request.mask.tensors()
+        mask, sequences = self.request.mask, self.request.sequences
+        masks = () if mask is None else mask.tensors()
+        boundaries = () if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
         positions = (self.request.query_positions, self.request.key_positions)
-        tensors = (*masks, *(each for each in positions if isinstance(each, Tensor)))
+        tensors = (*masks, *boundaries, *(each for each in positions if isinstance(each, Tensor)))
         # Inference tensors cannot be saved: writes to them are not counted.
         return tuple(tensor for tensor in tensors if not tensor.is_inference())
 
@@ -106,22 +109,33 @@ class AttentionCall:
         request = self.request._replace(**changes)
         return AttentionCall(spec_of(query, key, value, request, self.spec), query, key, value, request)
 
-    @property
-    def rebuild(self) -> Callable[..., AttentionCall]:
+    def rebuild(self, read_again: tuple[Tensor, ...] = ()) -> Callable[..., AttentionCall]:
         """A function that makes the same call of other inputs, in the order of `inputs`.
 
         It holds none of this call's own: for a backward pass only autograd may hold them, so that it can free them.
         Tensors that were one (self-attention, a bias used twice) get gradients of their own when views are given.
+
+        Args:
+            read_again: this call's, if they were saved too. The function then accepts them after the inputs, as they
+                come back. Hooks may have changed all of them: see `restored`.
         """
         spec, mask, coverage = self.spec, self.request.mask, self.coverage_
         has_sinks, without_sinks = self.request.sinks is not None, self.request._replace(sinks=None)
 
         def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> AttentionCall:
+            if spec.subclass is None:
+                one = key is value  # also where weights, which have no value, are saved
+                query = restored("saved query", query, spec.query, spec.dtype, spec.device)
+                key = restored("saved key", key, spec.key, spec.dtype, spec.device)
+                value = key if one else restored("saved value", value, spec.value, spec.dtype, spec.device)
+            if not others:
+                return AttentionCall(spec, query, key, value, without_sinks, coverage_=coverage)
             tensors = iter(others)
-            sinks = next(tensors) if has_sinks else None
-            request = without_sinks._replace(
-                sinks=sinks, mask=None if mask is None else mask.with_bias_tensors(tensors)
-            )
+            sinks = restored_sinks(next(tensors), spec) if has_sinks else None
+            with_biases = None if mask is None else mask.with_bias_tensors(restored_biases(mask, tensors))
+            request = without_sinks._replace(sinks=sinks, mask=with_biases)
+            if returned := tuple(tensors):
+                request = with_saved(request, read_again, returned)
             return AttentionCall(spec, query, key, value, request, coverage_=coverage)
 
         return build

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._call.forwards import LinearForward
+from .._call.saved import restored
 from .._checks import FLOATS, PLAIN, flag, kind, require_factory, same_device, shown, size, strided_or_jagged
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
 from .._torch_private import has_onednn_linear, onednn_linear
@@ -258,12 +259,16 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.in_features = weight.shape[1]
         return onednn_linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
         (gradient,) = gradients
+        (rows, out_features), cpu = gradient.shape, torch.device("cpu")
+        saved_x, saved_weight = ctx.saved_tensors
+        x = restored("saved input", saved_x, (rows, ctx.in_features), torch.float32, cpu)
+        weight = restored("saved weight", saved_weight, (out_features, ctx.in_features), torch.float32, cpu)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         # Where a backward pass runs under autocast, F.linear would cast what was saved in float32.
         with torch.autocast("cpu", enabled=False):

@@ -21,6 +21,7 @@ from .._call.validation import NO_SINK
 from .._environment import Environment, autocast_off, cast_for_autocast
 from ..kernels._base import Kernel, Plan
 from ..kernels._choice import choose, choose_for_packed
+from ..kernels._saved_by_pytorch import saved_as_given
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._grid import Grid
@@ -163,7 +164,7 @@ def _with_zeros(compute: Plan, queries: bool) -> Plan:
 
 
 def _with_second_derivatives(name: str, compute: Plan) -> Plan:
-    return lambda call: allow_second_derivatives(name, call, compute(call))
+    return lambda call: allow_second_derivatives(name, call, saved_as_given(compute, call))
 
 
 def _with_weights(compute: Plan, forced: Kernel | None) -> Plan:

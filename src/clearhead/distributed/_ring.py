@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._call.call import Results, valid_call
+from .._call.saved import layouts_of, restored_all, with_saved
 from ..kernels._some_keys import gradients_of_some_keys, merge_sinks, merge_some_keys
 from ..masks._base import Mask
 from ..masks._grid import Grid
@@ -28,6 +29,8 @@ from ._methods import Chunk, SharedCall
 #: pass over all queries and their output. With two processes small blocks cost more time than their memory is worth.
 _BLOCKS, _KEYS = 16, 128
 
+#: What a backward pass reads, followed by biases.
+_NAMES = "query", "key", "value", "output", "lse", "sinks"
 _FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistics: ring"
 
 
@@ -65,16 +68,20 @@ class _Ring(torch.autograd.Function):
         ctx.shared = shared
         # Autograd notices writes to the mask's tensors if they are saved.
         mask_tensors = () if shared.request.mask is None else shared.request.mask.tensors()
-        ctx.count = 6 + len(biases)
-        ctx.save_for_backward(q, k, v, output, lse, sinks, *biases, *(x for x in mask_tensors if not x.is_inference()))
+        ctx.read_again = tuple(x for x in mask_tensors if not x.is_inference())
+        read = q, k, v, output, lse, sinks, *biases
+        ctx.layouts = layouts_of(read)
+        ctx.save_for_backward(*read, *ctx.read_again)
         ctx.mark_non_differentiable(lse)
         return output.to(q.dtype), lse
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, lse, sinks, *biases = ctx.saved_tensors[: ctx.count]
-        shared: SharedCall = ctx.shared
+        saved, count = ctx.saved_tensors, len(ctx.layouts)
+        q, k, v, output, lse, sinks, *biases = restored_all(_NAMES, saved[:count], ctx.layouts)
+        request = with_saved(ctx.shared.request, ctx.read_again, saved[count:])
+        shared: SharedCall = replace(ctx.shared, request=request)
         dtype, of_output = output.dtype, gradients[0]
         learns = any(ctx.needs_input_grad[5:])
         correction = (of_output.to(dtype) * output).sum(-1)  # δ (B, H, l)

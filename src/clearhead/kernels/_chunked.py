@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall, Results
+from .._call.saved import restored
 from .._call.spec import AttentionSpec
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
@@ -26,7 +27,7 @@ from ._blocks import (
     head_spans,
     span_blocks,
 )
-from ._second_order import backward_pass, recompute_by_reference, sinks_gradient
+from ._second_order import backward_pass, by_reference, sinks_gradient
 
 
 @final
@@ -67,19 +68,22 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         lse = _empty_lse(call)
         output = _forward(call, lse)
-        ctx.rebuild, ctx.count = call.rebuild, 1 + len(inputs)
+        read_again = call.read_again
+        ctx.rebuild = call.rebuild(read_again)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(lse, *inputs, *call.read_again)
+        ctx.save_for_backward(lse, *inputs, *read_again)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        lse, *inputs = ctx.saved_tensors[: ctx.count]
+        lse, *saved = ctx.saved_tensors
 
-        def by_blocks() -> tuple[Tensor, ...]:
-            return chunked_gradients(ctx.rebuild(*inputs), lse, *gradients)
+        def by_blocks(call: AttentionCall) -> tuple[Tensor, ...]:
+            spec = call.spec
+            whole_lse = restored("saved lse", lse, spec.query[:3], spec.compute_dtype, spec.device)
+            return chunked_gradients(call, whole_lse, *gradients)
 
-        return backward_pass(ctx, gradients, inputs, by_blocks, recompute_by_reference(ctx.rebuild))
+        return backward_pass(ctx, gradients, lambda: ctx.rebuild(*saved), by_blocks, by_reference)
 
 
 def _empty_lse(call: AttentionCall) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall, Results, zero_hidden
+from .._call.saved import restored
 from .._call.spec import AttentionSpec
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
@@ -20,7 +21,14 @@ from ._native_arguments import NativeArguments, NativeProblem
 from ._native_masks import lower_mask
 from ._native_plan import NativePlan, plan_of
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
-from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
+from ._second_order import (
+    Differentiable,
+    OptionalTensors,
+    allow_second_derivatives,
+    backward_pass,
+    by_reference,
+    sinks_gradient,
+)
 from ._weights_gradient import weights_by_operations, weights_gradients
 
 
@@ -145,23 +153,24 @@ class _Native(torch.autograd.Function):
     def forward(
         ctx: Any, call: AttentionCall, planned: NativePlan | None, wanted: str | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.rebuild, ctx.planned, ctx.wanted = call.rebuild, planned, wanted
+        read_again = call.read_again
+        ctx.rebuild, ctx.planned, ctx.wanted = call.rebuild(read_again), planned, wanted
         ctx.set_materialize_grads(False)
         exact, lse, weights = _compute(planned, wanted, call)
-        ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
-        ctx.count = 2 + len(inputs)
+        ctx.save_for_backward(exact, lse, *inputs, *read_again)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), weights
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        output, lse, *inputs = ctx.saved_tensors[: ctx.count]
+        output, lse, *saved = ctx.saved_tensors
         wanted: str | None = ctx.wanted
 
-        def by_kernel() -> list[Tensor | None]:
-            call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients
-            input_gradients: list[Tensor | None] = [None] * len(inputs)
+        def by_kernel(call: AttentionCall) -> list[Tensor | None]:
+            of_output, of_lse, of_weights = gradients
             if of_output is not None or of_lse is not None:
                 input_gradients = _gradients(call, ctx.planned, output, lse, of_output, of_lse, ctx.needs_input_grad)
+            else:
+                input_gradients = cast("list[Tensor | None]", [None] * len(call.inputs))
             # Weights are before dropout and outputs after it: their gradients meet in those of the inputs only.
             if of_weights is not None:
                 average = wanted == "average"
@@ -170,15 +179,20 @@ class _Native(torch.autograd.Function):
                 input_gradients = [_sum(*pair) for pair in zip(input_gradients, through_weights, strict=True)]
             return input_gradients
 
-        def recompute(*tensors: Tensor) -> tuple[Tensor | None, ...]:
-            results = recompute_by_reference(ctx.rebuild)(*tensors)
+        def by_operations(call: AttentionCall) -> Differentiable:
+            inputs, results = by_reference(call)
             if wanted is None:
-                return tuple(results)
-            # PyTorch's operations do not isolate what the mask hides, as the kernel does.
-            call = zero_hidden(ctx.rebuild(*tensors))
-            return *results, weights_by_operations(call, None, wanted == "average")
+                return inputs, results
+            rebuild = call.rebuild()
 
-        return backward_pass(ctx, gradients, inputs, by_kernel, recompute)
+            def with_weights(*tensors: Tensor) -> OptionalTensors:
+                # PyTorch's operations do not isolate what the mask hides, as the kernel does.
+                again = zero_hidden(rebuild(*tensors))
+                return *results(*tensors), weights_by_operations(again, None, wanted == "average")
+
+            return inputs, with_weights
+
+        return backward_pass(ctx, gradients, lambda: ctx.rebuild(*saved), by_kernel, by_operations)
 
 
 def native_gradients_of_some_keys(
@@ -213,17 +227,20 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias needs one."""
     if output_gradient is None:
-        output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
+        output_gradient = call.query.new_zeros(*call.spec.query[:3], call.spec.value[3])
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
     bias_shape = learnt_shape(call.request.mask, call.grid) if wanted else None
+    if planned is not None and not planned.reads(call.query, call.key, call.value):
+        planned = None  # they came back with other strides
     arguments = arguments_of(call, planned)
     plan = planned or plan_of(arguments, differentiable=True, bias_gradient=bias_shape)
-    bias_gradient = plan.empty_bias_gradient(output) if wanted else None
+    bias_gradient = plan.empty_bias_gradient(call.query) if wanted else None
     *input_gradients, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
     if call.request.sinks is not None:
-        input_gradients.append(sinks_gradient(call.request.sinks, correction, lse))
+        exact_lse = restored("saved lse", lse, call.spec.query[:3], torch.float64, call.spec.device)
+        input_gradients.append(sinks_gradient(call.request.sinks, correction, exact_lse))
     of_biases: list[Tensor | None] = [None] * biases
     if bias_gradient is not None:
         of_biases[wanted[0]] = _of_bias(call, wanted[0], bias_gradient)

@@ -6,13 +6,15 @@ Ordinary calls do not use them: the dispatcher costs more than a small attention
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import torch
 from torch import Tensor
 
+from .._call.saved import layouts_of, restored_all
 from ._native_arguments import NativeArguments
 from ._native_plan import plan_of
+from ._native_returned import as_declared
 from ._second_order import sinks_gradient
 
 _IN_SCHEMA: dict[Any, str] = {
@@ -25,6 +27,7 @@ _IN_SCHEMA: dict[Any, str] = {
 _TYPES = {name: _IN_SCHEMA[hint] for name, hint in get_type_hints(NativeArguments).items()}
 _REQUEST = ", ".join(f"{type_} {name}" for name, type_ in _TYPES.items())
 _TENSORS = sum(type_.startswith("Tensor") for type_ in _TYPES.values())  # the first of the fields
+_SAVED = *NativeArguments._fields[:_TENSORS], "output", "lse"
 _library = torch.library.Library("clearhead", "FRAGMENT")
 _library.define(f"attention({_REQUEST}) -> (Tensor, Tensor)")
 _library.define(
@@ -42,7 +45,7 @@ def _forward(*request: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(*all_arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *request, output, lse, output_gradient, lse_gradient = all_arguments
-    arguments = NativeArguments(*request)
+    arguments = as_declared(NativeArguments(*request), output_gradient)
     plan = plan_of(arguments, differentiable=True, contiguous_gradients=True)
     if output.dtype != torch.float32:  # which is rounded
         output = plan.forward(arguments)
@@ -68,7 +71,9 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    tensors = *inputs[:_TENSORS], *output
+    ctx.save_for_backward(*tensors)
+    ctx.layouts = layouts_of(tensors)
     ctx.numbers = inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
 
@@ -77,10 +82,10 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
     # Under create_graph=True another function has computed all gradients (`allow_second_derivatives`).
     if output_gradient is None and lse_gradient is None:
         return (None,) * len(NativeArguments._fields)
-    *tensors, output, lse = ctx.saved_tensors
+    *tensors, output, lse = restored_all(_SAVED, ctx.saved_tensors, ctx.layouts)
     if output_gradient is None:
         output_gradient = torch.zeros_like(output)
-    call = NativeArguments(*tensors, *ctx.numbers)
+    call = NativeArguments(*cast(Any, tensors), *ctx.numbers)
     *gradients, correction = torch.ops.clearhead.attention_backward(*call, output, lse, output_gradient, lse_gradient)
     by_name: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=True))
     if call.sinks is not None:

@@ -9,6 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
+from .._call.saved import restored
 from .._call.spec import has_contiguous_rows
 from .._native import extension, instruction_set_number
 from ._native_arguments import (
@@ -27,6 +28,7 @@ from ._native_arguments import (
 _LEVELS = 1 << 16  # of the bits that decide about dropout
 _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
 _PLANS = 256
+_CPU = torch.device("cpu")
 
 
 @final
@@ -46,6 +48,7 @@ class NativePlan:
 
     def __init__(self, problem: NativeProblem) -> None:
         layouts = problem.query, problem.key, problem.value
+        self._operand_strides = tuple(strides for _, strides in layouts)
         (batch, heads, rows, dim), _, (_, _, keys, value_dim) = shapes = [shape for shape, _ in layouts]
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
         self._contiguous = [not has_contiguous_rows(*layout) for layout in layouts]
@@ -61,6 +64,7 @@ class NativePlan:
         self._gradients = tuple(zip(shapes, gradients, strict=True))
         self._shape = (batch, heads, rows, value_dim)
         self._strides = strides_of_output(self._shape, problem.query[1])
+        self._dtype = problem.dtype
         self._output_dtype = torch.float32 if problem.differentiable else problem.dtype
         self._rows_shape = (batch, heads, rows)
         self._bias_shape = problem.bias_gradient
@@ -83,6 +87,10 @@ class NativePlan:
             drop_below=round(problem.dropout_p * _LEVELS),
             wide_output=problem.differentiable,
         )
+
+    def reads(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether tensors of the problem's shapes have its strides too."""
+        return (query.stride(), key.stride(), value.stride()) == self._operand_strides
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -133,15 +141,18 @@ class NativePlan:
             whole_rows: whether output and lse are those of these keys, and not of a larger call.
         """
         dq, dk, dv = (arguments.query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
-        # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
-        correction = torch.empty_like(lse, dtype=torch.float32)
-        # Graphs, and hooks on saved tensors, may bring an output back that lies otherwise.
-        if output.stride() != self._strides:
+        output = restored("saved output", output, self._shape, torch.float32, _CPU)
+        if output.stride() != self._strides or output.is_neg():
             output = output.new_empty_strided(self._shape, self._strides).copy_(output)
+        lse = restored("saved lse", lse, self._rows_shape, torch.float64, _CPU).resolve_neg().contiguous()
+        output_gradient = restored("gradient of the output", output_gradient, self._shape, self._dtype, _CPU)
         if output_gradient.is_neg() or output_gradient.stride(-1) != 1:
             output_gradient = output_gradient.resolve_neg().contiguous()
         if lse_gradient is not None:
-            lse_gradient = lse_gradient.float().resolve_neg().contiguous()
+            lse_gradient = restored("gradient of lse", lse_gradient, self._rows_shape, torch.float32, _CPU)
+            lse_gradient = lse_gradient.resolve_neg().contiguous()
+        # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
+        correction = torch.empty_like(lse, dtype=torch.float32)
         batch, head, row, _ = output_gradient.stride()
         others = BackwardArguments(
             output_gradient=output_gradient.data_ptr(),

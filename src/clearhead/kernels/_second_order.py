@@ -21,6 +21,8 @@ from ._reference import reference_results
 OptionalTensors = Sequence[Tensor | None]
 #: Results from inputs, by PyTorch's operations.
 Recompute = Callable[..., OptionalTensors]
+#: The inputs of a function, and the function.
+Differentiable = tuple[OptionalTensors, Recompute]
 
 
 def allow_second_derivatives(kernel_name: str, call: AttentionCall, results: Results) -> Results:
@@ -42,10 +44,11 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        read_again = call.read_again
         ctx.kernel_name = kernel_name
-        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0 and call.request.seed is None
+        ctx.rebuild, ctx.draws_dropout = call.rebuild(read_again), call.spec.dropout_p > 0 and call.request.seed is None
         ctx.inputs = len(tensors) - count
-        ctx.save_for_backward(*tensors[count:], *call.read_again)
+        ctx.save_for_backward(*tensors[count:], *read_again)
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
@@ -57,8 +60,7 @@ class _Identity(torch.autograd.Function):
                 f"create_graph=True: {ctx.kernel_name} drew its own dropout, which cannot be drawn again. "
                 "Run the forward pass under clearhead.use_kernel('chunked') or with dropout off."
             )
-        inputs = ctx.saved_tensors[: ctx.inputs]
-        of_inputs = gradients_through(recompute_by_reference(ctx.rebuild), inputs, gradients)
+        of_inputs = gradients_through(*by_reference(ctx.rebuild(*ctx.saved_tensors)), gradients)
         return (None,) * (3 + len(gradients)) + of_inputs
 
 
@@ -82,36 +84,38 @@ class _NoGraph(torch.autograd.Function):
 def backward_pass(
     ctx: Any,
     gradients: OptionalTensors,
-    inputs: OptionalTensors,
-    fused: Callable[[], OptionalTensors],
-    recompute: Recompute,
+    restore: Callable[[], AttentionCall],
+    fused: Callable[[AttentionCall], OptionalTensors],
+    by_operations: Callable[[AttentionCall], Differentiable],
 ) -> tuple[Tensor | None, ...]:
     """The backward pass of an autograd function of ours, whose tensor arguments come last.
 
     Args:
         ctx: context of the function.
         gradients: gradients of its results.
-        inputs: its tensor arguments.
-        fused: computes their gradients without a graph.
-        recompute: computes its results from its tensor arguments, by PyTorch's operations.
+        restore: makes its call of what was saved.
+        fused: computes the gradients of its tensor arguments without a graph.
+        by_operations: the tensor arguments of a call, and a function that computes the results from them by PyTorch's
+            operations.
     """
     defined = [gradient for gradient in gradients if gradient is not None]
     arguments = len(ctx.needs_input_grad)
     if not defined:  # `_Identity` has computed all gradients
         return (None,) * arguments
+    call = restore()
     # Only PyTorch's operations can be differentiated again, or mapped over.
     if torch.is_grad_enabled() or any(map(is_batched, defined)):
-        of_inputs = gradients_through(recompute, inputs, gradients)
+        of_inputs = gradients_through(*by_operations(call), gradients)
     elif any_autocast():
         with torch.autocast(defined[0].device.type, enabled=False):
-            of_inputs = fused()
+            of_inputs = fused(call)
     else:
-        of_inputs = fused()
+        of_inputs = fused(call)
     return *(None,) * (arguments - len(of_inputs)), *of_inputs
 
 
 def gradients_through(
-    recompute: Recompute, inputs: OptionalTensors, gradients: OptionalTensors
+    inputs: OptionalTensors, recompute: Recompute, gradients: OptionalTensors
 ) -> tuple[Tensor | None, ...]:
     """Gradients of `inputs` from the gradients of `recompute(*inputs)`, by PyTorch's operations.
 
@@ -136,15 +140,16 @@ def gradients_through(
     return tuple(next(of_wanted) if view is not None and view.requires_grad else None for view in views)
 
 
-def recompute_by_reference(rebuild: Callable[..., AttentionCall]) -> Recompute:
-    """A function from inputs to output and lse, where `rebuild` is `AttentionCall.rebuild`."""
+def by_reference(call: AttentionCall) -> Differentiable:
+    """The inputs of a call, and a function from them to output and lse."""
+    rebuild = call.rebuild()
+    return call.inputs, lambda *inputs: reference_of(rebuild(*inputs))
 
-    def recompute(*inputs: Tensor) -> OptionalTensors:
-        call = rebuild(*inputs)
-        call.spec, call.request = call.spec._replace(lse=True), call.request._replace(lse=True)
-        if call.request.sequences is None or call.request.seed is None:
-            return reference_results(zero_hidden(as_one_sequence(call)))[:2]
-        results = [reference_results(zero_hidden(sequence))[:2] for sequence in each_sequence(call)]
-        return [torch.cat(cast("tuple[Tensor, ...]", tensors), 2) for tensors in zip(*results, strict=True)]
 
-    return recompute
+def reference_of(call: AttentionCall) -> OptionalTensors:
+    """Output and lse of a call, by PyTorch's operations."""
+    call.spec, call.request = call.spec._replace(lse=True), call.request._replace(lse=True)
+    if call.request.sequences is None or call.request.seed is None:
+        return reference_results(zero_hidden(as_one_sequence(call)))[:2]
+    results = [reference_results(zero_hidden(sequence))[:2] for sequence in each_sequence(call)]
+    return [torch.cat(cast("tuple[Tensor, ...]", tensors), 2) for tensors in zip(*results, strict=True)]

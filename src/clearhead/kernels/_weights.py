@@ -14,7 +14,7 @@ from ._base import Kernel
 from ._block_weights import block_weights
 from ._blocks import block_scores, exact_dtype, score_blocks
 from ._native_statistics import native_weights
-from ._second_order import backward_pass
+from ._second_order import Differentiable, backward_pass
 from ._triton_check import runs
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
@@ -74,24 +74,31 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, chosen: _Chosen, *inputs: Tensor) -> Tensor:
-        ctx.rebuild, ctx.chosen, ctx.count = call.rebuild, chosen, len(inputs)
-        ctx.save_for_backward(*inputs, *call.read_again)
+        read_again = call.read_again
+        ctx.rebuild, ctx.chosen = call.rebuild(read_again), chosen
+        ctx.save_for_backward(*inputs, *read_again)
         return _forward(call, chosen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs: tuple[Tensor, ...] = ctx.saved_tensors[: ctx.count]
+        query, key, *others = ctx.saved_tensors
 
-        def call_of(query: Tensor, key: Tensor, *parameters: Tensor) -> AttentionCall:
-            return ctx.rebuild(query, key, key, *parameters)
+        def restore() -> AttentionCall:
+            return ctx.rebuild(query, key, key, *others)
 
-        def fused() -> tuple[Tensor | None, ...]:
-            return _gradients(call_of(*inputs), ctx.chosen, gradients[0])
+        def fused(call: AttentionCall) -> tuple[Tensor | None, ...]:
+            return _gradients(call, ctx.chosen, gradients[0])
 
-        def recompute(*tensors: Tensor) -> tuple[Tensor]:
-            return (weights_by_operations(call_of(*tensors), ctx.chosen.rows, ctx.chosen.average),)
+        def by_operations(call: AttentionCall) -> Differentiable:
+            rebuild = call.rebuild()
 
-        return backward_pass(ctx, gradients, inputs, fused, recompute)
+            def weights(query: Tensor, key: Tensor, *parameters: Tensor) -> tuple[Tensor]:
+                again = rebuild(query, key, key, *parameters)
+                return (weights_by_operations(again, ctx.chosen.rows, ctx.chosen.average),)
+
+            return weights_inputs(call), weights
+
+        return backward_pass(ctx, gradients, restore, fused, by_operations)
 
 
 def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
