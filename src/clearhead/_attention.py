@@ -11,6 +11,8 @@ from ._call.request import Request
 from ._environment import cast_for_autocast, read_environment
 from ._layer.linear import describe_backend
 from ._layer.plan import attend
+from ._proxies import recorded_call
+from .errors import ClearheadError
 from .kernels._choice import Explanation, explain_call
 from .masks._base import Mask
 from .masks._tensors import as_mask
@@ -109,8 +111,11 @@ def attention(
         >>> clearhead.attention(query, key, value, clearhead.masks.causal()).shape
         torch.Size([2, 4, 5, 3])
     """
-    request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
-    results = attend(query, key, value, request, read_environment())
+    try:
+        request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
+        results = attend(query, key, value, request, read_environment())
+    except ClearheadError as error:
+        return recorded_call(attention, error, locals())
     return results.output if results.lse is None else (results.output, results.lse)
 
 

@@ -82,14 +82,19 @@ def integer(name: str, value: object, *, least: int, most: float = LARGEST, expe
     """
     expected = expected or f"an int ≥ {least}"
     given = _python_int(name, value, expected, fix)
-    if least <= given <= most:
+    if isinstance(given, Tensor) or least <= given <= most:
         return given
     bounded = f"{expected} and ≤ {LARGEST}" if given > most == LARGEST else expected
     raise ArgumentError(name, expected=bounded, got=shown(value), fix=fix)
 
 
 def _python_int(name: str, value: object, expected: str, fix: str = "") -> int:
-    """An int of Python's, or a traced one; a bool is none."""
+    """An int of Python's, or a traced one; a bool is none.
+
+    While `torch.jit` traces, sizes of tensors are tensors. A comparison would tie the graph to this size.
+    """
+    if torch.jit.is_tracing() and isinstance(value, Tensor) and value.dim() == 0 and value.dtype in INTEGERS:
+        return cast(int, value)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise DTypeError(name, expected=expected, got=shown(value), fix=fix)
     return cast(int, value)

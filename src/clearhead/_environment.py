@@ -111,7 +111,7 @@ def read_environment() -> Environment:
     """The environment of the call that runs now."""
     if is_tracing():  # what a graph holds must not depend on what else surrounds its first call
         grad = torch.is_grad_enabled()
-        return Environment(True, False, False, False, False, grad, False, forced_kernels.value)
+        return Environment(True, any_transform(), False, False, False, grad, False, forced_kernels.value)
     return Environment(
         False,
         any_transform(),

@@ -28,6 +28,7 @@ from ._multihead_checks import (
     require_together,
     set_mask,
 )
+from ._proxies import recorded_module
 from .caches._kv import KVCache
 from .errors import ArgumentError, ClearheadError, ShapeError
 from .masks._base import Mask
@@ -234,7 +235,7 @@ class MultiHeadLatentAttention(nn.Module):
             return output if weights is None else (output, weights)
         except ClearheadError as error:
             add_module(error, self)
-            raise
+            return recorded_module(self, error, locals())
 
     def _layer(self, environment: Environment) -> Layer:
         def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:

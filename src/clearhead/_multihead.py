@@ -34,6 +34,7 @@ from ._multihead_checks import (
     set_mask,
     unfit_projections,
 )
+from ._proxies import recorded_module
 from .caches._kv import KVCache
 from .errors import ClearheadError
 from .masks._base import Mask
@@ -226,7 +227,7 @@ class MultiHeadAttention(nn.Module):
             return output if weights is None else (output, weights)
         except ClearheadError as error:
             add_module(error, self)
-            raise
+            return recorded_module(self, error, locals())
 
     def _run_jagged(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, environment: Environment

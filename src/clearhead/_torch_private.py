@@ -81,8 +81,13 @@ def writes_to(tensor: Tensor) -> int | None:
 
 
 def any_transform() -> bool:
-    """Whether a `torch.func` transform or forward-mode differentiation runs."""
+    """Whether a `torch.func` transform or forward-mode differentiation runs, also while a graph is traced."""
     return bool(_transforms()) or getattr(_forward_level, "_current_level", 0) >= 0
+
+
+# `torch.compile` enters transforms while it traces them, and every graph is guarded by those around it. So it calls the
+# function, and holds the result as a constant. `torch.compiler.assume_constant_result` would import the compiler.
+any_transform._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def is_batched(gradient: Tensor) -> bool:

@@ -12,7 +12,8 @@ from ._call.sequences import read_sequences
 from ._checks import integer, strided
 from ._environment import read_environment
 from ._layer.plan import attend
-from .errors import ShapeError, shape_text
+from ._proxies import recorded_call
+from .errors import ClearheadError, ShapeError, shape_text
 from .masks._base import Mask
 from .masks._tensors import as_mask
 
@@ -111,7 +112,10 @@ def attention_varlen(
         >>> torch.allclose(packed[3:], alone.transpose(0, 1), atol=1e-6)
         True
     """
-    _require_packed(query=query, key=key, value=value)
+    try:
+        _require_packed(query=query, key=key, value=value)
+    except ClearheadError as error:
+        return recorded_call(attention_varlen, error, locals())
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest is not None:
             integer(name, longest, least=0, most=math.inf)

@@ -12,7 +12,8 @@ from ._call.call import build_call
 from ._call.request import Request
 from ._checks import FLOATS, INTEGERS, flag, items, require_slice, shown, strided, with_values
 from ._environment import autocast_off, cast_for_autocast, is_tracing
-from .errors import ArgumentError, DTypeError
+from ._proxies import recorded_call
+from .errors import ArgumentError, ClearheadError, DTypeError
 from .kernels._weights import compute_weights
 from .masks._base import Mask
 from .masks._tensors import as_mask
@@ -68,7 +69,10 @@ def attention_weights(
         request = Request(
             as_mask(mask), scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions
         )
-        call = build_call(query, key, None, request)
+        try:
+            call = build_call(query, key, None, request)
+        except ClearheadError as error:
+            return recorded_call(attention_weights, error, locals())
         weights = compute_weights(call, row_numbers(queries, call.grid.query_length), average_attn_weights)
     return weights.squeeze(0) if query.dim() == 3 else weights
 

@@ -14,8 +14,9 @@ from .._call.forwards import LinearForward
 from .._call.saved import restored
 from .._checks import FLOATS, PLAIN, flag, kind, require_factory, same_device, shown, size, strided_or_jagged
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
+from .._proxies import quantizes, recorded_module
 from .._torch_private import has_onednn_linear, onednn_linear
-from ..errors import ArgumentError, DTypeError, KernelError, ShapeError, shape_text
+from ..errors import ArgumentError, ClearheadError, DTypeError, KernelError, ShapeError, shape_text
 
 Backend = Literal["pytorch", "onednn"]
 BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
@@ -86,7 +87,13 @@ class Linear(nn.Linear):
         try:
             return linear(input, self.weight, self.bias)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError):
-            require_input("input", input, self)  # only after an error, so that ordinary calls skip the check
+            try:
+                require_input("input", input, self)  # only after an error, so that ordinary calls skip the check
+            except ClearheadError as error:
+                # Quantization knows modules by their classes, and functions.
+                if quantizes(input):
+                    return F.linear(input, self.weight, self.bias)
+                return recorded_module(self, error, locals())
             raise
 
 
@@ -143,8 +150,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, environmen
     if forced == "pytorch" or (is_tracing() if environment is None else environment.tracing):
         return F.linear(input, weight, bias)
     if not forced:
-        if _why_pytorchs() or type(input) not in PLAIN or type(weight) not in PLAIN:
+        if _why_pytorchs():
             return F.linear(input, weight, bias)
+        if type(input) not in PLAIN or type(weight) not in PLAIN:
+            return F.linear(strided_or_jagged("input", input), weight, bias)
         # Most GEMMs of small models end here, before anything else is compared.
         rows = 0 if input.dim() == 0 else input.numel() // max(input.shape[-1], 1)
         if rows < _FEWEST_ROWS or rows * weight.numel() < _FEWEST_MULTIPLICATIONS:

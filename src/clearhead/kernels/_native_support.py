@@ -31,14 +31,13 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
             reasons.append(Refusal("packed sequences are no operator that a graph could hold"))
         elif mask is not None and structure_of(mask, grid).only_band(grid) is None:
             reasons.append(Refusal("within packed sequences it has masks that are bands only"))
-    if spec.tracing:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            reasons.append(Refusal("an exported graph holds PyTorch's own operators only"))
-    elif spec.transformed:
+    if spec.tracing and (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+        reasons.append(Refusal("an exported graph holds PyTorch's own operators only"))
+    if spec.transformed:
         reasons.append(Refusal("its own backward cannot be transformed by torch.func or derived forwards"))
-    elif spec.subclass is not None:
+    elif not spec.tracing and spec.subclass is not None:
         reasons.append(Refusal("it reads plain tensors only, and one is a {kind}", kind=spec.subclass))
-    elif mask is not None and spec.sequences is None:
+    elif not spec.tracing and mask is not None and spec.sequences is None:
         reasons += refusals_of_heads(mask, grid)
     return tuple(reasons)
 

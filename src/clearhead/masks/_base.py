@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from ..errors import MaskTypeError
 from ._grid import Block, Grid, Sizes
@@ -120,12 +121,22 @@ class Mask(ABC):
 
         return And(parts + self.parts())
 
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        """The node of the mask in a graph of `torch.fx`, which holds constants as attributes of the traced module."""
+        held = vars(tracer.root)
+        name = next((name for name, value in held.items() if value is self), f"_clearhead_mask{len(held)}")
+        held[name] = self
+        return tracer.create_node("get_attr", name, (), {})
+
     def __and__(self, other: object) -> Mask:
         # The right-hand mask decides, because there a stack's shared mask is combined with each layer's mask.
         return _operand(other, "&").after(self.parts())
 
     def __or__(self, other: object) -> Mask:
         from ._combined import Or
+
+        if isinstance(other, Proxy):  # which records the operation
+            return NotImplemented
 
         return Or(_predicate(self, "|"), _predicate(_operand(other, "|"), "|"))
 
@@ -277,6 +288,8 @@ def _operand(other: object, symbol: str) -> Mask:
         from ._tensors import as_mask
 
         return as_mask(other)
+    if isinstance(other, Proxy):
+        return other  # pyright: ignore[reportReturnType]  # it records the call of `after`
     got = type(other).__name__
     expected = f"mask {symbol} {got}: a mask combines with another mask or a bool tensor, got {got}."
     raise MaskTypeError(f"{expected} Wrap tensors with masks.keep(...), masks.drop(...) or masks.bias(...).")

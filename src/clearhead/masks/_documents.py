@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._environment import reads_values
-from ..errors import ArgumentError, ShapeError, shape_text
+from .._proxies import recorded_call
+from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
 from ._of_tensor import OfTensor, broadcasts, require_integers
@@ -32,7 +33,10 @@ def documents(ids: Tensor) -> Mask:
                 [1, 1, 0],
                 [0, 0, 1]], dtype=torch.int32)
     """
-    require_integers("ids", ids)
+    try:
+        require_integers("ids", ids)
+    except ClearheadError as error:
+        return recorded_call(documents, error, locals())
     if ids.dim() not in (1, 2):
         raise ShapeError("ids", expected="shape (T,) or (B, T)", got=shape_text(ids.shape))
     return Documents(ids)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._environment import is_tracing, reads_values
+from .._proxies import recorded_call
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
@@ -39,7 +40,8 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     """
     if not isinstance(key_lengths, Tensor):
         expected, fix = "an integer tensor of shape (B,) or (B, L)", "Write masks.lengths(torch.tensor([...]))."
-        raise DTypeError("key_lengths", expected=expected, got=type(key_lengths).__name__, fix=fix)
+        error = DTypeError("key_lengths", expected=expected, got=type(key_lengths).__name__, fix=fix)
+        return recorded_call(lengths, error, locals())
     require_integers("key_lengths", key_lengths)
     if key_lengths.dim() not in (1, 2):
         raise ShapeError("key_lengths", expected="shape (B,) or (B, L)", got=shape_text(key_lengths.shape))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .._checks import choice, integer
-from ..errors import DTypeError, ShapeError, shape_text
+from .._proxies import recorded_call
+from ..errors import ClearheadError, DTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid
 from ._lengths import Lengths
@@ -91,7 +92,10 @@ def prefix(n: int | Tensor) -> Mask:
         if n.dim() != 1:
             raise ShapeError("n", expected="an int or a (B,) tensor", got=shape_text(n.shape))
         return Lengths(n, "prefix")
-    integer("n", n, least=0, most=math.inf, expected="an int ≥ 0, or an integer tensor (B,)")
+    try:
+        integer("n", n, least=0, most=math.inf, expected="an int ≥ 0, or an integer tensor (B,)")
+    except ClearheadError as error:
+        return recorded_call(prefix, error, locals())
     return Prefix(min(n, _FAR))
 
 

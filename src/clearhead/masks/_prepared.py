@@ -142,6 +142,9 @@ class _SharedMask(_LoweredOnce):
         self._positions: dict[Hashable, tuple[object, object]] = {}
         self._combined: dict[Hashable, Mask] = {}
 
+    def __fx_create_arg__(self, tracer: Any) -> Any:
+        return self._mask.__fx_create_arg__(tracer)  # a graph outlives the forward
+
     def _grid_key(self, grid: Grid) -> Hashable:
         positions = grid.query_positions, grid.key_positions
         key = (

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .._checks import FLOATS, INTEGERS, same_device, strided, with_values
 from .._environment import reads_values
-from ..errors import DTypeError, MaskTypeError, ShapeError, shape_text
+from .._proxies import recorded_call
+from ..errors import ClearheadError, DTypeError, MaskTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import ALL, Block, Grid, Sizes
 from ._of_tensor import OfTensor, broadcasts
@@ -36,7 +37,10 @@ def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
         tensor([[1, 1, 0],
                 [1, 1, 0]], dtype=torch.int32)
     """
-    return _keep("keep", tensor, keys)
+    try:
+        return _keep("keep", tensor, keys)
+    except ClearheadError as error:
+        return recorded_call(keep, error, locals())
 
 
 def drop(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
@@ -53,7 +57,10 @@ def drop(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
         >>> drop(keys=torch.tensor([[False, False, True]])).dense(1)[0, 0].int()
         tensor([[1, 1, 0]], dtype=torch.int32)
     """
-    return _keep("drop", tensor, keys)
+    try:
+        return _keep("drop", tensor, keys)
+    except ClearheadError as error:
+        return recorded_call(drop, error, locals())
 
 
 def bias(tensor: Tensor) -> Mask:
@@ -74,7 +81,10 @@ def bias(tensor: Tensor) -> Mask:
     """
     fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
     _require_mask_shape("masks.bias", strided("bias", tensor, "a float tensor", fix, FLOATS))
-    return Bias(tensor)
+    try:
+        return Bias(tensor)
+    except ClearheadError as error:
+        return recorded_call(bias, error, locals())
 
 
 @overload

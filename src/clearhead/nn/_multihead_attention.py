@@ -17,6 +17,7 @@ from .._environment import Environment, read_environment
 from .._layer.layer import Layer
 from .._layer.linear import require_same
 from .._layer.unmodified import inputs_fit
+from .._proxies import recorded_module
 from .._torch_private import skips_idle_hook
 from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ..masks._grid import Grid
@@ -159,7 +160,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         except ClearheadError as error:
             converted = also_pytorchs(error)
             add_module(converted, self)
-            raise converted from error.__cause__
+            converted.__cause__ = error.__cause__
+            return recorded_module(self, converted, locals())
         return output, None if weights is None else weights.to(output.dtype)
 
     def _attend(

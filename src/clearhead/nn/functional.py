@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._checks import flag, same_device, strided
+from .._proxies import recorded_call
 from ..errors import ClearheadError, ShapeError, shape_text
 from ..masks import bias, causal, keep
 from ..masks._base import Mask
@@ -61,7 +62,9 @@ def scaled_dot_product_attention(
         leading, (q, k, v), mask = translate(query, key, value, attn_mask, is_causal, enable_gqa)
         output = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
     except ClearheadError as error:
-        raise also_pytorchs(error) from error.__cause__
+        refusal = also_pytorchs(error)
+        refusal.__cause__ = error.__cause__
+        return recorded_call(scaled_dot_product_attention, refusal, locals())
     heads = (q.shape[1],) if max(tensor.dim() for tensor in (query, key, value)) > 2 else ()
     return output.reshape(*leading, *heads, *output.shape[-2:])
 

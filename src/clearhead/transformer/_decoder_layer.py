@@ -10,8 +10,9 @@ from .._call.caching import Cache, Positions, unchanged_if_refused
 from .._call.forwards import DecoderForward
 from .._checks import flag, strided
 from .._layer.linear import require_tokens
+from .._proxies import recorded_module
 from ..caches._kv import CrossKVCache
-from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ._parts import Norm, ResidualLayer, call_part, make_part_cache
 
@@ -162,7 +163,10 @@ class DecoderLayer(ResidualLayer):
             ArgumentError: if neither `memory` nor the cache has the encoder's output.
             DTypeError: if the cache is not a `DecoderCache`. The parts raise errors of their own.
         """
-        require_tokens("x", x, self.embed_dim)
+        try:
+            require_tokens("x", x, self.embed_dim)
+        except ClearheadError as error:
+            return recorded_module(self, error, locals())
         if cache is not None and not isinstance(cache, DecoderCache):
             expected = "a DecoderCache: a cache for each of the two attentions"
             fix = "Take layer.make_cache(batch_size, max_length)."

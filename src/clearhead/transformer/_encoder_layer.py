@@ -10,6 +10,8 @@ from .._call.caching import Cache, Positions
 from .._call.forwards import EncoderForward
 from .._checks import flag
 from .._layer.linear import require_tokens
+from .._proxies import recorded_module
+from ..errors import ClearheadError
 from ..masks._base import Mask
 from ._parts import Norm, ResidualLayer, call_part, make_part_cache
 
@@ -94,7 +96,10 @@ class EncoderLayer(ResidualLayer):
         Raises:
             ShapeError: if `x` does not end in E. The parts raise errors of their own.
         """
-        require_tokens("x", x, self.embed_dim)
+        try:
+            require_tokens("x", x, self.embed_dim)
+        except ClearheadError as error:
+            return recorded_module(self, error, locals())
         needs = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
 
         def attend(x: Tensor) -> tuple[Tensor, Any]:

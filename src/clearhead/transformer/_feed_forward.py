@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from .._call.forwards import FeedForwardForward
 from .._checks import size
 from .._layer.linear import Linear, require_input
-from ..errors import DTypeError
+from .._proxies import recorded_module
+from ..errors import ClearheadError, DTypeError
 from ._parts import made_dropout
 
 
@@ -63,7 +64,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""
-        require_input("x", x, self.linear1)
+        try:
+            require_input("x", x, self.linear1)
+        except ClearheadError as error:
+            return recorded_module(self, error, locals())
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
 
@@ -108,5 +112,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""
-        require_input("x", x, self.gate_proj)
+        try:
+            require_input("x", x, self.gate_proj)
+        except ClearheadError as error:
+            return recorded_module(self, error, locals())
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
