@@ -19,7 +19,7 @@ from ._layer.layer import Layer
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
 from ._multihead_checks import (
-    cache_dtype,
+    cache_place,
     draw_projections,
     one_source,
     require_cache,
@@ -182,9 +182,8 @@ class MultiHeadLatentAttention(nn.Module):
             batch_size: B.
             max_length: how many tokens it can hold.
         """
-        weight = self.kv_down.weight
-        sizes = batch_size, 1, max_length, self.cache_head_dim
-        return KVCache(*sizes, value_head_dim=0, dtype=cache_dtype(weight), device=weight.device)
+        place = cache_place("kv_down", self.kv_down, self.kv_down.weight)
+        return KVCache(batch_size, 1, max_length, self.cache_head_dim, value_head_dim=0, **place)
 
     def forward(
         self,

@@ -21,7 +21,7 @@ from ._layer.linear import Linear
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
 from ._multihead_checks import (
-    cache_dtype,
+    cache_place,
     complete,
     default_head_dim,
     draw_projections,
@@ -157,8 +157,8 @@ class MultiHeadAttention(nn.Module):
         weight, kv_heads = self.k_proj.weight, self.num_kv_heads
         if self.head_shard is not None:
             weight, kv_heads = self.head_shard.local(weight), self.head_shard.num_kv_heads
-        options: dict[str, Any] = {"head_dim": self.head_dim, "dtype": cache_dtype(weight), "device": weight.device}
-        make = partial(KVCache, batch_size, kv_heads, **options)
+        place = cache_place("k_proj", self.k_proj, weight)
+        make = partial(KVCache, batch_size, kv_heads, head_dim=self.head_dim, **place)
         return make(max_length) if self.sequence_shard is None else self.sequence_shard.shared_cache(make, max_length)
 
     def forward(
@@ -281,6 +281,7 @@ def layer_of(module: MultiHeadAttention, environment: Environment) -> Layer:
         heads,
         kv_heads,
         Request(mask, module.scale, module.softcap, sinks, dropout_p, offset=offset),
+        (modules["q_proj"], modules["k_proj"], modules["v_proj"]),
         module.q_norm,
         module.k_norm,
         module.position,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache
 from ._checks import module, size
 from ._environment import Environment, cast_for_autocast
 from ._layer.linear import Linear, require_same, require_tokens
-from ._layer.unmodified import inputs_fit
+from ._layer.unmodified import has_hooks, inputs_fit, is_unmodified
+from ._torch_private import any_global_hook
 from .caches._kv import CrossKVCache
-from .errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, shape_text
+from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 from .masks._grid import Offset
 
@@ -91,9 +91,22 @@ def require_cache(cache: object, position: object) -> None:
         )
 
 
-def cache_dtype(weight: Tensor) -> torch.dtype | None:
-    """The dtype of keys from a projection with this weight, under autocast too, or ``None`` if it is unknown."""
-    return cast_for_autocast(weight[:0])[0].dtype if weight.is_floating_point() else None
+def cache_place(name: str, projection: nn.Module, weight: Tensor) -> dict[str, Any]:
+    """The dtype and the device of keys from a projection with this weight, under autocast too.
+
+    The dtype is ``None`` if it is unknown.
+
+    Raises:
+        DeviceError: if the weight has no values yet, and hooks load it.
+    """
+    if weight.is_meta and has_hooks(projection):
+        fix = (
+            "Make the cache yourself, with device= the device on which the module runs: clearhead.caches.KVCache(...)."
+        )
+        got = "a weight on meta, and hooks that load it in each call"
+        raise DeviceError(name, expected="a weight in memory, which tells the cache's device", got=got, fix=fix)
+    dtype = cast_for_autocast(weight[:0])[0].dtype if weight.is_floating_point() else None
+    return {"dtype": dtype, "device": weight.device}
 
 
 def set_mask(owner: Any, mask: Mask | None) -> None:
@@ -121,11 +134,14 @@ def draw_projections(*projections: nn.Linear) -> None:
 
 
 def require_features(name: str, x: object, projection: nn.Module, fix: str = "") -> None:
-    """Raise unless a projection accepts the input. A projection of another class checks its input itself."""
+    """Raise unless a projection accepts the input.
+
+    A modified projection checks dtype and device itself: hooks may load or convert its parameters first.
+    """
     features = getattr(projection, "in_features", None)
     fix = fix or f"The module is batch first; the features of the {name} input are set by {name[0]}dim=."
     x = require_tokens(name, x, features if isinstance(features, int) else None, fix)
-    if type(projection) in _LINEARS:
+    if is_unmodified(projection) and not any_global_hook():
         require_same(name, x, cast(Tensor, projection.weight))
 
 

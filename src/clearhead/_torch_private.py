@@ -45,6 +45,10 @@ _sdpa_flags: tuple[Callable[[], object], ...] = (
     _lookup("_C._get_math_sdp_enabled", tuple),
     _lookup("_C._get_deterministic_algorithms", tuple),
 )
+_global_hooks: tuple[dict[int, object], ...] = tuple(
+    _lookup(f"nn.modules.module._global_{name}_hooks", {})
+    for name in ("forward_pre", "forward", "backward_pre", "backward")
+)
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
 
@@ -159,6 +163,12 @@ def remove_hook(module: nn.Module, hook: object) -> None:
             del hooks[number]
             fields["_forward_hooks_with_kwargs"].pop(number, None)
             fields["_forward_hooks_always_called"].pop(number, None)
+
+
+def any_foreign_global_hook() -> bool:
+    """Whether hooks for all modules are registered, other than those by which PyTorch's tools name what runs."""
+    hooks = (hook for hooks in _global_hooks for hook in hooks.values())
+    return any(not getattr(hook, "__module__", "").startswith("torch.") for hook in hooks)
 
 
 def skips_idle_hook(hook: Callable[..., None]) -> Callable[[type[Kind]], type[Kind]]:

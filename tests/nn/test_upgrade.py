@@ -132,6 +132,54 @@ def test_the_nested_tensor_path_of_the_encoder(x: Tensor, has_norm: bool, floats
     assert len(model._forward_hooks) == hooks
 
 
+SOFT = torch.linspace(-1.5, 0.5, N * L).view(N, L)
+FLOATS: dict[str, Tensor] = {
+    "numbers": SOFT,
+    "numbers of which one is zero": SOFT.clone().index_fill_(1, torch.tensor(0), 0.0),
+    "large numbers": torch.zeros(N, L).masked_fill(PADDING, -1e4),
+    "numbers and padding": SOFT.masked_fill(PADDING, -torch.inf),
+    "padding": torch.zeros(N, L).masked_fill(PADDING, -torch.inf),
+    "holes": SOFT.masked_fill(PADDING.flip(1), -torch.inf),
+    "halves": SOFT.half().masked_fill(PADDING, -torch.inf),
+    "doubles": SOFT.double().masked_fill(PADDING, -torch.inf),
+}
+
+
+@pytest.mark.usefixtures("inference")
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("name", FLOATS)
+def test_numbers_in_a_padding_mask_hide_no_token(x: Tensor, name: str, checked: bool) -> None:
+    """PyTorch takes every number but 0 for padding in inference, and adds it to the scores elsewhere."""
+    padding, hidden = FLOATS[name], FLOATS[name].isneginf()
+    model = encoder().eval()
+    model.mask_check = checked
+    with torch.enable_grad():
+        expected = model(x, src_key_padding_mask=padding.float()).detach()  # other dtypes are refused
+        clearhead.upgrade(model)
+        in_training = model(x, src_key_padding_mask=padding).detach()
+    in_inference = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(in_training, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(in_inference[~hidden], expected[~hidden], atol=1e-5, rtol=0)
+    is_removed = name != "holes" or not checked  # PyTorch removes padding at the ends
+    assert bool((in_inference[hidden] == 0).all()) == (is_removed or not hidden.any())
+
+
+@pytest.mark.usefixtures("inference")
+@pytest.mark.parametrize("argument", ["src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"])
+@pytest.mark.parametrize("name", ["numbers", "numbers and padding"])
+def test_numbers_in_the_masks_of_a_transformer(x: Tensor, argument: str, name: str) -> None:
+    model, masks = transformer().eval(), {argument: FLOATS[name]}
+    with torch.enable_grad():
+        expected = model(x, x, **masks).detach()
+        clearhead.upgrade(model)
+        torch.testing.assert_close(model(x, x, **masks).detach(), expected, atol=1e-5, rtol=0)
+    if argument == "src_key_padding_mask":
+        masks["memory_key_padding_mask"] = FLOATS[name]  # or the decoder attends to what inference removes
+        with torch.enable_grad():
+            expected = model(x, x, **masks).detach()
+    torch.testing.assert_close(model(x, x, **masks), expected, atol=1e-5, rtol=0)
+
+
 WITHOUT_NESTED_TENSORS = ("gradients", "training", "left padding", "a mask too", "no padding", "switched off")
 
 

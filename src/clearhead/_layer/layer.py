@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
 from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
+from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
 from .packing import Unpadded, unpad
 from .plan import Show, attend
 from .positions import PositionPart, positions_of_keys, positions_of_queries, require_one_length, with_hidden
-from .unmodified import apply_linear
+from .unmodified import apply_linear, has_hooks
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Layer:
         out_proj: the output projection.
         num_heads, num_kv_heads: H and Hkv.
         request: the module's mask, scale, soft-cap, sinks and dropout, and the offset of its heads.
+        projections: the modules that `project` calls.
         q_norm, k_norm: of every head's query and key.
         position: applied to queries and keys after the norms.
         head_dim: D = Dv of a module whose padding is removed where that is faster. ``None`` keeps the padding.
@@ -67,6 +69,7 @@ class Layer:
     num_heads: int
     num_kv_heads: int
     request: Request
+    projections: tuple[nn.Module, ...] = ()
     q_norm: nn.Module | None = None
     k_norm: nn.Module | None = None
     position: PositionPart | None = None
@@ -111,7 +114,9 @@ class Layer:
             if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
                 inputs, heads = (query, key, value), (self.num_heads, self.num_kv_heads, self.head_dim)
                 in_one_kernel = query.is_cuda and self._is_one_kernel(query, self.head_dim, environment)
-                options = {"side_by_side": self.position is not None, "in_one_kernel": in_one_kernel}
+                parts = (*self.projections, self.q_norm, self.k_norm, self.position)
+                side_by_side = self.position is not None
+                options: dict[str, Any] = {"parts": parts, "side_by_side": side_by_side, "in_one_kernel": in_one_kernel}
                 unpadded = unpad(mask, grid, inputs, heads, environment, **options)
                 if unpadded is not None:
                     return self._run_unpadded(unpadded, *inputs, environment), None
@@ -182,10 +187,10 @@ class Layer:
         """The module's own mask and the call's."""
         module_mask = self.request.mask
         if mask is None:
-            return module_mask
+            return None if module_mask is None else _called(module_mask)
         if not isinstance(mask, Mask):
             mask = as_mask(mask)
-        return mask if module_mask is None else module_mask & mask
+        return _called(mask if module_mask is None else module_mask & mask)
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment
@@ -253,6 +258,15 @@ class Layer:
             show=unpadded.show,
         )
         return unpadded.project_out(mixed, self.out_proj, environment, batch_first=self.batch_first)
+
+
+def _called(mask: Mask) -> Mask:
+    """The mask. Parts of it that are modules with hooks were called, because hooks may load or change parameters."""
+    parts = mask.parts()
+    if not any(isinstance(part, nn.Module) and has_hooks(part) for part in parts):
+        return mask
+    called = [cast(Mask, part()) if isinstance(part, nn.Module) and has_hooks(part) else part for part in parts]
+    return cast(Mask, all_of([*called]))
 
 
 def _heads(x: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:

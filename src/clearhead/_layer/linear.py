@@ -16,7 +16,7 @@ from .._checks import FLOATS, PLAIN, flag, kind, require_factory, same_device, s
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
 from .._proxies import quantizes, recorded_module
 from .._torch_private import has_onednn_linear, onednn_linear
-from ..errors import ArgumentError, ClearheadError, DTypeError, KernelError, ShapeError, shape_text
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, KernelError, ShapeError, shape_text
 
 Backend = Literal["pytorch", "onednn"]
 BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
@@ -88,7 +88,7 @@ class Linear(nn.Linear):
             return linear(input, self.weight, self.bias)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError):
             try:
-                require_input("input", input, self)  # only after an error, so that ordinary calls skip the check
+                require_linear("input", input, self)  # only after an error, so that ordinary calls skip the check
             except ClearheadError as error:
                 # Quantization knows modules by their classes, and functions.
                 if quantizes(input):
@@ -97,15 +97,13 @@ class Linear(nn.Linear):
             raise
 
 
-def require_input(name: str, x: object, layer: nn.Module) -> None:
-    """Raise unless a linear layer accepts the input. A layer of another class checks its input itself."""
-    if type(layer) not in (Linear, nn.Linear):
-        return
-    x, linear_layer = strided_or_jagged(name, x), cast(nn.Linear, layer)
-    if x.dim() == 0 or x.shape[-1] != linear_layer.in_features:
-        expected = f"(…, {linear_layer.in_features})"
+def require_linear(name: str, x: object, layer: nn.Linear) -> None:
+    """Raise unless the weight of a linear layer accepts the input."""
+    x = strided_or_jagged(name, x)
+    if x.dim() == 0 or x.shape[-1] != layer.in_features:
+        expected = f"(…, {layer.in_features})"
         raise ShapeError(name, expected=expected, got=kind(x))
-    require_same(name, x, linear_layer.weight)
+    require_same(name, x, layer.weight)
 
 
 def require_tokens(name: str, x: object, features: int | None, fix: str = "") -> Tensor:
@@ -122,6 +120,10 @@ def require_tokens(name: str, x: object, features: int | None, fix: str = "") ->
 
 def require_same(name: str, x: Tensor, weight: Tensor) -> None:
     """Raise unless an input has the dtype and the device of a module's weight, or autocast converts its dtype."""
+    if weight.is_meta and not x.is_meta:
+        fix = "Load them first, for example with module.to_empty(device=...) and load_state_dict."
+        expected = f"parameters on the input's device {x.device}"
+        raise DeviceError(name, expected=expected, got="a module on meta, without values", fix=fix)
     same_device(name, x, weight.device, "the module's device", "Move the input or the module")
     if x.dtype != weight.dtype and not (autocast_is_on(x) and x.is_floating_point()):
         fix = f"Convert the input with .to({weight.dtype}), or the module."

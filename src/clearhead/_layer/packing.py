@@ -18,6 +18,7 @@ from .._call.call import AttentionCall, build_call
 from .._call.observers import changes_outputs, notify
 from .._call.sequences import PackedSequences
 from .._environment import Environment
+from .._torch_private import any_foreign_global_hook
 from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
@@ -25,7 +26,7 @@ from ..masks._lengths import Counts, QueryLengths
 from ..masks._positional import Causal
 from ..masks._structure import joined, structure_of
 from .tokens import RealTokens, find_tokens, sequences_between
-from .unmodified import apply_linear, is_unmodified
+from .unmodified import apply_linear, is_unmodified, takes_packed
 
 #: Multiplications saved per batch item that pay for taking tokens out and putting them back.
 _WORTH_UNPADDING = 1 << 23
@@ -88,6 +89,7 @@ def unpad(
     heads: tuple[int, int, int],
     environment: Environment,
     *,
+    parts: tuple[object, ...],
     side_by_side: bool,
     in_one_kernel: bool,
 ) -> Unpadded | None:
@@ -98,12 +100,14 @@ def unpad(
         inputs: query, key and value of the module, (B, length, features) each. Its output has the query's features.
         heads: H, Hkv and D of the module.
         environment: of the call.
+        parts: what the module applies to its tokens, before the output projection; ``None`` for what it does not have.
         side_by_side: whether a position part needs queries and keys to be the same tokens.
         in_one_kernel: whether a CUDA device computes packed sequences of these queries and keys in one kernel.
 
     Returns:
         ``None`` if there is no padding, or if removing it would not be faster. ``None`` too if values must not be read,
-        if the mask has other parts than padding and rules about positions, or if an observer changes outputs.
+        if the mask has other parts than padding and rules about positions, or if an observer changes outputs. ``None``
+        if hooks, adapters or unknown modules on the way would receive packed tokens instead of a batch.
         Recorders do not count, because recomputation after they have left must give the same output.
     """
     on_cpu = grid.device.type == "cpu"
@@ -120,6 +124,8 @@ def unpad(
     cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
     worth = _WORTH_UNPADDING if on_cpu else length * features * _WORTH_OF_A_MOVE
     if 0 in (batch, length, keys_length) or cost_of_item < worth:
+        return None
+    if (environment.module_hooks and any_foreign_global_hook()) or not all(map(takes_packed, parts)):
         return None
     # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)

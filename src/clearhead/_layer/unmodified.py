@@ -1,4 +1,4 @@
-"""Linear layers that nothing was changed on, whose parameters a layer may multiply with itself."""
+"""Parts that nothing was changed on: a layer may multiply with their parameters itself, or give them packed tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._checks import PLAIN
 from .._environment import Environment
-from .._torch_private import is_compiled
-from .linear import Linear, linear
+from .._torch_private import any_global_hook, is_compiled
+from ..positions._rotary import Rotary
+from .linear import Linear, linear, require_linear
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
+#: Other parts of an attention layer that compute every token by itself.
+_OF_SINGLE_TOKENS: dict[type, Any] = {kind: kind.forward for kind in (nn.RMSNorm, nn.LayerNorm, nn.Identity, Rotary)}
 
 
 def is_unmodified(module: nn.Module) -> bool:
@@ -38,6 +41,47 @@ def is_unmodified(module: nn.Module) -> bool:
         or fields["_parameters"].get("weight") is None
         or "bias" not in fields["_parameters"]
     )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a ``forward`` that replaces its own, as libraries that load parameters set it."""
+    fields = module.__dict__
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" in fields or any(fields[name] for name in hooks)
+
+
+def takes_packed(part: object) -> bool:
+    """Whether a part computes the same for packed tokens as for a padded batch, and shows its inputs to no other code.
+
+    Hooks, adapters, subclasses and callables of a user expect the shapes that the documentation promises. Hooks of
+    Clearhead itself do not count.
+    """
+    kind: Any = type(part)
+    forward = _FORWARDS.get(kind) or _OF_SINGLE_TOKENS.get(kind)
+    if part is None or forward is None or forward is not kind.forward:
+        return part is None
+    fields = vars(part)
+    if "forward" in fields or fields["_backward_hooks"] or fields["_backward_pre_hooks"]:
+        return False
+    hooks = (*fields["_forward_pre_hooks"].values(), *fields["_forward_hooks"].values())
+    if not all(getattr(hook, "__module__", "").startswith("clearhead.") for hook in hooks):
+        return False
+    if isinstance(part, Rotary):
+        # The longest position of a padded batch may be that of padding.
+        return part.scaling is None or not part.scaling.follows_length
+    # A norm over several dimensions mixes tokens, and so may one scale for all activations of a quantised weight.
+    weight = fields["_parameters"].get("weight")
+    is_plain = weight is None or type(weight) in PLAIN or type(weight).__module__.startswith("torch.distributed.")
+    return is_plain and len(fields.get("normalized_shape", (1,))) == 1
+
+
+def require_input(name: str, x: object, layer: nn.Module) -> None:
+    """Raise unless an unmodified linear layer accepts the input.
+
+    Other modules check their inputs themselves. Hooks may load or convert their parameters first.
+    """
+    if is_unmodified(layer) and not any_global_hook():
+        require_linear(name, x, cast(nn.Linear, layer))
 
 
 def inputs_fit(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._layer.unmodified import is_unmodified
+from .._layer.unmodified import takes_packed
 from .._torch_private import as_written, calls_uncompiled
 from ..errors import ArgumentError
 
@@ -58,13 +58,14 @@ class ModuleNames:
     def following(self) -> Generator[None, None, None]:
         """Attach hooks to the modules inside the block, and remove them after it.
 
-        Unmodified linear layers get no hooks, because attention layers then keep their fast path.
+        Unmodified linear layers, norms and rotary positions get no hooks, because attention layers then keep their
+        fast path.
         """
         self._thread = threading.get_ident()
         handles: list[Any] = []
         try:
             for name, module in self.model.named_modules():
-                if is_unmodified(module):
+                if takes_packed(module):
                     continue
                 if isinstance(module, torch.jit.ScriptModule):
                     got = f"{name or 'the model itself'!r}, which is TorchScript"

@@ -89,15 +89,19 @@ def stop_zeroing(encoder: nn.TransformerEncoder) -> None:
 def _zero_padding(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """Forward hook of an `nn.TransformerEncoder`."""
     arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-    src, padding = arguments["src"], arguments.get("src_key_padding_mask")
-    if padding is None or arguments.get("mask") is not None or not _took_fast_path(encoder, src, padding):
+    src, mask = arguments["src"], arguments.get("src_key_padding_mask")
+    if mask is None or arguments.get("mask") is not None:
+        return None
+    # A float mask is added to the scores: only −∞ hides a token.
+    visible = mask != -torch.inf if mask.is_floating_point() else mask.logical_not()
+    if not _took_fast_path(encoder, src, visible):
         return None
     # PyTorch pads with zeros before the norm, which turns them into its bias.
     padded, norm = output.new_zeros(output.shape[-1]), getattr(encoder, "norm", None)
-    return torch.where(padding.logical_not()[..., None], output, padded if norm is None else norm(padded))
+    return torch.where(visible[..., None], output, padded if norm is None else norm(padded))
 
 
-def _took_fast_path(encoder: Any, src: Tensor, padding: Tensor) -> bool:
+def _took_fast_path(encoder: Any, src: Tensor, visible: Tensor) -> bool:
     """Whether `nn.TransformerEncoder.forward` would have removed the padding if its layers allowed it."""
     layer = encoder.layers[0]  # the only one that PyTorch checks
     if not torch.backends.mha.get_fastpath_enabled() or layer.training or src.dim() != 3 or src.is_nested:
@@ -108,4 +112,4 @@ def _took_fast_path(encoder: Any, src: Tensor, padding: Tensor) -> bool:
         return False
     if not getattr(encoder, "mask_check", True):
         return True
-    return left_aligned_padding is not None and not is_tracing() and left_aligned_padding(src, padding.logical_not())
+    return left_aligned_padding is not None and not is_tracing() and left_aligned_padding(src, visible)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import flag, integer, require_factory, same_device
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DeviceError
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid, Sizes
 from ._checks import require_heads
@@ -53,6 +53,12 @@ class _Bucketed(Mask):
     def validate(self, grid: Grid) -> None:
         """Raise unless the call has this number of heads and is on the device of the table."""
         require_heads("RelativeBias", self.weight.shape[1], grid)
+        if self.weight.is_meta and grid.device.type != "meta":
+            fix = "Load its weight first. If hooks load it in each call, pass bias() instead of bias, which calls them."
+            expected = f"a weight on the query's device {grid.device}"
+            raise DeviceError(
+                "mask RelativeBias(...)", expected=expected, got="a weight on meta, without values", fix=fix
+            )
         same_device("mask RelativeBias(...)", self.weight, grid.device, "query's device")
 
     def sizes(self) -> Sizes:
@@ -124,6 +130,13 @@ class RelativeBias(nn.Module, _Bucketed):
     def reset_parameters(self) -> None:
         """Draw the weights from a normal distribution with standard deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self) -> Mask:
+        """The bias with the weight that hooks of the module have loaded or changed.
+
+        Attention modules call a bias that has hooks. To functions such as `clearhead.attention` pass ``bias()`` then.
+        """
+        return _Table(self.weight, self.buckets, self.describe())
 
     def describe(self) -> str:
         """The mask as its user writes it."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .._call.forwards import FeedForwardForward
 from .._checks import size
-from .._layer.linear import Linear, require_input
+from .._layer.linear import Linear
+from .._layer.unmodified import require_input
 from .._proxies import recorded_module
 from ..errors import ClearheadError, DTypeError
 from ._parts import made_dropout
