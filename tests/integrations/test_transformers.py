@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers.masking_utils import create_chunked_causal_mask
 
-from clearhead.integrations import transformers as integration
 from tests.integrations.architectures import DECODERS, GROUPED, SMALL, make_pair, padding, relative_error, token_ids
 
 
@@ -57,7 +56,7 @@ def test_weights_are_built_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) 
     def unwanted(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("built")
 
-    monkeypatch.setattr(integration, "attention_weights", unwanted)
+    monkeypatch.setattr("clearhead._layer.mixing.compute_weights", unwanted)
     assert ours(input_ids=token_ids()).attentions is None
     with pytest.raises(RuntimeError, match="built"):
         ours(input_ids=token_ids(), output_attentions=True)

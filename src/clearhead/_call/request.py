@@ -29,7 +29,8 @@ class Request(NamedTuple):
             tensors of sinks and positions have the dtype that kernels read.
         lse: whether the log-sum-exp is returned.
         weights: which weights are returned: ``"heads"`` for (B, H, L, S), ``"average"`` for their average over the
-            heads (B, L, S), ``None`` for none.
+            heads (B, L, S), ``None`` for none. ``"mixed"`` and ``"mixed once"`` are (B, H, L, S) in the query's dtype,
+            and the graph of the output contains them (`_layer/mixing.py`).
         sequences: packed sequences. Query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
             (1, Hkv, Tk, Dv), and each sequence attends to itself.
         seed: int64 scalar that dropout is drawn from. Default: the kernel draws a seed.

@@ -25,6 +25,7 @@ from ..kernels._saved_by_pytorch import saved_as_given
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._grid import Grid
+from .mixing import MIXED, MIXED_ONCE, plan_mixed
 
 #: Shows a call and its output to the observers of this thread in another form than its own.
 Show = Callable[[AttentionCall, Tensor], None]
@@ -115,6 +116,8 @@ def _plan(call: AttentionCall, environment: Environment) -> Plan:
     # Kernels read memory, in which a lazily negated view has the opposite sign.
     if spec.negative:
         return _with_numbers_written(environment)
+    if spec.weights in (MIXED, MIXED_ONCE):
+        return plan_mixed(lambda call: run_call(call, environment), environment.kernel)
     if spec.sequences is not None:
         kernel = None if spec.tracing else choose_for_packed(call, environment.kernel)
         if kernel is None and not cast(PackedSequences, call.request.sequences).queries:

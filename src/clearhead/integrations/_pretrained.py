@@ -8,24 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from ._interface import attention_keywords
+
 NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
 
 #: Implementations that `upgrade` replaces. A user chose any other one on purpose.
 _COMMON = ("eager", "sdpa")
-
-#: Models whose attention takes arguments that Clearhead refuses (docs/en/model-table.md).
-_REFUSED = (
-    "axk2",
-    "deepseek_v32",
-    "dots3_note_text",
-    "glm_moe_dsa",
-    "hy_v4",
-    "inkling2",
-    "inkling2_text",
-    "mistral_large4",
-    "mistral_large4_text",
-)
 
 
 def models_of_transformers(model: nn.Module) -> dict[str, Any]:
@@ -60,9 +49,15 @@ def why_not_set(model: Any) -> str | None:
         return f"it was set to attention {model.config._attn_implementation!r}"
     if not model._can_set_attn_implementation():
         return f"{type(model).__name__} computes attention with code of its own"
-    for config in _configs(model):
-        if config.model_type in _REFUSED:
-            return f"Clearhead's attention does not take what {config.model_type} gives it"
+    from .transformers import KEYWORDS
+
+    calling = attention_keywords(model)
+    if not calling:
+        return "none of its layers calls the attention function of transformers"
+    for kind, keywords in calling.items():
+        unknown = sorted(keywords - KEYWORDS)
+        if unknown:
+            return f"Clearhead's attention does not take {', '.join(unknown)}, which {kind.__name__} passes"
     return None
 
 

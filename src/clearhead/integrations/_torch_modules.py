@@ -10,6 +10,7 @@ from .._layer.unmodified import is_unmodified
 from .._torch_private import remove_hook
 from ..nn._multihead_attention import MultiheadAttention, keep_off_fast_path
 from ..nn._stacks import STACKS, share_masks, stop_sharing, stop_zeroing, zero_padding
+from ._classes import of_a_subclass, swap_class
 
 _NESTED_BEFORE = "_clearhead_use_nested_tensor"
 
@@ -60,13 +61,16 @@ def _set_class(
     changed: dict[str, nn.Module] = {}
     unchanged: dict[str, str] = {}
     for name, module in model.named_modules():
-        if type(module) is old:
-            module.__class__ = new
-            changed[name] = module
-        elif isinstance(module, MultiheadAttention) and new is MultiheadAttention:
+        if isinstance(module, MultiheadAttention) and new is MultiheadAttention:
             unchanged[name] = "it is Clearhead's already"
         elif isinstance(module, old):
-            unchanged[name] = _of_a_subclass(module)
+            why = swap_class(module, old, new)
+            if why is None:
+                changed[name] = module
+            else:
+                unchanged[name] = why
+        elif new is MultiheadAttention and getattr(module, "original_name", None) == old.__name__:
+            unchanged[name] = "torch.jit has compiled it"
     return changed, unchanged
 
 
@@ -77,10 +81,6 @@ def _stacks(model: nn.Module, *, ours: bool) -> list[tuple[str, nn.Module]]:
         for name, stack in model.named_modules()
         if isinstance(stack, STACKS) and any(isinstance(part, MultiheadAttention) for part in stack.modules()) == ours
     ]
-
-
-def _of_a_subclass(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__} is a subclass with code of its own"
 
 
 def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
@@ -120,7 +120,7 @@ def _why_not(module: nn.Linear) -> str | None:
     if kind is Linear:
         return "it is Clearhead's already"
     if kind is not nn.Linear:
-        return _of_a_subclass(module)
+        return of_a_subclass(module)
     if not is_unmodified(module):
         return "it has hooks, a parametrization, or a forward of its own"
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:

@@ -16,6 +16,7 @@ the causal mask, which ``sdpa`` omits. Its values are only computed if the model
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +27,12 @@ from transformers.utils import output_capturing
 from .. import masks
 from .._call.naming import add_module
 from .._call.request import Request
-from .._call.sequences import within_sequences
 from .._checks import flag, shown, size, strided
 from .._environment import read_environment
+from .._layer.mixing import MIXED, MIXED_ONCE
 from .._layer.plan import attend
 from .._layer.positions import positions_of_keys
-from .._weights import attention_weights
+from .._torch_private import in_backward
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
 from ._cache_for import cache_for
 from ._cache_layers import BoundedCacheLayer
@@ -68,6 +69,7 @@ _WITHOUT_EFFECT = frozenset(
         "deterministic",
         "encoder_hidden_states",
         "grid_thw",
+        "input_ids",
         "logits_to_keep",
         "max_length_k",
         "max_length_q",
@@ -136,7 +138,8 @@ def attention_forward(
         output_attentions: whether to return the weights.
 
     Returns:
-        The output (B, L, H, Dv), and on request the weights (B, H, L, S) in the query's dtype.
+        The output (B, L, H, Dv), and on request the weights (B, H, L, S) in its dtype. Gradients of the output
+        pass through them, as for ``eager``.
 
     Raises:
         ArgumentError: names a keyword that may change the result and is not supported.
@@ -168,9 +171,9 @@ def attention_forward(
             mask = _combined(mask, masks.bias(position_bias))
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
-        request = Request(mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, sequences=sequences)
-        output = attend(query, key, value, request, read_environment()).output
-        weights = _weights(query, key, request) if _weights_wanted(module, output_attentions) else None
+        weights = _weights_wanted(module, output_attentions)
+        request = Request(mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, False, weights, sequences)
+        output, _, weights = attend(query, key, value, request, read_environment())
         if cache_layer is not None:
             cache_layer.observe(query, key, request)
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
@@ -195,6 +198,10 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
+
+
+#: The keywords that models may pass.
+KEYWORDS = _WITHOUT_EFFECT | inspect.signature(attention_forward).parameters.keys()
 
 
 def _refuse_unknown(keywords: dict[str, Any]) -> None:
@@ -236,33 +243,24 @@ def _combined(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
     return second if first is None else first & second
 
 
-def _weights(query: Tensor, key: Tensor, request: Request) -> Tensor:
-    """The weights (B, H, L, S) of a call. Packed sequences attend only within each sequence."""
-    mask, queries_at, keys_at = request.mask, request.query_positions, request.key_positions
-    sequences = request.sequences
-    if sequences is not None:
-        mask = within_sequences(sequences, mask)
-        queries_at, keys_at = sequences.query_positions[None], sequences.key_positions[None]
-    scores: dict[str, Any] = {"scale": request.scale, "softcap": request.softcap, "sinks": request.sinks}
-    weights = attention_weights(query, key, mask, query_positions=queries_at, key_positions=keys_at, **scores)
-    return weights.to(query.dtype)
-
-
-def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
-    """Whether the model's caller requested weights.
+def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> str | None:
+    """The weights that the model's caller requested, as in `Request`.
 
     Some models pass ``output_attentions`` on. In others, transformers' hooks collect the returned weights, and some of
-    these models still pass on a default of ``False``. The collector of the hooks therefore decides as well.
+    these models still pass on a default of ``False``. The collector of the hooks therefore decides as well. It is gone
+    when checkpointing computes a layer again, in a backward pass.
     """
-    wanted = output_attentions is not None and flag("output_attentions", output_attentions)
-    collected = _hooked_outputs()
-    if wanted or any(name.endswith("attentions") for name in collected or ()):
-        return True
-    if output_attentions is not None or collected is not None:
-        return False
     config = getattr(module, "config", None)
-    in_every_call = getattr(config, "model_type", None) in _WEIGHTS_IN_EVERY_CALL
-    return in_every_call or bool(getattr(config, "output_attentions", False))
+    if output_attentions is not None and flag("output_attentions", output_attentions):
+        return MIXED
+    collected = None if in_backward() else _hooked_outputs()
+    if any(name.endswith("attentions") for name in collected or ()):
+        return MIXED_ONCE
+    if output_attentions is not None or collected is not None:
+        return None
+    if getattr(config, "model_type", None) in _WEIGHTS_IN_EVERY_CALL:
+        return MIXED
+    return MIXED_ONCE if getattr(config, "output_attentions", False) else None
 
 
 def _hooked_outputs() -> dict[str, list[Any]] | None:

@@ -1,0 +1,96 @@
+"""Weights that are returned from inside the graph of the output: o = dropout(p) · v.
+
+A loss that reads the output then has a gradient with respect to the returned weights, dp = do · vᵀ, and what hooks on
+them change reaches query and key.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._call.call import AttentionCall, Results, zero_hidden
+from .._call.dropout import draw_seed
+from .._call.heads import fold_group, unfold_group
+from .._call.packed import as_one_sequence, each_sequence
+from ..kernels._base import Kernel, Plan
+from ..kernels._weights import compute_weights
+from ..masks._grid import Block
+
+#: `Request.weights` of such calls. A recomputation repeats the first kind and computes no weights for the second.
+MIXED, MIXED_ONCE = "mixed", "mixed once"
+
+
+def plan_mixed(run: Plan, forced: Kernel | None) -> Plan:
+    """The plan of a call whose output is mixed by the returned weights. `run` computes the call without weights."""
+
+    def mixed(call: AttentionCall) -> Results:
+        spec = call.spec
+        if spec.dropout_p > 0 and call.request.seed is None:
+            call = replace(call, request=call.request._replace(seed=draw_seed(call.query.device)))
+        dropped = spec.dropout_p > 0
+        without = spec._replace(weights=None, in_larger=spec.in_larger or dropped)
+        output = run(replace(call, spec=without, request=call.request._replace(weights=None))).output
+        with _saved_apart() if spec.weights == MIXED_ONCE and not _is_traced(call) else nullcontext():
+            zeroed = zero_hidden(as_one_sequence(call))
+            weights = compute_weights(zeroed, None, False, forced).to(call.query.dtype)
+            if not spec.gradients:
+                return Results(output, None, weights)
+            product = _product(call, zeroed, weights)
+        if _is_traced(call):
+            return Results(product, None, weights)
+        return Results(cast(Tensor, _ValuesOf.apply(output.detach(), product)), None, weights)
+
+    return mixed
+
+
+def _is_traced(call: AttentionCall) -> bool:
+    return call.spec.tracing or call.spec.transformed
+
+
+def _product(call: AttentionCall, zeroed: AttentionCall, weights: Tensor) -> Tensor:
+    """dropout(p) · v by PyTorch's operations, (B, H, L, Dv)."""
+    factors = _dropout_factors(call, weights)
+    # NaN of a masked key reaches no gradient; other values there have the gradient of eager attention.
+    value = call.value
+    if zeroed.value is not value:
+        value = torch.where(value.isfinite(), value, zeroed.value)
+    folded = fold_group(weights if factors is None else weights * factors, value.shape[1])  # (B, Hkv, G·L, S)
+    mixed = folded.to(call.spec.compute_dtype) @ value.to(call.spec.compute_dtype)
+    return unfold_group(mixed, weights.shape[1]).to(call.query.dtype)  # (B, H, L, Dv)
+
+
+def _dropout_factors(call: AttentionCall, weights: Tensor) -> Tensor | None:
+    """The factors of all weights (B, H, L, S), or ``None`` without dropout."""
+    if call.spec.dropout_p == 0:
+        return None
+    if call.request.sequences is None or not call.request.sequences.queries:
+        whole = as_one_sequence(call)
+        return whole.dropout_factors(Block(whole.grid), weights.dtype)
+    factors = torch.zeros_like(weights)
+    places = call.request.sequences.slices()
+    for sequence, (queries, keys) in zip(each_sequence(call), places, strict=True):
+        factors[:, :, queries, keys] = sequence.dropout_factors(Block(sequence.grid), weights.dtype)
+    return factors
+
+
+def _saved_apart() -> AbstractContextManager[Any]:
+    """Keep what the block saves for a backward pass from checkpointing, which counts what it will compute again."""
+    return saved_tensors_hooks(Tensor.detach, Tensor.detach)
+
+
+class _ValuesOf(torch.autograd.Function):
+    """The values of one tensor with the graph of another, which has the same up to rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, graph: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
