@@ -39,6 +39,20 @@ class RankedHead(NamedTuple):
         return f"<{self.layer or 'the model itself'} head {self.head}: {self.weight:.4f}>"
 
 
+class Sides(NamedTuple):
+    """The stacks of a layer's queries and keys, as numbers. A *stack* is a sequence of layers over the same tokens.
+
+    They are equal in self-attention, and differ in cross-attention.
+
+    Example:
+        >>> Sides(queries=1, keys=0)
+        Sides(queries=1, keys=0)
+    """
+
+    queries: int
+    keys: int
+
+
 class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
     """A mapping from module names, in running order, to the statistics of the modules' calls."""
 
@@ -47,6 +61,10 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
     @abstractmethod
     def name_of(self, layer: int | str) -> str:
         """The module name of a layer. `layer` is its number in running order, or its name."""
+
+    def sides(self, layer: int | str) -> Sides | None:
+        """The stacks of a layer's queries and keys, or ``None`` if they are unknown."""
+        return None
 
     @abstractmethod
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:

@@ -1,4 +1,4 @@
-"""`Calls`: the calls of one module in a record."""
+"""`Calls`: the calls of one layer in a record."""
 
 from __future__ import annotations
 
@@ -12,12 +12,31 @@ from .._statistics.result import AttentionStatistics
 
 
 class Calls(Sequence[AttentionStatistics]):
-    """The calls of one module, in order. The statistics of a single call are also attributes of this object."""
+    """The calls of one layer, in order. The statistics of a single call are also attributes of this object."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
+        self.name = ""
         self.statistics: list[AttentionStatistics] = []
         self.saved: list[AttentionCall] = []
+        self._root_calls: list[int] = []  # the number of the model's call, for each call here
+
+    @classmethod
+    def of_runs(cls, name: str, runs: Sequence[Calls]) -> Calls:
+        """The calls of all runs of one module, in the order in which they ran."""
+        calls = cls().named(name)
+        order = sorted(
+            (root, run, place) for run, each in enumerate(runs) for place, root in enumerate(each._root_calls)
+        )
+        for root, run, place in order:
+            calls._root_calls.append(root)
+            calls.statistics.append(runs[run].statistics[place])
+            calls.saved += runs[run].saved[place : place + 1]
+        return calls
+
+    def named(self, name: str) -> Calls:
+        """The same object with this name, for its errors. A module gets another one when it runs again."""
+        self.name = name
+        return self
 
     @overload
     def __getitem__(self, index: int) -> AttentionStatistics: ...
@@ -43,13 +62,16 @@ class Calls(Sequence[AttentionStatistics]):
         count = f"{self.name}: called {len(self.statistics)} times."
         raise AttributeError(f"{count} Take one call with {one}, or fold the batches together with rec.reduce().")
 
-    def keep(self, call: AttentionCall) -> None:
-        """Save copies of the query and key of a call. The key replaces the value.
+    def add(self, root_call: int, statistics: AttentionStatistics, kept: AttentionCall | None) -> None:
+        """Add a call. Of `kept`, copies of query and key are saved. The key replaces the value.
 
         Views would keep a full projection or cache in memory, and caches are overwritten in place.
         """
-        query, key = call.query.detach().clone(), call.key.detach().clone()
-        self.saved.append(replace(call, query=query, key=key, value=key, grid_=None, coverage_=None))
+        self._root_calls.append(root_call)
+        self.statistics.append(statistics)
+        if kept is not None:
+            query, key = kept.query.detach().clone(), kept.key.detach().clone()
+            self.saved.append(replace(kept, query=query, key=key, value=key, grid_=None, coverage_=None))
 
     def __repr__(self) -> str:
         return f"Calls({self.name!r}, {len(self.statistics)} calls)"

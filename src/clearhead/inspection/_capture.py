@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..masks._grid import Grid
 from ..nn._convention import hidden_mask
 from ..nn._inputs import append_keys, project
 from ..nn.functional import translate
+from ._flow import Flow
 from ._naming import ModuleNames
 
 _SOFTMAXES = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
@@ -40,22 +41,32 @@ class CaptureMode(TorchFunctionMode):
     one call of `F.multi_head_attention_forward`. The mode is off inside a reported call, so nothing is reported twice.
 
     Args:
-        captured: receives the inputs of a call, and a function that reads the `AttentionCall` of the running module.
+        captured: receives the inputs of a call, query and key first, and a function that reads the `AttentionCall` of
+            the running module. It returns the origins of the call's output.
         missed: receives the description of a computation that may be attention and that cannot be read.
+        flow: follows what tensors are computed from.
     """
 
     def __init__(
         self,
-        captured: Callable[[Iterable[object], Callable[[nn.Module], AttentionCall]], None],
+        captured: Callable[[Sequence[Any], Callable[[nn.Module], AttentionCall]], int],
         missed: Callable[[str], None],
+        flow: Flow,
     ) -> None:
         super().__init__()
-        self._captured, self._missed = captured, missed
+        self._captured, self._missed, self._flow = captured, missed, flow
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return self._observed(func, args, kwargs)
+        result = self._observed(func, args, kwargs)
+        self._flow.follow(args, kwargs, result)
+        return result
+
+    def _observed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_computing():
             return func(*args, **kwargs)
         read = _READERS.get(func)
@@ -65,11 +76,15 @@ class CaptureMode(TorchFunctionMode):
         # Calls inside a compiled graph cannot be observed.
         if torch.compiler.is_dynamo_compiling():
             graph_break()
-        if what is not None:
-            self._missed(what)
-        elif read is not None:
-            self._captured((*args, *kwargs.values()), lambda module: read(module, *args, **kwargs))
-        return func(*args, **kwargs)
+        if read is None:
+            self._missed(str(what))
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key"), args, strict=False)) | kwargs
+        inputs = (named.get("query"), named.get("key"), *args[2:], *kwargs.values())
+        origins = self._captured(inputs, lambda module: read(module, *args, **kwargs))
+        result = func(*args, **kwargs)
+        self._flow.mark(result, origins)
+        return result
 
 
 def obstacle(inputs: Iterable[object]) -> str | None:

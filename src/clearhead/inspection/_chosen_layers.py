@@ -1,4 +1,4 @@
-"""The choice of the recorded attention modules."""
+"""The choice of the recorded layers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch import nn
 
 from .._checks import integer, items, shown
 from ..errors import ArgumentError
+from ._naming import Layer, layer_names
 
 
 class ChosenLayers:
-    """Attention modules, chosen by name or by number in running order.
+    """Layers, chosen by the names of their modules, by their own names, or by number in running order.
 
     Args:
         layers: names and numbers; ``None`` for all.
@@ -20,20 +21,27 @@ class ChosenLayers:
 
     def __init__(self, layers: Sequence[int | str] | None, model: nn.Module) -> None:
         self._layers = _checked(layers, model)
-        self.order: list[str] = []  # names of all attention modules in running order
+        self.order: list[Layer] = []  # all layers in running order
 
-    def include(self, name: str) -> bool:
-        """Whether a running module is chosen. A new module gets the next number."""
-        if name not in self.order:
-            self.order.append(name)
-        return self._layers is None or name in self._layers or self.order.index(name) in self._layers
+    @property
+    def names(self) -> dict[str, Layer]:
+        """All layers by name, in running order."""
+        return layer_names(self.order)
+
+    def include(self, layer: Layer) -> bool:
+        """Whether a running layer is chosen. A new layer gets the next number."""
+        if layer not in self.order:
+            self.order.append(layer)
+        module, run = layer
+        chosen = self._layers
+        return chosen is None or not {module, f"{module}/{run}", self.order.index(layer)}.isdisjoint(chosen)
 
     def require_ran(self) -> None:
-        """Raise if some of the chosen modules did not run, but other attention modules did."""
-        ran = {*self.order, *range(len(self.order))}
-        missing = [layer for layer in self._layers or () if layer not in ran]
+        """Raise if some of the chosen layers did not run, but others did."""
+        known = {name for layer in self.order for name in (layer.module, f"{layer.module}/{layer.run}")}
+        missing = [layer for layer in self._layers or () if layer not in known | set(range(len(self.order)))]
         if self.order and missing:
-            names = ", ".join(map(repr, self.order))
+            names = ", ".join(map(repr, self.names))
             expected = f"numbers below {len(self.order)}, or names among the attention modules that ran: {names}"
             raise ArgumentError("layers", expected=expected, got=", ".join(map(repr, missing)))
 
@@ -49,8 +57,14 @@ def _checked(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int 
     if not chosen:
         raise ArgumentError("layers", expected="at least one name or number", got="none")
     for layer in chosen:
-        if isinstance(layer, str) and layer not in names:
+        if isinstance(layer, str) and not {layer, _module_of(layer)} & names:
             raise ArgumentError("layers", expected="names of the model's modules", got=shown(layer))
         if not isinstance(layer, str):
             integer("layers", layer, least=0, expected="numbers ≥ 0, in running order")
     return chosen
+
+
+def _module_of(layer: str) -> str:
+    """The module of a layer whose name has a run, such as ``"attention/3"``."""
+    module, _, run = layer.rpartition("/")
+    return module if run.isdecimal() else layer

@@ -1,14 +1,14 @@
-"""The qualified name of the module that is running."""
+"""The names of layers, and the modules that are running, with their arguments."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import getattr_static
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +36,41 @@ def uncompiled(model: nn.Module) -> Generator[None, None, None]:
         yield
 
 
+class Layer(NamedTuple):
+    """One layer: an attention module, and how often it ran before in the same chain of layers.
+
+    A module that the model uses for several layers, as ALBERT does, has several runs. Each reads what the one before it
+    computed. A module that runs on several texts has one run, and several calls.
+    """
+
+    module: str
+    run: int = 0
+
+
+def layer_names(layers: Iterable[Layer]) -> dict[str, Layer]:
+    """Layers by their names: that of the module, followed by ``/`` and the run if the module has several.
+
+    Example:
+        >>> list(layer_names([Layer("first"), Layer("shared", 0), Layer("shared", 1)]))
+        ['first', 'shared/0', 'shared/1']
+    """
+    layers = list(layers)
+    several = {layer.module for layer in layers if layer.run > 0}
+    return {f"{layer.module}/{layer.run}" if layer.module in several else layer.module: layer for layer in layers}
+
+
+class Frame:
+    """A running call of a module."""
+
+    def __init__(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.name, self.module, self.args, self.kwargs = name, module, args, kwargs
+
+
 class ModuleNames:
     """Follows the forward calls of a model's modules in one thread.
+
+    The outermost running call is a *root call*, usually of the model itself. Each text, batch and decoding step has a
+    root call of its own.
 
     Args:
         model: the model. Its own name is ``""``.
@@ -46,13 +79,13 @@ class ModuleNames:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._thread = threading.get_ident()
-        self._running: list[str] = []
-        self.root_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.frames: list[Frame] = []  # the root call first
+        self.root_calls = 0
 
     @property
     def current(self) -> str | None:
         """Name of the innermost running module, ``None`` outside the model."""
-        return self._running[-1] if self._running else None
+        return self.frames[-1].name if self.frames else None
 
     @contextmanager
     def following(self) -> Generator[None, None, None]:
@@ -78,16 +111,16 @@ class ModuleNames:
         finally:
             for handle in handles:
                 handle.remove()
-            self._running.clear()
+            self.frames.clear()
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module of this name starts to run with these arguments."""
         if threading.get_ident() != self._thread:
             return
-        if not self._running:
-            self.root_arguments = (args, kwargs)
-        self._running.append(name)
+        if not self.frames:
+            self.root_calls += 1
+        self.frames.append(Frame(name, module, args, kwargs))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self._thread and self._running:
-            self._running.pop()
+        if threading.get_ident() == self._thread and self.frames:
+            self.frames.pop()

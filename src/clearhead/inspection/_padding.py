@@ -1,4 +1,4 @@
-"""Finds padding in the arguments of a model's call, so that padded queries do not count."""
+"""Finds padding in the masks of attention and in the arguments of modules, so that padded queries do not count."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from .._call.call import AttentionCall
 from .._statistics.arguments import counted_queries, query_marks
 from .._statistics.totals import PartialCall, Totals
 from ..errors import RecordError, shape_text
-from ._naming import ModuleNames
+from ..masks._grid import Grid
+from ._flow import Flow
+from ._naming import Frame, ModuleNames
 
 #: Arguments with the padding of source and target. In each pair the first is 1 at real tokens, and the second is
 #: ``True`` at padding.
@@ -26,75 +29,121 @@ _DECODER_SIGNS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", *_TARGET)
 class CountedQueries:
     """The counted queries of each attention call: those of `query_mask`, or those without padding.
 
-    Padding is read once from the arguments of the root call, which is the call of the model. In an encoder–decoder
-    model, the source's padding applies to modules with ``encoder`` in their name, and the target's to the others.
+    In self-attention over all of its tokens, padding is a key that the mask of the call hides from every query. In all
+    attention, as in cross-attention and cached decoding, padding is what an argument of a running module marks, the
+    innermost module first. Such a mask belongs to the tokens beside it, so it applies to queries computed from them.
 
     Args:
         query_mask: bool or 0/1 (B, L); ``None`` to find padding.
-        running: follows the model, and holds the arguments of its root call.
+        running: follows the model, and holds the arguments of its running modules.
+        flow: knows what tensors were computed from.
     """
 
-    def __init__(self, query_mask: Tensor | None, running: ModuleNames) -> None:
+    def __init__(self, query_mask: Tensor | None, running: ModuleNames, flow: Flow) -> None:
         self._query_mask = None if query_mask is None else query_marks(query_mask)
-        self._running = running
-        self.forget()
+        self._running, self._flow = running, flow
+        self._arguments: WeakKeyDictionary[Frame, _Arguments] = WeakKeyDictionary()
 
-    def of_call(self, name: str, call: AttentionCall, is_first: bool) -> Tensor | None:
-        """The counted queries of the first or a later call of a module: bool (B, L), or ``None`` for all.
+    def of_call(self, name: str, call: AttentionCall, query: Tensor, *, is_self: bool, is_first: bool) -> Tensor | None:
+        """The counted queries of one call of a module: bool (B, L), or ``None`` for all.
+
+        Args:
+            name: the module's.
+            call: the call.
+            query: the tensor from which the query of the call was read.
+            is_self: whether queries and keys are the same tokens.
+            is_first: whether it is the module's first call.
 
         Raises:
             RecordError: if several processes share the call, and the padding masks of only some of them fit. Every
                 process raises it.
         """
-        sizes = call.grid.batch_size, call.grid.query_length
+        grid = call.grid
         if self._query_mask is not None:
-            if tuple(self._query_mask.shape) != sizes and not is_first:
+            if tuple(self._query_mask.shape) != (grid.batch_size, grid.query_length) and not is_first:
                 return None  # a later step has other sizes, and the first call passed the check
             return counted_queries(self._query_mask, call)
-        mask = self._mask_of(name)
-        if mask is None:
-            return None
         if isinstance(call, PartialCall):
-            return _of_shared_call(mask, call, call.totals)
-        if mask.shape == sizes:
-            return mask
-        is_step = call.grid.query_length == self._input_length and call.grid.query_length < call.grid.key_length
-        if mask.shape == (call.grid.batch_size, call.grid.key_length) and is_step:
-            return mask[:, -call.grid.query_length :]  # in a decoding step the queries are the last keys
+            mask = self._of_root(name)
+            return None if mask is None else _of_shared_call(mask, call, call.totals)
+        seen = _seen_keys(call) if is_self and grid.query_length == grid.key_length else None
+        marked = self._marked(name, query, grid)
+        return seen if marked is None else marked if seen is None else seen & marked.to(seen.device)
+
+    def _marked(self, name: str, query: Tensor, grid: Grid) -> Tensor | None:
+        """The queries that are no padding by the innermost argument that marks padding."""
+        for frame in reversed(self._running.frames):
+            arguments = self._of_frame(frame)
+            mask = arguments.fitted(name, grid)
+            if mask is not None and self._flow.shares_origin(query, arguments.tokens):
+                return mask
         return None
 
     def signature(self, name: str) -> Hashable:
         """A value that is equal on all processes. It omits sizes of root calls' masks, which may be full or split."""
-        return self._mask_of(name) is not None if self._query_mask is None else tuple(self._query_mask.shape)
+        return self._of_root(name) is not None if self._query_mask is None else tuple(self._query_mask.shape)
 
-    def forget(self) -> None:
-        """Release the tensors of the root call."""
-        self._arguments: object = None
-        self._source: Tensor | None = None
-        self._target: Tensor | None = None
+    def _of_root(self, name: str) -> Tensor | None:
+        frames = self._running.frames
+        return self._of_frame(frames[0]).mask_of(name) if frames else None
 
-    def _mask_of(self, name: str) -> Tensor | None:
-        """The mask of a module's queries in the root call."""
-        if self._arguments is not self._running.root_arguments:
-            self._read_root_call()
-        return self._target if self._two_sided and "encoder" not in name.split(".") else self._source
+    def _of_frame(self, frame: Frame) -> _Arguments:
+        arguments = self._arguments.get(frame)
+        if arguments is None:
+            arguments = self._arguments[frame] = _Arguments(frame)
+        return arguments
 
-    def _read_root_call(self) -> None:
-        model, self._arguments = self._running.model, self._running.root_arguments
-        named = _named(model, self._running.root_arguments)
+
+class _Arguments:
+    """The padding masks among the arguments of one running module.
+
+    In an encoder–decoder model, the source's padding applies to modules with ``encoder`` in their name, and the
+    target's to the others.
+
+    Attributes:
+        tokens: the tokens that the masks mark; ``None`` if they are unknown.
+    """
+
+    def __init__(self, frame: Frame) -> None:
+        named = _named(frame.module, (frame.args, frame.kwargs))
+        self._prefix = f"{frame.name}." if frame.name else ""
         self._source = _read(named, *_SOURCE)
         self._target = _read(named, *_TARGET)
         # The encoder of an encoder–decoder model has the same config, but no decoder.
-        has_decoder = any("decoder" in name.split(".") for name, _ in model.named_modules())
-        is_both = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and has_decoder
+        has_decoder = any("decoder" in name.split(".") for name, _ in frame.module.named_modules())
+        is_both = getattr(getattr(frame.module, "config", None), "is_encoder_decoder", False) and has_decoder
         self._two_sided = bool(is_both) or any(named.get(name) is not None for name in _DECODER_SIGNS)
         # The first tensor that is no mask holds the tokens.
-        tokens = (
+        tokens = [
             value
             for name, value in named.items()
             if isinstance(value, Tensor) and value.dim() >= 2 and name not in _SOURCE + _TARGET
-        )
-        self._input_length = next((value.shape[1] for value in tokens), None)
+        ]
+        self.tokens: Tensor | None = None if self._two_sided or not tokens else tokens[0]
+        self._input_length = tokens[0].shape[1] if tokens else None
+
+    def mask_of(self, name: str) -> Tensor | None:
+        """The mask of a module's queries."""
+        inside = name.removeprefix(self._prefix).split(".")
+        return self._target if self._two_sided and "encoder" not in inside else self._source
+
+    def fitted(self, name: str, grid: Grid) -> Tensor | None:
+        """The mask of a module's queries, if it has their sizes."""
+        mask, length = self.mask_of(name), grid.query_length
+        if mask is None or mask.shape == (grid.batch_size, length):
+            return mask
+        is_step = length == self._input_length and length < grid.key_length
+        if mask.shape == (grid.batch_size, grid.key_length) and is_step:
+            return mask[:, -length:]  # in a decoding step the queries are the last keys
+        return None
+
+
+def _seen_keys(call: AttentionCall) -> Tensor | None:
+    """The keys that are visible to some query in some head, bool (B, S), or ``None`` for all."""
+    seen = call.coverage.keys
+    if seen is None:
+        return None
+    return seen.any(1)[..., 0].expand(call.grid.batch_size, -1)  # (B, S)
 
 
 def _of_shared_call(mask: Tensor, call: AttentionCall, totals: Totals) -> Tensor | None:

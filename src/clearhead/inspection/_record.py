@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, ItemsView, Iterable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,28 +14,28 @@ from .._call.call import AttentionCall
 from .._call.naming import remember_names
 from .._call.observers import observing
 from .._call.sharding import HeadShard
-from .._checks import choice, index, module, shown
+from .._checks import choice, index, module
 from .._statistics.arguments import DEFAULT, Per, make_options, require_names, require_per, whole_numbers
 from .._statistics.compute import compute_statistics
 from .._statistics.patch_layout import PatchLayout
-from .._statistics.recorded import Recorded
-from .._statistics.result import AttentionStatistics
-from .._statistics.summary import fold
+from .._statistics.recorded import Sides
 from .._torch_private import is_compiler_error
 from .._weights import Queries, checked_queries
-from ..errors import ClearheadError, RecordError, UnknownNameError
+from ..errors import ClearheadError, RecordError
 from ._calls import Calls
 from ._capture import CaptureMode, Unseen, obstacle
 from ._chosen_layers import ChosenLayers
 from ._drawing import Drawable
-from ._naming import ModuleNames, uncompiled
+from ._flow import Flow
+from ._naming import Layer, ModuleNames, uncompiled
 from ._padding import CountedQueries
 from ._patch_layout import find_layout, picture_size
+from ._recorded_calls import RecordedCalls
 
 Keep = Literal["statistics", "queries_keys"]
 
 
-class record(Drawable, Recorded):
+class record(Drawable, RecordedCalls):
     """Record the attention of a model inside a ``with`` block, without gradients and without changing its results.
 
     Recorded are Clearhead's modules and functions, all calls of `F.scaled_dot_product_attention` (transformers with
@@ -104,15 +105,15 @@ class record(Drawable, Recorded):
         self._names = require_names(statistics, has_value=True)
         require_per(per, self._names)
         self._options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
-        self._layers = ChosenLayers(layers, model)
+        super().__init__(ChosenLayers(layers, model))
         self._heads = None if heads is None else whole_numbers("heads", heads)
         self._running = ModuleNames(model)
-        self._counted_queries = CountedQueries(query_mask, self._running)
+        self._flow = Flow(self._running)
+        self._counted_queries = CountedQueries(query_mask, self._running, self._flow)
         self._keep = keep
         self._queries = checked_queries("queries", queries)
         self._per: Per = per
         remember_names(model)
-        self._calls: dict[str, Calls] = {}
         self._unseen = Unseen(self._running)
         self._picture_size: tuple[int, int] | None = None
         self._stack = ExitStack()
@@ -122,7 +123,7 @@ class record(Drawable, Recorded):
             stack.enter_context(uncompiled(self._running.model))
             stack.enter_context(self._running.following())
             stack.enter_context(observing(self))
-            stack.enter_context(CaptureMode(self._captured, self._unseen.note))
+            stack.enter_context(CaptureMode(self._captured, self._unseen.note, self._flow))
             self._stack = stack.pop_all()
         return self
 
@@ -147,8 +148,6 @@ class record(Drawable, Recorded):
     def stop(self) -> None:
         """End the block without a report of unrecorded attention."""
         self._stack.close()
-        self._running.root_arguments = ((), {})
-        self._counted_queries.forget()
 
     def wanted(self) -> Hashable:
         """The settings that all processes need to share for the running module. ``None`` if it is not recorded.
@@ -157,8 +156,11 @@ class record(Drawable, Recorded):
             RecordError: if queries and keys are to be saved.
         """
         name = self._running.current
-        if name is None or not self._layers.include(name):
+        if name is None or not self._layers.include(Layer(name)):
             return None
+        return self._settings(name)
+
+    def _settings(self, name: str) -> Hashable:
         if self._keep != "statistics":
             expected = "'statistics' of a module that is split over processes"
             fix = "Each process would keep a part, of which no weights can be computed later."
@@ -169,79 +171,52 @@ class record(Drawable, Recorded):
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         """Record a call of Clearhead's attention."""
-        self._captured((call.query, call.key, call.value), lambda _: call)
+        self._flow.mark(output, self._captured((call.query, call.key, call.value), lambda _: call))
         return output
 
-    def _captured(self, inputs: Iterable[object], read: Callable[[nn.Module], AttentionCall]) -> None:
-        """Record one call, if the running module is among `layers`."""
-        name = self._running.current
-        if name is None or not self._layers.include(name):
-            return
-        what = obstacle(inputs)
+    def _captured(self, inputs: Sequence[Any], read: Callable[[nn.Module], AttentionCall]) -> int:
+        """Record one call, if the running layer is among `layers`. Returns the origins of its output."""
+        name, what = self._running.current, obstacle(inputs)
+        if name is None:
+            return 0
+        layer = self._flow.layer(name, inputs[0])
+        is_chosen = self._layers.include(layer)
         if what is not None:
-            self._unseen.note(what)
-            return
-        running = self._running.model.get_submodule(name)
+            if is_chosen:
+                self._unseen.note(what)
+            return 0
+        sides, origins = self._flow.attended(layer, inputs[0], inputs[1])
+        if is_chosen:
+            self._sides.setdefault(layer, sides)
+            self._record(layer, inputs[0], read, sides)
+        return origins
+
+    def _record(self, layer: Layer, query: Tensor, read: Callable[[nn.Module], AttentionCall], sides: Sides) -> None:
+        running = self._running.model.get_submodule(layer.module)
         heads: HeadShard | None = getattr(running, "head_shard", None)
         with torch.no_grad():
             call = read(running)
-            counted = self._counted(name, call, heads)
+            is_self, is_first = sides.queries == sides.keys, layer not in self._calls
+            find = partial(self._counted_queries.of_call, layer.module, call, query, is_self=is_self, is_first=is_first)
+            counted = find() if heads is None else self._agreed(layer.module, heads, find)
             statistics = compute_statistics(call, self._names, self._options, counted, self._queries, self._per, heads)
         if self._heads is not None:
             statistics = statistics.with_heads(self._heads)
-        self._picture_size = self._picture_size or picture_size(self._running.root_arguments)
-        calls = self._calls.setdefault(name, Calls(name))
-        calls.statistics.append(statistics)
-        if self._keep == "queries_keys":
-            calls.keep(call)
+        root = self._running.frames[0]
+        self._picture_size = self._picture_size or picture_size((root.args, root.kwargs))
+        calls = self._calls.setdefault(layer, Calls())
+        calls.add(self._running.root_calls, statistics, call if self._keep == "queries_keys" else None)
 
-    def _counted(self, name: str, call: AttentionCall, heads: HeadShard | None) -> Tensor | None:
+    def _agreed(self, name: str, heads: HeadShard, find: Callable[[], Tensor | None]) -> Tensor | None:
         """The counted queries. Processes that share the heads first agree on what they record."""
         counted, wanted, problem = None, None, None
         try:
-            wanted = None if heads is None else self.wanted()
-            counted = self._counted_queries.of_call(name, call, is_first=name not in self._calls)
+            wanted = self._settings(name)
+            counted = find()
         except ClearheadError as error:
-            if heads is None:
-                raise
             problem = error
-        if heads is not None:
-            heads.agree(wanted, problem)
+        heads.agree(wanted, problem)
         return counted
-
-    def __getitem__(self, name: str) -> Calls:
-        if not isinstance(name, str) or name not in self._calls:
-            recorded = ", ".join(map(repr, self._calls))
-            raise UnknownNameError(f"name {shown(name)}: no attention was recorded there; recorded are {recorded}")
-        return self._calls[name]
-
-    def items(self) -> ItemsView[str, Calls]:
-        """The name and the calls of every module."""
-        return ItemsView(self)
-
-    def values(self) -> ValuesView[Calls]:
-        """The calls of every module."""
-        return ValuesView(self)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._calls)
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def name_of(self, layer: int | str) -> str:
-        """The module name of a layer: its number in running order, or its name.
-
-        Raises:
-            UnknownNameError: for a layer without a recorded call.
-        """
-        order = self._layers.order
-        name = layer if isinstance(layer, str) else order[index("layer", layer, len(order))]
-        if name not in self._calls:
-            recorded = ", ".join(map(repr, self._calls))
-            got = shown(name) if name == layer else f"{layer}, {name!r}"
-            raise UnknownNameError("layer", expected=f"one of {recorded}, which were recorded", got=got)
-        return name
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
         """The query, key and mask of one call. Its value is the key.
@@ -258,25 +233,10 @@ class record(Drawable, Recorded):
 
     def patches(self, layer: int | str) -> PatchLayout:
         """The positions of a vision model's tokens on its input, from the model's configuration."""
-        name = self.name_of(layer)
-        first = self._calls[name][0]
-        return find_layout(self._running.model, name, self._picture_size, first.query_length, first.key_length)
-
-    def reduce(self) -> dict[str, AttentionStatistics]:
-        """Concatenate the calls of every module along the batch.
-
-        Shorter calls are padded with zeros (−1 in top-k indices). The padding is not ``counted``.
-
-        Returns:
-            One `AttentionStatistics` per module name.
-        """
-        return {name: fold(calls.statistics) for name, calls in self._calls.items()}
-
-    def __repr__(self) -> str:
-        names = ", ".join(name or "the model itself" for name in self._calls)
-        return f"<record of {len(self._calls)} attention modules: {names or 'nothing yet'}>"
+        module, first = self._layer(layer).module, self[self.name_of(layer)][0]
+        return find_layout(self._running.model, module, self._picture_size, first.query_length, first.key_length)
 
     def report_unseen(self) -> None:
         """Raise if chosen layers did not run or nothing was recorded. Warn of attention that was not recorded."""
         self._layers.require_ran()
-        self._unseen.report(self._calls)
+        self._unseen.report({layer.module for layer in self._calls})

@@ -1,0 +1,163 @@
+"""Which tensors were computed from which: how the layers of a record are told from those of another stack."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._statistics.recorded import Sides
+from ._naming import Layer, ModuleNames
+
+
+@dataclass(eq=False)
+class _Stack:
+    """Layers over the same tokens, each of which reads what the one before it wrote.
+
+    Args:
+        number: its number.
+        calls: bits of its layers' calls.
+        origins: those, and the bits of everything that the layers were computed from.
+        patterns: names of its modules, without their numbers.
+    """
+
+    number: int
+    calls: int = 0
+    origins: int = 0
+    patterns: set[str] = field(default_factory=set[str])
+
+
+class Flow:
+    """Follows what the tensors of a model were computed from: arguments of root calls, and attention calls.
+
+    Each argument and each call has a bit, and a tensor has the bits of all that it was computed from. No value is read.
+    The output of cross-attention has the bits of its query only, because it stays on the query's side. Integers have no
+    bits of calls: a text that a model wrote is a new text.
+
+    Args:
+        running: follows the model, and holds the arguments of its root call.
+    """
+
+    def __init__(self, running: ModuleNames) -> None:
+        self._running = running
+        self._root_call = running.root_calls
+        self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._next = 1  # the next bit
+        self._calls = 0  # the bits of attention calls
+        self._stack_of: dict[int, _Stack] = {}  # the stack of the queries, by the bit of the call
+        self._by_arguments: dict[int, _Stack] = {}  # keys that no attention computed, by the bits of their arguments
+        self._runs: dict[str, list[tuple[int, int]]] = {}  # module → bit and run of its calls in this root call
+        self._count = 0
+
+    def follow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> None:
+        """Note that a function of PyTorch computed `result` from these arguments."""
+        self._notice_root_call()
+        origins = 0
+        for tensor in _tensors((args, kwargs)):
+            origins |= self._origins.get(tensor, 0)
+        if origins:
+            # Functions that change their first argument in place, such as __setitem__, return None.
+            self.mark(args[:1] if result is None else result, origins)
+
+    def mark(self, result: object, origins: int) -> None:
+        """Add origins to the tensors in a result."""
+        for tensor in _tensors(result):
+            added = origins if tensor.is_floating_point() or tensor.is_complex() else origins & ~self._calls
+            self._origins[tensor] = self._origins.get(tensor, 0) | added
+
+    def layer(self, module: str, query: Tensor) -> Layer:
+        """The layer whose attention runs in a module over this query."""
+        self._notice_root_call()
+        origins = self._origins.get(query, 0)
+        return Layer(module, max((run + 1 for bit, run in self._runs.get(module, ()) if bit & origins), default=0))
+
+    def attended(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Sides, int]:
+        """The sides of the layer's attention call, and the origins of its output."""
+        origins, of_keys = (self._origins.get(tensor, 0) for tensor in (query, key))
+        pattern = re.sub(r"\d+", "*", layer.module)
+        same = self._keys_are_queries(origins, of_keys)
+        stack = self._stack_of_queries(origins | of_keys if same else origins, pattern)
+        sides = Sides(stack.number, stack.number if same else self._stack_of_keys(of_keys).number)
+        bit = self._bit()
+        self._calls |= bit
+        self._runs.setdefault(layer.module, []).append((bit, layer.run))
+        self._stack_of[bit] = stack
+        output = origins | (of_keys if same else 0) | bit
+        stack.calls |= bit
+        stack.origins |= output
+        stack.patterns.add(pattern)
+        return sides, output
+
+    def shares_origin(self, tensor: Tensor, other: Tensor | None) -> bool:
+        """Whether both were computed from the same argument or call. True if the origin of `other` is unknown."""
+        origins = 0 if other is None else self._origins.get(other, 0)
+        return not origins or bool(origins & self._origins.get(tensor, 0))
+
+    def _notice_root_call(self) -> None:
+        """Give the arguments of a new root call their bits."""
+        if self._running.root_calls == self._root_call:
+            return
+        self._root_call, frames = self._running.root_calls, self._running.frames
+        self._runs.clear()
+        for tensor in _tensors((frames[0].args, frames[0].kwargs) if frames else ()):
+            self.mark(tensor, self._bit())
+
+    def _bit(self) -> int:
+        bit, self._next = self._next, self._next << 1
+        return bit
+
+    def _keys_are_queries(self, origins: int, of_keys: int) -> bool:
+        """Whether queries and keys are of the same tokens."""
+        last, last_of_keys = (self._last(bits) for bits in (origins, of_keys))
+        if last_of_keys is not None:
+            return last is last_of_keys
+        # Layers may reuse keys of the first layer, which no attention computed.
+        arguments = ~self._calls
+        return origins == of_keys or bool(origins & of_keys & arguments)
+
+    def _stack_of_queries(self, origins: int, pattern: str) -> _Stack:
+        """The stack that computed the queries. A new one begins if something else was merged into them."""
+        last = self._last(origins)
+        if last is not None and not origins & ~last.origins:
+            return last
+        if last is not None or not origins:  # an origin may be unknown
+            for stack in reversed(list(dict.fromkeys(self._stack_of.values()))):
+                if pattern in stack.patterns and (not origins or origins & stack.calls):
+                    return stack
+        return self._new_stack()
+
+    def _stack_of_keys(self, of_keys: int) -> _Stack:
+        last = self._last(of_keys)
+        if last is not None:
+            return last
+        if of_keys not in self._by_arguments:
+            self._by_arguments[of_keys] = self._new_stack()
+        return self._by_arguments[of_keys]
+
+    def _new_stack(self) -> _Stack:
+        self._count += 1
+        return _Stack(self._count - 1)
+
+    def _last(self, origins: int) -> _Stack | None:
+        """The stack of the last attention call among these origins."""
+        calls = origins & self._calls
+        return self._stack_of[1 << calls.bit_length() - 1] if calls else None
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    """The tensors among arguments or results, also inside lists and dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _all_tensors(values.values())
+    elif isinstance(values, (list, tuple)):
+        yield from _all_tensors(values)
+
+
+def _all_tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        yield from _tensors(value)
