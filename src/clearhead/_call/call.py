@@ -91,15 +91,13 @@ class AttentionCall:
 
     @property
     def read_again(self) -> tuple[Tensor, ...]:
-        """The tensors that a backward pass reads besides `inputs`: those of mask, positions and sequences.
+        """The tensors that a backward pass reads besides `inputs`: those of mask and positions.
 
         Functions save them through autograd, which refuses a backward pass after they were written to.
         """
-        mask, sequences = self.request.mask, self.request.sequences
-        masks = () if mask is None else mask.tensors()
-        boundaries = () if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+        masks = () if self.request.mask is None else self.request.mask.tensors()
         positions = (self.request.query_positions, self.request.key_positions)
-        tensors = (*masks, *boundaries, *(each for each in positions if isinstance(each, Tensor)))
+        tensors = (*masks, *(each for each in positions if isinstance(each, Tensor)))
         # Inference tensors cannot be saved: writes to them are not counted.
         return tuple(tensor for tensor in tensors if not tensor.is_inference())
 

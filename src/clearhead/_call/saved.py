@@ -22,6 +22,7 @@ from .spec import AttentionSpec
 
 Layout = tuple[tuple[int, ...], torch.dtype, torch.device]
 
+_STRIDED = torch.strided
 _FIX = (
     "A hook on saved tensors (torch.autograd.graph.saved_tensors_hooks) may return other strides, another precision or "
     "another device, and nothing else."
@@ -39,13 +40,13 @@ def restored(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, d
     Raises:
         ShapeError, DTypeError, DeviceError: for a tensor that does not hold the saved numbers.
     """
-    if x.dtype is dtype and x.shape == shape and x.device == device and type(x) in PLAIN:
+    if x.layout is _STRIDED and x.dtype is dtype and x.shape == shape and x.device == device and type(x) in PLAIN:
         return x
     return _converted(name, x, shape, dtype, device)
 
 
 def _converted(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if x.layout is not torch.strided or x.is_nested:
+    if x.layout is not _STRIDED or x.is_nested:
         got = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
         raise DTypeError(name, expected="the dense tensor that was saved", got=got, fix=_FIX)
     if x.shape != shape:
@@ -116,7 +117,7 @@ def with_saved(request: Request, saved: Sequence[Tensor], returned: Sequence[Ten
 
     Args:
         request: of the call.
-        saved: the tensors of its mask, its positions and its sequences.
+        saved: the tensors of its mask and its positions.
         returned: what came back for them.
     """
     changed: dict[int, Tensor] = {}
@@ -130,6 +131,6 @@ def with_saved(request: Request, saved: Sequence[Tensor], returned: Sequence[Ten
         return request
     biases = () if request.mask is None else request.mask.bias_tensors()
     unchanged = {id(bias): bias for bias in biases}  # with their graphs, which cannot be copied
-    names = ("mask", "query_positions", "key_positions", "sequences")
+    names = ("mask", "query_positions", "key_positions")
     copies = deepcopy({name: getattr(request, name) for name in names}, {**unchanged, **changed})
     return request._replace(**copies)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._call.saved import restored
 from .._call.spec import has_contiguous_rows
+from .._checks import PLAIN
 from .._native import extension, instruction_set_number
 from ._native_arguments import (
     DTYPES,
@@ -144,8 +145,12 @@ class NativePlan:
         output = restored("saved output", output, self._shape, torch.float32, _CPU)
         if output.stride() != self._strides or output.is_neg():
             output = output.new_empty_strided(self._shape, self._strides).copy_(output)
-        lse = restored("saved lse", lse, self._rows_shape, torch.float64, _CPU).resolve_neg().contiguous()
-        output_gradient = restored("gradient of the output", output_gradient, self._shape, self._dtype, _CPU)
+        lse = restored("saved lse", lse, self._rows_shape, torch.float64, _CPU)
+        if lse.is_neg() or not lse.is_contiguous():
+            lse = lse.resolve_neg().contiguous()
+        # Autograd itself checks the shape, the dtype and the device of a gradient.
+        if type(output_gradient) not in PLAIN:
+            output_gradient = restored("gradient of the output", output_gradient, self._shape, self._dtype, _CPU)
         if output_gradient.is_neg() or output_gradient.stride(-1) != 1:
             output_gradient = output_gradient.resolve_neg().contiguous()
         if lse_gradient is not None:
