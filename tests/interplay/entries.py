@@ -15,6 +15,7 @@ NEEDS = {
     "gradients": "the results of statistics have no gradients, which their documentation says",
     "parameters": "a function has no parameters",
     "linears": "it has no `nn.Linear` of its own",
+    "norms": "PyTorch's LayerNorm is wrong under hooks that change strides",
     "samples": "packed sequences have no batch whose samples could be taken apart",
     "one input": "Opacus puts its own module in the place of every `nn.MultiheadAttention`, which has three inputs",
     "quantisable": "torchao quantises no function, and skips the one linear layer of an `nn.MultiheadAttention`",
@@ -60,8 +61,8 @@ ENTRIES = (
     Entry("latent attention", modules.LATENT, _MODULE),
     Entry("drop-in module", modules.DROP_IN, _MODULE | {"one input", "quantisable"}),
     Entry("stack", modules.STACK, _MODULE),
-    Entry("upgraded stack", modules.UPGRADED_STACK, _MODULE | {"one input"}),
-    Entry("upgraded encoder", models.ENCODER, frozenset(), 2e-5),
+    Entry("upgraded stack", modules.UPGRADED_STACK, _MODULE | {"one input", "norms"}),
+    Entry("upgraded encoder", models.ENCODER, frozenset({"norms"}), 2e-5),
     Entry("upgraded decoder", models.DECODER, frozenset(), 2e-5),
     Entry("record", modules.RECORD, _MODULE),
 )

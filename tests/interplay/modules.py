@@ -106,7 +106,7 @@ def _drop_in(size: int = E, length: int = L, *, parts: Any = None, **given: Any)
 
 def _layer(index: int, size: int) -> EncoderLayer:
     attend = clearhead.MultiHeadAttention(size, H, num_kv_heads=2, position=positions.Rotary(size // H))
-    return EncoderLayer(size, attend, FeedForward(size, 17), norm_first=index == 0)
+    return EncoderLayer(size, attend, FeedForward(size, 17), norm=nn.RMSNorm, norm_first=index == 0)
 
 
 class OwnStack(Own):

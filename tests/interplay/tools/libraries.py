@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch

@@ -39,6 +39,14 @@ def _from_half(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
+def _to_double(tensor: Tensor) -> tuple[torch.dtype, Tensor]:
+    return tensor.dtype, tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _from_double(saved: tuple[torch.dtype, Tensor]) -> Tensor:
+    return saved[1].to(saved[0])
+
+
 def _permuted(tensor: Tensor) -> Tensor:
     """The same values, with the axes in another order in memory."""
     order = list(range(tensor.dim()))[::-1]
@@ -68,14 +76,10 @@ _NEEDS = frozenset({"gradients"})
 TOOLS = (
     Tool("save_on_cpu", partial(_within, save_on_cpu), needs=_NEEDS),
     Tool("saved as halves", _hooks(_to_half, _from_half), needs=_NEEDS, tolerance=5e-3),
-    Tool("saved permuted", _hooks(_permuted, _same), needs=_NEEDS),
-    Tool("saved with gaps", _hooks(_spread, _same), needs=_NEEDS),
+    Tool("saved permuted", _hooks(_permuted, _same), needs=_NEEDS | {"norms"}),
+    Tool("saved with gaps", _hooks(_spread, _same), needs=_NEEDS | {"norms"}),
     Tool("saved cloned", _hooks(torch.clone, torch.clone), needs=_NEEDS),
     Tool("saved in a subclass", _hooks(lambda x: x.as_subclass(Marked), _same), needs=_NEEDS),
     Tool("saved on disk", _hooks(_to_disk, _from_disk), needs=_NEEDS),
-    Tool(
-        "saved as float64",
-        _hooks(lambda x: (x.dtype, x.double()) if x.is_floating_point() else (x.dtype, x), lambda x: x[1].to(x[0])),
-        needs=_NEEDS,
-    ),
+    Tool("saved as float64", _hooks(_to_double, _from_double), needs=_NEEDS),
 )
