@@ -21,8 +21,9 @@ import clearhead
 import clearhead._layer.linear
 from clearhead import use_linear
 from clearhead._layer.linear import describe_backend, linear
-from clearhead.errors import ArgumentError, KernelError
+from clearhead.errors import ArgumentError, ClearheadError, KernelError
 from clearhead.nn import Linear
+from tests.support.saving import EXACT, LOSING, returning
 
 #: rows, in_features, out_features
 SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]
@@ -174,6 +175,32 @@ def test_a_gradient_that_is_a_subclass_goes_to_pytorchs_product(onednn_preferred
     (got,) = torch.autograd.grad(output, weight, TwoTensor(gradient, gradient.clone()))
     torch.testing.assert_close(got.a, gradient.t() @ x)
     assert onednn_preferred == []
+
+
+@needs_onednn
+@pytest.mark.parametrize("hooks", EXACT)
+def test_saved_tensors_that_come_back_otherwise(hooks: str, onednn_preferred: list[Any]) -> None:
+    inputs = [torch.rand(*sizes, requires_grad=True) for sizes in ((37, 41), (43, 41), (43,))]
+
+    def with_hooks(*tensors: Tensor) -> Tensor:
+        with EXACT[hooks]():
+            return linear(*tensors)
+
+    exact = derivatives(F.linear, [x.detach().double().requires_grad_() for x in inputs])
+    for mine, theirs in zip(derivatives(with_hooks, inputs), exact, strict=True):
+        assert mine.dtype == torch.float32
+        assert error(mine, theirs) < 1e-5
+    assert len(onednn_preferred) > 2
+
+
+@needs_onednn
+@pytest.mark.parametrize("change", LOSING)
+def test_saved_tensors_that_hold_other_numbers(change: str, onednn_preferred: list[Any]) -> None:
+    x, weight = torch.rand(5, 7, requires_grad=True), torch.rand(3, 7, requires_grad=True)
+    with returning(LOSING[change][0])():
+        output = linear(x, weight)
+    with pytest.raises(ClearheadError, match=r"^saved input: expected .*, got .*\. A hook on saved tensors"):
+        output.sum().backward()
 
 
 @needs_onednn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 import clearhead
 from benchmarks.distributed import Live
 from clearhead import masks
 from clearhead.distributed import context_parallel, shard_sequence
+from clearhead.errors import ShapeError
+from tests.support.saving import EXACT, returning
 
 from .building import DIM, EMBED, attention, layouts
 from .processes import in_processes, line
@@ -86,6 +90,35 @@ def test_a_process_holds_its_part_of_keys_and_values(layout: Any) -> None:
             module(query, key).sum().backward()
         held.append(sum(storages.values()))
     assert 0 < held[0] <= 0.3 * held[1]
+
+
+@in_processes(2)
+@pytest.mark.parametrize("hooks", ["save_on_cpu", "permuted", "gaps", "copies"])
+def test_saved_tensors_that_come_back_otherwise(hooks: str) -> None:
+    around = EXACT.get(hooks, lambda: saved_tensors_hooks(Tensor.clone, lambda x: x))
+    x = torch.randn(2, 14, EMBED, generator=torch.Generator().manual_seed(3))
+    found = []
+    for hooked in (False, True):
+        ring = context_parallel(_frozen(), line(), method="ring")
+        own, visible = shard_sequence(x, line()).clone().requires_grad_(), torch.arange(14).expand(14, 14) % 5 > 0
+        visible = visible.clone()
+        query = own * 1
+        with around() if hooked else nullcontext():
+            output = ring(query, own, own, mask=masks.keep(visible))
+        if hooked and hooks == "copies":
+            visible[:] = True  # which autograd does not notice
+        found.append(torch.autograd.grad(output.square().sum(), own)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
+
+@in_processes(2)
+def test_saved_tensors_of_another_shape() -> None:
+    ring = context_parallel(_frozen(), line(), method="ring")
+    own = shard_sequence(torch.randn(2, 14, EMBED), line()).clone().requires_grad_()
+    with returning(lambda x: x[:, :, 1:] if x.dim() == 4 else x)():
+        output = ring(own, own, own)
+    with pytest.raises(ShapeError, match=r"^saved query: expected the shape .* that was saved"):
+        output.sum().backward()
 
 
 @in_processes(4)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+import clearhead
+from clearhead import masks
 from tests.support.native import NativeArguments, needs_native, on_sets_of_dtype, plan_of, threads
 from tests.support.native_cases import CASES, numbers
 
@@ -66,12 +70,8 @@ def everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, high
     return plan_of(call).forward(call), output, lse, *gradients
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
-@on_sets_of_dtype
-def test_nothing_is_written_outside(
-    sizes: tuple[int, ...], high: int, dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def guard_allocations(monkeypatch: pytest.MonkeyPatch) -> Guarded:
+    """Guard what the kernel's plans allocate."""
     guarded = Guarded()
 
     def new_empty(self: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,6 +85,16 @@ def test_nothing_is_written_outside(
     monkeypatch.setattr(
         torch, "empty_like", lambda tensor, dtype=None: guarded.empty(*tensor.shape, dtype=dtype or tensor.dtype)
     )
+    return guarded
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
+@on_sets_of_dtype
+def test_nothing_is_written_outside(
+    sizes: tuple[int, ...], high: int, dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guarded = guard_allocations(monkeypatch)
     found = everything(*operands(sizes, dtype), high=high)
     assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
     assert guarded.untouched()
@@ -139,6 +149,42 @@ def test_what_lies_beside_the_inputs_does_not_matter(
     plain = operands(sizes, dtype)
     for expected, found in zip(everything(*plain), everything(*between_nan(plain)), strict=True):
         assert torch.equal(found, expected)
+
+
+#: Saved tensors as hooks may return them: the same numbers between NaN, or fewer digits of them.
+RETURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: between_nan([x])[0],
+    "transposed": lambda x: between_nan([x.mT])[0].mT if x.dim() > 1 else x,
+    "rows with gaps": lambda x: between_nan([torch.stack([x, torch.full_like(x, torch.nan)], -1)])[0][..., 0],
+    "float64": lambda x: between_nan([x.double()])[0],
+    "float16": lambda x: between_nan([x.half()])[0],
+}
+
+
+@pytest.mark.parametrize("returned", RETURNED)
+@pytest.mark.parametrize("sizes", SIZES[:-2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_saved_tensors_between_borders(
+    dtype: torch.dtype, sizes: tuple[int, ...], returned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass reads what came back, and nothing beside it, and writes its gradients only."""
+    *inputs, factors = operands(sizes, dtype)
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def gradients() -> tuple[Tensor, ...]:
+        with clearhead.use_kernel("native"):
+            output, lse = clearhead.attention(*leaves, masks.causal("bottom_right"), return_lse=True)
+        visible = lse.isfinite()
+        return torch.autograd.grad((output, lse), leaves, (factors, visible.float()))
+
+    plain = gradients()
+    guarded = guard_allocations(monkeypatch)
+    with saved_tensors_hooks(lambda x: x, lambda x: RETURNED[returned](x) if x.is_floating_point() else x):
+        found = gradients()
+    assert guarded.untouched()
+    for expected, x in zip(plain, found, strict=True):
+        bound = 1e-5 if returned != "float16" and dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(x, expected, rtol=0, atol=bound * max(1.0, float(expected.abs().max())))
 
 
 def test_several_threads_at_once() -> None:

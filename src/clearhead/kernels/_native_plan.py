@@ -141,7 +141,8 @@ class NativePlan:
             bias_gradient: an `empty_bias_gradient`, if it is wanted.
             whole_rows: whether output and lse are those of these keys, and not of a larger call.
         """
-        dq, dk, dv = (arguments.query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
+        empty = arguments.query.new_empty_strided
+        dq, dk, dv = [empty(*layout) for layout in self._gradients]
         output = restored("saved output", output, self._shape, torch.float32, _CPU)
         if output.stride() != self._strides or output.is_neg():
             output = output.new_empty_strided(self._shape, self._strides).copy_(output)
@@ -158,19 +159,16 @@ class NativePlan:
             lse_gradient = lse_gradient.resolve_neg().contiguous()
         # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
         correction = torch.empty_like(lse, dtype=torch.float32)
-        batch, head, row, _ = output_gradient.stride()
         others = BackwardArguments(
-            output_gradient=output_gradient.data_ptr(),
-            output_gradient_batch=batch,
-            output_gradient_head=head,
-            output_gradient_row=row,
-            lse_gradient=address_of(lse_gradient),
-            query_gradient=dq.data_ptr(),
-            key_gradient=dk.data_ptr(),
-            value_gradient=dv.data_ptr(),
-            correction=correction.data_ptr(),
-            bias_gradient=address_of(bias_gradient),
-            whole_rows=int(whole_rows),
+            output_gradient.data_ptr(),
+            *output_gradient.stride()[:3],
+            address_of(lse_gradient),
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
+            correction.data_ptr(),
+            address_of(bias_gradient),
+            whole_rows,
         )
         self._run(self._backward, arguments, output, lse, *others)
         return dq, dk, dv, correction
