@@ -10,7 +10,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._torch_private import any_autocast, any_global_hook, any_transform, dispatch_modes, in_backward, sdpa_settings
+from ._torch_private import (
+    any_autocast,
+    any_global_hook,
+    any_transform,
+    dispatch_modes,
+    has_valueless_mode,
+    in_backward,
+    in_jit_trace,
+    is_fake,
+    sdpa_settings,
+)
 
 Choice = TypeVar("Choice")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -78,7 +88,9 @@ class check_values(forcing[bool]):
 
 def reads_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are checked now."""
-    return not is_tracing() and not tensor.is_meta and (tensor.is_cpu or bool(_checked.value))
+    if is_tracing() or tensor.is_meta or is_fake(tensor) or has_valueless_mode():
+        return False
+    return tensor.is_cpu or bool(_checked.value)
 
 
 class Environment(NamedTuple):
@@ -127,12 +139,12 @@ def read_environment() -> Environment:
 
 def is_tracing() -> bool:
     """True while a graph is being recorded (`torch.compile`, `torch.export`): sizes are symbols, values unknown."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or in_jit_trace()
 
 
 def has_values() -> bool:
-    """False while tracing, in `torch.func` transforms and in forward-mode derivatives, where no value may be read."""
-    return not is_tracing() and not any_transform()
+    """False where no value may be read: while tracing, in transforms and forward-mode derivatives, with fake tensors."""
+    return not is_tracing() and not any_transform() and not has_valueless_mode()
 
 
 def listening() -> tuple[Any, ...]:

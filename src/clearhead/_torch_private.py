@@ -5,6 +5,7 @@ Each is looked up once, and where PyTorch does not have it, calls take the gener
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -54,6 +55,8 @@ _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", lis
 
 #: How many `TorchDispatchMode`s intercept every operation (`make_fx`). They do not intercept an extension.
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
+#: Whether `torch.jit.trace` records a graph. `torch.jit.is_tracing` takes longer to say so.
+in_jit_trace: Callable[[], bool] = _lookup("_C._is_tracing", torch.jit.is_tracing)
 #: Whether autocast is enabled for any device.
 any_autocast: Callable[[], bool] = _lookup("_C._is_any_autocast_enabled", _true)
 #: Whether hooks are registered for all modules.
@@ -77,6 +80,38 @@ all_gather_single: Any = _lookup("distributed.all_gather_single", _lookup("distr
 reduce_scatter_single: Any = _lookup(
     "distributed.reduce_scatter_single", _lookup("distributed.reduce_scatter_tensor", None)
 )
+
+
+_mode_of: Callable[[Any], Any] = _lookup("_C._get_dispatch_mode", lambda _: None)
+_VALUELESS = tuple(_lookup(f"_C._TorchDispatchModeKey.{name}", None) for name in ("FAKE", "PROXY"))
+_fake: type | tuple[()] = _lookup("_subclasses.FakeTensor", ())
+_mode_stack: Callable[[], list[Any]] = _lookup("utils._python_dispatch._get_current_dispatch_mode_stack", list)
+
+
+def has_valueless_mode() -> bool:
+    """Whether a mode runs under which no value may be read: that of fake tensors, or that of `make_fx`."""
+    return dispatch_modes() > 0 and any(_mode_of(key) is not None for key in _VALUELESS)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, but is not on meta."""
+    return type(tensor) is not Tensor and isinstance(tensor, _fake)
+
+
+def register_flop_formulas(formulas: dict[Any, Callable[..., int]]) -> None:
+    """Tell `torch.utils.flop_counter` how many operations operators take, also the counters that run.
+
+    Nothing is done unless it was imported, which takes long where Triton is installed.
+    """
+    counting: Any = sys.modules.get("torch.utils.flop_counter")
+    if counting is None:
+        return
+    for operator, formula in formulas.items():
+        if operator not in counting.flop_registry:
+            counting.register_flop_formula(operator)(formula)
+        for mode in _mode_stack():  # each counter copies the formulas when it is made
+            registry = getattr(getattr(mode, "counter", None), "flop_registry", {})
+            registry.setdefault(operator, counting.flop_registry[operator])
 
 
 def writes_to(tensor: Tensor) -> int | None:

@@ -111,7 +111,9 @@ def unpad(
         Recorders do not count, because recomputation after they have left must give the same output.
     """
     on_cpu = grid.device.type == "cpu"
-    if environment.tracing or environment.transformed or not (on_cpu or (in_one_kernel and grid.device.type == "cuda")):
+    if environment.tracing or environment.transformed or environment.dispatching:
+        return None
+    if not on_cpu and not (in_one_kernel and grid.device.type == "cuda"):
         return None
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
     if (side_by_side and length != keys_length) or (environment.observed and changes_outputs()):

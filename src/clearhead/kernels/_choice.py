@@ -134,6 +134,9 @@ def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
 def _reservations(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
     """Reasons to leave a supported call to a later kernel, unless `use_kernel` forces this one."""
     spec = call.spec
+    request = spec, call.request.mask, call.grid
+    if spec.dispatching and spec.weights is not None and not kernel.gives_weights(*request):
+        return (Refusal("a TorchDispatchMode would see the scores computed twice, for the output and for weights"),)
     if kernel.name == "native":
         batch, heads, length, dim = spec.query
         # A graph must depend neither on the number of threads nor on a product of sizes.
@@ -141,7 +144,7 @@ def _reservations(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
         if lacks_threads and batch * heads * length * spec.key[2] * dim >= _WORTH_THREADS:
             return (Refusal("it was built without OpenMP and would run on one thread"),)
     elif kernel.name == "chunked" or (kernel.name == "sdpa" and not spec.lse):
-        return leaves_to_flex(spec, call.request.mask, call.grid)
+        return leaves_to_flex(*request)
     return ()
 
 

@@ -15,10 +15,10 @@ from .._call.spec import AttentionSpec
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._structure import Band, structure_of
-from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
 from ._native_arguments import NativeArguments, NativeProblem
 from ._native_masks import lower_mask
+from ._native_operator import count_flops
 from ._native_plan import NativePlan, plan_of
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import (
@@ -69,6 +69,8 @@ class NativeKernel(Kernel):
 def _run_operator(call: AttentionCall) -> Results:
     """Run the call as an operator of PyTorch, for graphs and dispatch modes."""
     spec = call.spec
+    if spec.dispatching:
+        count_flops()
     output, lse = torch.ops.clearhead.attention(*arguments_of(call))
     results = Results(output, lse.float() if spec.lse else None)
     if spec.tracing or not spec.gradients:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._call.saved import layouts_of, restored_all
+from .._torch_private import register_flop_formulas
 from ._native_arguments import NativeArguments
 from ._native_plan import plan_of
 from ._native_returned import as_declared
@@ -92,6 +93,23 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
         # The backward operator returns δ, and the gradient of the sinks is a sum of it.
         by_name["sinks"] = sinks_gradient(call.sinks, correction, lse)
     return tuple(by_name.get(name) for name in NativeArguments._fields)
+
+
+def _forward_flops(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], *_: Any, **__: Any) -> int:
+    """Those of q·k and p·v for all pairs, as `torch.utils.flop_counter` counts attention, whatever a mask hides."""
+    batch, heads, length, features = query
+    return 2 * batch * heads * length * key[2] * (features + value[3])
+
+
+def _backward_flops(*shapes: Any, **others: Any) -> int:
+    """Two products for each of the forward pass. Scores that are computed again do not count."""
+    return 2 * _forward_flops(*shapes, **others)
+
+
+def count_flops() -> None:
+    """Let the `FlopCounterMode`s that run count attention."""
+    operators = torch.ops.clearhead
+    register_flop_formulas({operators.attention: _forward_flops, operators.attention_backward: _backward_flops})
 
 
 _library.impl("attention", _forward, "CPU")

@@ -28,19 +28,23 @@ class ReferenceKernel(Kernel):
     def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         return ()
 
+    def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+        return True
+
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return reference_results
 
 
 def reference_results(call: AttentionCall) -> Results:
-    """The output and, if `spec.lse` is set, the log-sum-exp, by PyTorch's operations."""
+    """The output, and the log-sum-exp and weights if the spec asks for them, by PyTorch's operations."""
     weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
+    returned = weights.mean(1) if call.spec.weights == "average" else weights  # (B, L, S)
     if call.request.seed is not None:
         weights = weights * call.dropout_factors(Block(call.grid), weights.dtype)
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
     mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.spec.compute_dtype)  # (B, Hkv, G·L, Dv)
     output = unfold_group(mixed, num_heads).to(call.query.dtype)  # (B, H, L, Dv)
-    return Results(output, lse if call.spec.lse else None)
+    return Results(output, lse if call.spec.lse else None, returned if call.spec.weights else None)
 
 
 def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
