@@ -167,7 +167,7 @@ _PRIVATE_NAME = re.compile(
     re.MULTILINE,
 )
 _LOOKED_UP = {name.rpartition(".")[2] for name in NAMES} | set(
-    re.findall(r'getattr\([\w.]+, "(_\w+)"', PRIVATE.read_text())
+    re.findall(r'getattr\([\w.]+, "(_(?!_)\w+)"', PRIVATE.read_text())
 )
 
 

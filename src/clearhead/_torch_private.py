@@ -46,9 +46,11 @@ _sdpa_flags: tuple[Callable[[], object], ...] = (
     _lookup("_C._get_math_sdp_enabled", tuple),
     _lookup("_C._get_deterministic_algorithms", tuple),
 )
-_global_hooks: tuple[dict[int, object], ...] = tuple(
-    _lookup(f"nn.modules.module._global_{name}_hooks", {})
-    for name in ("forward_pre", "forward", "backward_pre", "backward")
+_global_hooks: tuple[dict[int, object], ...] = (
+    _lookup("nn.modules.module._global_forward_pre_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_forward_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_backward_pre_hooks", {0: _true}),
+    _lookup("nn.modules.module._global_backward_hooks", {0: _true}),
 )
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
@@ -173,7 +175,12 @@ def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> W
 
 def is_rows_of(tensor: Any) -> bool:
     """Whether a jagged tensor is (B, lengths, features) without holes."""
-    return tensor.dim() == 3 and getattr(tensor, "_ragged_idx", 1) == 1 and tensor.lengths() is None
+    return tensor.dim() == 3 and ragged_dimension(tensor) == 1
+
+
+def ragged_dimension(tensor: Any) -> int | None:
+    """The dimension in which the sequences of a jagged tensor differ; ``None`` if there are holes between them."""
+    return getattr(tensor, "_ragged_idx", 1) if tensor.lengths() is None else None
 
 
 def timeout_of(group: Any, device: torch.device | str) -> timedelta | None:

@@ -108,3 +108,121 @@ class NanoLesson(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         visible = self.get_buffer("bias")[..., : x.shape[1], : x.shape[1]]
         return self.c_proj(attend(*self.c_attn(x).chunk(3, dim=-1), self.n_head, visible))
+
+
+class ConcatLesson(nn.Module):
+    """w_q, w_k, w_v, w_concat."""
+
+    def __init__(self, d_model: int, n_head: int) -> None:
+        super().__init__()
+        self.n_head = n_head
+        self.w_q, self.w_k, self.w_v, self.w_concat = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.w_concat(attend(self.w_q(q), self.w_k(k), self.w_v(v), self.n_head, mask, -1e4))
+
+
+class TensorFlowLesson(nn.Module):
+    """wq, wk, wv, dense."""
+
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.wq, self.wk, self.wv, self.dense = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.dense(attend(self.wq(q), self.wk(k), self.wv(v), self.num_heads, mask, -1e9))
+
+
+class NormedLesson(nn.Module):
+    """w_qs, w_ks, w_vs, fc, and the residual and the LayerNorm after them."""
+
+    def __init__(self, n_head: int, d_model: int, d_k: int) -> None:
+        super().__init__()
+        self.n_head = n_head
+        self.w_qs, self.w_ks, self.w_vs = (nn.Linear(d_model, n_head * d_k, bias=False) for _ in range(3))
+        self.fc = nn.Linear(n_head * d_k, d_model, bias=False)
+        self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        attended = attend(self.w_qs(q), self.w_ks(k), self.w_vs(v), self.n_head, mask, -1e9)
+        return self.layer_norm(self.fc(attended) + q)
+
+
+class CrossLesson(nn.Module):
+    """to_q, to_k and to_v without biases, or to_q and to_kv, and to_out with a dropout."""
+
+    def __init__(self, query_dim: int, context_dim: int, heads: int, dim_head: int, *, fused: bool, last: bool) -> None:
+        super().__init__()
+        self.heads, self.fused, inner = heads, fused, heads * dim_head
+        self.to_q = nn.Linear(query_dim, inner, bias=False)
+        if fused:
+            self.to_kv = nn.Linear(context_dim, 2 * inner, bias=False)
+        else:
+            self.to_k, self.to_v = (nn.Linear(context_dim, inner, bias=False) for _ in range(2))
+        out = nn.Linear(inner, query_dim)
+        self.to_out = nn.Sequential(out, nn.Dropout(0.0)) if last else out
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        k, v = self.to_kv(context).chunk(2, -1) if self.fused else (self.to_k(context), self.to_v(context))
+        return self.to_out(attend(self.to_q(x), k, v, self.heads))
+
+
+class PatchLesson(nn.Module):
+    """to_qkv and to_out."""
+
+    def __init__(self, dim: int, heads: int, dim_head: int, *, last: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.to_qkv, out = nn.Linear(dim, 3 * heads * dim_head, bias=False), nn.Linear(heads * dim_head, dim)
+        self.to_out = nn.Sequential(out, nn.Dropout(0.0)) if last else out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.to_out(attend(*self.to_qkv(x).chunk(3, -1), self.heads))
+
+
+class FusedLesson(nn.Module):
+    """query_key_value and dense: by heads as in GPT-NeoX and BLOOM, or all queries first."""
+
+    def __init__(self, hidden_size: int, num_attention_heads: int, *, by_head: bool, bias: bool = True) -> None:
+        super().__init__()
+        self.num_attention_heads, self.by_head = num_attention_heads, by_head
+        self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size, bias=bias)
+        self.dense = nn.Linear(hidden_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = self.query_key_value(x)
+        if self.by_head:
+            heads = mixed.unflatten(-1, (self.num_attention_heads, -1)).chunk(3, -1)  # (B, L, H, D) each
+            q, k, v = (part.flatten(-2) for part in heads)
+        else:
+            q, k, v = mixed.chunk(3, -1)
+        return self.dense(attend(q, k, v, self.num_attention_heads))
+
+
+class Head(nn.Module):
+    """One head, which has its own Linears and a mask."""
+
+    def __init__(self, names: str, n_embd: int, head_size: int, block_size: int, bias: bool) -> None:
+        super().__init__()
+        self.names = names.split()
+        for name in self.names:
+            self.add_module(name, nn.Linear(n_embd, head_size, bias=bias))
+        self.register_buffer("tril", torch.ones(block_size, block_size).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        visible = self.get_buffer("tril")[: x.shape[1], : x.shape[1]]
+        return attend(*(self.get_submodule(name)(x) for name in self.names), 1, visible)
+
+
+class HeadsLesson(nn.Module):
+    """A list of heads, and a projection of their outputs."""
+
+    def __init__(self, names: str, output: str, num_heads: int, n_embd: int, head_size: int, bias: bool) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Head(names, n_embd, head_size, 32, bias) for _ in range(num_heads))
+        self.output = output
+        self.add_module(output, nn.Linear(num_heads * head_size, n_embd))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.get_submodule(self.output)(torch.cat([head(x) for head in self.heads], -1))

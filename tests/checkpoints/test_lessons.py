@@ -9,16 +9,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clearhead import masks
+from clearhead import MultiHeadAttention, masks
 from clearhead.checkpoints import Naming, identify, load, save
 from clearhead.errors import ArgumentError, CheckpointError
 from tests.support.randomised import randomised
 
 from .lessons import (
     AnnotatedLesson,
+    ConcatLesson,
+    CrossLesson,
     DiveLesson,
+    FusedLesson,
+    HeadsLesson,
     NanoLesson,
+    NormedLesson,
+    PatchLesson,
     SelfAttentionLesson,
+    TensorFlowLesson,
     TransformerLesson,
     VisionLesson,
     assert_same_bits,
@@ -37,6 +44,7 @@ X, CROSS = (normal(B, L, E),), (normal(B, L, E), normal(B, S, E), normal(B, S, E
 #: Causal, and the last keys of the later items are padding: (B, 1, L, L).
 MARKS = torch.ones(L, L).tril().long() * (torch.arange(L) < torch.tensor([[L], [L - 2], [3]]))[:, None, None]
 SEEN = (torch.arange(S) < torch.tensor([[S], [4], [1]])).long()
+CONTEXT = (normal(B, L, E), normal(B, S, 17))
 DIVE = (normal(B, L, 19), normal(B, S, 17), normal(B, S, 23))
 LENGTHS, ROW_LENGTHS = torch.randint(1, S + 1, (B,)), torch.randint(1, S + 1, (B, L))
 Lesson = tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], masks.Mask | None]
@@ -51,6 +59,17 @@ LESSONS: dict[str, Lesson] = {
     "timm, no biases": (VisionLesson(E, H, qkv_bias=False), X, (), None),
     "nanogpt": (NanoLesson(E, H, block_size=S), X, (), masks.causal()),  # its shapes tell it from GPT-2
     "linears": (AnnotatedLesson(E, H), X * 3, (MARKS,), masks.keep(MARKS)),
+    "w_concat": (ConcatLesson(E, H), CROSS, (SEEN[:, None, None],), masks.keep(keys=SEEN)),
+    "dense": (TensorFlowLesson(E, H), X * 3, (MARKS,), masks.keep(MARKS)),
+    "to_q": (CrossLesson(E, 17, H, 3, fused=False, last=True), CONTEXT, (), None),
+    "to_q, no dropout": (CrossLesson(E, 17, H, 3, fused=False, last=False), CONTEXT, (), None),
+    "to_kv": (CrossLesson(E, 17, H, 3, fused=True, last=True), CONTEXT, (), None),
+    "to_kv, no dropout": (CrossLesson(E, 17, H, 3, fused=True, last=False), CONTEXT, (), None),
+    "to_qkv": (PatchLesson(E, H, D, last=True), X, (), None),
+    "to_qkv, no dropout": (PatchLesson(E, H, D, last=False), X, (), None),
+    "heads": (HeadsLesson("query key value", "proj", H, E, D, bias=False), X, (), masks.causal()),
+    "heads, other names": (HeadsLesson("q k v", "output_linear", H, E, 3, bias=True), X, (), masks.causal()),
+    "heads, more than ten": (HeadsLesson("query key value", "proj", 11, E, 2, bias=True), X, (), masks.causal()),
 }
 
 
@@ -60,11 +79,51 @@ def test_outputs_are_those_of_the_lesson(name: str) -> None:
     expected = lesson.double().eval()(*inputs, *marks)
     state = {f"blocks.3.attn.{key}": value for key, value in lesson.state_dict().items()}
     naming = name.partition(",")[0]
-    for ours in (load(lesson), load(state, num_heads=H).eval()):
+    for ours in (load(lesson), load(state, num_heads=11 if "ten" in name else H).eval()):
         assert str(ours.loaded_from).startswith(f"{naming}: ")
         assert_same(ours(*inputs, mask=mask), expected)
-    saved = save(ours, naming, prefix="blocks.3.attn")
-    assert_same_bits(saved, {key: state[key] for key in state if key != "blocks.3.attn.bias"})  # nanoGPT's mask
+    saved = save(ours, identify(state).naming, prefix="blocks.3.attn")
+    masks_of = (".attn.bias", ".tril")  # buffers of nanoGPT and of heads
+    assert_same_bits(saved, {key: state[key] for key in state if not key.endswith(masks_of)})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("by_head", [True, False])
+def test_the_layout_of_a_fused_weight_has_to_be_chosen(by_head: bool, bias: bool) -> None:
+    lesson = FusedLesson(E, H, by_head=by_head, bias=bias).double()
+    text = (
+        "source: expected one naming, got keys under '' that fit gpt_neox, query_key_value. Choose one with naming=. "
+        "gpt_neox: GPT-NeoX and BLOOM, with query, key and value of each head side by side, whose rotary positions or "
+        "ALiBi are not applied; query_key_value: all queries, then all keys, then all values."
+    )
+    with pytest.raises(CheckpointError) as raised:
+        load(lesson)
+    assert str(raised.value) == text
+    naming = "gpt_neox" if by_head else "query_key_value"
+    ours = load(lesson, naming=naming)
+    assert_same(ours(*X), lesson(*X))
+    assert_same_bits(save(ours, naming), {**lesson.state_dict()})
+
+
+def test_the_norm_after_a_block_is_not_loaded() -> None:
+    lesson = NormedLesson(H, E, 3).double().eval()
+    ours = load(lesson)
+    query, key, value = CROSS
+    assert_same(lesson.layer_norm(ours(query, key, value) + query), lesson(*CROSS))
+    assert "ignored: layer_norm.weight, layer_norm.bias" in str(ours.loaded_from)
+
+
+def test_names_with_numbers_of_heads_tell_how_many_there_are() -> None:
+    state = HeadsLesson("query key value", "proj", H, E, D, bias=False).state_dict()
+    assert load(state).num_heads == identify(state).num_heads == H
+    assert "  heads: 5" in str(identify(state)).splitlines()
+    with pytest.raises(ArgumentError, match="num_heads: expected 5, which is what the names say, got 7"):
+        load(state, 7)
+    del state["heads.2.key.weight"]
+    with pytest.raises(CheckpointError, match="The nearest known naming is heads"):
+        load(state)
+    with pytest.raises(CheckpointError, match="grouped heads, 35 features of queries and 7 of keys"):
+        save(MultiHeadAttention(E, H, num_kv_heads=1), "heads")
 
 
 def test_dropout_and_training_mode_come_along_with_a_module() -> None:

@@ -31,8 +31,10 @@ def odd_numbers(module: nn.Module) -> nn.Module:
 def test_there_and_back(naming: Naming, dtype: torch.dtype) -> None:
     ours = odd_numbers(clearhead.MultiHeadAttention(E, H, dtype=dtype))
     theirs = save(ours, naming)
-    assert identify(theirs).naming == naming
-    again = load(theirs, H)
+    # The keys of a fused weight do not tell how its rows are sorted.
+    named = naming if "query_key_value.weight" in naming.keys else None
+    assert identify(theirs, naming=named).naming == naming
+    again = load(theirs, H, naming=named)
     assert_same_bits(again.state_dict(), ours.state_dict())
     assert_same_bits(save(again, naming), theirs)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
-from clearhead.errors import ShapeError
+from clearhead.errors import ClearheadError, ShapeError
 from tests.support.budgets import in_turn
 from tests.support.torch_oracle import assert_equal, gradients
 
@@ -89,13 +89,102 @@ ZEROS = {
     "no batch items": ((0, H, L, D), (0, H, S, D), (0, H, S, DV)),
     "no value features": ((B, H, L, D), (B, H, S, D), (B, H, S, 0)),
     "no keys, no batch": ((H, L, D), (H, 0, D), (H, 0, DV)),
+    "no keys, no queries": ((B, H, 0, D), (B, H, 0, D), (B, H, 0, DV)),
+    "no heads": ((B, 0, L, D), (B, 0, S, D), (B, 0, S, DV)),
+    "no heads, no batch": ((0, L, D), (0, S, D), (0, S, DV)),
+    "no heads, more sizes": ((3, B, 0, L, D), (3, 1, 0, S, D), (B, 0, S, DV)),
+    "no heads and no keys": ((B, 0, L, D), (B, 0, 0, D), (B, 0, 0, DV)),
+    "no heads and no features": ((B, 0, L, 0), (B, 0, S, 0), (B, 0, S, 0)),
+    "nothing": ((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0)),
 }
 
 
+@pytest.mark.parametrize("masked", ["no", "causal", "bool", "float"])
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("name", ZEROS)
-def test_sizes_of_zero(name: str) -> None:
+def test_sizes_of_zero(name: str, grouped: bool, masked: str) -> None:
     tensors = [normal(*shape) for shape in ZEROS[name]]
-    assert_equal(ours(*tensors), theirs(*tensors), "output")
+    if grouped and name == "no heads, more sizes":
+        tensors = [tensor.expand(3, B, *tensor.shape[-3:]) for tensor in tensors]
+    sizes = tensors[0].shape[-2], tensors[1].shape[-2]
+    mask = {"bool": torch.ones(sizes, dtype=torch.bool), "float": normal(*sizes)}.get(masked)
+    assert_same(*tensors, mask, is_causal=masked == "causal", enable_gqa=grouped)
+
+
+def test_masks_of_a_call_without_heads_are_checked() -> None:
+    tensors = [normal(*shape) for shape in ZEROS["no heads"]]
+    expected = r"attn_mask: expected a shape that broadcasts to \(2, 0, 5, 7\), got \(3, 7\)"
+    with pytest.raises(ShapeError, match=expected):
+        ours(*tensors, torch.ones(3, S, dtype=torch.bool))
+
+
+LENGTHS, OF_KEYS = (3, 0, 7, 1), (2, 5, 1, 6)
+
+
+def jagged(lengths: tuple[int, ...], *features: int) -> Tensor:
+    """(B, H, lengths, D)."""
+    sequences = [normal(length, *features) for length in lengths]
+    return torch.nested.as_nested_tensor(sequences, layout=torch.jagged).transpose(1, 2)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("cross", [False, True])
+def test_jagged_sequences_attend_one_by_one(cross: bool, causal: bool, grouped: bool) -> None:
+    of_keys, kv_heads = OF_KEYS if cross else LENGTHS, 2 if grouped else H
+    inputs = jagged(LENGTHS, H, D), jagged(of_keys, kv_heads, D), jagged(of_keys, kv_heads, DV)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    output = ours(*leaves, is_causal=causal, scale=0.7, enable_gqa=grouped)
+    assert output.shape == (len(LENGTHS), H, inputs[0].shape[2], DV)
+    assert output.requires_grad
+    upstream = [normal(H, length, DV) for length in LENGTHS]
+    sum((part * up).sum() for part, up in zip(output.unbind(), upstream, strict=True)).backward()
+    for i, length in enumerate(LENGTHS):
+        alone = [tensor.unbind()[i].detach().requires_grad_() for tensor in inputs]
+        expected = ours(*alone, is_causal=causal, scale=0.7, enable_gqa=grouped)
+        torch.testing.assert_close(output.unbind()[i].detach(), expected.detach(), rtol=1e-10, atol=1e-10)
+        if not length:
+            continue
+        expected_gradients = torch.autograd.grad(expected, alone, upstream[i])
+        for leaf, expected_gradient in zip(leaves, expected_gradients, strict=True):
+            assert leaf.grad is not None
+            torch.testing.assert_close(leaf.grad.unbind()[i], expected_gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_jagged_outputs_are_pytorchs_and_combine_with_the_query() -> None:
+    query, key, value = jagged((3, 2, 7), H, D), jagged((3, 2, 7), H, D), jagged((3, 2, 7), H, D)
+    key, value = (
+        torch.nested.nested_tensor_from_jagged(x.transpose(1, 2).values(), query.offsets()) for x in (key, value)
+    )
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    output, expected = ours(query, key, value), theirs(query, key, value)
+    torch.testing.assert_close(
+        output.transpose(1, 2).values(), expected.transpose(1, 2).values(), rtol=1e-10, atol=1e-10
+    )
+    assert (query + output).shape == query.shape
+
+
+def test_jagged_refusals() -> None:
+    query, dense = jagged(LENGTHS, H, D), normal(len(LENGTHS), H, L, D)
+    flat = torch.nested.as_nested_tensor([normal(length, D) for length in LENGTHS], layout=torch.jagged)
+    holes = torch.nested.narrow(normal(3, L, H, D), 1, torch.tensor([1, 0, 2]), torch.tensor([2, 5, 3]), torch.jagged)
+    place = "expected a jagged tensor (B, H, lengths, D) without holes, like query, key and value all"
+    refused: list[tuple[tuple[Tensor, ...], dict[str, object], str]] = [
+        ((query, dense, dense), {}, f"key: {place}, got a tensor of layout torch.strided"),
+        ((dense, query, query), {}, "key: expected a torch.Tensor, got a nested tensor. Pad it"),
+        ((flat, flat, flat), {}, f"query: {place}, got a jagged tensor of another shape. Split the features"),
+        ((query.transpose(1, 2),) * 3, {}, f"query: {place}, got a jagged tensor of another shape"),
+        ((holes.transpose(1, 2),) * 3, {}, f"query: {place}, got a jagged tensor of another shape"),
+        ((query, query, query), {"attn_mask": dense[0, 0] > 0}, "attn_mask: expected None with jagged tensors"),
+        ((query, jagged(LENGTHS, 2, D), jagged(LENGTHS, 2, D)), {}, "Pass enable_gqa=True if query heads share keys."),
+        ((query, query, jagged(OF_KEYS, H, D)), {}, "value: expected the key's lengths, got others"),
+        ((query, *(jagged((3, 4), H, D),) * 2), {}, "equal numbers of sequences, got 4, 2, 2"),
+    ]
+    for inputs, options, text in refused:
+        with pytest.raises(ClearheadError, match=re.escape(text)) as error:
+            ours(*inputs, **options)
+        assert isinstance(error.value, RuntimeError)
 
 
 def test_without_features_every_key_has_the_same_weight() -> None:

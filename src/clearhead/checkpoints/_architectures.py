@@ -8,15 +8,10 @@ from typing import Any
 from . import _readings as read
 from ._blocks import Reading, StoredAttention
 from ._deepseek import latent
-from ._namings import Entry, Naming, fused, namings_called
+from ._namings import Entry, Naming, namings_called
 
 _O_PROJ, _GPT2, _BERT, _VIT_FILES = (namings_called(name)[0] for name in ("o_proj", "gpt2", "bert", "vit"))
-_FUSED = fused(
-    "query_key_value",
-    "query_key_value dense",
-    "GPT-NeoX and BLOOM in transformers",
-    (r"bias", r"masked_bias", r"rotary_emb\.inv_freq"),
-)
+(_FUSED,) = namings_called("gpt_neox")
 _T5 = Naming.of_linears("t5", "q", "k", "v", "o", description="T5 in transformers")
 # Files made with early versions have a bias of distances in the first cross-attention too, which no version applies.
 _T5_CROSS = replace(_T5, ignored=(r"relative_attention_bias\.weight",))
@@ -52,10 +47,8 @@ ARCHITECTURES: dict[str, tuple[StoredAttention, ...]] = {
     "qwen3": _like_llama(read.rotary, read.head_norms, read.alternating_window),
     "gemma2": _like_llama(read.rotary, read.query_scale, read.softcap, read.alternating_window),
     "gpt_oss": _like_llama(read.rotary, read.sinks, read.alternating_window),
-    "gpt_neox": (
-        StoredAttention("layers.{layer}.attention.", _FUSED, (read.rotary,), bias="attention_bias", fused_by_head=True),
-    ),
-    "bloom": (StoredAttention("h.{layer}.self_attention.", _FUSED, (read.alibi,), fused_by_head=True),),
+    "gpt_neox": (StoredAttention("layers.{layer}.attention.", _FUSED, (read.rotary,), bias="attention_bias"),),
+    "bloom": (StoredAttention("h.{layer}.self_attention.", _FUSED, (read.alibi,)),),
     "t5": (
         _like_t5(
             "encoder",

@@ -15,7 +15,7 @@ from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, CheckpointError, shape_text
 from ..masks._base import Mask
 from ._namings import Naming
-from ._tensors import Projections, Tensors, fill, unpack
+from ._tensors import Projections, Tensors, fill, ungrouped, unpack
 
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 
@@ -35,8 +35,6 @@ class StoredAttention:
         bias: whether query, key and value have a bias, or the name of the setting that decides it. Default True.
         out_bias: the same for the output. Default as `bias`.
         layers: the name of the setting with the number of layers. Default ``"num_hidden_layers"``.
-        fused_by_head: whether the fused weight holds query, key and value of the first head first, then of the
-            second head. If not, it holds all queries first. Default False.
     """
 
     path: str
@@ -49,7 +47,6 @@ class StoredAttention:
     bias: bool | str = True
     out_bias: bool | str | None = None
     layers: str = "num_hidden_layers"
-    fused_by_head: bool = False
 
 
 @dataclass
@@ -140,8 +137,8 @@ class StoredLayer:
         tensors: Tensors = {}
         for entry in entries:
             key = prefix + entry.key
-            fused_by_head = self.block.fused_by_head and len(entry.holds) > 1
-            tensors[key] = self._by_projection(key) if fused_by_head else self.tensors[key]
+            sorted_by_head = naming.by_head and len(entry.holds) > 1
+            tensors[key] = self._by_projection(key) if sorted_by_head else self.tensors[key]
         self._read.update(tensors)
         projections = unpack(tensors, naming, prefix)
         self._require_sizes(projections)
@@ -170,8 +167,7 @@ class StoredLayer:
         tensor, rows = self.tensors[key], 3 * self.num_heads * self.head_dim
         if tensor.dim() == 0 or tensor.shape[0] != rows:
             raise _does_not_fit(key, f"{rows} rows", shape_text(tensor.shape))
-        heads = tensor.unflatten(0, (self.num_heads, 3, self.head_dim))  # (H, 3, D, …)
-        return heads.transpose(0, 1).flatten(0, 2)  # (3·H·D, …)
+        return ungrouped(tensor, self.num_heads)
 
     def _require_sizes(self, projections: Projections) -> None:
         inner = self.num_heads * self.head_dim

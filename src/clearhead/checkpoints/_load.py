@@ -14,7 +14,7 @@ from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._namings import Naming, Role, namings_called
 from ._recognise import Finding, recognise
-from ._tensors import Source, fill, read_source
+from ._tensors import Source, fill, in_order, read_source
 
 _LOGGER = logging.getLogger("clearhead")
 _INPUTS: tuple[Role, ...] = ("query", "key", "value")
@@ -70,7 +70,8 @@ def load(
             ``query``, ``key``, ``value`` and ``output``, or ``q``, ``k``, ``v`` and ``o``. Each value is an `nn.Linear`
             or its (out, in) weight. The path is that of a ``.safetensors`` file, or of a state dict written by
             `torch.save`, which is read with ``weights_only=True``.
-        num_heads: H. Default that of the module. Shapes of weights do not determine it, so other sources require it.
+        num_heads: H. Default that of the module, or of names with a number for each head. Shapes of weights do not
+            determine it, so other sources require it.
         num_kv_heads: Hkv. Default read from the shapes.
         naming: name of the naming, or a `Naming` of your own. Default recognised.
         prefix: path of the attention block, or of a module that holds only one. Default none.
@@ -109,6 +110,8 @@ def load(
     module_heads, module_dropout, module_scale = _read_settings(block)
     scale = module_scale if scale is None else scale
     heads = _heads(num_heads, module_heads, finding)
+    if finding.naming.by_head:
+        projections = in_order(projections, heads)
     head_dim = finding.inner_dim // heads
     loaded = MultiHeadAttention(
         finding.embed_dim,
@@ -140,11 +143,13 @@ def _require_place(finding: Finding) -> None:
 
 
 def _heads(num_heads: int | None, module_heads: int | None, finding: Finding) -> int:
-    heads = module_heads if num_heads is None else num_heads
+    known = module_heads if finding.num_heads is None else finding.num_heads
+    heads = known if num_heads is None else num_heads
     if heads is None:
         raise ArgumentError("num_heads", expected="an int ≥ 1", got="None", fix="Shapes of weights do not say it.")
-    if module_heads not in (None, heads):
-        raise ArgumentError("num_heads", expected=f"{module_heads}, which is what the module says", got=shown(heads))
+    if known not in (None, heads):
+        says = "module says" if finding.num_heads is None else "names say"
+        raise ArgumentError("num_heads", expected=f"{known}, which is what the {says}", got=shown(heads))
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or finding.inner_dim % heads:
         expected = f"a divisor of {finding.inner_dim}, the features of the queries"
         raise ArgumentError("num_heads", expected=expected, got=shown(heads))
@@ -172,7 +177,7 @@ def _report(finding: Finding, module: MultiHeadAttention) -> str:
     return "\n".join(lines)
 
 
-_HEADS = ("num_heads", "nums_head", "nhead", "num_attention_heads", "n_heads", "n_head", "h")
+_HEADS = ("num_heads", "nums_head", "nhead", "num_attention_heads", "n_heads", "n_head", "heads", "h")
 _DROPOUT = ("attention_dropout", "attn_dropout", "att_dropout", "attn_drop", "dropout")
 # Names of the submodule that computes the weights in BERT, ViT and Dive into Deep Learning.
 _CHILDREN = ("self", "attention")

@@ -26,7 +26,8 @@ class Entry:
     """One tensor of a checkpoint.
 
     Args:
-        key: its name, without the prefix of the block.
+        key: its name, without the prefix of the block. ``*`` stands for the number of a head: each head has such a
+            tensor, and the heads are joined in their order.
         holds: the projections in it, one after the other. A fused tensor holds more than one.
     """
 
@@ -47,6 +48,8 @@ class Naming:
         square: inputs, outputs and all heads together have one size. Modules with other sizes cannot be saved in this
             naming. Default False.
         ignored: regular expressions of keys of the block that attention does not need. Default none.
+        by_head: the rows of a fused tensor are sorted by heads: query, key and value of head 0, then of head 1.
+            Default False: all queries, then all keys, then all values.
 
     Example:
         >>> mine = Naming.of_linears("mine", "ask", "offer", "content", "mix")
@@ -61,6 +64,7 @@ class Naming:
     transposed: bool = False
     square: bool = False
     ignored: tuple[str, ...] = ()
+    by_head: bool = False
 
     @classmethod
     def of_linears(
@@ -97,6 +101,11 @@ class Naming:
         """Whether one weight holds several projections."""
         return any(len(entry.holds) > 1 for entry in self.weights)
 
+    @property
+    def of_single_heads(self) -> bool:
+        """Whether each head has weights of its own."""
+        return any("*" in key for key in self.keys)
+
 
 _INPUTS: tuple[Role, ...] = ("query", "key", "value")
 _IN_PROJ_BIASES = (Entry("in_proj_bias", _INPUTS), Entry("out_proj.bias", ("output",)))
@@ -115,13 +124,42 @@ def _lesson(stems: str, whose: str = "step-by-step lessons", name: str = "") -> 
     return _linears(stems, f"four separate Linears, {whose}", _MASK_BUFFERS, name)
 
 
-def fused(name: str, stems: str, description: str, ignored: tuple[str, ...] = (), transposed: bool = False) -> Naming:
+def fused(
+    name: str,
+    stems: str,
+    description: str,
+    ignored: tuple[str, ...] = (),
+    *,
+    transposed: bool = False,
+    by_head: bool = False,
+) -> Naming:
     """A naming with query, key and value in one weight. `stems` has the two names before ``.weight`` and ``.bias``."""
     inputs, output = stems.split()
     weights, biases = (
         (Entry(f"{inputs}.{kind}", _INPUTS), Entry(f"{output}.{kind}", ("output",))) for kind in ("weight", "bias")
     )
-    return Naming(name, description, weights, biases, transposed, square=True, ignored=ignored)
+    return Naming(name, description, weights, biases, transposed, square=True, ignored=ignored, by_head=by_head)
+
+
+def _with_keys_and_values(output: str) -> Naming:
+    """``to_q``, and keys and values in one weight."""
+    weights, biases = (
+        (
+            Entry(f"to_q.{kind}", ("query",)),
+            Entry(f"to_kv.{kind}", ("key", "value")),
+            Entry(f"{output}.{kind}", ("output",)),
+        )
+        for kind in ("weight", "bias")
+    )
+    return Naming("to_kv", "lessons with one Linear for keys and values", weights, biases, ignored=_MASK_BUFFERS)
+
+
+def _of_heads(stems: str, description: str) -> Naming:
+    """A naming of Linears of each head. `stems` has their names, and that of the output."""
+    query, key, value, output = stems.split()
+    names = f"heads.*.{query}", f"heads.*.{key}", f"heads.*.{value}", output
+    buffers = tuple(rf"heads\.\d+\.{pattern}" for pattern in _MASK_BUFFERS)
+    return Naming.of_linears("heads", *names, description=description, ignored=buffers)
 
 
 NAMINGS: tuple[Naming, ...] = (
@@ -138,6 +176,7 @@ NAMINGS: tuple[Naming, ...] = (
         "o_proj",
     ),
     _linears("w_q w_k w_v w_o", "lessons that rebuild the original Transformer", _MASK_BUFFERS),
+    _linears("w_q w_k w_v w_concat", "lessons that rebuild the original Transformer", _MASK_BUFFERS, "w_concat"),
     _linears("W_q W_k W_v W_o", "Dive into Deep Learning, without biases by default", name="d2l"),
     Naming(
         "torch",
@@ -176,6 +215,23 @@ NAMINGS: tuple[Naming, ...] = (
         transposed=True,
     ),
     fused("nanogpt", "c_attn c_proj", "nanoGPT: GPT-2's names on ordinary Linears", (r"bias",)),
+    fused(
+        "gpt_neox",
+        "query_key_value dense",
+        "GPT-NeoX and BLOOM, with query, key and value of each head side by side, whose rotary positions or ALiBi are "
+        "not applied",
+        (r"bias", r"masked_bias", *_ROTARY_TABLES),
+        by_head=True,
+    ),
+    fused("query_key_value", "query_key_value dense", "all queries, then all keys, then all values", _MASK_BUFFERS),
+    fused("to_qkv", "to_qkv to_out.0", "Vision Transformers of lessons", _MASK_BUFFERS),
+    fused("to_qkv", "to_qkv to_out", "Vision Transformers of lessons", _MASK_BUFFERS),
+    _lesson("to_q to_k to_v to_out.0", "lessons, and diffusers"),
+    _lesson("to_q to_k to_v to_out"),
+    _with_keys_and_values("to_out.0"),
+    _with_keys_and_values("to_out"),
+    _of_heads("query key value proj", "lessons on GPT, with three Linears for each head"),
+    _of_heads("q k v output_linear", "lessons on BERT, with three Linears for each head"),
     _lesson("linears.0 linears.1 linears.2 linears.3", "as in The Annotated Transformer", "linears"),
     _lesson("q k v o"),
     _lesson("query key value output"),
@@ -185,6 +241,12 @@ NAMINGS: tuple[Naming, ...] = (
     _lesson("linear_q linear_k linear_v linear_out"),
     _lesson("fc_q fc_k fc_v fc_o"),
     _lesson("wq wk wv wo", "lessons and the original files of Llama, whose rotary positions are not applied"),
+    _lesson("wq wk wv dense", "as in TensorFlow's tutorial", "dense"),
+    _linears(
+        "w_qs w_ks w_vs fc",
+        "lessons that rebuild the original Transformer, whose LayerNorm after the block is not part of attention",
+        (*_MASK_BUFFERS, r"layer_norm\.(weight|bias)"),
+    ),
     _lesson("Wq Wk Wv Wo"),
     _lesson("W_Q W_K W_V W_O"),
     _lesson("W_query W_key W_value out_proj"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import text
 from ..errors import CheckpointError
 from ._namings import ROLES, Naming, Role
-from ._tensors import Projections, listed, unpack
+from ._tensors import Projections, join_heads, listed, unpack
 
 
 def recognise(
@@ -21,6 +21,9 @@ def recognise(
 ) -> tuple[Finding, Projections]:
     """The only attention block under `prefix`, and its projections as views of the tensors."""
     prefix = as_path(prefix)
+    heads: dict[str, int] = {}
+    if any(naming.of_single_heads for naming in namings):
+        tensors, heads = join_heads(tensors)
     blocks = [(path, naming) for naming in namings for path in _prefixes(tensors, naming) if path.startswith(prefix)]
     prefixes = list(dict.fromkeys(path for path, _ in blocks))
     if not prefixes:
@@ -30,7 +33,9 @@ def recognise(
     if len(prefixes) > 1:
         got = f"{len(prefixes)}, under {', '.join(map(repr, sorted(prefixes, key=_natural)))}"
         raise CheckpointError("source", expected="one attention block", got=got, fix="Choose one with prefix=.")
-    return _only_fit(tensors, [naming for path, naming in blocks if path == prefixes[0]], prefixes[0])
+    naming, projections = _only_fit(tensors, [naming for path, naming in blocks if path == prefixes[0]], prefixes[0])
+    finding = describe(tensors, naming, prefixes[0], projections)
+    return replace(finding, num_heads=heads.get(prefixes[0] + naming.keys[0])), projections
 
 
 def as_path(prefix: object) -> str:
@@ -55,7 +60,7 @@ def _ends(name: str, key: str) -> bool:
     return name == key or name.endswith(f".{key}")
 
 
-def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str) -> tuple[Finding, Projections]:
+def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str) -> tuple[Naming, Projections]:
     """The naming that fits the shapes. GPT-2 and nanoGPT, for example, have the same keys."""
     fits: list[tuple[Naming, Projections]] = []
     errors: list[CheckpointError] = []
@@ -68,9 +73,11 @@ def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str)
         raise errors[0]
     if len(fits) > 1:
         got = f"keys under {prefix!r} that fit {', '.join(naming.name for naming, _ in fits)}"
-        raise CheckpointError("source", expected="one naming", got=got, fix="Choose one with naming=.")
-    naming, projections = fits[0]
-    return describe(tensors, naming, prefix, projections), projections
+        fix = "Choose one with naming=."
+        if len({naming.keys for naming, _ in fits}) == 1:  # which the keys do not tell apart
+            fix = f"{fix} {'; '.join(f'{naming.name}: {naming.description}' for naming, _ in fits)}."
+        raise CheckpointError("source", expected="one naming", got=got, fix=fix)
+    return fits[0]
 
 
 def _nothing_found(tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], prefix: str) -> CheckpointError:
@@ -143,6 +150,7 @@ class Finding:
         biases: the projections that have a bias.
         ignored: keys of the block that attention does not need.
         obstacles: the reason for each key that `load` refuses.
+        num_heads: H, if each head has weights of its own, else ``None``.
 
     Example:
         >>> import torch, clearhead
@@ -162,6 +170,7 @@ class Finding:
     biases: tuple[Role, ...]
     ignored: tuple[str, ...]
     obstacles: Mapping[str, str]
+    num_heads: int | None = None
 
     def __str__(self) -> str:
         naming = self.naming
@@ -174,6 +183,7 @@ class Finding:
             f"  sizes: query {self.qdim}, key {self.kdim}, value {self.vdim}, {heads}, output {self.embed_dim}",
             f"  biases: {', '.join(self.biases) or 'none'}",
         ]
+        lines += [f"  heads: {self.num_heads}"] if self.num_heads else []
         lines += [f"  ignored: {', '.join(self.ignored)}"] if self.ignored else []
         lines += [f"  no place for {key}: {reason}" for key, reason in self.obstacles.items()]
         return "\n".join(lines)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from .._multihead import MultiHeadAttention
 from ..errors import CheckpointError, DTypeError
-from ._namings import ROLES, Naming, Projection, Role, namings_called
+from ._namings import ROLES, Entry, Naming, Projection, Role, namings_called
 from ._recognise import as_path
-from ._tensors import LINEARS, Projections, copied
+from ._tensors import LINEARS, Projections, copied, grouped
 
 
 def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") -> dict[str, Tensor]:
@@ -46,7 +46,7 @@ def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") 
         expected = f"sizes that the naming {layouts[0].name} has a place for"
         fix = "A naming of four separate weights, such as o_proj, takes every size."
         raise CheckpointError("module", expected=expected, got="; ".join(dict.fromkeys(problems)), fix=fix)
-    packed = _pack(layouts[problems.index("")], projections)
+    packed = _pack(layouts[problems.index("")], projections, module.num_heads)
     return {as_path(prefix) + key: tensor for key, tensor in packed.items()}
 
 
@@ -70,6 +70,8 @@ def _problem(naming: Naming, projections: Projections) -> str:
     if naming.square and len({*query.shape, *output.shape, key.shape[0]}) > 1:
         sizes = f"query {query.shape[1]}, all heads {query.shape[0]}, key/value heads {key.shape[0]}"
         return f"{sizes} and output {output.shape[0]} features, which must be one number"
+    if naming.of_single_heads and query.shape[0] != key.shape[0]:
+        return f"grouped heads, {query.shape[0]} features of queries and {key.shape[0]} of keys"
     for entry in (entry for entry in naming.weights + naming.biases if len(entry.holds) > 1):
         fused = [projections[role] for role in entry.holds]
         if entry in naming.weights and len({weight.shape for weight, _ in fused}) > 1:
@@ -81,14 +83,23 @@ def _problem(naming: Naming, projections: Projections) -> str:
     return ""
 
 
-def _pack(naming: Naming, projections: Projections) -> dict[str, Tensor]:
+def _pack(naming: Naming, projections: Projections, heads: int) -> dict[str, Tensor]:
     packed: dict[str, Tensor] = {}
     for entry in naming.weights:
         weight = torch.cat([projections[role].weight for role in entry.holds])  # (rows of all, in)
-        packed[entry.key] = copied(weight.t() if naming.transposed else weight)
+        packed |= _named(naming, entry, weight, heads)
     for entry in naming.biases:
         fused = [projections[role] for role in entry.holds]
         if any(bias is not None for _, bias in fused):
             biases = [weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in fused]
-            packed[entry.key] = copied(torch.cat(biases))
+            packed |= _named(naming, entry, torch.cat(biases), heads)
     return packed
+
+
+def _named(naming: Naming, entry: Entry, rows: Tensor, heads: int) -> dict[str, Tensor]:
+    """The tensor of an entry, or those of each head."""
+    if naming.by_head and len(entry.holds) > 1:
+        rows = grouped(rows, heads)
+    if "*" in entry.key:
+        return {entry.key.replace("*", str(head)): copied(part) for head, part in enumerate(rows.chunk(heads))}
+    return {entry.key: copied(rows.t() if naming.transposed and rows.dim() == 2 else rows)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,48 @@ def _content(path: Path) -> object:
         expected = "a file of tensors alone, as safetensors or torch.save(module.state_dict(), path) writes it"
         fix = "" if is_safe else "A pickled module runs code when it is opened, and is not read here."
         raise CheckpointError("source", expected=expected, got=got, fix=fix) from error
+
+
+_OF_A_HEAD = re.compile(r"((?:.*\.)?heads\.)(\d+)(\.\w+\.(?:weight|bias))")
+
+
+def join_heads(tensors: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, int]]:
+    """Tensors of single heads, such as ``heads.0.key.weight``, joined as ``heads.*.key.weight``; how many of each."""
+    heads: dict[str, dict[int, str]] = {}
+    for name in tensors:
+        if match := _OF_A_HEAD.fullmatch(name):
+            heads.setdefault(f"{match[1]}*{match[3]}", {})[int(match[2])] = name
+    result, counts = dict(tensors), {}
+    for joined, names in heads.items():
+        parts = [tensors[names[head]] for head in sorted(names)]
+        if (
+            sorted(names) == list(range(len(names)))
+            and len({(part.shape, part.dtype, part.device) for part in parts}) == 1
+        ):
+            result[joined], counts[joined] = torch.cat(parts), len(parts)
+            for name in names.values():
+                del result[name]
+    return result, counts
+
+
+def ungrouped(fused: Tensor, heads: int) -> Tensor:
+    """Rows that are sorted by heads, (H·3·D, …), sorted by query, key and value: (3·H·D, …)."""
+    return fused.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def grouped(fused: Tensor, heads: int) -> Tensor:
+    """Undo `ungrouped`."""
+    return fused.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def in_order(projections: Projections, heads: int) -> Projections:
+    """Projections of a naming `by_head`, whose rows were split as if all queries came first."""
+    inputs = [projections[role] for role in ROLES[:3]]
+    weights = ungrouped(torch.cat([weight for weight, _ in inputs]), heads).chunk(3)
+    biases = [bias for _, bias in inputs if bias is not None]
+    split = ungrouped(torch.cat(biases), heads).chunk(3) if biases else (None,) * 3
+    pairs = zip(weights, split, strict=True)
+    return {**projections, **{role: Projection(*pair) for role, pair in zip(ROLES[:3], pairs, strict=True)}}
 
 
 def unpack(tensors: Mapping[str, Tensor], naming: Naming, prefix: str) -> Projections:

@@ -16,6 +16,7 @@ from ..masks import bias, causal, keep
 from ..masks._base import Mask
 from ..masks._of_tensor import broadcasts
 from ._convention import also_pytorchs, require_bool_or_float
+from ._jagged import jagged_attention
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -37,7 +38,9 @@ def scaled_dot_product_attention(
     kernels refuse.
 
     Args:
-        query: (…, H, L, D). Leading sizes broadcast.
+        query: (…, H, L, D). Leading sizes broadcast. Query, key and value may all be jagged (B, H, lengths, D), from
+            ``torch.nested`` with ``layout=torch.jagged`` and ``.transpose(1, 2)``. They then attend within each
+            sequence, without a mask, and `is_causal` counts from its first token.
         key: (…, H, S, D), or (…, Hkv, S, D) with `enable_gqa`.
         value: (…, H, S, Dv), or (…, Hkv, S, Dv) with `enable_gqa`.
         attn_mask: broadcasts to (…, H, L, S). Bool ``True`` = may attend. Float is added to the scores.
@@ -47,10 +50,10 @@ def scaled_dot_product_attention(
         enable_gqa: let several query heads share a key/value head. Default False.
 
     Returns:
-        (…, H, L, Dv).
+        (…, H, L, Dv), jagged like the query.
 
     Raises:
-        ShapeError, DTypeError: for invalid arguments. They are also `RuntimeError`s, as PyTorch's are.
+        ShapeError, DTypeError, ArgumentError: for invalid arguments. They are also `RuntimeError`s, as PyTorch's are.
 
     Example:
         >>> import torch, clearhead
@@ -59,20 +62,25 @@ def scaled_dot_product_attention(
         torch.Size([2, 5, 8])
     """
     try:
+        if isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged:
+            inputs = query, key, value
+            return jagged_attention(inputs, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         leading, (q, k, v), mask = translate(query, key, value, attn_mask, is_causal, enable_gqa)
         output = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
     except ClearheadError as error:
         refusal = also_pytorchs(error)
         refusal.__cause__ = error.__cause__
         return recorded_call(scaled_dot_product_attention, refusal, locals())
-    heads = (q.shape[1],) if max(tensor.dim() for tensor in (query, key, value)) > 2 else ()
-    return output.reshape(*leading, *heads, *output.shape[-2:])
+    return output.reshape(*leading, *output.shape[-2:])
 
 
 def translate(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor, Tensor], Mask | None]:
-    """The leading sizes, query, key and value as (B, H, L, D) with their product B, and the mask."""
+    """The sizes before (L, Dv) of the output, query, key and value as (B, H, L, D), and the mask.
+
+    B is the product of the sizes before the heads.
+    """
     tensors = query, key, value
     for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if strided(name, tensor).dim() < 2:
@@ -97,8 +105,13 @@ def translate(
     v = _four_dimensional(value, leading, value_heads)
     if key_heads != value_heads:  # PyTorch lets keys and values have different groups
         k, v = _repeated("key", k, heads), _repeated("value", v, heads)
-    sizes = *leading, heads, q.shape[2], k.shape[2]
-    return leading, (q, k, v), _mask(attn_mask, sizes, is_causal, q.device)
+    mask = _mask(attn_mask, (*leading, heads, q.shape[2], k.shape[2]), is_causal, q.device)
+    if max(tensor.dim() for tensor in tensors) > 2:
+        leading = *leading, heads
+    if heads == key_heads == 0:  # an empty call, which has a batch of 0 as well
+        q, k, v = (tensor.reshape(0, 1, *tensor.shape[2:]) for tensor in (q, k, v))
+        mask = None
+    return leading, (q, k, v), mask
 
 
 def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:
