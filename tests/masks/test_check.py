@@ -41,6 +41,38 @@ def test_mistakes_are_findings(mask: Mask, sizes: dict[str, Any], text: str) -> 
     assert text in "\n".join(mask.check(**sizes).findings)
 
 
+PER_QUERY: dict[str, Callable[[Tensor], Mask]] = {
+    "keep": lambda real: masks.keep(real[:, None, :, None]),
+    "drop": lambda real: masks.drop(1 - real[:, None, :, None]),
+    "bias": lambda real: masks.bias(torch.zeros(3, 1, S, 1).masked_fill(real[:, None, :, None] == 0, -torch.inf)),
+    "repeated for every key": lambda real: masks.keep(real[:, :, None].repeat(1, 1, S)),
+}
+
+
+@pytest.mark.parametrize("name", PER_QUERY)
+def test_padding_that_hides_queries_alone_is_named(name: str) -> None:
+    report = PER_QUERY[name](RIGHT_PADDED).check(S, S, batch_size=3)
+    assert report.findings == (
+        "queries that see no key: 6 (the first: item 1, index 3); their output will be zero",
+        "padding keys that stay visible: 6 (the first: item 1, index 3); the tensor "
+        "has one mark per query, which hides no key; if it marks padding, give its marks per key, (B, S): "
+        "masks.keep(keys=t)",
+    )
+    both = PER_QUERY[name](RIGHT_PADDED) & masks.keep(keys=RIGHT_PADDED)
+    assert "padding keys that stay visible" not in str(both.check(S, S, batch_size=3))
+
+
+def test_a_causal_mask_hides_padding_at_the_end() -> None:
+    for real, finds in ((RIGHT_PADDED, False), (LEFT_PADDED, True)):
+        report = (masks.causal() & masks.keep(real[:, None, :, None])).check(S, S)
+        assert ("padding keys that stay visible" in str(report)) == finds
+
+
+def test_marks_of_queries_in_cross_attention_say_nothing_about_keys() -> None:
+    mask = masks.keep(RIGHT_PADDED[:, None, :, None])
+    assert "padding keys" not in str(mask.check(S, S + 1))
+
+
 def test_the_report() -> None:
     marks = torch.ones(2, L, S)
     marks[1, 3:] = 0

@@ -41,6 +41,12 @@ def check_mask(mask: Mask, grid: Grid) -> MaskReport:
         )
     if queries is not None and not bool(queries.all()):
         findings.append(_hidden_text("queries that see no key", "their output will be zero", ~queries))
+        if _hides_rows(mask, grid) and bool((shown := ~queries if keys is None else keys & ~queries).any()):
+            consequence = (
+                "the tensor has one mark per query, which hides no key; if it marks padding, give its marks per key, "
+                "(B, S): masks.keep(keys=t)"
+            )
+            findings.append(_hidden_text("padding keys that stay visible", consequence, shown))
     # Keys that only some items hide are padding, which is no mistake.
     if keys is not None and not bool(keys.any(0).all()):
         findings.append(_hidden_text("keys that no query sees", "fine for padding", ~keys))
@@ -130,6 +136,16 @@ def _inverted_padding(keys: Tensor, description: str) -> str:
     return (
         f"inverted padding: item {int(empty.nonzero()[0])} shows no key at all while others show only a few at one "
         f"end; {other}"
+    )
+
+
+def _hides_rows(mask: Mask, grid: Grid) -> bool:
+    """Whether a tensor of a mask for self-attention differs between queries and not between keys, as (B, 1, L, 1)."""
+    if grid.query_length != grid.key_length or grid.key_length < 2:
+        return False
+    tables = (tensor for tensor in mask.tensors() if tensor.dim() >= 2 and tensor.shape[-2] == grid.query_length)
+    return any(
+        bool((table == table[..., :1]).all()) and not bool((table == table[..., :1, :]).all()) for table in tables
     )
 
 
