@@ -4,8 +4,9 @@ The model's own code runs between the two. It is written for the additive mask o
 to it or concatenate it. So the mask has the dtype, shape and values of the mask of ``eager``. In addition it carries a
 Clearhead mask, which `clearhead.attention` applies faster. ``None`` means that no key is masked, as for ``eager``.
 
-Outside of a traced graph, the additive values are computed when an operator first reads them. From then on only the
-values count, because the operator may have changed them.
+Outside of a traced graph, the additive values are computed when an operator first reads them. Once one of them was
+written, only the values count. Reading changes nothing, because a layer that checkpointing computes again must find the
+mask that it found before another layer has read it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .. import masks
 from .._checks import FLOATS, INTEGERS, flag, integer, kind, require_factory, shown, strided
 from .._environment import has_values
-from .._torch_private import disabled_torch_function, has_wrappers, wrapper_of
+from .._torch_private import disabled_torch_function, has_wrappers, wrapper_of, writes_to
 from ..errors import DTypeError, MaskTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
@@ -166,25 +167,46 @@ class _LazyMask(Tensor):
     _carried: Carried
     _build: Callable[[], Tensor]
     _computed: Tensor | None
+    _writes: int | None  # so far
+    _views: list[tuple[Tensor, int | None]]  # of the values, that operators have returned, with the writes to each
 
     # Operators call `__torch_dispatch__`. Shape, dtype and device are read without a call.
     __torch_function__ = disabled_torch_function
 
     def describe(self, carried: Carried, build: Callable[[], Tensor]) -> None:
         self._carried, self._build, self._computed = carried, build, None
+        self._writes, self._views = writes_to(self), []
 
     @property
     def carried(self) -> Carried | None:
-        return self._carried if self._computed is None else None
+        if self._computed is None:
+            return self._carried
+        seen = (self, self._writes), *self._views
+        return self._carried if all(before is not None and writes_to(x) == before for x, before in seen) else None
 
     def computed(self) -> Tensor:
         if self._computed is None:
             self._computed = self._build()
         return self._computed
 
+    def watch(self, result: Any) -> None:
+        """Watch the result of an operator for writes, if it is a view of the values."""
+        results = result if isinstance(result, (list, tuple)) else (result,)
+        for tensor in results:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() == self._address:
+                self._views.append((tensor, writes_to(tensor)))
+
+    @property
+    def _address(self) -> int:
+        return self.computed().untyped_storage().data_ptr()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_values(args), **_values(kwargs or {}))
+        result = func(*_values(args), **_values(kwargs or {}))
+        for argument in (*args, *(kwargs or {}).values()):
+            if isinstance(argument, _LazyMask):
+                argument.watch(result)
+        return result
 
     # These methods read a tensor without an operator.
 
@@ -198,7 +220,9 @@ class _LazyMask(Tensor):
         return self.computed().__reduce_ex__(proto)
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.computed().numpy(force=force)
+        array = self.computed().numpy(force=force)
+        self._writes = None  # those through an array are not counted
+        return array
 
     def tolist(self) -> Any:
         return self.computed().tolist()
