@@ -18,6 +18,7 @@ from ..kernels._blocks import block_scores, score_blocks
 from ..kernels._weights import exact_weights
 from .patch_layout import PatchLayout
 from .result import AttentionStatistics
+from .stacks import Sides, is_self, layers_in, layers_of, require_one_stack, require_same_side
 from .summary import Summary, summarize
 
 MOST_NAMED = 12  # tokens in an error
@@ -37,20 +38,6 @@ class RankedHead(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<{self.layer or 'the model itself'} head {self.head}: {self.weight:.4f}>"
-
-
-class Sides(NamedTuple):
-    """The stacks of a layer's queries and keys, as numbers. A *stack* is a sequence of layers over the same tokens.
-
-    They are equal in self-attention, and differ in cross-attention.
-
-    Example:
-        >>> Sides(queries=1, keys=0)
-        Sides(queries=1, keys=0)
-    """
-
-    queries: int
-    keys: int
 
 
 class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
@@ -113,6 +100,7 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         key_tokens: Iterable[str] | None = None,
         item: int = 0,
         call: int = 0,
+        layers: str | Sequence[int | str] | None = None,
     ) -> list[RankedHead]:
         """Rank the heads of all layers by their exact weight from one query to one key.
 
@@ -124,7 +112,8 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
             tokens: the text of every query of the batch item, (L,): strings or `clearhead.plot.Tokens`. Default: none.
             key_tokens: the same of the keys, (S,). Default: `tokens`.
             item: the number of the batch item. Default the first.
-            call: the number of the call of each module. Default the first.
+            call: the number of the call of each layer. Default the first.
+            layers: names and numbers of layers, or the name of a module with all of its layers. Default all.
 
         Returns:
             All heads, (layer, head, weight), largest weight first. Equal weights stay in running order.
@@ -132,7 +121,7 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         Raises:
             RecordError: if queries and keys were not saved.
             ArgumentError: for a query, key or batch item that a layer does not have, and for a text that no token or
-                more than one token has.
+                more than one token has, or if layers attend over other tokens than those that have the text.
             ShapeError: if there are not as many tokens as queries or keys.
 
         Example:
@@ -146,7 +135,12 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         """
         texts = _texts("tokens", tokens), _texts("key_tokens", tokens if key_tokens is None else key_tokens)
         ranked: list[RankedHead] = []
-        for layer in self:
+        chosen = self._chosen(layers)
+        if isinstance(query, str):
+            require_same_side(self, chosen, "query", "queries")
+        if isinstance(key, str):
+            require_same_side(self, chosen, "key", "keys")
+        for layer in chosen:
             grid = self.kept_call(layer, call).grid
             row = _place("query", query, "tokens", texts[0], grid.query_length)
             column = _place("key", key, "tokens" if key_tokens is None else "key_tokens", texts[1], grid.key_length)
@@ -156,7 +150,12 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         return sorted(ranked, key=lambda place: place.weight, reverse=True)
 
     def rollout(
-        self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
+        self,
+        targets: Sequence[int] | Tensor,
+        *,
+        layers: str | Sequence[int | str] | None = None,
+        residual: float = 0.5,
+        call: int = 0,
     ) -> Tensor:
         """Attention rollout from target tokens of the last layer to the input. It needs ``keep="queries_keys"``.
 
@@ -169,21 +168,25 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
 
         Args:
             targets: token numbers, (t,).
-            layers: the layers, first to last. Default all.
+            layers: the layers, first to last, or the name of a module with all of its self-attention layers. Default
+                all.
             residual: share of the residual connection. Default 0.5.
+            call: the number of the call of each layer. Default the first.
 
         Returns:
             (B, t, L). Rows sum to 1 if every token sees a key.
 
         Raises:
             RecordError: if queries and keys were not saved.
-            ShapeError: if the layers are not self-attention over the same number of tokens and the same batch size.
+            ShapeError: if the layers are not self-attention of one stack, such as the encoder of an encoder–decoder
+                model or one tower of CLIP, or have different batch sizes.
             ArgumentError: for a target that does not exist, or a residual outside [0, 1].
         """
-        chosen = list(self) if layers is None else items("layers", layers, "a list of names or numbers")
-        calls = [self.kept_call(layer) for layer in chosen]
+        chosen = self._chosen(layers, self_attention=True)
+        calls = [self.kept_call(layer, call) for layer in chosen]
         residual = number("residual", residual, "a share in [0, 1]", is_probability)
         batch_size, length = _common_sizes(calls)
+        require_one_stack(self, chosen)
         index = row_numbers(targets, length, "targets", "token numbers below")
         if index is None:
             raise DTypeError("targets", expected="token numbers", got="None")
@@ -191,9 +194,24 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         rows[:, torch.arange(len(index), device=index.device), index] = 1  # (B, t, L)
         with torch.no_grad():
             # From the last layer to the first, so that the products have t rows and not L.
-            for call in reversed(calls):
-                rows = residual * rows + (1 - residual) * _through(call, rows)
+            for each in reversed(calls):
+                rows = residual * rows + (1 - residual) * _through(each, rows)
         return rows
+
+    def _chosen(self, layers: str | Sequence[int | str] | None, *, self_attention: bool = False) -> list[str]:
+        """Names of layers. The name of a module stands for its layers, or for those with `self_attention`."""
+        if layers is None:
+            return list(self)
+        if not isinstance(layers, str):
+            chosen = items("layers", layers, "a list of names or numbers")
+            return [name for layer in chosen for name in layers_of(self, self.name_of(layer))]
+        names = [name for name in layers_in(self, layers) if not self_attention or is_self(self, name)]
+        if not names:
+            expected = (
+                f"a list of names or numbers, or a module with {'self-' * self_attention}attention that was recorded"
+            )
+            raise ArgumentError("layers", expected=expected, got=repr(layers))
+        return names
 
     def summary(self) -> Summary:
         """One number per head for each statistic that has one. Print it for a layers × heads table."""

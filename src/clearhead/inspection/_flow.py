@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._statistics.recorded import Sides
+from .._statistics.stacks import Sides
 from ._naming import Layer, ModuleNames
 
 
@@ -45,7 +45,7 @@ class Flow:
     def __init__(self, running: ModuleNames) -> None:
         self._running = running
         self._root_call = running.root_calls
-        self._origins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._origins: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._next = 1  # the next bit
         self._calls = 0  # the bits of attention calls
         self._stack_of: dict[int, _Stack] = {}  # the stack of the queries, by the bit of the call

@@ -18,7 +18,7 @@ from .._checks import choice, index, module
 from .._statistics.arguments import DEFAULT, Per, make_options, require_names, require_per, whole_numbers
 from .._statistics.compute import compute_statistics
 from .._statistics.patch_layout import PatchLayout
-from .._statistics.recorded import Sides
+from .._statistics.stacks import Sides
 from .._torch_private import is_compiler_error
 from .._weights import Queries, checked_queries
 from ..errors import ClearheadError, RecordError

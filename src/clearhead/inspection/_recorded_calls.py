@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import ItemsView, Iterator, ValuesView
 
 from .._checks import index, shown
-from .._statistics.recorded import Recorded, Sides
+from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
+from .._statistics.stacks import Sides
 from .._statistics.summary import fold
 from ..errors import UnknownNameError
 from ._calls import Calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,7 @@ from .._statistics.summary import summarize
 from .._statistics.vectors import TopK
 from ..errors import DTypeError, RecordError, ShapeError
 from ._patches import Tiles
-from ._sections import Section, extent_of, find_sections, fitted, number_of_calls, span_of
+from ._sections import Section, extent_of, find_sections, fitted, item_places, require_one_text, span_of
 from ._tokens import Tokens
 from ._words import has_pieces, merge_words
 
@@ -129,7 +129,10 @@ def require_record(rec: object, name: str = "rec") -> None:
 
 
 def collect(
-    rec: Recorded, tokens: Sequence[Tokens] | None = None, key_tokens: Sequence[Tokens] | None = None
+    rec: Recorded,
+    tokens: Sequence[Tokens] | None = None,
+    key_tokens: Sequence[Tokens] | None = None,
+    layers: Collection[str] | None = None,
 ) -> list[ItemPicture]:
     """Take out of a record what pictures show, item by item.
 
@@ -138,8 +141,11 @@ def collect(
         tokens: of every batch item, or one for all. Default: numbers.
         key_tokens: of the source text, where there is one. Default: as `tokens` where queries and keys are the same,
             else numbers.
+        layers: the layers to show. Default: all.
 
     Raises:
+        ArgumentError: if tokens are given for layers of several stacks, or if layers have other numbers of calls or of
+            batch items than the first.
         RecordError: if a statistic is missing and queries and keys were not kept; if it holds parts of sequences.
         ShapeError: if tokens do not fit.
     """
@@ -150,8 +156,12 @@ def collect(
         )
         raise RecordError("rec", expected=expected, got="the parts that this process holds of them", fix=fix)
     sections = find_sections(rec, two_texts=key_tokens is not None)
+    sections = [part for part in sections if layers is None or set(part.layers) <= set(layers)]
+    shown_layers = [name for name in rec if any(name in section.layers for section in sections)]
     items: list[ItemPicture] = []
-    places = item_places(rec)
+    places = item_places(rec, shown_layers)
+    if tokens is not None:
+        require_one_text(rec, sections)
     texts = {"tokens": tokens, "key_tokens": key_tokens}
     for what, given in texts.items():
         if given is not None and len(given) not in (1, len(places)):
@@ -159,19 +169,13 @@ def collect(
     complete: dict[tuple[str, int], AttentionStatistics] = {}
     for number, (call, item) in enumerate(places):
         if item == 0:
-            complete = {(name, call): _completed(rec, name, call) for name in rec}
+            complete = {(name, call): _completed(rec, name, call) for name in shown_layers}
         parts: list[SectionPicture] = []
         for section in sections:
             statistics = [complete[name, call] for name in section.layers]
             parts.append(_section(section, statistics, texts, number, item))
         items.append(ItemPicture(f"item {number}", parts))
     return items
-
-
-def item_places(rec: Recorded) -> list[tuple[int, int]]:
-    """Call and batch item of every picture item."""
-    first = rec[next(iter(rec))] if len(rec) else []
-    return [(call, item) for call in range(number_of_calls(rec)) for item in range(first[call].batch_size)]
 
 
 def _completed(rec: Recorded, name: str, call: int) -> AttentionStatistics:

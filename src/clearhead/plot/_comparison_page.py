@@ -12,14 +12,14 @@ from torch import Tensor
 from .._checks import items as items_of
 from .._checks import text
 from ..errors import RecordError, ShapeError
-from ._collect import ItemPicture, collect, item_places
+from ._collect import ItemPicture, collect
 from ._compared_records import ComparedRecords
 from ._crops import with_crops
 from ._difference_picture import difference_picture
 from ._html import Page, PageMaker
 from ._labels import printable
 from ._language import say
-from ._sections import find_sections
+from ._sections import find_sections, item_places
 
 MOST_RANKED = 12
 

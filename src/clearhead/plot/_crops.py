@@ -13,7 +13,8 @@ from .._checks import require_slice, shown
 from .._statistics.distributions import row_entropy
 from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, DTypeError
-from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture, item_places
+from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
+from ._sections import item_places
 from ._words import has_pieces, merge_words
 
 CropRequest = tuple[int | str, int] | tuple[int | str, int, slice, slice]
@@ -36,7 +37,7 @@ def with_crops(rec: Recorded, items: Sequence[ItemPicture], crops: Sequence[Crop
 
 def with_crops_of(rec: Recorded, picture: ItemPicture, number: int, crops: Sequence[CropRequest]) -> ItemPicture:
     """Add the exact weights of some heads to one item, whose number is counted over calls."""
-    place = item_places(rec)[number]
+    place = item_places(rec, [layer.name for part in picture.sections for layer in part.layers])[number]
     wanted = [(rec.name_of(layer), head, slices) for layer, head, *slices in map(_checked_crop, crops)]
 
     def cut(section: SectionPicture, layer: LayerPicture) -> LayerPicture:

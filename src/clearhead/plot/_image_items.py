@@ -11,10 +11,11 @@ from torch import Tensor
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, ClearheadError, RecordError, ShapeError
-from ._collect import ItemPicture, LayerPicture, SectionPicture, collect, item_places
+from ._collect import ItemPicture, LayerPicture, SectionPicture, collect
 from ._patch_looks import in_order
 from ._patches import Tiles
 from ._picture import seen_picture
+from ._sections import item_places
 from ._tokens import Tokens
 
 #: Weights that a page holds of one batch item; at most one byte each before they are packed.
@@ -47,8 +48,8 @@ def image_items(rec: Recorded, *, most: int = MOST_WEIGHTS) -> list[ItemPicture]
     """
     layouts = layouts_of(rec)
     items: list[ItemPicture] = []
-    for picture, place in zip(collect(rec), item_places(rec), strict=True):
-        sections = [part for part in picture.sections if all(name in layouts for name in part.section.layers)]
+    for picture, place in zip(collect(rec, layers=layouts), item_places(rec, layouts), strict=True):
+        sections = picture.sections
         side = _tile_side(sections, layouts, most)
         parts = [_section(rec, part, Tiles(layouts[part.section.layers[0]], side), place) for part in sections]
         items.append(replace(picture, sections=parts))

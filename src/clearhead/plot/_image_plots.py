@@ -11,7 +11,7 @@ from torch import Tensor
 from .._checks import integer
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
-from ._collect import item_places, require_record
+from ._collect import require_record
 from ._crops import head_place
 from ._head_grid import draw_heads
 from ._image_items import layouts_of
@@ -20,6 +20,7 @@ from ._labels import layer_labels
 from ._language import say
 from ._patch_looks import ENDS, Query, end_of, even_weight, levels_of, looks_of, query_name, query_number
 from ._picture import seen_picture
+from ._sections import item_places
 from ._spoken import spoken_picture
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def plot_image(
     for name in names:
         layouts.setdefault(name, rec.patches(name))  # raises, if it is not known
     picture = seen_picture(image, layouts[names[0]].size, processor)
-    call, place = item_places(rec)[integer("item", item, least=0, most=len(item_places(rec)) - 1)]
+    places = item_places(rec, names)
+    call, place = places[integer("item", item, least=0, most=len(places) - 1)]
     looks = [looks_of(rec, name, layouts[name], query, (call, place)) for name in names]
     name = query_name(layouts[names[0]], query)
     labels, shapes = _labels(layouts, names), [layouts[name] for name in names]

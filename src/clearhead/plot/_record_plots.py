@@ -12,13 +12,14 @@ from torch import Tensor
 from .._checks import flag, integer, shown
 from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, RecordError
-from ._collect import LayerPicture, SectionPicture, collect, item_places, require_record
+from ._collect import LayerPicture, SectionPicture, collect, require_record
 from ._crops import cut_crop, head_place
 from ._head_grid import plot_head_table
 from ._ink import BAR, QUIET, colors, draw_weights, label_tokens, new_axes, token_labels, weight_bar
 from ._labels import layer_labels
 from ._language import say
 from ._scale import scale_end
+from ._sections import item_places, layers_like
 from ._spoken import spoken_picture
 from ._tokens import Texts, as_texts
 from ._words import merge_words
@@ -105,7 +106,8 @@ def plot_map(
     queries, keys = picture.queries.names, picture.keys.names
     if not drawn.exact and max(len(queries), len(keys)) <= LONGEST_EXACT:
         with suppress(RecordError):  # queries and keys were not kept; tiles are known
-            crop = cut_crop(rec, picture, drawn, head, item_places(rec)[item], [slice(None), slice(None)])
+            place_of_item = item_places(rec, layers_like(rec, drawn.name))[item]
+            crop = cut_crop(rec, picture, drawn, head, place_of_item, [slice(None), slice(None)])
             drawn = replace(drawn, crops={head: crop})
     weights = drawn.head_map(place)
     exact = tuple(weights.shape) == (len(queries), len(keys))
@@ -187,11 +189,13 @@ def _layers_of(
 ) -> tuple[SectionPicture, list[LayerPicture]]:
     """The section of a layer on one batch item, and the layer. Default: the first section and all its layers."""
     require_record(rec)
-    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    name = next(iter(rec), "") if layer is None else rec.name_of(layer)
+    items = collect(
+        rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"), layers_like(rec, name) if len(rec) else None
+    )
     chosen = items[integer("item", item, least=0, most=len(items) - 1, expected=f"0 … {len(items) - 1}")]
     if layer is None:
         return chosen.sections[0], chosen.sections[0].layers
-    name = rec.name_of(layer)
     return next((picture, [each]) for picture in chosen.sections for each in picture.layers if each.name == name)
 
 

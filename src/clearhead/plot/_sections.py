@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
+from .._statistics.stacks import Sides, stack_label
 from ..errors import ArgumentError, ShapeError
 from ._language import say
 from ._tokens import Tokens, numbered_tokens
@@ -28,7 +29,7 @@ TITLES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Section:
-    """Modules of one kind and size, in the order in which they ran.
+    """Layers of one kind, size and stack, in the order in which they ran.
 
     ``"encoder"`` attends from the source text to itself, and ``"self"`` from the target text to itself. ``"cross"`` and
     ``"other"`` attend from the target to the source. `title` is the kind in words.
@@ -45,7 +46,7 @@ class Section:
 
 
 def find_sections(rec: Recorded, *, two_texts: bool) -> list[Section]:
-    """Group the recorded modules by what attends to what, from their names and sizes.
+    """Group the recorded layers by what attends to what, from their stacks, sizes and names.
 
     `two_texts` means that the keys have tokens of their own.
 
@@ -57,38 +58,90 @@ def find_sections(rec: Recorded, *, two_texts: bool) -> list[Section]:
         >>> [(section.title, section.layers) for section in find_sections(rec, two_texts=True)]  # doctest: +ELLIPSIS
         [('encoder self-attention', ('encoder.layers.0.self_attn',)), ('decoder self-attention', ...), ...]
     """
-    sizes = {name: (rec[name][0].query_length, rec[name][0].key_length) for name in rec}
-    kinds: dict[str, Kind] = {name: _kind(name, *sizes[name]) for name in rec}
+    kinds: dict[str, Kind] = _kinds(rec)
     has_cross = "cross" in kinds.values()
     if two_texts and not {"cross", "other"} & set(kinds.values()):
         kinds = dict.fromkeys(kinds, "other")
-    groups: dict[tuple[Kind, tuple[int, int]], list[str]] = {}
+    groups: dict[_Group, list[str]] = {}
     for name, kind in kinds.items():
-        shown: Kind = "self" if kind == "encoder" and not has_cross else kind
-        groups.setdefault((shown, sizes[name]), []).append(name)
-    result: list[Section] = []
-    for (kind, size), layers in groups.items():
-        title = say("decoder self-attention") if kind == "self" and has_cross else say(TITLES[kind])
-        if sum(other == kind for other, _ in groups) > 1:
-            title += f", {size[0]} × {size[1]}"
-        result.append(Section(kind, title, tuple(layers)))
-    return result
+        kind_shown: Kind = "self" if kind == "encoder" and not has_cross else kind
+        size = rec[name][0].query_length, rec[name][0].key_length
+        groups.setdefault(_Group(kind_shown, size, rec.sides(name)), []).append(name)
+    return [
+        Section(group.kind, _title(group, groups, has_cross=has_cross), tuple(layers))
+        for group, layers in groups.items()
+    ]
 
 
-def number_of_calls(rec: Recorded) -> int:
-    """The number of calls of every module, or `ArgumentError` if that differs or is 0."""
-    counts = {name: len(rec[name]) for name in rec}
+class _Group(NamedTuple):
+    """What the layers of a section share."""
+
+    kind: Kind
+    size: tuple[int, int]
+    sides: Sides | None
+
+
+def _title(group: _Group, groups: Mapping[_Group, Sequence[str]], *, has_cross: bool) -> str:
+    """The kind in words. Sections of one kind differ by their stack, or by their size."""
+    title = say("decoder self-attention") if group.kind == "self" and has_cross else say(TITLES[group.kind])
+    alike = {other: stack_label(layers) for other, layers in groups.items() if other.kind == group.kind}
+    if len({other.sides for other in alike}) > 1:
+        is_clear = list(alike.values()).count(alike[group]) == 1
+        title += f", {alike[group] if is_clear else groups[group][0]}"
+    if sum(other.sides == group.sides for other in alike) > 1:
+        title += f", {group.size[0]} × {group.size[1]}"
+    return title
+
+
+def number_of_calls(rec: Recorded, layers: Iterable[str] | None = None) -> int:
+    """The number of calls of every layer, or `ArgumentError` if that differs or is 0. Default: of all layers."""
+    counts = {name: len(rec[name]) for name in (rec if layers is None else layers)}
     if not counts:
         raise ArgumentError("rec", expected="a record with calls", got="an empty one")
     if len(set(counts.values())) > 1:
         most, least = max(counts, key=lambda name: counts[name]), min(counts, key=lambda name: counts[name])
         raise ArgumentError(
             "rec",
-            expected="equally many calls of every module",
+            expected="equally many calls of every layer",
             got=f"{counts[most]} of {most} and {counts[least]} of {least}",
             fix="Record one forward pass, or choose modules with record(..., layers=...).",
         )
     return next(iter(counts.values()))
+
+
+def item_places(rec: Recorded, layers: Iterable[str] | None = None) -> list[tuple[int, int]]:
+    """Call and batch item of every picture item. Default: of all layers."""
+    names = list(rec if layers is None else layers)
+    places: list[tuple[int, int]] = []
+    for call in range(number_of_calls(rec, names)):
+        sizes = {name: rec[name][call].batch_size for name in names}
+        if len(set(sizes.values())) > 1:
+            most, least = max(sizes, key=lambda name: sizes[name]), min(sizes, key=lambda name: sizes[name])
+            raise ArgumentError(
+                "rec",
+                expected="equally many batch items in every layer",
+                got=f"{sizes[most]} in {most} and {sizes[least]} in {least}",
+                fix="Choose layers that run on the same items with record(..., layers=...).",
+            )
+        places += [(call, item) for item in range(sizes[names[0]])]
+    return places
+
+
+def layers_like(rec: Recorded, name: str) -> list[str]:
+    """The layers over the same queries and keys as one of them."""
+    return [other for other in rec if rec.sides(other) == rec.sides(name)]
+
+
+def require_one_text(rec: Recorded, sections: Sequence[Section]) -> None:
+    """Raise if self-attention over several texts would have the same tokens."""
+    selves = {rec.sides(part.layers[0]): part.layers for part in sections if part.kind == "self"}
+    if len(selves) > 1:
+        raise ArgumentError(
+            "tokens",
+            expected="layers over one text",
+            got=f"self-attention in {' and in '.join(map(stack_label, selves.values()))}",
+            fix="Leave tokens out, or record one of them with record(..., layers=...).",
+        )
 
 
 def fitted(what: str, given: Sequence[Tokens] | None, item: int, length: int, extent: tuple[int, int]) -> Tokens:
@@ -128,8 +181,22 @@ def span_of(marks: Tensor) -> tuple[int, int]:
     return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, len(marks))
 
 
-def _kind(name: str, queries: int, keys: int) -> Kind:
-    if CROSS.search(name):
+def _kinds(rec: Recorded) -> dict[str, Kind]:
+    kinds: dict[str, Kind] = {}
+    for name in rec:
+        kinds[name] = _kind(name, rec[name][0].query_length, rec[name][0].key_length, rec.sides(name))
+    crossing = [rec.sides(name) for name, kind in kinds.items() if kind == "cross"]
+    sources = {sides.keys for sides in crossing if sides is not None}
+    for name, kind in kinds.items():
+        sides = rec.sides(name)
+        if kind == "self" and sides is not None and sides.queries in sources:
+            kinds[name] = "encoder"
+    return kinds
+
+
+def _kind(name: str, queries: int, keys: int, sides: Sides | None) -> Kind:
+    is_known_cross = sides is not None and sides.queries != sides.keys and queries == keys
+    if CROSS.search(name) or is_known_cross:
         return "cross"
     if queries != keys:
         return "other"
