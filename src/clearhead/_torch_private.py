@@ -37,6 +37,7 @@ _graph_task: Callable[[], int] = _lookup("_C._current_graph_task_id", lambda: -1
 _legacy_batched: Callable[[Tensor], bool] = _lookup("_C._functorch.is_legacy_batchedtensor", lambda _: False)
 _functorch: Any = _lookup("_C._functorch", None)
 _forward_level: Any = _lookup("autograd.forward_ad", None)
+_tangents_enabled: Any = _lookup("autograd.forward_ad._set_fwd_grad_enabled", None)
 _wrap: Callable[..., Tensor] | None = _lookup("Tensor._make_wrapper_subclass", None)
 _onednn: Any = _lookup("ops.mkldnn", None)
 _sdpa_flags: tuple[Callable[[], object], ...] = (
@@ -129,6 +130,15 @@ def any_transform() -> bool:
 # `torch.compile` enters transforms while it traces them, and every graph is guarded by those around it. So it calls the
 # function, and holds the result as a constant. `torch.compiler.assume_constant_result` would import the compiler.
 any_transform._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def no_derivatives() -> ExitStack:
+    """A block that records no gradients and, which `torch.no_grad` leaves on, no derivatives in forward mode."""
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    if any_transform() and _tangents_enabled is not None:
+        stack.enter_context(_tangents_enabled(False))
+    return stack
 
 
 def is_batched(gradient: Tensor) -> bool:

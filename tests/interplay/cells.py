@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from clearhead.errors import ClearheadError, RecordError
+from clearhead.errors import ArgumentError, ClearheadError, RecordError
 
 from .entries import BY_NAME, ENTRIES, NEEDS, Entry
 from .subject import Numbers, require_near
@@ -26,8 +26,8 @@ class Refusal:
 #: By entry and tool. All other cells are right.
 REFUSED: dict[tuple[str, str], Refusal] = {
     ("record", tool): Refusal(RecordError, "record: no attention was seen. Attention under torch.vmap was computed by")
-    for tool in ("vmap", "vmap(grad)", "hessian", "jacfwd", "gradients per sample")
-}
+    for tool in ("vmap", "vmap(grad)", "gradients per sample")
+} | {("attention_statistics", "vmap"): Refusal(ArgumentError, "query: expected a tensor outside torch.func.vmap, got")}
 
 
 @dataclass(frozen=True)

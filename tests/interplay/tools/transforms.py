@@ -44,7 +44,8 @@ def _forward_ad(of: Of, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, tangent) for x, tangent in zip(inputs, _tangents(inputs), strict=True)]
         pairs = [forward_ad.unpack_dual(output) for output in of(*duals)]
-    return (*(pair.primal for pair in pairs), *(pair.tangent for pair in pairs))
+    tangents = [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs]
+    return (*(pair.primal for pair in pairs), *tangents)
 
 
 def _vmap(of: Of, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
