@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from ._torch_private import (
     in_jit_trace,
     is_fake,
     sdpa_settings,
+    set_tangents_enabled,
 )
 
 Choice = TypeVar("Choice")
@@ -178,6 +180,15 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         else tensor
         for tensor in tensors
     )
+
+
+def no_derivatives() -> ExitStack:
+    """A block that records no gradients and, which `torch.no_grad` leaves on, no derivatives in forward mode."""
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    if any_transform():
+        stack.enter_context(set_tangents_enabled(False))
+    return stack
 
 
 def autocast_off(tensor: Tensor) -> torch.autocast:

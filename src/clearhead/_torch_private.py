@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import reduce
 from importlib import import_module
@@ -37,7 +37,6 @@ _graph_task: Callable[[], int] = _lookup("_C._current_graph_task_id", lambda: -1
 _legacy_batched: Callable[[Tensor], bool] = _lookup("_C._functorch.is_legacy_batchedtensor", lambda _: False)
 _functorch: Any = _lookup("_C._functorch", None)
 _forward_level: Any = _lookup("autograd.forward_ad", None)
-_tangents_enabled: Any = _lookup("autograd.forward_ad._set_fwd_grad_enabled", None)
 _wrap: Callable[..., Tensor] | None = _lookup("Tensor._make_wrapper_subclass", None)
 _onednn: Any = _lookup("ops.mkldnn", None)
 _sdpa_flags: tuple[Callable[[], object], ...] = (
@@ -78,6 +77,9 @@ disabled_torch_function: Any = _lookup("_C._disabled_torch_function_impl", None)
 has_wrappers = disabled_torch_function is not None and _wrap is not None
 #: Whether a padding mask hides only the ends of sequences, which `nn.TransformerEncoder` turns into nested tensors.
 left_aligned_padding: Callable[..., bool] | None = _lookup("_nested_tensor_from_mask_left_aligned", None)
+#: A block in which forward-mode differentiation is on or off, as `torch.set_grad_enabled` is for reverse mode.
+set_tangents_enabled: Any = _lookup("autograd.forward_ad._set_fwd_grad_enabled", nullcontext)
+
 #: Collectives by their names since PyTorch 2.13, where the older ones warn.
 all_gather_single: Any = _lookup("distributed.all_gather_single", _lookup("distributed.all_gather_into_tensor", None))
 reduce_scatter_single: Any = _lookup(
@@ -130,15 +132,6 @@ def any_transform() -> bool:
 # `torch.compile` enters transforms while it traces them, and every graph is guarded by those around it. So it calls the
 # function, and holds the result as a constant. `torch.compiler.assume_constant_result` would import the compiler.
 any_transform._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def no_derivatives() -> ExitStack:
-    """A block that records no gradients and, which `torch.no_grad` leaves on, no derivatives in forward mode."""
-    stack = ExitStack()
-    stack.enter_context(torch.no_grad())
-    if any_transform() and _tangents_enabled is not None:
-        stack.enter_context(_tangents_enabled(False))
-    return stack
 
 
 def is_batched(gradient: Tensor) -> bool:

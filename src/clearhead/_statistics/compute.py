@@ -11,8 +11,8 @@ from torch import Tensor
 from .._call.call import AttentionCall, build_call
 from .._call.request import Request
 from .._call.sharding import HeadShard
-from .._environment import autocast_off, cast_for_autocast, is_tracing
-from .._torch_private import is_vmapped, no_derivatives
+from .._environment import autocast_off, cast_for_autocast, is_tracing, no_derivatives
+from .._torch_private import is_vmapped
 from .._weights import Queries, row_numbers
 from ..errors import ArgumentError
 from ..kernels._block_rows import BlockRows
