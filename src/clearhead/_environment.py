@@ -20,6 +20,7 @@ from ._torch_private import (
     in_backward,
     in_jit_trace,
     is_fake,
+    is_vmapped,
     sdpa_settings,
     set_tangents_enabled,
 )
@@ -91,6 +92,8 @@ class check_values(forcing[bool]):
 def reads_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are checked now."""
     if is_tracing() or tensor.is_meta or is_fake(tensor) or has_valueless_mode():
+        return False
+    if any_transform() and is_vmapped(tensor):
         return False
     return tensor.is_cpu or bool(_checked.value)
 

@@ -95,7 +95,7 @@ def read_sequences(
         )
     tokens, tracing = (query.shape[0], key.shape[0]), is_tracing()
     # A graph must hold for other boundaries, and an accelerator would be waited for.
-    holds_numbers = not tracing and bounds[0].device.type in ("cpu", "meta")
+    holds_numbers = not tracing and (bounds[0].is_meta or (bounds[0].is_cpu and reads_values(bounds[0])))
     queries = keys = ()
     if holds_numbers or reads_values(bounds[0]):
         queries = keys = _checked("cu_seqlens_q", bounds[0], tokens[0], longest[0])

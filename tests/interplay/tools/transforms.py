@@ -155,7 +155,7 @@ def _around(transform: Transform, subject: Subject) -> Numbers:
 
 def _of_parameters(subject: Subject) -> Numbers:
     """Gradients of parameters per sample, `vmap` over `grad` of `functional_call`."""
-    parameters = {name: parameter.detach() for name, parameter in subject.module.named_parameters()}
+    parameters = {name: x.detach() for name, x in subject.module.named_parameters() if x.requires_grad}
 
     def loss(parameters: dict[str, Tensor], *tensors: Tensor) -> Tensor:
         outputs = functional_call(subject.module, parameters, tuple(x[None] for x in tensors))
