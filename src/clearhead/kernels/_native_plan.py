@@ -13,6 +13,7 @@ from .._call.saved import restored
 from .._call.spec import has_contiguous_rows
 from .._checks import PLAIN
 from .._native import extension, instruction_set_number
+from ..errors import DeviceError
 from ._native_arguments import (
     DTYPES,
     BackwardArguments,
@@ -211,7 +212,21 @@ class NativePlan:
             arguments = arguments._replace(query=query, key=key, value=value)
         threads = 1 if self._one_thread else torch.get_num_threads()
         addresses = arguments.addresses(output, lse, *backward)
+        if backward and 0 in addresses[:5]:
+            _require_memory(arguments, output, lse)
         function(self._plan, instruction_set_number(), threads, *addresses, **wanted)
+
+
+def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tensor | None) -> None:
+    """Raise for a tensor whose memory was freed since it was saved. One of no elements has none."""
+    names = ("query", "key", "value", "output", "lse")
+    for name, x in zip(names, (*arguments[:3], output, lse), strict=True):
+        if x is not None and x.numel() and not x.data_ptr():
+            got, fix = (
+                "a tensor whose memory was freed",
+                "Free the storage after the backward pass, or restore it before.",
+            )
+            raise DeviceError(f"saved {name}", expected="the numbers that were saved", got=got, fix=fix)
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
