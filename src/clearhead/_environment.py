@@ -148,7 +148,7 @@ def is_tracing() -> bool:
 
 
 def has_values() -> bool:
-    """False where no value may be read: while tracing, in transforms and forward-mode derivatives, with fake tensors."""
+    """False while tracing, in transforms and forward-mode derivatives, and with fake tensors: no value may be read."""
     return not is_tracing() and not any_transform() and not has_valueless_mode()
 
 

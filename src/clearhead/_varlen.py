@@ -114,13 +114,13 @@ def attention_varlen(
     """
     try:
         _require_packed(query=query, key=key, value=value)
+        for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if longest is not None:
+                integer(name, longest, least=0, most=math.inf)
+        sequences = read_sequences(cu_seqlens_q, cu_seqlens_k, query, key, (max_seqlen_q, max_seqlen_k))
+        request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, lse=return_lse, sequences=sequences)
     except ClearheadError as error:
         return recorded_call(attention_varlen, error, locals())
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None:
-            integer(name, longest, least=0, most=math.inf)
-    sequences = read_sequences(cu_seqlens_q, cu_seqlens_k, query, key, (max_seqlen_q, max_seqlen_k))
-    request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, lse=return_lse, sequences=sequences)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # (1, H, T, D), (1, Hkv, Tk, D) and (…, Dv)
     output, lse, _ = attend(q, k, v, request, read_environment())
     output = output.squeeze(0).transpose(0, 1)  # (T, H, Dv)

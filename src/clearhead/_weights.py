@@ -66,10 +66,10 @@ def attention_weights(
     query, key = cast_for_autocast(query, key)
     average_attn_weights = flag("average_attn_weights", average_attn_weights)
     with autocast_off(query):
-        request = Request(
-            as_mask(mask), scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions
-        )
         try:
+            request = Request(
+                as_mask(mask), scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions
+            )
             call = build_call(query, key, None, request)
         except ClearheadError as error:
             return recorded_call(attention_weights, error, locals())

@@ -84,6 +84,11 @@ class AttentionSpec(NamedTuple):
         return any(self.gradients[3 + self.sinks :])
 
     @property
+    def symbolic(self) -> bool:
+        """Whether sizes are symbols, as while tracing and with `make_fx`."""
+        return any(isinstance(size, torch.SymInt) for size in (*self.query, *self.key, *self.value))
+
+    @property
     def empty(self) -> bool:
         """Whether a dimension is empty."""
         return 0 in self.query or 0 in self.key or 0 in self.value

@@ -21,8 +21,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from .. import masks
 from .._checks import FLOATS, INTEGERS, flag, integer, kind, require_factory, shown, strided
-from .._environment import has_values, reads_values
-from .._torch_private import disabled_torch_function, has_wrappers, wrapper_of, writes_to
+from .._environment import has_values
+from .._torch_private import any_transform, disabled_torch_function, has_wrappers, wrapper_of, writes_to
 from ..errors import DTypeError, MaskTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
@@ -71,6 +71,9 @@ def make_mask(
     require_factory(device, dtype)
     allow_is_causal_skip = flag("allow_is_causal_skip", allow_is_causal_skip)
     allow_is_bidirectional_skip = flag("allow_is_bidirectional_skip", allow_is_bidirectional_skip)
+    if description.get("attention_mask") is not None and any_transform():
+        # Whether padding hides anything is a value, which a transform may not read.
+        allow_is_causal_skip = allow_is_bidirectional_skip = False
     arguments: dict[str, Any] = description | {
         **sizes,
         "q_offset": q_offset,
@@ -79,8 +82,6 @@ def make_mask(
     }
     # With a static cache there are keys behind the last query, so a causal mask needs the position of the query.
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if _is_unreadable(arguments.get("attention_mask")):  # whether it hides anything is not known
-        allow_is_causal_skip = allow_is_bidirectional_skip = arguments["allow_is_bidirectional_skip"] = False
     may_be_causal = allow_is_causal_skip and aligned and not allow_is_bidirectional_skip
     build = partial(eager_mask, **arguments | {"allow_is_bidirectional_skip": False}, dtype=dtype)
     padding = _padding_of(arguments) if aligned else None
@@ -102,11 +103,6 @@ def make_mask(
         # From the same values: the model's rule is not called a second time.
         build = build if visible is None else partial(additive_mask, visible, dtype)
     return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype=dtype, device=device)
-
-
-def _is_unreadable(padding: object) -> bool:
-    """Whether a mask on the CPU has no values of its own, as under `torch.func.vmap`."""
-    return isinstance(padding, Tensor) and padding.is_cpu and not reads_values(padding)
 
 
 def _padding_of(arguments: dict[str, Any]) -> Tensor | None:

@@ -55,7 +55,7 @@ class SdpaKernel(Kernel):
                 "torch.func cannot transform it twice, or derive it forwards": spec.transformed,
             }
         )
-        if spec.tracing:
+        if spec.tracing or spec.symbolic:
             dims = spec.query[3], spec.value[3]
             if spec.device.type == "cuda" and not fits_a_kernel(spec.dtype, *dims, masked=spec.masked):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))

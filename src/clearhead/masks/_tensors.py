@@ -79,9 +79,9 @@ def bias(tensor: Tensor) -> Mask:
         >>> bias(torch.tensor([[0.0, float("-inf")]])).dense(1, 2)
         tensor([[[[0., -inf]]]])
     """
-    fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
-    _require_mask_shape("masks.bias", strided("bias", tensor, "a float tensor", fix, FLOATS))
     try:
+        fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
+        _require_mask_shape("masks.bias", strided("bias", tensor, "a float tensor", fix, FLOATS))
         return Bias(tensor)
     except ClearheadError as error:
         return recorded_call(bias, error, locals())
