@@ -276,3 +276,25 @@ def test_quantised_weights_receive_whole_batches(unpadded: list[bool]) -> None:
     quantization.quantize_(module, quantization.Int8WeightOnlyConfig(version=2))
     module(x, mask=mask())
     assert unpadded == [False]
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_hooks_see_jagged_batches(name: str) -> None:
+    module, seen = made(), []
+    sequences = [torch.randn(length, E) for length in (3, 7, 2)]
+    x = torch.nested.as_nested_tensor(sequences, layout=torch.jagged).requires_grad_()
+    expected = module(x, mask=masks.causal())
+    handle = module.get_submodule(name).register_forward_hook(lambda _, args, output: seen.append((args[0], output)))
+    hooked = module(x, mask=masks.causal())
+    handle.remove()
+    ((received, returned),) = seen
+    assert received.is_nested
+    assert returned.is_nested
+    assert received.shape[0] == len(sequences)
+    torch.testing.assert_close(hooked.values(), expected.values())
+    gradients = [
+        torch.autograd.grad(output.values().square().sum(), [*module.parameters()]) for output in (hooked, expected)
+    ]
+    for mine, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, plain)
+    assert torch.equal(module(x, mask=masks.causal()).values(), expected.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -15,11 +16,11 @@ from ._call.request import Request, weights_wanted
 from ._call.sharding import HeadShard, SequenceShard
 from ._checks import flag, is_finite, is_positive, is_probability, number, number_or_none, require_factory, size
 from ._environment import Environment, read_environment
-from ._layer.jagged import is_jagged, read_jagged, refuse_jagged
+from ._layer.jagged import calling_with, is_jagged, read_jagged, refuse_jagged
 from ._layer.layer import Layer
 from ._layer.linear import Linear
 from ._layer.positions import PositionPart
-from ._layer.unmodified import apply_linear
+from ._layer.unmodified import apply_linear, takes_packed
 from ._multihead_checks import (
     cache_place,
     complete,
@@ -235,11 +236,13 @@ class MultiHeadAttention(nn.Module):
         tokens, sequences, jagged = read_jagged(query, key, value, side_by_side=self.position is not None)
         for name, projection, x in zip(("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), tokens, strict=True):
             require_features(name, x, getattr(self, projection))
-        layer = layer_of(self, environment)
+        layer = layer_of(self, environment, calling_with((query, key, value), tokens))
         refuse_split_dropout(layer.request.offset)
         positions = 0 if self.position is None else sequences.query_positions
         mixed = layer.run_packed(*tokens, sequences, layer.combined(mask), environment, positions=positions)
-        return jagged(apply_linear(self.out_proj, mixed, environment))
+        if takes_packed(self.out_proj):
+            return jagged(apply_linear(self.out_proj, mixed, environment))
+        return self.out_proj(jagged(mixed))
 
     def extra_repr(self) -> str:
         """The sizes, and the settings that are not the defaults."""
@@ -251,8 +254,12 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in settings.items() if value)
 
 
-def layer_of(module: MultiHeadAttention, environment: Environment) -> Layer:
-    """The call of a module, as far as it does not depend on its arguments."""
+def layer_of(
+    module: MultiHeadAttention,
+    environment: Environment,
+    call: Callable[[nn.Module, Tensor, Environment], Tensor] = apply_linear,
+) -> Layer:
+    """The call of a module, as far as it does not depend on its arguments. `call` applies the input projections."""
     shard = module.head_shard
     heads, kv_heads, sinks, mask = module.num_heads, module.num_kv_heads, module.sinks, module.mask
     if shard is not None:
@@ -266,11 +273,11 @@ def layer_of(module: MultiHeadAttention, environment: Environment) -> Layer:
     def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
         if shard is not None:
             query, key, value = cast("tuple[Tensor, Any, Any]", shard.enter(query, key, value))
-        q = apply_linear(modules["q_proj"], query, environment)
+        q = call(modules["q_proj"], query, environment)
         if key is None or value is None:
             return q, None, None
-        k = apply_linear(modules["k_proj"], key, environment)
-        v = apply_linear(modules["v_proj"], value, environment)
+        k = call(modules["k_proj"], key, environment)
+        v = call(modules["v_proj"], value, environment)
         if q.shape[-1] != inner or k.shape[-1] != kv_inner or v.shape[-1] != kv_inner:
             raise unfit_projections((q, k, v), inner, kv_inner)
         return q, k, v

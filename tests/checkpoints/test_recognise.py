@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clearhead.checkpoints import Finding, identify, load
+from clearhead.checkpoints import Finding, Naming, identify, load
 from clearhead.errors import CheckpointError, ClearheadError
 
 E, H = 35, 5
@@ -156,3 +156,18 @@ def test_sources_that_do_not_fit(state: dict[str, Any], expected: str) -> None:
     others = square("w_q w_k w_v w_o") if any(name.startswith("w_") for name in state) else {}
     with pytest.raises(CheckpointError, match=re.escape(expected)):
         load(others | state, H)
+
+
+@pytest.mark.parametrize(
+    ("weights", "biases", "text"),
+    [
+        (("w.weight",), (), "weights: expected entries of one tensor each, got 'w.weight'. Naming.of_linears("),
+        (3, (), "weights: expected a tuple of entries"),
+        ((), (), "naming: expected weights that hold query, key, value, output, each once, got none"),
+        (Naming.of_linears("a", *"qkvo").weights[:3], (), "each once, got query, key, value"),
+        (Naming.of_linears("a", *"qkvo").weights, (None,), "biases: expected entries of one tensor each, got None"),
+    ],
+)
+def test_a_naming_that_cannot_be_used_is_refused(weights: Any, biases: Any, text: str) -> None:
+    with pytest.raises(ClearheadError, match=re.escape(text)):
+        load({}, H, naming=Naming("mine", "of mine", weights, biases))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -210,3 +211,10 @@ def test_the_device_of_a_mask_with_tensors_is_theirs() -> None:
 def test_an_unknown_device_is_refused(device: object) -> None:
     with pytest.raises(DeviceError, match="device: expected a device that this machine has"):
         masks.causal().prepare(L, S, device=device)
+
+
+@pytest.mark.parametrize("arguments", [(), (masks.causal(),), (masks.causal(), 5, "", False)])
+def test_the_class_is_not_called(arguments: tuple[object, ...]) -> None:
+    text = "PreparedMask(...): expected a mask and the sizes of its calls, got a call of the class. Prepare a mask with"
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        masks.PreparedMask(*arguments)

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._call.sequences import PackedSequences, read_sequences
 from .._checks import with_values
+from .._environment import Environment
 from .._torch_private import is_rows_of
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks._base import Mask
+from .unmodified import apply_linear, takes_packed
 
 
 def is_jagged(*tensors: Tensor | None) -> bool:
@@ -71,6 +73,20 @@ def read_jagged(
         return torch.nested.nested_tensor_from_jagged(x, offsets)
 
     return (query.values(), key.values(), value.values()), sequences, jagged
+
+
+def calling_with(
+    inputs: tuple[Tensor, Tensor, Tensor], tokens: tuple[Tensor, Tensor, Tensor]
+) -> Callable[[nn.Module, Tensor, Environment], Tensor]:
+    """`apply_linear` for the tokens of jagged inputs. Modified projections receive the jagged input instead."""
+    jagged = dict(zip(map(id, tokens), inputs, strict=True))
+
+    def call(module: nn.Module, x: Tensor, environment: Environment) -> Tensor:
+        if environment.tracing or takes_packed(module) or id(x) not in jagged:
+            return apply_linear(module, x, environment)
+        return module(jagged[id(x)]).values()  # (T, features)
+
+    return call
 
 
 def _require_side_by_side(sequences: PackedSequences) -> None:

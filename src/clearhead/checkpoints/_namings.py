@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from torch import Tensor
 
 from .._checks import flag, items, shown, text
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DTypeError
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
@@ -65,6 +65,15 @@ class Naming:
     square: bool = False
     ignored: tuple[str, ...] = ()
     by_head: bool = False
+
+    def __post_init__(self) -> None:
+        text("name", self.name)
+        text("description", self.description)
+        for argument, entries in (("weights", self.weights), ("biases", self.biases)):
+            for entry in cast("list[object]", items(argument, entries, "a tuple of entries")):
+                if not isinstance(entry, Entry):
+                    fix = "Naming.of_linears(name, query, key, value, output) makes a naming of four Linears."
+                    raise DTypeError(argument, expected="entries of one tensor each", got=shown(entry), fix=fix)
 
     @classmethod
     def of_linears(
@@ -258,6 +267,10 @@ def namings_called(naming: str | Naming | None) -> tuple[Naming, ...]:
     if naming is None:
         return NAMINGS
     if isinstance(naming, Naming):
+        held = [role for entry in naming.weights for role in entry.holds]
+        if sorted(held) != sorted(ROLES):
+            expected, got = f"weights that hold {', '.join(ROLES)}, each once", ", ".join(held) or "none"
+            raise ArgumentError("naming", expected=expected, got=got)
         return (naming,)
     name = text("naming", naming, "the name of a naming, or a clearhead.checkpoints.Naming")
     layouts = tuple(layout for layout in NAMINGS if layout.name == name)

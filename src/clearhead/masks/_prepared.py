@@ -72,11 +72,25 @@ class PreparedMask(_LoweredOnce):
         torch.Size([2, 3, 5, 4])
     """
 
-    def __init__(self, mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> None:
-        super().__init__(mask)
-        self._grid, self._open_sizes = grid, open_sizes
-        self._device = None if open_device else grid.device
-        self._coverage: Coverage | None = None
+    _grid: Grid
+    _open_sizes: str
+    _device: torch.device | None
+    _coverage: Coverage | None
+
+    def __init__(self, *_: object, **__: object) -> None:
+        expected, got = "a mask and the sizes of its calls", "a call of the class"
+        fix = "Prepare a mask with mask.prepare(query_length, key_length, ...)."
+        raise ArgumentError("PreparedMask(...)", expected=expected, got=got, fix=fix)
+
+    @classmethod
+    def of_grid(cls, mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> PreparedMask:
+        """A mask, which is a snapshot, for one grid."""
+        made = cls.__new__(cls)
+        _LoweredOnce.__init__(made, mask)
+        made._grid, made._open_sizes = grid, open_sizes
+        made._device = None if open_device else grid.device
+        made._coverage = None
+        return made
 
     def read_coverage(self) -> None:
         """Find out, once, whether every query sees a key and every key is seen. Calls then hide no more than needed."""
@@ -210,7 +224,7 @@ def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> Prep
         two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={})
         for batch, heads in computed_sizes(mask, two):
             open_sizes = open_sizes.replace("B", "" if batch > 1 else "B").replace("H", "" if heads > 1 else "H")
-    made = PreparedMask(mask, grid, open_sizes, open_device)
+    made = PreparedMask.of_grid(mask, grid, open_sizes, open_device)
     # On a CPU calls read it themselves. On a GPU they would wait, and a graph of CUDA cannot.
     if grid.device.type == "cuda" and grid.has_values and not torch.cuda.is_current_stream_capturing():
         made.read_coverage()
