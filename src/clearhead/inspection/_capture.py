@@ -23,6 +23,7 @@ from ..masks._grid import Grid
 from ..nn._convention import hidden_mask
 from ..nn._inputs import append_keys, project
 from ..nn.functional import translate
+from ._advice import advice_for
 from ._flow import Flow
 from ._naming import ModuleNames
 
@@ -214,25 +215,24 @@ class Unseen:
         Raises:
             RecordError: if nothing was recorded.
         """
-        modules = {
-            what: self._described([name for name in names if what != _SOFTMAX or name not in recorded])
+        names = {
+            what: [name for name in names if what != _SOFTMAX or name not in recorded]
             for what, names in self._modules.items()
         }
-        modules = {what: described for what, described in modules.items() if described}
+        names = {what: of_what for what, of_what in names.items() if of_what}
         if not recorded:
-            sentences = [f"{what} was computed by {described}. " for what, described in modules.items()]
+            sentences = [f"{what} was computed by {self._described(of_what)}. " for what, of_what in names.items()]
             noted = "".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
+            advice = advice_for(self._running.model, [name for of_what in names.values() for name in of_what])
             raise RecordError(
                 f"record: no attention was seen. {noted}Attention is seen in Clearhead's modules, "
-                "torch.nn.MultiheadAttention and wherever F.scaled_dot_product_attention is called, uncompiled. A "
-                "transformers model needs model.set_attn_implementation('sdpa') or 'clearhead'; of a compiled model "
-                "record model._orig_mod."
+                "torch.nn.MultiheadAttention and wherever F.scaled_dot_product_attention is called, uncompiled. "
+                + (advice or "Of a compiled model record model._orig_mod.")
             )
-        for what, described in modules.items():
+        for what, of_what in names.items():
             warnings.warn(
-                f"record: {what} that is not in the record was computed by {described}. "
-                "If that is attention, switch it to F.scaled_dot_product_attention over plain tensors; for a "
-                "transformers model model.set_attn_implementation('sdpa').",
+                f"record: {what} that is not in the record was computed by {self._described(of_what)}. "
+                f"If that is attention: {advice_for(self._running.model, of_what)}",
                 UnseenAttentionWarning,
                 stacklevel=4,
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ._interface import attention_keywords
+from ..inspection._attention_calls import attention_keywords
 
 NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
