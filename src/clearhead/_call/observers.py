@@ -47,9 +47,10 @@ def is_computing() -> bool:
 
 
 def notify(call: AttentionCall, output: Tensor) -> Tensor:
-    """Pass the call to every observer, the innermost last."""
-    for observer in listening():
-        output = observer.attended(call, output)
+    """Pass the call to every observer, the innermost last. What they compute is not observed."""
+    with computing():
+        for observer in listening():
+            output = observer.attended(call, output)
     return output
 
 

@@ -80,12 +80,12 @@ def _observed(call: AttentionCall, plan: Plan, show: Show | None) -> Results:
     # Calls inside, such as those of single sequences, are parts of the call that observers receive.
     with computing():
         results = plan(call)
-        with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
-            if show is not None:
-                show(call, results.output)
-                return results
-            shown_call = zero_hidden(as_one_sequence(call))
-        return results._replace(output=notify(shown_call, results.output))
+    with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
+        if show is not None:
+            show(call, results.output)
+            return results
+        shown_call = zero_hidden(as_one_sequence(call))
+    return results._replace(output=notify(shown_call, results.output))
 
 
 def run_call(call: AttentionCall, environment: Environment) -> Results:

@@ -61,25 +61,21 @@ class CaptureMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():
-            return self._observed(func, args, kwargs)
-        result = self._observed(func, args, kwargs)
-        self._flow.follow(args, kwargs, result)
-        return result
-
-    def _observed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_computing():
+        if is_computing():  # the output gets its origins from the observer
             return func(*args, **kwargs)
         read = _READERS.get(func)
         what = _unreadable(func, args, kwargs) if read is None else None
-        if read is None and what is None:
-            return func(*args, **kwargs)
         # Calls inside a compiled graph cannot be observed.
         if torch.compiler.is_dynamo_compiling():
+            if read is None and what is None:
+                return func(*args, **kwargs)
             graph_break()
         if read is None:
-            self._missed(str(what))
-            return func(*args, **kwargs)
+            if what is not None:
+                self._missed(what)
+            result = func(*args, **kwargs)
+            self._flow.follow(args, kwargs, result)
+            return result
         named = dict(zip(("query", "key"), args, strict=False)) | kwargs
         inputs = (named.get("query"), named.get("key"), *args[2:], *kwargs.values())
         origins = self._captured(inputs, lambda module: read(module, *args, **kwargs))

@@ -8,7 +8,7 @@ from torch import nn
 
 from .._checks import integer, items, shown
 from ..errors import ArgumentError
-from ._naming import Layer, layer_names
+from ._naming import Layer, layer_names, module_of
 
 
 class ChosenLayers:
@@ -57,14 +57,8 @@ def _checked(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int 
     if not chosen:
         raise ArgumentError("layers", expected="at least one name or number", got="none")
     for layer in chosen:
-        if isinstance(layer, str) and not {layer, _module_of(layer)} & names:
+        if isinstance(layer, str) and not {layer, module_of(layer)} & names:
             raise ArgumentError("layers", expected="names of the model's modules", got=shown(layer))
         if not isinstance(layer, str):
             integer("layers", layer, least=0, expected="numbers ≥ 0, in running order")
     return chosen
-
-
-def _module_of(layer: str) -> str:
-    """The module of a layer whose name has a run, such as ``"attention/3"``."""
-    module, _, run = layer.rpartition("/")
-    return module if run.isdecimal() else layer

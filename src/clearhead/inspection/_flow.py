@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._call.observers import is_computing
 from .._statistics.stacks import Sides
-from ._naming import Layer, ModuleNames
+from ._naming import Frame, Layer, ModuleNames
 
 
 @dataclass(eq=False)
@@ -52,13 +55,14 @@ class Flow:
         self._by_arguments: dict[int, _Stack] = {}  # keys that no attention computed, by the bits of their arguments
         self._runs: dict[str, list[tuple[int, int]]] = {}  # module → bit and run of its calls in this root call
         self._count = 0
+        running.left = self._left
 
     def follow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> None:
         """Note that a function of PyTorch computed `result` from these arguments."""
         self._notice_root_call()
         origins = 0
         for tensor in _tensors((args, kwargs)):
-            origins |= self._origins.get(tensor, 0)
+            origins |= self.origins(tensor)
         if origins:
             # Functions that change their first argument in place, such as __setitem__, return None.
             self.mark(args[:1] if result is None else result, origins)
@@ -67,17 +71,21 @@ class Flow:
         """Add origins to the tensors in a result."""
         for tensor in _tensors(result):
             added = origins if tensor.is_floating_point() or tensor.is_complex() else origins & ~self._calls
-            self._origins[tensor] = self._origins.get(tensor, 0) | added
+            self._origins[tensor] = self.origins(tensor) | added
+
+    def origins(self, tensor: Tensor) -> int:
+        """The bits of everything that a tensor was computed from."""
+        return self._origins.get(tensor, 0)
 
     def layer(self, module: str, query: Tensor) -> Layer:
         """The layer whose attention runs in a module over this query."""
         self._notice_root_call()
-        origins = self._origins.get(query, 0)
+        origins = self.origins(query)
         return Layer(module, max((run + 1 for bit, run in self._runs.get(module, ()) if bit & origins), default=0))
 
     def attended(self, layer: Layer, query: Tensor, key: Tensor) -> tuple[Sides, int]:
         """The sides of the layer's attention call, and the origins of its output."""
-        origins, of_keys = (self._origins.get(tensor, 0) for tensor in (query, key))
+        origins, of_keys = self.origins(query), self.origins(key)
         pattern = re.sub(r"\d+", "*", layer.module)
         same = self._keys_are_queries(origins, of_keys)
         stack = self._stack_of_queries(origins | of_keys if same else origins, pattern)
@@ -89,13 +97,19 @@ class Flow:
         output = origins | (of_keys if same else 0) | bit
         stack.calls |= bit
         stack.origins |= output
+        self._running.frames[-1].origins |= output
         stack.patterns.add(pattern)
         return sides, output
 
     def shares_origin(self, tensor: Tensor, other: Tensor | None) -> bool:
         """Whether both were computed from the same argument or call. True if the origin of `other` is unknown."""
-        origins = 0 if other is None else self._origins.get(other, 0)
-        return not origins or bool(origins & self._origins.get(tensor, 0))
+        origins = 0 if other is None else self.origins(other)
+        return not origins or bool(origins & self.origins(tensor))
+
+    def _left(self, frame: Frame, output: object) -> None:
+        """Give the output of a module the origins of its attention, whose own output may be a copy."""
+        if frame.origins:
+            self.mark(output, frame.origins)
 
     def _notice_root_call(self) -> None:
         """Give the arguments of a new root call their bits."""
@@ -146,6 +160,22 @@ class Flow:
         """The stack of the last attention call among these origins."""
         calls = origins & self._calls
         return self._stack_of[1 << calls.bit_length() - 1] if calls else None
+
+
+class FlowMode(TorchFunctionMode):
+    """Shows every function of PyTorch to a `Flow`."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__()
+        self._flow = flow
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (is_computing() or torch.compiler.is_dynamo_compiling()):
+            self._flow.follow(args, kwargs or {}, result)
+        return result
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn
 
@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from .._call.call import AttentionCall
 from .._call.observers import observing
 from .._checks import FLOATS, INTEGERS, flag, items, module, shown, strided
+from .._torch_private import in_backward
 from ..errors import ArgumentError, DTypeError, RecordError, ShapeError, shape_text
-from ._naming import ModuleNames, uncompiled
+from ._flow import Flow, FlowMode
+from ._naming import Layer, ModuleNames, layer_names, module_of, uncompiled
 
 #: A factor, ``"mean"``, a tensor that replaces the output, or a function of the head's output.
 Change = float | Literal["mean"] | Tensor | Callable[[Tensor], Tensor]
 
 _UPGRADE = "Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a transformers model."
 
-_Edit = Callable[[str | None, AttentionCall, Tensor], Tensor]
+_Edit = Callable[[Layer, AttentionCall, Tensor], Tensor]
 
 
 @contextmanager
@@ -34,7 +36,9 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
 
     Args:
         model: the model. The names of its submodules are the module names in `changes`.
-        changes: a dictionary from (qualified module name, query head) to the change of that head's output (B, L, Dv):
+        changes: a dictionary from (qualified module name, query head) to the change of that head's output (B, L, Dv).
+            A module that the model uses for several layers changes in all of them. ``"<module>/2"``, the name of a
+            layer in a record, is its third one alone.
 
             * a number scales it, and 0 ablates it,
             * ``"mean"`` replaces it by its mean over batch and queries that see a key (mean ablation),
@@ -44,7 +48,8 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
     Raises:
         ArgumentError: for a module name that the model does not have. During the block, for a head number that the
             module does not have. At its end, for a module that never ran attention through Clearhead.
-        RecordError: for attention that `clearhead.distributed` split over processes.
+        RecordError: for attention that `clearhead.distributed` split over processes, and for a change of one of several
+            layers under activation checkpointing.
         DTypeError: for a change of another type.
         ShapeError: for a patch that does not fit.
 
@@ -60,18 +65,23 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
     by_module = _checked_changes(module("model", model), changes)
     ran: set[str] = set()
 
-    def change_heads(name: str | None, call: AttentionCall, output: Tensor) -> Tensor:
-        if name is None or name not in by_module:
+    def change_heads(layer: Layer, call: AttentionCall, output: Tensor) -> Tensor:
+        names = layer.module, f"{layer.module}/{layer.run}"
+        ran.update(names)
+        changed = {head: change for name in names for head, change in by_module.get(name, {}).items()}
+        if not changed:
             return output
-        ran.add(name)
         heads = list(output.unbind(1))  # H × (B, L, Dv)
-        for head, change in by_module[name].items():
+        for head, change in changed.items():
             if head >= len(heads):
-                raise ArgumentError("changes", expected=f"a head of {name!r}, 0 … {len(heads) - 1}", got=str(head))
+                raise ArgumentError(
+                    "changes", expected=f"a head of {layer.module!r}, 0 … {len(heads) - 1}", got=str(head)
+                )
             heads[head] = _changed(heads[head], change, call, head)
         return torch.stack(heads, 1)  # (B, H, L, Dv)
 
-    with _editing(model, change_heads):
+    by_run = {name for name in by_module if module_of(name) != name}
+    with _editing(model, change_heads, by_run=bool(by_run)):
         yield
     missed = sorted(by_module.keys() - ran)
     if missed:
@@ -84,30 +94,45 @@ class _Editor:
 
     Args:
         running: follows the model.
-        edit: a function of the running module's name, its call and its output, which returns another output. The name
-            is ``None`` outside the model.
+        edit: a function of the running layer, its call and its output, which returns another output.
+        flow: tells the runs of one module apart. Without it, all are run 0.
     """
 
     recomputing = True
 
-    def __init__(self, running: ModuleNames, edit: _Edit) -> None:
-        self._running, self._edit = running, edit
+    def __init__(self, running: ModuleNames, edit: _Edit, flow: Flow | None) -> None:
+        self._running, self._edit, self._flow = running, edit, flow
 
     def wanted(self) -> NoReturn:
         raise _of_whole_calls()
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
-        return self._edit(self._running.current, call, output)
+        name, flow = self._running.current, self._flow
+        if name is None:
+            return output
+        if flow is None:
+            return self._edit(Layer(name), call, output)
+        if in_backward():
+            expected, got = "a forward pass that runs once", "activation checkpointing, which repeats it"
+            fix = "Switch it off, or name the module without a run, as in {('attention', 0): 0.0}."
+            raise RecordError("interventions in one of several runs of a module", expected=expected, got=got, fix=fix)
+        layer = flow.layer(name, call.query)
+        _, origins = flow.attended(layer, call.query, call.key)
+        output = self._edit(layer, call, output)
+        flow.mark(output, origins)
+        return output
 
 
 @contextmanager
-def _editing(model: nn.Module, edit: _Edit) -> Generator[None, None, None]:
-    """Replace the outputs of the model's attention calls inside the block."""
+def _editing(model: nn.Module, edit: _Edit, *, by_run: bool) -> Generator[None, None, None]:
+    """Replace the outputs of the model's attention calls inside the block. `by_run` tells runs of a module apart."""
     # Attention whose heads are split over processes numbers its heads anew on each of them.
     if any(getattr(submodule, "head_shard", None) is not None for submodule in model.modules()):
         raise _of_whole_calls()
     running = ModuleNames(model)
-    with uncompiled(model), running.following(), observing(_Editor(running, edit)):
+    flow = Flow(running) if by_run else None
+    following = nullcontext() if flow is None else FlowMode(flow)
+    with uncompiled(model), running.following(), following, observing(_Editor(running, edit, flow)):
         yield
 
 
@@ -129,7 +154,7 @@ def _checked_changes(model: nn.Module, changes: object) -> dict[str, dict[int, C
             expected = "pairs of a module name and a head number as keys"
             raise DTypeError("changes", expected=expected, got=shown(key))
         name, head = key
-        if not isinstance(name, str) or name not in names:
+        if not isinstance(name, str) or not {name, module_of(name)} & set(names):
             close = get_close_matches(name, names, n=3) if isinstance(name, str) else []
             fix = f"Near: {', '.join(close)}." if close else ""
             raise ArgumentError("changes", expected="names of the model's modules", got=shown(name), fix=fix)
@@ -167,7 +192,8 @@ def head_importance(
         progress: show a progress bar, if rich is installed. Default True.
 
     Returns:
-        Module name → (H,) importance, in the order in which modules ran.
+        Layer → (H,) importance, in the order in which layers ran. The names are those of a record: a module that the
+        model uses for several layers has one entry for each.
 
     Raises:
         ArgumentError: if there is no batch, or no attention ran through Clearhead.
@@ -194,30 +220,30 @@ def head_importance(
             from rich.progress import track
 
             batches = track(batches, description="head importance")
-    sums: dict[str, Tensor] = {}
-    examples: dict[str, int] = {}
+    sums: dict[Layer, Tensor] = {}
+    examples: dict[Layer, int] = {}
     for batch in batches:
-        for name, gradient in _gate_gradients(model, loss, batch):
-            sums[name] = sums.get(name, 0) + (gradient.abs() * len(gradient)).sum(0)
-            examples[name] = examples.get(name, 0) + len(gradient)
+        for layer, gradient in _gate_gradients(model, loss, batch):
+            sums[layer] = sums.get(layer, 0) + (gradient.abs() * len(gradient)).sum(0)
+            examples[layer] = examples.get(layer, 0) + len(gradient)
     if not sums:
         expected = "batches on which attention runs through Clearhead"
         raise ArgumentError("model, batches", expected=expected, got="none", fix=_UPGRADE)
-    return {name: total / examples[name] for name, total in sums.items()}
+    return {name: sums[layer] / examples[layer] for name, layer in layer_names(sums).items()}
 
 
 def _gate_gradients(
     model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any
-) -> Iterator[tuple[str, Tensor]]:
-    """The gradient (B, H) of the loss with respect to the gates of each attention call, with the module's name."""
-    gates: list[tuple[str, Tensor]] = []
+) -> Iterator[tuple[Layer, Tensor]]:
+    """The gradient (B, H) of the loss with respect to the gates of each attention call, with its layer."""
+    gates: list[tuple[Layer, Tensor]] = []
 
-    def gated(name: str | None, call: AttentionCall, output: Tensor) -> Tensor:
+    def gated(layer: Layer, call: AttentionCall, output: Tensor) -> Tensor:
         gate = torch.ones(*output.shape[:2], 1, 1, dtype=output.dtype, device=output.device, requires_grad=True)
-        gates.append((name or "", gate))
+        gates.append((layer, gate))
         return output * gate
 
-    with _editing(model, gated), torch.enable_grad():
+    with _editing(model, gated, by_run=True), torch.enable_grad():
         try:
             value = loss(model, batch)
         except TypeError as error:
@@ -227,12 +253,12 @@ def _gate_gradients(
         got = shape_text(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ShapeError("loss", expected="a scalar", got=got)
     gradients = torch.autograd.grad(value, [gate for _, gate in gates], allow_unused=True) if gates else ()
-    for (name, _), gradient in zip(gates, gradients, strict=True):
+    for (layer, _), gradient in zip(gates, gradients, strict=True):
         if gradient is None:
-            expected, got = "a loss that depends on every head's output", f"no gradient for {name!r}"
+            expected, got = "a loss that depends on every head's output", f"no gradient for {layer.module!r}"
             fix = "Switch activation checkpointing off, or leave modules out that the loss does not use."
             raise ArgumentError("loss", expected=expected, got=got, fix=fix)
-        yield name, gradient.squeeze((2, 3))  # (B, H)
+        yield layer, gradient.squeeze((2, 3))  # (B, H)
 
 
 def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import getattr_static
@@ -59,11 +59,27 @@ def layer_names(layers: Iterable[Layer]) -> dict[str, Layer]:
     return {f"{layer.module}/{layer.run}" if layer.module in several else layer.module: layer for layer in layers}
 
 
+def module_of(layer: str) -> str:
+    """The module of a layer's name.
+
+    Example:
+        >>> module_of("shared/3"), module_of("encoder.attention")
+        ('shared', 'encoder.attention')
+    """
+    module, _, run = layer.rpartition("/")
+    return module if run.isdecimal() else layer
+
+
 class Frame:
-    """A running call of a module."""
+    """A running call of a module.
+
+    Attributes:
+        origins: what the attention inside it was computed from, for `Flow`.
+    """
 
     def __init__(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.name, self.module, self.args, self.kwargs = name, module, args, kwargs
+        self.origins = 0
 
 
 class ModuleNames:
@@ -80,6 +96,7 @@ class ModuleNames:
         self.model = model
         self._thread = threading.get_ident()
         self.frames: list[Frame] = []  # the root call first
+        self.left: Callable[[Frame, object], None] | None = None  # receives a call that ends, and its output
         self.root_calls = 0
 
     @property
@@ -123,4 +140,6 @@ class ModuleNames:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self.frames:
-            self.frames.pop()
+            frame = self.frames.pop()
+            if self.left is not None:
+                self.left(frame, output)

@@ -184,7 +184,7 @@ class record(Drawable, RecordedCalls):
         if what is not None:
             if is_chosen:
                 self._unseen.note(what)
-            return 0
+            return self._flow.origins(inputs[0])
         sides, origins = self._flow.attended(layer, inputs[0], inputs[1])
         if is_chosen:
             self._sides.setdefault(layer, sides)

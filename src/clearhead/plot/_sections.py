@@ -102,7 +102,7 @@ def number_of_calls(rec: Recorded, layers: Iterable[str] | None = None) -> int:
         most, least = max(counts, key=lambda name: counts[name]), min(counts, key=lambda name: counts[name])
         raise ArgumentError(
             "rec",
-            expected="equally many calls of every layer",
+            expected="equally many calls of every module",
             got=f"{counts[most]} of {most} and {counts[least]} of {least}",
             fix="Record one forward pass, or choose modules with record(..., layers=...).",
         )
@@ -184,7 +184,8 @@ def span_of(marks: Tensor) -> tuple[int, int]:
 def _kinds(rec: Recorded) -> dict[str, Kind]:
     kinds: dict[str, Kind] = {}
     for name in rec:
-        kinds[name] = _kind(name, rec[name][0].query_length, rec[name][0].key_length, rec.sides(name))
+        is_square = all(call.query_length == call.key_length for call in rec[name])  # decoding steps are not
+        kinds[name] = _kind(name, rec.sides(name), is_square=is_square)
     crossing = [rec.sides(name) for name, kind in kinds.items() if kind == "cross"]
     sources = {sides.keys for sides in crossing if sides is not None}
     for name, kind in kinds.items():
@@ -194,10 +195,10 @@ def _kinds(rec: Recorded) -> dict[str, Kind]:
     return kinds
 
 
-def _kind(name: str, queries: int, keys: int, sides: Sides | None) -> Kind:
-    is_known_cross = sides is not None and sides.queries != sides.keys and queries == keys
+def _kind(name: str, sides: Sides | None, *, is_square: bool) -> Kind:
+    is_known_cross = sides is not None and sides.queries != sides.keys and is_square
     if CROSS.search(name) or is_known_cross:
         return "cross"
-    if queries != keys:
+    if not is_square:
         return "other"
     return "encoder" if ENCODER.search(name) else "self"
