@@ -160,9 +160,12 @@ class NativePlan:
             lse_gradient = lse_gradient.resolve_neg().contiguous()
         # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
         correction = torch.empty_like(lse, dtype=torch.float32)
-        others = BackwardArguments(
+        batch, head, row, _ = output_gradient.stride()
+        others = BackwardArguments(  # in their order, because names would take longer than what is checked above
             output_gradient.data_ptr(),
-            *output_gradient.stride()[:3],
+            batch,
+            head,
+            row,
             address_of(lse_gradient),
             dq.data_ptr(),
             dk.data_ptr(),
