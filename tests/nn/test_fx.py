@@ -4,6 +4,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ class Calls(nn.Module):
         return self.function(*self.parts, x, other)
 
 
-def own(**options: object) -> clearhead.MultiHeadAttention:
+def own(**options: Any) -> clearhead.MultiHeadAttention:
     return clearhead.MultiHeadAttention(E, HEADS, **options)
 
 
@@ -49,12 +50,16 @@ def heads(x: Tensor) -> Tensor:
     return x.unflatten(-1, (HEADS, E // HEADS)).transpose(1, 2)
 
 
+def packed(x: Tensor, ends: Tensor) -> Tensor:
+    return clearhead.attention_varlen(x, x, x, ends, ends)
+
+
 def layer() -> EncoderLayer:
     return EncoderLayer(E, own(), FeedForward(E, 2 * E))
 
 
 DROP_IN = clearhead.nn.MultiheadAttention(E, HEADS, batch_first=True)
-LATENT = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+LATENT: dict[str, Any] = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 VISIBLE, LENGTHS = torch.rand(LENGTH, LENGTH) > 0.3, torch.tensor([5, 3])
 CALLS: dict[str, tuple[Calls, Tensor]] = {
     "drop-in": (
@@ -82,7 +87,7 @@ CALLS: dict[str, tuple[Calls, Tensor]] = {
     ),
     "weights": (Calls(lambda x, m: clearhead.attention_weights(heads(x), heads(x), m)), VISIBLE),
     "packed": (
-        Calls(lambda x, n: clearhead.attention_varlen(*[x.flatten(0, 1)[:, None]] * 3, n, n)),
+        Calls(lambda x, n: packed(x.flatten(0, 1)[:, None], n)),
         torch.tensor([0, 3, BATCH * LENGTH]),
     ),
     "sdpa": (
@@ -128,15 +133,15 @@ def test_graphs_run_as_their_models(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantization_prepares_an_upgraded_model_as_pytorchs() -> None:
     from torch.ao.quantization import get_default_qconfig_mapping
-    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
+    from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx  # pyright: ignore[reportDeprecated]
 
     block, x = Block().eval(), torch.randn(BATCH, LENGTH, E)
     with torch.no_grad():
         expected = block(x)
         clearhead.upgrade(block)
-        prepared = prepare_fx(block, get_default_qconfig_mapping("x86"), (x,))
+        prepared = prepare_fx(block, get_default_qconfig_mapping("x86"), (x,))  # pyright: ignore[reportDeprecated]
         prepared(x)
-        quantized = convert_fx(prepared)
+        quantized = convert_fx(prepared)  # pyright: ignore[reportDeprecated]
         assert any(
             "quantized" in str(node.target) or "quantized" in str(type(module))
             for node in quantized.graph.nodes
@@ -155,4 +160,4 @@ def test_what_is_no_proxy_is_refused_as_ever() -> None:
     with pytest.raises(clearhead.errors.DTypeError, match=r"query: expected a torch\.Tensor, got list"):
         clearhead.attention([1.0], [1.0], [1.0])  # pyright: ignore[reportArgumentType]
     with pytest.raises(clearhead.errors.MaskTypeError, match="a mask combines with another mask or a bool tensor"):
-        masks.causal() & 3
+        _ = masks.causal() & 3
