@@ -22,10 +22,21 @@ from tests.integrations.conftest import Rows
 from tests.integrations.encoders import BATCH, ENCODERS, LENGTH, build, inputs_of, masks_of, pair, require_near
 from tests.support.snapshots import snapshot
 
+
+def quantise_by_one_scale(model: nn.Module) -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    granularity = pytest.importorskip("torchao.quantization.granularity").PerTensor()
+    quantization.quantize_(
+        model, quantization.Int8DynamicActivationInt8WeightConfig(granularity=granularity, version=2)
+    )
+    return model
+
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     # One scale for the activations of a whole batch.
     "quantised": (lambda: torch.ao.quantization.quantize_dynamic(build("BertModel"), {nn.Linear}), "right"),
+    "quantised by torchao": (lambda: quantise_by_one_scale(build("BertModel")), "right"),
     "chunks of the configuration": (lambda: build("BertModel", chunk_size_feed_forward=1), "right"),
     "a window over gaps": (lambda: build("ModernBertModel"), "gaps"),
     "positions scaled by the longest text": (

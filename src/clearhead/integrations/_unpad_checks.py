@@ -85,10 +85,18 @@ def works_token_by_token(encoder: nn.Module) -> bool:
             return False
         if state.get("chunk_size_feed_forward") or not _is_of_single_tokens(type(module)):
             return False
+        if any(map(_scales_all_activations, state["_parameters"].values())):
+            return False
         if "forward" in state or any(not _is_of_the_library(hook) for hook in state["_forward_hooks"].values()):
             return False
         pending.extend(child for child in state["_modules"].values() if child is not None)
     return True
+
+
+def _scales_all_activations(parameter: Any) -> bool:
+    """Whether a quantised weight of torchao computes one scale from all activations, including padding."""
+    settings = getattr(parameter, "act_quant_kwargs", None)
+    return type(getattr(settings, "granularity", None)).__name__ == "PerTensor"
 
 
 def _is_of_single_tokens(kind: type[nn.Module]) -> bool:
