@@ -14,7 +14,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import clearhead
+from benchmarks.architectures_cases.building import build_config
+from benchmarks.architectures_cases.types import architectures
 from clearhead.errors import DTypeError
+from clearhead.integrations.transformers import attention_forward
 from tests.integrations.architectures import relative_error
 from tests.integrations.conftest import Rows
 from tests.integrations.encoders import build, inputs_of, require_near
@@ -150,18 +153,44 @@ def test_attention_that_cannot_be_set_is_left() -> None:
     assert model["bert"].config._attn_implementation == "sdpa"
 
 
+def on_meta(name: str) -> Any:
+    """A model without memory, of a type in the table of model types."""
+    known = {architecture.name: architecture for architecture in architectures()}
+    if name not in known:
+        pytest.skip(f"transformers {transformers.__version__} has no such architecture")
+    with torch.device("meta"):
+        return known[name].model_class._from_config(build_config(known[name]))
+
+
 def test_what_clearheads_attention_refuses_is_left() -> None:
-    """The models whose every call would raise, as the table of model types lists them."""
+    """The models whose calls would raise, as the table of model types lists them, and those with sparse layers."""
     page = (Path(__file__).parents[2] / "docs" / "en" / "model-table.md").read_text(encoding="utf-8")
-    row = r"^\| `(\w+)` \| refused \| ArgumentError: argument `\w+` is not supported"
+    row = r"^\| `(\w+)` \| refused \| ArgumentError: argument `(\w+)` is not supported"
     refused = re.findall(row, page, re.MULTILINE)
     assert refused
-    model = build("BertModel")
-    for name in refused:
-        model.config.model_type = name
-        assert clearhead.upgrade(model).left == {"": f"Clearhead's attention does not take what {name} gives it"}
-    model.config.model_type = "bert"
-    assert clearhead.upgrade(model).left == {}
+    for name, keyword in [*refused, ("minimax_m3_vl_text", "block_indices")]:
+        model = on_meta(name)
+        report = clearhead.upgrade(model, linears=False)
+        assert report.models == ()
+        assert re.fullmatch(
+            rf"Clearhead's attention does not take .*\b{keyword}\b.*, which \w+ passes", report.left[""]
+        )
+        assert model.config._attn_implementation != "clearhead"
+
+
+@pytest.mark.parametrize("name", ["fnet", "mamba"])
+def test_a_model_without_attention_is_no_upgraded_model(name: str) -> None:
+    report = clearhead.upgrade(on_meta(name), linears=False)
+    reason = "none of its layers calls the attention function of transformers"
+    assert (report.models, report.left) == ((), {"": reason})
+    assert str(report) == f"upgraded: nothing\n  left alone: (the model itself), {reason}"
+
+
+def test_the_ids_that_a_model_passes_on_change_no_attention() -> None:
+    query = torch.randn(1, 2, 5, 4)
+    more = {"input_ids": torch.arange(5)[None]}
+    outputs = [attention_forward(nn.Module(), query, query, query, None, **given)[0] for given in ({}, more)]
+    assert torch.equal(*outputs)
 
 
 def test_a_model_of_several_keeps_what_each_had() -> None:

@@ -189,6 +189,20 @@ def test_lora_around_attention_before_the_upgrade() -> None:
     assert runs_clearhead(model.base_model.model.attend)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_opacus_reports_and_replaces_upgraded_attention_as_pytorchs() -> None:
+    """Its per-sample gradients support neither."""
+    from opacus.layers import DPMultiheadAttention
+    from opacus.validators import ModuleValidator
+
+    model = nn.ModuleDict({"attend": attention()}).train()
+    expected = [str(error) for error in ModuleValidator.validate(model)]
+    clearhead.upgrade(model)
+    assert [str(error) for error in ModuleValidator.validate(model)] == expected != []
+    fixed: Any = ModuleValidator.fix(model)
+    assert type(fixed["attend"]) is DPMultiheadAttention
+
+
 @pytest.fixture
 def process_group(tmp_path: Any) -> Iterator[None]:
     if not torch.distributed.is_available():

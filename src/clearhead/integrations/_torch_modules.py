@@ -11,6 +11,7 @@ from .._torch_private import remove_hook
 from ..nn._multihead_attention import MultiheadAttention, keep_off_fast_path
 from ..nn._stacks import STACKS, share_masks, stop_sharing, stop_zeroing, zero_padding
 from ._classes import of_a_subclass, swap_class
+from ._opacus import register_with_opacus
 
 _NESTED_BEFORE = "_clearhead_use_nested_tensor"
 
@@ -25,6 +26,7 @@ def swap_attention(model: nn.Module) -> Swapped:
     `nn.TransformerEncoder` makes nested tensors from padded batches, and only its fast path supports these.
     """
     changed, unchanged = _set_class(model, nn.MultiheadAttention, MultiheadAttention)
+    register_with_opacus()
     for module in changed.values():
         module.register_forward_pre_hook(keep_off_fast_path)
     encoders: list[str] = []

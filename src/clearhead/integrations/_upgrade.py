@@ -32,8 +32,10 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
 
     With ``attention``, every `torch.nn.MultiheadAttention` becomes a `clearhead.nn.MultiheadAttention`. This includes
     those inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, which then do not use PyTorch's
-    inference fast path. Subclasses have code of their own and are not changed. The attention of transformers' models
-    becomes ``"clearhead"``. An `nn.TransformerEncoder` still zeroes its padded outputs in inference.
+    inference fast path. Parametrizations, `fully_shard` and hooks of accelerate keep working. Subclasses have code of
+    their own and are not changed, and neither is a module whose attribute ``forward`` runs other code. The attention of
+    transformers' models becomes ``"clearhead"``, unless no layer calls an attention function, or one passes it an
+    argument that Clearhead does not take. An `nn.TransformerEncoder` still zeroes its padded outputs in inference.
 
     With ``linears``, every unmodified `torch.nn.Linear` becomes a `clearhead.nn.Linear`, on machines where that may
     choose another GEMM than PyTorch's. A subclass, hook, parametrization, adapter or quantised weight is a
