@@ -18,6 +18,7 @@ WORDS = ["the", "animal", "did", "not", "cross", "street", "because", "it", "was
 T5 = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}
 #: Models of texts, and vision models with a head for a task or with a side for texts.
 MODELS: dict[str, Callable[[], Any]] = {
+    "albert": lambda: build("Albert", "Model", SMALL | {"embedding_size": 16, "num_hidden_layers": 4}),
     "llama": lambda: build("Llama", "ForCausalLM", GROUPED),
     "mpnet": lambda: build("MPNet", "Model", SMALL),
     "t5": lambda: build("T5", "ForConditionalGeneration", T5),
