@@ -23,11 +23,16 @@ class Refusal:
     text: str
 
 
-#: By entry and tool. All other cells are right.
-REFUSED: dict[tuple[str, str], Refusal] = {
-    ("record", tool): Refusal(RecordError, "record: no attention was seen. Attention under torch.vmap was computed by")
-    for tool in ("vmap", "vmap(grad)", "gradients per sample")
-} | {("attention_statistics", "vmap"): Refusal(ArgumentError, "query: expected a tensor outside torch.func.vmap, got")}
+_UNDER_VMAP = Refusal(RecordError, "record: no attention was seen. Attention under torch.vmap was computed by")
+_COMPUTED_AGAIN = Refusal(RecordError, "record: expected a block around the checkpointed function, got")
+#: Entries, tools and what they raise together. All other cells are right.
+_REFUSALS = (
+    ("record", ("vmap", "vmap(grad)", "gradients per sample"), _UNDER_VMAP),
+    ("record", ("reentrant checkpoint", "checkpoint to the end"), _COMPUTED_AGAIN),
+    ("record", ("fx.symbolic_trace",), Refusal(RecordError, "record: no attention was seen.")),
+    ("attention_statistics", ("vmap",), Refusal(ArgumentError, "query: expected a tensor outside torch.func.vmap")),
+)
+REFUSED = {(entry, tool): refusal for entry, tools, refusal in _REFUSALS for tool in tools}
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,10 @@ _WARNINGS = (
     "Already found a `peft_config` attribute in the model",
     "FSDP is switching to use `NO_SHARD`",
     "FSDP2-wrapped module",
+    "`is_gradient_checkpointing` is deprecated",
+    "`isinstance(treespec, LeafSpec)` is deprecated",
+    ":torch.jit.TracerWarning",
+    "`torch.jit.[a-z_]+` is (deprecated|not supported)",
 )
 
 

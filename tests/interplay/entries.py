@@ -18,6 +18,7 @@ NEEDS = {
     "norms": "PyTorch's LayerNorm is wrong under hooks that change strides",
     "samples": "packed sequences have no batch whose samples could be taken apart",
     "one input": "Opacus puts its own module in the place of every `nn.MultiheadAttention`, which has three inputs",
+    "symbols": "the code of transformers' models cannot be traced with symbols, whatever their attention",
     "quantisable": "torchao quantises no function, and skips the one linear layer of an `nn.MultiheadAttention`",
     "transformers": "only models of transformers have this tool",
     "no dropout": "the tool calls several times or in another order, so that other weights are dropped",
@@ -62,8 +63,8 @@ ENTRIES = (
     Entry("drop-in module", modules.DROP_IN, _MODULE | {"one input", "quantisable"}),
     Entry("stack", modules.STACK, _MODULE),
     Entry("upgraded stack", modules.UPGRADED_STACK, _MODULE | {"one input", "norms"}),
-    Entry("upgraded encoder", models.ENCODER, frozenset({"norms"}), 2e-5),
-    Entry("upgraded decoder", models.DECODER, frozenset(), 2e-5),
+    Entry("upgraded encoder", models.ENCODER, frozenset({"norms", "symbols"}), 2e-5),
+    Entry("upgraded decoder", models.DECODER, frozenset({"symbols"}), 2e-5),
     Entry("record", modules.RECORD, _MODULE),
 )
 BY_NAME = {entry.name: entry for entry in ENTRIES}

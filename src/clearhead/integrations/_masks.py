@@ -22,7 +22,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .. import masks
 from .._checks import FLOATS, INTEGERS, flag, integer, kind, require_factory, shown, strided
 from .._environment import has_values
-from .._torch_private import any_transform, disabled_torch_function, has_wrappers, wrapper_of, writes_to
+from .._torch_private import disabled_torch_function, has_wrappers, wrapper_of, writes_to
 from ..errors import DTypeError, MaskTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
@@ -71,8 +71,8 @@ def make_mask(
     require_factory(device, dtype)
     allow_is_causal_skip = flag("allow_is_causal_skip", allow_is_causal_skip)
     allow_is_bidirectional_skip = flag("allow_is_bidirectional_skip", allow_is_bidirectional_skip)
-    if description.get("attention_mask") is not None and any_transform():
-        # Whether padding hides anything is a value, which a transform may not read.
+    if description.get("attention_mask") is not None and not has_values():
+        # Whether padding hides anything is a value, which neither a transform nor a tracer may read.
         allow_is_causal_skip = allow_is_bidirectional_skip = False
     arguments: dict[str, Any] = description | {
         **sizes,

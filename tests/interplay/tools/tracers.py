@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..functions import Function
 from ..subject import Numbers, Subject, inference, numbers
 from ._tool import Tool
 
@@ -17,8 +18,8 @@ def _compiled(subject: Subject, **options: Any) -> Numbers:
 
 
 def _symbolically(subject: Subject) -> Numbers:
-    graph = torch.fx.symbolic_trace(subject.module)
-    return numbers(subject, graph)
+    module = subject.module
+    return numbers(subject, torch.fx.symbolic_trace(module.function if isinstance(module, Function) else module))
 
 
 def _proxies(subject: Subject, **options: Any) -> Numbers:
@@ -45,9 +46,14 @@ _GRADIENTS = frozenset({"no dropout"})
 TOOLS = (
     Tool("compile", partial(_compiled, fullgraph=True), needs=_GRADIENTS, slow=True),
     Tool("compile with symbolic sizes", partial(_compiled, dynamic=True), needs=_GRADIENTS, slow=True),
-    Tool("fx.symbolic_trace", _symbolically, needs=_GRADIENTS),
+    Tool("fx.symbolic_trace", _symbolically, needs=_GRADIENTS | {"symbols"}),
     Tool("make_fx", _proxies, inference, needs=_GRADIENTS),
-    Tool("make_fx with fake tensors", partial(_proxies, tracing_mode="fake"), inference, needs=_GRADIENTS),
+    Tool(
+        "make_fx with fake tensors",
+        partial(_proxies, tracing_mode="fake", _allow_non_fake_inputs=True),
+        inference,
+        needs=_GRADIENTS,
+    ),
     Tool("jit.trace", _jit, needs=_GRADIENTS),
     Tool("export", _exported, needs=_GRADIENTS, slow=True),
     Tool("export with decompositions", _decomposed, inference, needs=_GRADIENTS, slow=True),
