@@ -49,10 +49,14 @@ FUNCTIONS: dict[str, Function] = {
     "packed": lambda x: _packed(x[0].transpose(0, 1)),
     "weights": lambda x: clearhead.attention_weights(x, x),
 }
-CASES = [
-    *((transform, "attention") for transform in TRANSFORMS),
-    *(("jvp", function) for function in FUNCTIONS if function != "attention"),
+SLOW = [
+    *((transform, "attention") for transform in ("jacfwd", "grad", "vjp", "hessian")),
+    *(("jvp", function) for function in ("lengths", "module", "drop-in", "weights")),
     ("vmap of grad", "module"),
+]
+CASES = [
+    *(("jvp", "attention"), ("dual_level", "attention"), ("vmap of grad", "attention"), ("jvp", "packed")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
 
