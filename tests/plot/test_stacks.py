@@ -49,7 +49,9 @@ def test_more_texts_than_pictures() -> None:
     rec, inputs = record_clip(texts=3)
     assert len(Contents(rec.page(image=list(inputs["pixel_values"])).text).data["items"]) == 2
     assert rec.plot_map(2, 0, item=2).get_title("left") == "layer 0, head 0"
-    text = r"equally many batch items in every layer, got 3 in text_model.*0\.self_attn and 2 in vision_model.*layers=\."
+    text = (
+        r"equally many batch items in every layer, got 3 in text_model.*0\.self_attn and 2 in vision_model.*layers=\."
+    )
     with pytest.raises(ArgumentError, match=text):
         rec.page()
 

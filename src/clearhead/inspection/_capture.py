@@ -61,8 +61,10 @@ class CaptureMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_computing():  # the output gets its origins from the observer
-            return func(*args, **kwargs)
+        if is_computing():
+            result = func(*args, **kwargs)
+            self._flow.follow(args, kwargs, result)
+            return result
         read = _READERS.get(func)
         what = _unreadable(func, args, kwargs) if read is None else None
         # Calls inside a compiled graph cannot be observed.

@@ -58,7 +58,14 @@ class Flow:
         running.left = self._left
 
     def follow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> None:
-        """Note that a function of PyTorch computed `result` from these arguments."""
+        """Note that a function of PyTorch computed `result` from these arguments.
+
+        Inside an attention call only the first argument counts, because its masks are no origin of its output.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if is_computing():
+            args, kwargs = args[:1], {}
         self._notice_root_call()
         origins = 0
         for tensor in _tensors((args, kwargs)):
@@ -173,8 +180,7 @@ class FlowMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not (is_computing() or torch.compiler.is_dynamo_compiling()):
-            self._flow.follow(args, kwargs or {}, result)
+        self._flow.follow(args, kwargs or {}, result)
         return result
 
 

@@ -68,7 +68,9 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
     def change_heads(layer: Layer, call: AttentionCall, output: Tensor) -> Tensor:
         names = layer.module, f"{layer.module}/{layer.run}"
         ran.update(names)
-        changed = {head: change for name in names for head, change in by_module.get(name, {}).items()}
+        changed: dict[int, Change] = {
+            head: change for name in names for head, change in by_module.get(name, {}).items()
+        }
         if not changed:
             return output
         heads = list(output.unbind(1))  # H × (B, L, Dv)
