@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from clearhead.errors import ArgumentError, ClearheadError, RecordError
+from clearhead.errors import ArgumentError, ClearheadError, MaskTypeError, RecordError
 
 from .entries import BY_NAME, ENTRIES, NEEDS, Entry
 from .subject import Numbers, require_near
@@ -30,6 +30,11 @@ _REFUSALS = (
     ("record", ("vmap", "vmap(grad)", "gradients per sample"), _UNDER_VMAP),
     ("record", ("reentrant checkpoint", "checkpoint to the end"), _COMPUTED_AGAIN),
     ("record", ("fx.symbolic_trace",), Refusal(RecordError, "record: no attention was seen.")),
+    (
+        "attention_statistics",
+        ("fx.symbolic_trace",),
+        Refusal(MaskTypeError, "mask: expected a mask from clearhead.masks"),
+    ),
     ("attention_statistics", ("vmap",), Refusal(ArgumentError, "query: expected a tensor outside torch.func.vmap")),
 )
 REFUSED = {(entry, tool): refusal for entry, tools, refusal in _REFUSALS for tool in tools}

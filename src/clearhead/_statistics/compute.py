@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -130,6 +131,8 @@ def compute_statistics(
         heads: set if the call has some of a module's heads. The results then cover all of them.
     """
     require_per(per, names)
+    if is_tracing():  # the graph of torch.jit has no `torch.no_grad`
+        call = replace(call, query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
     part, kv_heads = call if isinstance(call, PartialCall) else None, call.key.shape[1]
     with no_derivatives(), autocast_off(call.query):
         results = (results_of if part is None else part.results)(call, names, options, counted, queries)
