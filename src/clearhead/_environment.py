@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,7 +21,9 @@ from ._torch_private import (
     in_backward,
     in_jit_trace,
     is_fake,
+    is_vmapped,
     sdpa_settings,
+    set_tangents_enabled,
 )
 
 Choice = TypeVar("Choice")
@@ -94,6 +97,8 @@ class check_values(forcing[bool]):
 def reads_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are checked now."""
     if is_tracing() or tensor.is_meta or is_fake(tensor) or has_valueless_mode():
+        return False
+    if any_transform() and is_vmapped(tensor):
         return False
     return tensor.is_cpu or bool(_checked.value)
 
@@ -188,6 +193,15 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         else tensor
         for tensor in tensors
     )
+
+
+def no_derivatives() -> ExitStack:
+    """A block that records no gradients and, which `torch.no_grad` leaves on, no derivatives in forward mode."""
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    if any_transform():
+        stack.enter_context(set_tangents_enabled(False))
+    return stack
 
 
 def autocast_off(tensor: Tensor) -> torch.autocast:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial, reduce
 from importlib import import_module
@@ -77,6 +77,9 @@ disabled_torch_function: Any = _lookup("_C._disabled_torch_function_impl", None)
 has_wrappers = disabled_torch_function is not None and _wrap is not None
 #: Whether a padding mask hides only the ends of sequences, which `nn.TransformerEncoder` turns into nested tensors.
 left_aligned_padding: Callable[..., bool] | None = _lookup("_nested_tensor_from_mask_left_aligned", None)
+#: A block in which forward-mode differentiation is on or off, as `torch.set_grad_enabled` is for reverse mode.
+set_tangents_enabled: Any = _lookup("autograd.forward_ad._set_fwd_grad_enabled", nullcontext)
+
 #: Collectives by their names since PyTorch 2.13, where the older ones warn.
 all_gather_single: Any = _lookup("distributed.all_gather_single", _lookup("distributed.all_gather_into_tensor", None))
 reduce_scatter_single: Any = _lookup(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._checks import PLAIN
+from .._torch_private import is_fake
 from ..errors import DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from .request import Request
@@ -64,7 +65,7 @@ def _converted(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
 
 def _in_memory(name: str, x: Tensor) -> Tensor:
     """The plain tensor that a subclass is, or computes."""
-    if type(x) in PLAIN:
+    if type(x) in PLAIN or is_fake(x):
         return x
     # One that waits for a collective, for example, has no memory of its own.
     plain = x.as_subclass(Tensor) if _has_memory(x) else x.clone()

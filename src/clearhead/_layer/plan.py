@@ -84,7 +84,8 @@ def _observed(call: AttentionCall, plan: Plan, show: Show | None) -> Results:
         if show is not None:
             show(call, results.output)
             return results
-        shown_call = zero_hidden(as_one_sequence(call))
+        # A copy: observers do not see how the call computed the tensors that it keeps.
+        shown_call = zero_hidden(as_one_sequence(replace(call)))
     return results._replace(output=notify(shown_call, results.output))
 
 

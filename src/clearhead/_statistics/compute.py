@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from .._call.call import AttentionCall, build_call
 from .._call.request import Request
 from .._call.sharding import HeadShard
-from .._environment import autocast_off, cast_for_autocast, is_tracing
+from .._environment import autocast_off, cast_for_autocast, is_tracing, no_derivatives
+from .._torch_private import is_vmapped
 from .._weights import Queries, row_numbers
+from ..errors import ArgumentError
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..kernels._native_statistics import gather, refuses
@@ -90,6 +93,7 @@ def attention_statistics(
     options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
     # `attention` casts in the same way under autocast, so these are the weights of the model's call.
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
+    _refuse_vmapped(query=query, key=key, value=value)
     with torch.no_grad(), autocast_off(query):
         request = Request(
             as_mask(mask), scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions
@@ -100,6 +104,13 @@ def attention_statistics(
 
 if attention_statistics.__doc__:  # python -OO leaves none
     attention_statistics.__doc__ = attention_statistics.__doc__.replace("{statistics}", LIST)
+
+
+def _refuse_vmapped(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and is_vmapped(tensor):
+            fix = "Statistics are those of each item of a batch: pass what is mapped over as (B, ...)."
+            raise ArgumentError(name, expected="a tensor outside torch.func.vmap", got="one that it maps over", fix=fix)
 
 
 def compute_statistics(
@@ -120,8 +131,10 @@ def compute_statistics(
         heads: set if the call has some of a module's heads. The results then cover all of them.
     """
     require_per(per, names)
+    if is_tracing():  # the graph of torch.jit has no `torch.no_grad`
+        call = replace(call, query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
     part, kv_heads = call if isinstance(call, PartialCall) else None, call.key.shape[1]
-    with torch.no_grad(), autocast_off(call.query):
+    with no_derivatives(), autocast_off(call.query):
         results = (results_of if part is None else part.results)(call, names, options, counted, queries)
         if heads is not None:
             results, kv_heads = heads.all_heads(results), heads.all_num_kv_heads

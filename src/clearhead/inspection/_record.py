@@ -19,7 +19,7 @@ from .._statistics.arguments import DEFAULT, Per, make_options, require_names, r
 from .._statistics.compute import compute_statistics
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.stacks import Sides
-from .._torch_private import is_compiler_error
+from .._torch_private import in_backward, is_compiler_error
 from .._weights import Queries, checked_queries
 from ..errors import ClearheadError, RecordError
 from ._calls import Calls
@@ -240,5 +240,9 @@ class record(Drawable, RecordedCalls):
 
     def report_unseen(self) -> None:
         """Raise if chosen layers did not run or nothing was recorded. Warn of attention that was not recorded."""
+        if in_backward() and not self._calls:
+            got = "a block inside one that activation checkpointing computes again"
+            fix = "Calls are not recorded twice. Record around the whole model, or around its backward pass too."
+            raise RecordError("record", expected="a block around the checkpointed function", got=got, fix=fix)
         self._layers.require_ran()
         self._unseen.report({layer.module for layer in self._calls})

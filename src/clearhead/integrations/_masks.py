@@ -71,8 +71,8 @@ def make_mask(
     require_factory(device, dtype)
     allow_is_causal_skip = flag("allow_is_causal_skip", allow_is_causal_skip)
     allow_is_bidirectional_skip = flag("allow_is_bidirectional_skip", allow_is_bidirectional_skip)
-    if description.get("attention_mask") is not None and any_transform():
-        # Whether padding hides anything is a value, which a transform may not read.
+    if description.get("attention_mask") is not None and not has_values():
+        # Whether padding hides anything is a value, which neither a transform nor a tracer may read.
         allow_is_causal_skip = allow_is_bidirectional_skip = False
     arguments: dict[str, Any] = description | {
         **sizes,

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-from .._environment import is_tracing, read_environment
+from .._environment import is_tracing, read_environment, reads_values
 from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
 from ._packed_row import boundaries_of
@@ -184,7 +184,7 @@ def _labels_padding(arguments: dict[str, Any]) -> bool:
     if labels.shape != mask.shape:
         return False
     # To read labels from an accelerator would wait for it, so that its encoder keeps the padding.
-    return not labels.is_cpu or bool(((labels != _IGNORED) & mask.logical_not()).any())
+    return not (labels.is_cpu and reads_values(labels)) or bool(((labels != _IGNORED) & mask.logical_not()).any())
 
 
 def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ def _pack(encoder: nn.Module, reads_first: bool, arguments: dict[str, Any]) -> t
     mask = arguments.pop("attention_mask", None)
     if not _is_padding(mask) or not takes_tokens(encoder, arguments, mask):
         return None
-    if mask.is_cuda and not runs_in_one_kernel(encoder):
+    if (mask.is_cuda and not runs_in_one_kernel(encoder)) or (mask.is_cpu and not reads_values(mask)):
         return None
     # Unlike `_layer/packing.py`, this compares no costs: all layers share one row, so packing always pays.
     real = mask.bool()

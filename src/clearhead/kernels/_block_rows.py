@@ -148,7 +148,8 @@ class BlockRows:
 
 
 def _group_maxima(scores: Tensor) -> Tensor:
-    count, remainder = divmod(scores.shape[-1], GROUP_KEYS)
+    keys = scores.shape[-1]  # a tensor while torch.jit traces, which has no divmod
+    count, remainder = keys // GROUP_KEYS, keys % GROUP_KEYS
     groups, last = scores.split([count * GROUP_KEYS, remainder], -1)
     maxima = groups.unflatten(-1, (count, GROUP_KEYS)).amax(-1)
     return torch.cat([maxima, last.amax(-1, keepdim=True)], -1) if remainder else maxima

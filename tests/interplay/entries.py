@@ -1,0 +1,70 @@
+"""The rows of the table: every public entry, with calls of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import functions, models, modules
+from .subject import SEED, Subject
+
+#: What a tool may need of an entry, and why a cell without it makes no sense.
+NEEDS = {
+    "gradients": "the results of statistics have no gradients, which their documentation says",
+    "parameters": "a function has no parameters",
+    "linears": "it has no `nn.Linear` of its own",
+    "norms": "PyTorch's LayerNorm is wrong under hooks that change strides",
+    "samples": "packed sequences have no batch whose samples could be taken apart",
+    "one input": "Opacus puts its own module in the place of every `nn.MultiheadAttention`, which has three inputs",
+    "symbols": "the code of transformers' models cannot be traced with symbols, whatever their attention",
+    "quantisable": "torchao quantises no function, and skips the one linear layer of an `nn.MultiheadAttention`",
+    "transformers": "only models of transformers have this tool",
+    "no dropout": "the tool calls several times or in another order, so that other weights are dropped",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A public entry.
+
+    Args:
+        name: of the row.
+        cases: calls of it. The first one is in every run, the others in the slow one.
+        lacks: those of `NEEDS` that no call of it has.
+        tolerance: of its results in float32, relative to the largest number of a result.
+    """
+
+    name: str
+    cases: dict[str, Callable[[], Subject]]
+    lacks: frozenset[str] = frozenset()
+    tolerance: float = 1e-5
+
+    def build(self, case: str) -> Subject:
+        """A call with the same numbers in every run."""
+        torch.manual_seed(SEED)
+        return self.cases[case]()
+
+    def lacks_in(self, case: str) -> frozenset[str]:
+        return self.lacks | {"no dropout"} if case == "dropout" else self.lacks
+
+
+_FUNCTION = frozenset({"parameters", "linears", "quantisable", "transformers"})
+_MODULE = frozenset({"transformers"})
+ENTRIES = (
+    Entry("attention", functions.ATTENTION, _FUNCTION),
+    Entry("attention_varlen", functions.VARLEN, _FUNCTION | {"samples"}),
+    Entry("attention_weights", functions.WEIGHTS, _FUNCTION),
+    Entry("attention_statistics", functions.STATISTICS, _FUNCTION | {"gradients"}),
+    Entry("drop-in function", functions.SDPA, _FUNCTION),
+    Entry("module", modules.OWN, _MODULE),
+    Entry("latent attention", modules.LATENT, _MODULE),
+    Entry("drop-in module", modules.DROP_IN, _MODULE | {"one input", "quantisable"}),
+    Entry("stack", modules.STACK, _MODULE),
+    Entry("upgraded stack", modules.UPGRADED_STACK, _MODULE | {"one input", "norms"}),
+    Entry("upgraded encoder", models.ENCODER, frozenset({"norms", "symbols"}), 2e-5),
+    Entry("upgraded decoder", models.DECODER, frozenset({"symbols"}), 2e-5),
+    Entry("record", modules.RECORD, _MODULE),
+)
+BY_NAME = {entry.name: entry for entry in ENTRIES}
