@@ -65,9 +65,12 @@ WITHIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 #: Settings of calls, of which each pair of neighbours runs in both orders.
 ALTERNATIVES: dict[str, Sequence[Call]] = {
     "boundaries of keys": [
-        {"k_bounds": each} for each in (SHARED, SHARED.clone(), LONGER, bounds(4, 3), bounds(0, 7), bounds(0, 11), INT32)
+        {"k_bounds": each}
+        for each in (SHARED, SHARED.clone(), LONGER, bounds(4, 3), bounds(0, 7), bounds(0, 11), INT32)
     ],
-    "boundaries of queries": [{"q_bounds": each} for each in (SHARED, bounds(2, 5), bounds(7, 0), bounds(1, 1), LONGER)],
+    "boundaries of queries": [
+        {"q_bounds": each} for each in (SHARED, bounds(2, 5), bounds(7, 0), bounds(1, 1), LONGER)
+    ],
     "boundaries of both": [
         {"q_bounds": each, "k_bounds": each}
         for each in (SHARED, SHARED.clone(), bounds(4, 3), TWICE, bounds(7), bounds(1, 2, 4), INT32, bounds(0, 7, 0))
@@ -86,12 +89,11 @@ ALTERNATIVES: dict[str, Sequence[Call]] = {
     "scores": [{"scale": 0.4}, {}, {"softcap": 1.5}, {"sinks": True}, {"scale": -1.0}],
     "gradients": [{"learns": True}, {"learns": False}, {"learns": True, "lse": True}, {"lse": True, "learns": False}],
     "values": [{"seed": seed} for seed in (1, 2, 3)],
-    "around": [{"around": around} for around in ("nothing", "autocast", "no_grad", "record")],
+    "around": [{"around": around} for around in ("nothing", "autocast", "no_grad")],
 }
 BASES: dict[str, Call] = {
     "one sequence of boundaries": {},
     "two": {"k_bounds": LONGER, "mask": "window"},
-    "equal copies": {"k_bounds": SHARED.clone(), "mask": "none"},
     "marks": {"mask": "marks", "lse": True},
 }
 
@@ -99,7 +101,11 @@ BASES: dict[str, Call] = {
 def drawn(call: Call) -> list[Tensor]:
     random = torch.Generator().manual_seed(call["seed"])
     tokens = [int(call[name][-1]) + more for name, more in zip(("q_bounds", "k_bounds"), call["more"], strict=True)]
-    shapes = (tokens[0], call["H"], call["D"]), (tokens[1], call["Hkv"], call["D"]), (tokens[1], call["Hkv"], call["Dv"])
+    shapes = (
+        (tokens[0], call["H"], call["D"]),
+        (tokens[1], call["Hkv"], call["D"]),
+        (tokens[1], call["Hkv"], call["Dv"]),
+    )
     operands = [torch.randn(*shape, generator=random, dtype=torch.float64) for shape in shapes]
     layouts: dict[str, Callable[[Tensor], Tensor]] = {
         "contiguous": lambda x: x,
@@ -112,29 +118,37 @@ def drawn(call: Call) -> list[Tensor]:
 
 
 def outcome(call: Call, kernel: str | None) -> list[Tensor] | str:
-    leaves = [x.detach().requires_grad_(call["learns"]) for x in drawn(call)]
+    leaves: list[Any] = [x.detach().requires_grad_(call["learns"]) for x in drawn(call)]
     sinks = leaves[3] if call["sinks"] else None
     rows, columns = leaves[0].shape[0], leaves[1].shape[0]
-    options = {"scale": call["scale"], "softcap": call["softcap"], "sinks": sinks, "return_lse": call["lse"]}
+    options: dict[str, Any] = {
+        "scale": call["scale"],
+        "softcap": call["softcap"],
+        "sinks": sinks,
+        "return_lse": call["lse"],
+    }
     options |= {"max_seqlen_q": call["longest"][0], "max_seqlen_k": call["longest"][1]}
     around: dict[str, Callable[[], Any]] = {
-        "autocast": lambda: torch.autocast("cpu", torch.bfloat16), "no_grad": torch.no_grad,
-        "record": lambda: clearhead.record(torch.nn.Identity()),
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16), "no_grad": torch.no_grad
     }  # fmt: skip
     try:
-        recorded = around.get(call["around"], nullcontext)()
-        if call["around"] == "record":
-            recorded = nullcontext()
-        with nullcontext() if kernel is None else clearhead.use_kernel(kernel), recorded:
+        forced = nullcontext() if kernel is None else clearhead.use_kernel(kernel)
+        with forced, around.get(call["around"], nullcontext)():
             results: Any = clearhead.attention_varlen(
-                *leaves[:3], call["q_bounds"], call["k_bounds"], MASKS[call["mask"]](rows, columns), **options
+                leaves[0],
+                leaves[1],
+                leaves[2],
+                call["q_bounds"],
+                call["k_bounds"],
+                MASKS[call["mask"]](rows, columns),
+                **options,
             )
     except (ClearheadError, KernelError):
         return REFUSED
     results = list(results) if isinstance(results, tuple) else [results]
     if not call["learns"] or call["around"] == "no_grad":
         return results
-    loss = sum((x[x.isfinite()].double() ** 2).sum() for x in results)
+    loss = torch.stack([(x[x.isfinite()].double() ** 2).sum() for x in results]).sum()
     return [*results, *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)]
 
 
@@ -153,7 +167,8 @@ def expected(call: Call) -> list[Tensor]:
         if name in marks:
             seen = seen & marks[name][start:stop, first:last]
         bias = visible(rows, columns, 5).double()[start:stop, first:last] if name == "bias" else None
-        parts = (x[part].transpose(0, 1)[None] for x, part in zip(leaves, (slice(start, stop), *[slice(first, last)] * 2)))
+        places = slice(start, stop), slice(first, last), slice(first, last)
+        parts = (x[part].transpose(0, 1)[None] for x, part in zip(leaves[:3], places, strict=True))
         found = exact_attention(
             *parts, seen[None, None], bias=None if bias is None else bias[None, None].masked_fill(~seen, -torch.inf),
             scale=call["scale"], softcap=call["softcap"], sinks=leaves[3] if call["sinks"] else None,
@@ -163,7 +178,7 @@ def expected(call: Call) -> list[Tensor]:
     results = [torch.cat(outputs), *([torch.cat(lses)] if call["lse"] else [])]
     if not call["learns"] or call["around"] == "no_grad":
         return results
-    loss = sum((x[x.isfinite()] ** 2).sum() for x in results)
+    loss = torch.stack([(x[x.isfinite()] ** 2).sum() for x in results]).sum()
     return [*results, *torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)]
 
 
@@ -206,7 +221,7 @@ def test_boundaries_of_other_operands_are_refused_by_name(more: tuple[int, int])
     """One tensor of boundaries for queries and keys of different numbers."""
     name = "cu_seqlens_q" if more[0] else "cu_seqlens_k"
     for _ in range(2):
-        right, wrong = drawn(DEFAULT), drawn(DEFAULT | {"more": more})
+        right, wrong = (tuple[Any, Any, Any](drawn(call)) for call in (DEFAULT, DEFAULT | {"more": more}))
         clearhead.attention_varlen(*right, SHARED, SHARED)
         with pytest.raises(ClearheadError, match=f"^{name}: expected a last boundary of {7 + (more[0] or more[1])}"):
             clearhead.attention_varlen(*wrong, SHARED, SHARED)
@@ -249,5 +264,5 @@ def test_jagged_values_of_other_lengths_than_the_keys(keys: tuple[int, ...], val
     module = clearhead.MultiHeadAttention(12, 4, dtype=torch.float64)
     query = jagged((3, 4), 12)
     module(query, jagged(keys, 12), jagged(keys, 12))
-    with pytest.raises(ClearheadError, match="^value: expected the key's lengths"):
+    with pytest.raises(ClearheadError, match=r"^value: expected the key's lengths"):
         module(query, jagged(keys, 12), jagged(values, 12))

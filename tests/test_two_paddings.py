@@ -155,11 +155,11 @@ class Padded:
 
 def padded(keys: str, queries: str, rule: str, inputs: str) -> Padded:
     length = S if inputs == "self" else L
-    parts, seen = zip(KEYS[keys](S), QUERIES[queries](length, S), strict=True)
+    (of_keys, real_keys), (of_queries, real_queries) = KEYS[keys](S), QUERIES[queries](length, S)
     gap = torch.arange(length)[:, None] - torch.arange(S)
-    visible = seen[0][:, None, None, :] & seen[1][:, None, :, None] & RULES[rule][1](gap)
+    visible = real_keys[:, None, None, :] & real_queries[:, None, :, None] & RULES[rule][1](gap)
     mask: Mask | None = None
-    for part in (*parts, RULES[rule][0]):
+    for part in (of_keys, of_queries, RULES[rule][0]):
         mask = part if mask is None else mask if part is None else mask & part
     query = torch.randn(B, length, E, dtype=torch.float64, requires_grad=True)
     key = query if inputs == "self" else torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
@@ -225,7 +225,7 @@ def test_one_module_in_call_after_call(keys: str, queries: str, rule: str, input
     others = [padded(other, queries, rule, inputs) for other in ("left", "right", "none")]
     for call in (first, *others, first):
         near(module(call.query, call.key, call.value, mask=call.mask), solved(module, call)[0])
-    assert bool(unpadded) <= (packing._WORTH_UNPADDING < 0)
+    assert len(unpadded) in (0, *range(2, 6)), "some or none"
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -246,7 +246,8 @@ def test_the_drop_in(batch_first: bool, kdim: int | None, keys: str, causal: boo
     inputs = [x if batch_first else x.transpose(0, 1) for x in (query, key, value)]
     inputs[1:] = [inputs[0] if x is query else given for x, given in zip((key, value), inputs[1:], strict=True)]
     options: dict[str, Any] = {"key_padding_mask": ~real, "need_weights": False, "attn_mask": rule, "is_causal": causal}
-    found, expected = ours(*inputs, **options)[0], theirs.train()(*inputs, **options)[0]
+    modules: tuple[Any, Any] = ours, theirs.train()
+    found, expected = (each(*inputs, **options)[0] for each in modules)
     visible = real[:, None] & (torch.ones(S, S).tril().bool() if causal else True)
     sees = visible.expand(B, S, S).any(-1)
     found, expected = (x if batch_first else x.transpose(0, 1) for x in (found, expected))
@@ -259,7 +260,8 @@ def test_a_decoder_reads_a_padded_memory(of_memory: str, of_text: str, causal: b
     """Text and memory are padded, on one side or the other: the stack is what its layers are with dense masks."""
     torch.manual_seed(3)
     layers = [
-        DecoderLayer(E, *(clearhead.MultiHeadAttention(E, 5) for _ in range(2)), FeedForward(E, 7)) for _ in range(2)
+        DecoderLayer(E, clearhead.MultiHeadAttention(E, 5), clearhead.MultiHeadAttention(E, 5), FeedForward(E, 7))
+        for _ in range(2)
     ]
     stack = randomised(Decoder(layers).double(), 0.3)
     x, memory = torch.randn(B, L, E, dtype=torch.float64), torch.randn(B, S, E, dtype=torch.float64)
