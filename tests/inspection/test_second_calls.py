@@ -248,24 +248,34 @@ def test_steps_of_a_left_padded_prompt(kind: str) -> None:
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (6, 3), (4, 1)])
+@pytest.mark.parametrize("padded", [True, False])
 @torch.no_grad()
-def test_grouped_heads_of_transformers(heads: tuple[int, int]) -> None:
-    """transformers repeats keys for its query heads. Each key/value head is recorded once, and is the right one."""
+def test_grouped_heads_of_transformers(heads: tuple[int, int], padded: bool) -> None:
+    """transformers repeats keys for its query heads, or moves these into the rows of a step: both are undone."""
     model = small("llama", num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    ids = torch.randint(3, 20, (2, 7))
+    ids, kept = torch.randint(3, 20, (2, 7)), (torch.arange(7) >= torch.tensor([[0], [3]])).long()
     register()
-    for implementation in ("sdpa", "clearhead"):
+
+    def run(implementation: str) -> list[Any]:
         model.set_attn_implementation(implementation)
+        past, results = None, []
+        for start, stop in ((0, 5), (5, 6), (6, 7)):
+            mask = kept[:, :stop] if padded else None
+            more = {"output_attentions": True} if implementation == "eager" else {}
+            results.append(model(ids[:, start:stop], attention_mask=mask, past_key_values=past, **more))
+            past = results[-1].past_key_values
+        return results
+
+    expected = [result.attentions for result in run("eager")]
+    for implementation in ("sdpa", "clearhead"):
         with clearhead.record(model, ("rows",), keep="queries_keys") as rec:
-            model(ids)
-            model(ids[:, :3])
-        model.set_attn_implementation("eager")
-        for number, given in enumerate((ids, ids[:, :3])):
-            attentions = model(given, output_attentions=True).attentions
-            for layer, (name, weights) in enumerate(zip(rec, attentions, strict=True)):
-                found = rec[name][number]
-                assert (found.num_heads, found.num_kv_heads) == heads
-                near([found.rows, rec.weights(layer, call=number)], [weights, weights])
+            run(implementation)
+        for number, layer in itertools.product(range(3), range(2)):
+            found, weights = rec[rec.name_of(layer)][number], expected[number][layer]
+            assert (found.num_heads, found.num_kv_heads) == heads
+            sees = (found.rows.sum(-1) > 0)[..., None]
+            assert bool(sees.all()) or padded
+            near([found.rows, rec.weights(layer, call=number)], [weights.where(sees, 0)] * 2)
 
 
 # Monitors measure each step as if it were the first.
