@@ -26,8 +26,7 @@ def text_of(count: int) -> str:
     return " ".join(SOME[(n * n + n // 5) % 12] for n in range(count))
 
 
-@pytest.mark.parametrize("head", [(0, 2), (1, 3)])
-@pytest.mark.parametrize("lang", ["en", "zh"])
+@pytest.mark.parametrize(("head", "lang"), [((0, 2), "zh"), ((1, 3), "en")])
 def test_a_window_is_a_look_at_its_tokens(
     head: tuple[int, int], lang: str, tmp_path: Path, model_folder: Callable[[str], Path]
 ) -> None:
@@ -48,24 +47,22 @@ def test_a_window_is_a_look_at_its_tokens(
         for name in ("entropy", "received", "top_weights"):
             ours, theirs = (torch.tensor(each[name]) for each in (window, only))
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
-        require_same_item(page, contents(tmp_path / "attention.html"), item, head)
+        require_same_item(page, contents(tmp_path / "attention.html"), item)
 
 
-def require_same_item(page: Contents, alone: Contents, item: int, head: tuple[int, int]) -> None:
+def require_same_item(page: Contents, alone: Contents, item: int) -> None:
     assert page.text(item, 0, "queries")["names"] == alone.text(0, 0, "queries")["names"]
     for layer in range(2):
         ours, theirs = page.layer(item, 0, layer), alone.layer(0, 0, layer)
         assert ours["grid"] == theirs["grid"]
         shape = len(page.data["sections"][0]["layers"][layer]["heads"]), *ours["grid"]
-        for name in ("map",):
-            found, expected = page.array(item, ours[name], *shape), alone.array(0, theirs[name], *shape)
-            torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
+        found, expected = page.array(item, ours["map"], *shape), alone.array(0, theirs["map"], *shape)
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-2)
         assert ours["crops"].keys() == theirs["crops"].keys()
         for at, crop in ours["crops"].items():
             count = crop["queries"][1] - crop["queries"][0], crop["keys"][1] - crop["keys"][0]
             found = page.array(item, crop["weights"], *count)
             torch.testing.assert_close(found, alone.array(0, theirs["crops"][at]["weights"], *count), rtol=0, atol=2e-4)
-    assert page.data["items"][item]["label"] != "" or head
 
 
 class Splitting:
@@ -101,7 +98,7 @@ class Splitting:
 @pytest.mark.parametrize("special", [(1, 1), (0, 0), (1, 0), (0, 2)], ids=str)
 @pytest.mark.parametrize("count", [5, 16, 17, 41, 97])
 def test_windows_of_a_tokenizer_that_is_not_fast(size: int, special: tuple[int, int], count: int) -> None:
-    """Every token is in a window at its place, neighbours share an eighth, and no window is longer than the model takes."""
+    """Every token is in a window at its place, neighbours share an eighth, and no window is too long for the model."""
     loaded = demo.PretrainedModel("slow", None, Splitting(*special), True, expected="", max_tokens=size)
     ids = list(range(10, 10 + count))
     windows = cut_into_windows(loaded, " ".join(map(str, ids)))

@@ -212,3 +212,21 @@ def test_a_comparison_of_some_heads(heads: list[int]) -> None:
     described = Contents(found.page().text).data["sections"][0]["layers"]
     assert all(each["heads"] == heads for each in described)
     assert (layer, head) in {(each["name"], number) for each in described for number in each["heads"]}
+
+
+@pytest.mark.parametrize("heads", [None, [3, 1]], ids=str)
+def test_statistics_that_were_not_recorded_are_those_of_their_call(heads: list[int] | None) -> None:
+    """Pictures need more statistics than this record has, and compute them from the queries and keys of each call."""
+    model = Three()
+    calls = [(torch.randn(2, L, E), padding(2, L, side)) for side in ("left", "right")] + [(torch.randn(2, L, E),)]
+    records: list[Any] = []
+    for statistics in (("confidence",), NEEDED):
+        with torch.no_grad(), clearhead.record(model, statistics, heads=heads, keep="queries_keys") as rec:
+            for call in calls:
+                model(*call)
+        records.append(rec)
+    for ours, theirs in zip(*map(collect, records), strict=True):
+        for layer, expected in zip(ours.sections[0].layers, theirs.sections[0].layers, strict=True):
+            assert (layer.heads, layer.queries, layer.keys) == (expected.heads, expected.queries, expected.keys)
+            for name in ("map", "entropy", "received", "weights", "spread"):
+                torch.testing.assert_close(getattr(layer, name), getattr(expected, name), rtol=0, atol=1e-6)
