@@ -64,7 +64,8 @@ CALLS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def recorded(model: nn.Module, calls: list[dict[str, Any]], **options: Any) -> Any:
-    with clearhead.record(model, **{"statistics": ALL, "keep": "queries_keys", "top_k": 3, **options}) as rec:
+    settings: dict[str, Any] = {"statistics": ALL, "keep": "queries_keys", "top_k": 3, **options}
+    with clearhead.record(model, **settings) as rec:
         for each in calls:
             model(**each)
     return rec
@@ -352,7 +353,8 @@ def test_an_intervention_on_some_heads(name: str, heads: tuple[int, ...], mask: 
     module, x = Two().first, torch.randn(2, 7, E, dtype=torch.float64)
     q = clearhead.split_heads(module.q_proj(x), H)
     k, v = (clearhead.split_heads(p(x), KV) for p in (module.k_proj, module.v_proj))
-    dense = torch.ones(1, 1, 7, 7).bool() if made[mask] is None else made[mask].dense(7, 7, batch_size=2, num_heads=H)
+    given = made[mask]
+    dense = torch.ones(1, 1, 7, 7).bool() if given is None else given.dense(7, 7, batch_size=2, num_heads=H)
     seen, bias = (dense, None) if dense.dtype == torch.bool else (None, dense.double())
     inside = exact_attention(q, k, v, seen, bias=bias, scale=module.scale, softcap=module.softcap)
     output, sees = inside.output.clone(), inside.weights.sum(-1) > 0
@@ -367,7 +369,7 @@ def test_an_intervention_on_some_heads(name: str, heads: tuple[int, ...], mask: 
         output[:, head] = own
     for _ in range(2):
         with clearhead.intervene(module, {("", head): INTERVENTIONS[name] for head in heads}):
-            near(module(x, mask=made[mask]), module.out_proj(clearhead.merge_heads(output)))
+            near(module(x, mask=given), module.out_proj(clearhead.merge_heads(output)))
 
 
 def test_the_importance_of_every_head_of_batches_that_differ() -> None:

@@ -34,7 +34,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     "bias": lambda q, k, v, bias: clearhead.attention(q, k, v, masks.bias(bias) & masks.sliding_window(4, 4)),
     "softcap, sinks": lambda q, k, v, bias: clearhead.attention(q, k, v, softcap=2.0, sinks=bias[0, :, 0, 0]),
     "packed": lambda q, k, v, bias: clearhead.attention_varlen(
-        *(x[0].transpose(0, 1) for x in (q, k, v)), *BOUNDS, masks.causal()
+        q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1), *BOUNDS, masks.causal()
     ),
     "weights": lambda q, k, v, bias: clearhead.attention_weights(q, k, masks.causal(), queries=[0, 3]),
     "no batch": lambda q, k, v, bias: clearhead.attention(q[0], k[0], v[0], masks.causal()),
@@ -66,7 +66,7 @@ def test_a_call_is_that_of_rounded_operands(name: str, kernel: str | None, dtype
     with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
         try:
             # The bias and the sinks are no operands of attention's products, and stay as they are.
-            expected = listed(call(*(x.to(dtype) for x in leaves[:3]), leaves[3]))
+            expected = listed(call(leaves[0].to(dtype), leaves[1].to(dtype), leaves[2].to(dtype), leaves[3]))
         except KernelError as error:
             pytest.skip(str(error))
         with autocast:

@@ -77,7 +77,10 @@ CHOSEN = ((3,), (4, 1), (2, 0, 3), (0, 1, 2, 3, 4))
 @in_turn({"heads": CHOSEN, "length": [L, 150]}, {"side": ["right", "left"], "layers": [None, [2, 0], ["blocks.1"]]})
 def test_a_page_of_some_heads(heads: tuple[int, ...], length: int, side: str, layers: Any) -> None:
     """Two calls of two items: the page has four, each with its own padding, and exact maps of the chosen heads."""
-    calls = [(torch.randn(2, length, E), padding(2, length, side)), (torch.randn(2, length, E),)]
+    calls: list[tuple[Tensor, ...]] = [
+        (torch.randn(2, length, E), padding(2, length, side)),
+        (torch.randn(2, length, E),),
+    ]
     rec, alone = both(calls, heads=list(heads), layers=layers)
     large = [(name, heads[-1]) for name in rec]
     contents = Contents(page(rec, crops=large).text)
