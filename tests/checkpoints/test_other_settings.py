@@ -43,6 +43,10 @@ _LLAMA: dict[str, dict[str, Any]] = {
     "no biases": {"attention_bias": False},
     **{f"rotary, {name}": {"rope_parameters": rope, "max_position_embeddings": 64} for name, rope in _ROPE.items()},
     # The text is longer than the positions in training.
+    "rotary, dynamic, two lengths": {
+        "rope_parameters": _ROPE["dynamic"] | {"original_max_position_embeddings": 4},
+        "max_position_embeddings": 8,
+    },
     "rotary, dynamic, long": {"rope_parameters": _ROPE["dynamic"], "max_position_embeddings": 8},
 }
 _GEMMA2: dict[str, dict[str, Any]] = {
