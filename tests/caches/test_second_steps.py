@@ -144,9 +144,24 @@ def test_histories_by_hand(kind: str, history: str) -> None:
                 k, v = (clearhead.split_heads(p(all_tokens), KV) for p in (made.k_proj, made.v_proj))
                 inside = exact_attention(q, k, v, ((gap >= 0) & (gap <= window))[None, None])
                 near(found[item], made.out_proj(clearhead.merge_heads(inside.output))[0])
+        if kind != "all":
+            require_keys_at_positions(cache, made, tokens)
     expected = [each[-1][1] + 1 for each in tokens]
     following = cache.next_positions(1)
     assert (following.flatten().tolist() if isinstance(following, Tensor) else [following] * B) == expected
+
+
+def require_keys_at_positions(
+    cache: Any, made: clearhead.MultiHeadAttention, tokens: list[list[tuple[Tensor, int]]]
+) -> None:
+    """Each slot holds the key of the token at its position; tokens that were overwritten or cropped have none."""
+    for item, each in enumerate(tokens):
+        places = cache.positions[item]  # (S,), or (Hkv, S)
+        for head, own in enumerate(places.expand(KV, -1) if places.dim() == 1 else places):
+            for slot in (own >= 0).nonzero()[:, 0].tolist():
+                token = next(x for x, place in each if place == int(own[slot]))
+                key = clearhead.split_heads(made.k_proj(token)[None, None], KV)[0, head, 0]
+                near(cache.key[item, head, slot], key)
 
 
 @pytest.mark.parametrize("order", [[1, 0], [1, 1], [0, 1, 1], [1]], ids=str)
