@@ -1,4 +1,4 @@
-"""Queries and keys with paddings of their own, every kind beside every other: removed or not, as the formulas say."""
+"""Queries and keys with paddings of their own, every kind beside every other: as the formulas say."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from clearhead._layer import layer, packing
 from clearhead.masks import Mask
 from clearhead.positions import Rotary
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward
-from tests.support.budgets import in_turn, slow
+from tests.support.budgets import in_turn
 from tests.support.exact import Exact, exact_attention, near
 from tests.support.randomised import randomised
 
 B, L, S, E, H, KV, D = 5, 7, 11, 20, 6, 3, 4
 
 
-@pytest.fixture(autouse=True, params=["removed", *slow("kept")])
-def unpadded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Calls whose padding was removed: those that can be, or none."""
+@pytest.fixture(autouse=True)
+def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls whose padding was removed: all that can be, however little it saves."""
     found: list[Any] = []
     unpad = packing.unpad
 
@@ -35,7 +35,7 @@ def unpadded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         found.extend([] if tokens is None else [tokens])
         return tokens
 
-    monkeypatch.setattr(packing, "_WORTH_UNPADDING", -(1 << 40) if request.param == "removed" else 1 << 40)
+    monkeypatch.setattr(packing, "_WORTH_UNPADDING", -(1 << 40))
     monkeypatch.setattr(layer, "unpad", noted)
     return found
 
