@@ -1,12 +1,18 @@
 """Small faults put into the sources, and how many of them the tests catch.
 
     python -m benchmarks.mutants [--sample 150] [--seed 0] [--only NAME] [--work FOLDER]
+    python -m benchmarks.mutants --files PATH ... [--sample 60] [--seed 0] [--work FOLDER]
 
 A mutant is a copy of the sources with one change. The sample has equally many mutants of six packages: ``_call``,
 ``_layer``, ``kernels``, ``masks``, ``_statistics`` and ``caches``. cosmic-ray makes them: it replaces an operator, a
 comparison, a number or a constant, negates a condition, empties a loop or removes a decorator. One more operator, of
 this command, removes a keyword argument. Twenty faults in C++ are listed in ``benchmarks/mutation/native.py``.
 ``--only`` names one package, or ``native`` for the faults in C++.
+
+``--files`` names sources of any package instead, such as those that a change touches, and the sample is of their
+mutants together. They are tried with the tests of their packages alone, less those of whole models, of a browser and
+of several processes, so that 60 mutants take about half an hour. What it learns is kept apart, in ``files`` below
+``--work``.
 
 Docstrings, annotations, texts of errors, ``__repr__``, imports, ``TYPE_CHECKING`` blocks and decorators without an
 effect at run time are left out: no test has to catch a change of them. An operator is replaced by the likeliest
@@ -30,14 +36,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from benchmarks.mutation.equivalent import EQUIVALENT
 from benchmarks.mutation.native import FAULTS, FOLDER, Build
-from benchmarks.mutation.trying import SOURCES, Copy, Tests
+from benchmarks.mutation.trying import SOURCES, Copy, Tests, package_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
@@ -83,11 +89,21 @@ class Trial:
         return hashlib.sha256(f"{self.where} {self.change} {self.changed}".encode()).hexdigest()[:16]
 
 
-def python_trials(package: str, count: int, seed: int, copy: Copy, tests: Tests) -> list[Trial]:
+def trials_of_package(package: str, count: int, seed: int, copy: Copy, tests: Tests) -> list[Trial]:
     from benchmarks.mutation.drawing import draw  # cosmic-ray is absent where only the results are shown
 
+    return python_trials(draw(copy.tree, f"src/clearhead/{package}", count, seed), copy, tests)
+
+
+def trials_of_files(files: Sequence[str], count: int, seed: int, copy: Copy, tests: Tests) -> list[Trial]:
+    from benchmarks.mutation.drawing import draw_from
+
+    return python_trials(draw_from(copy.tree, files, count, f"{seed} {' '.join(files)}"), copy, tests)
+
+
+def python_trials(mutants: Sequence[Any], copy: Copy, tests: Tests) -> list[Trial]:
     found = []
-    for mutant in draw(copy.tree, f"src/clearhead/{package}", count, seed):
+    for mutant in mutants:
         source = copy.tree / mutant.path
         text = source.read_text(encoding="utf-8")
         changed = mutant.apply(text)
@@ -101,6 +117,7 @@ def python_trials(package: str, count: int, seed: int, copy: Copy, tests: Tests)
             finally:
                 source.write_text(text, encoding="utf-8")
 
+        package = package_of(mutant.path) or "clearhead"
         found.append(Trial(package, f"{mutant.path}:{mutant.lines[0]}", mutant.change, changed, run))
     return found
 
@@ -164,31 +181,68 @@ def check_the_tests(trials: list[Trial], outcomes: dict[str, Any], copy: Copy) -
         raise SystemExit(f"These tests fail although nothing is changed: {', '.join(failing)}")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__.partition("\n")[0])
-    parser.add_argument("--sample", type=int, default=150, help="mutants of all six packages together")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--only", choices=(*SOURCES, "native"), help="one package, or the faults in C++")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "clearhead-mutants")
-    parser.add_argument(
-        "--json", type=Path, default=RESULTS, help="where the numbers go; whole runs only, without --only"
-    )
-    options = parser.parse_args(arguments)
+def chosen_files(names: Sequence[Path]) -> list[str]:
+    """Sources by their paths from the root of the checkout, in order. Raise for anything else."""
+    files = {path.resolve() if path.is_absolute() else (ROOT / path).resolve() for path in names}
+    wrong = [
+        path
+        for path in files
+        if not (path.is_file() and path.suffix == ".py" and (ROOT / "src" / "clearhead").resolve() in path.parents)
+    ]
+    if wrong:
+        raise SystemExit(f"--files: expected Python sources below src/clearhead, got {', '.join(map(str, wrong))}")
+    return sorted(path.relative_to(ROOT.resolve()).as_posix() for path in files)
+
+
+def try_files(files: list[str], options: argparse.Namespace) -> tuple[list[Trial], dict[str, Any]]:
+    """Mutants of some sources, with the tests of their packages."""
+    work = options.work / "files"
+    work.mkdir(parents=True, exist_ok=True)
+    with Copy(ROOT, work, sorted({package_of(file) for file in files})) as copy:
+        tests = Tests(copy, work)
+        trials = trials_of_files(files, options.sample, options.seed, copy, tests)
+        outcomes = try_all(trials, work, tests.hash)
+        check_the_tests(trials, outcomes, copy)
+    return trials, outcomes
+
+
+def try_packages(names: Sequence[str], options: argparse.Namespace) -> tuple[list[Trial], dict[str, Any]]:
+    """Mutants of packages, equally many of each of the six, and the faults in C++ if ``native`` is among the names."""
     options.work.mkdir(parents=True, exist_ok=True)
     with Copy(ROOT, options.work) as copy:
         tests = Tests(copy, options.work)
-        names = [options.only] if options.only else [*SOURCES, "native"]
+        rest = options.sample % len(SOURCES)
+        shares = {name: options.sample // len(SOURCES) + (n < rest) for n, name in enumerate(SOURCES)}
         packages = [name for name in names if name != "native"]
-        shares = {
-            name: options.sample // len(SOURCES) + (n < options.sample % len(SOURCES)) for n, name in enumerate(SOURCES)
-        }
-        trials = [trial for name in packages for trial in python_trials(name, shares[name], options.seed, copy, tests)]
+        trials = [
+            trial for name in packages for trial in trials_of_package(name, shares[name], options.seed, copy, tests)
+        ]
         outcomes = try_all(trials, options.work, tests.hash)
         check_the_tests(trials, outcomes, copy)
         if "native" in names:
             native = native_trials(copy, tests, options.work)
             outcomes.update(try_all(native, options.work, tests.hash))
             trials += native
+    return trials, outcomes
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument("--sample", type=int, help="how many mutants together. Default 150, and 60 of --files")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--only", choices=(*SOURCES, "native"), help="one package, or the faults in C++")
+    chosen.add_argument("--files", type=Path, nargs="+", help="sources, of any package")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "clearhead-mutants")
+    parser.add_argument(
+        "--json", type=Path, default=RESULTS, help="where the numbers go; whole runs only, without --only or --files"
+    )
+    options = parser.parse_args(arguments)
+    options.sample = options.sample or (60 if options.files else 150)
+    if options.files:
+        trials, outcomes = try_files(chosen_files(options.files), options)
+    else:
+        trials, outcomes = try_packages([options.only] if options.only else [*SOURCES, "native"], options)
     found = table(trials, outcomes)
     for name, row in found.items():
         counts = f"{row['mutants']:4} mutants, {row['equivalent']:3} equivalent, {row['caught']:4} caught"
@@ -200,7 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     for survivor in survivors:
         print(f"survived: {survivor['where']} {survivor['change']}")
-    if options.only:
+    if options.only or options.files:
         return
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     command = f"python -m benchmarks.mutants --sample {options.sample} --seed {options.seed}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -161,9 +161,14 @@ def describe(before: str, after: str) -> str:
 def draw(root: Path, package: str, count: int, seed: int) -> list[Mutant]:
     """A sample of the mutants of a package (a folder of sources), the same for the same seed and sources."""
     paths = sorted(str(path.relative_to(root)) for path in (root / package).glob("*.py"))
+    return draw_from(root, paths, count, f"{seed} {package}")
+
+
+def draw_from(root: Path, paths: Sequence[str], count: int, key: str) -> list[Mutant]:
+    """A sample of the mutants of some sources, the same for the same key and sources."""
     found = [mutant for path in paths for mutant in mutants_of(root, path)]
     drawn = []
-    for mutant in random.Random(f"{seed} {package}").sample(found, min(count, len(found))):
+    for mutant in random.Random(key).sample(found, min(count, len(found))):
         text = (root / mutant.path).read_text(encoding="utf-8")
         change = describe(text, mutant.apply(text))
         drawn.append(Mutant(mutant.path, mutant.lines, mutant.operator, mutant.occurrence, change))

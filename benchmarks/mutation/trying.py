@@ -45,7 +45,15 @@ HOMES = {
     "_statistics": ("tests/inspection",),
     "caches": ("tests/caches",),
 }
+#: Of packages that have no folder of tests named after them, or more than that.
+HOMES_OF_FILES = HOMES | {
+    "": ("tests/test_", "tests/state", "tests/kernels/test_particular_calls.py"),
+    "nn": ("tests/nn", "tests/test_layer.py", "tests/test_padding.py"),
+    "transformer": ("tests/transformer", "tests/masks/test_second_use.py"),
+}
 SKIPPED = ("test_builds.py", "test_docs.py", "test_examples.py", "test_public_surface.py")
+#: Tests of whole models, of a browser and of several processes.
+LONG = ("test_architectures.py", "test_pretended.py", "in_browser", "tests/distributed", "test_look_in", "aarch64")
 FIRST_SECONDS, MOST_SECONDS = 6, 60  # of tests that a mutant is tried with, first and altogether
 PYTEST = ("-n", "0", "-q", "-p", "no:cacheprovider", "-o", "addopts=-m 'not slow'")
 PYTEST = (*PYTEST, "-W", "ignore::pytest.PytestAssertRewriteWarning")
@@ -67,10 +75,11 @@ class Copy:
     Args:
         root: the checkout.
         folder: where the copy, and what was learned of the tests, is kept.
+        packages: whose tests are tried. Default: those of `SOURCES`.
     """
 
-    def __init__(self, root: Path, folder: Path) -> None:
-        self.tree, self._folder = folder / "tree", folder
+    def __init__(self, root: Path, folder: Path, packages: Sequence[str] | None = None) -> None:
+        self.tree, self._folder, self.packages = folder / "tree", folder, packages
         self._server: subprocess.Popen[str] | None = None
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -92,9 +101,14 @@ class Copy:
                 pass
 
     def test_files(self) -> list[str]:
-        found = [path for pattern in TESTS for path in self.tree.glob(pattern)]
-        files = [file for path in found for file in (path.rglob("test_*.py") if path.is_dir() else (path,))]
-        return sorted(str(file.relative_to(self.tree)) for file in files if file.name not in SKIPPED)
+        patterns = TESTS
+        if self.packages is not None:
+            homes = {home for package in self.packages for home in homes_of(package)}
+            patterns = tuple(f"{home}*.py" if home.endswith("_") else home for home in homes)
+        found = [path for pattern in patterns for path in self.tree.glob(pattern)]
+        files = {file for path in found for file in (path.rglob("test_*.py") if path.is_dir() else (path,))}
+        names = sorted(str(file.relative_to(self.tree)) for file in files if file.name not in SKIPPED)
+        return [name for name in names if self.packages is None or not any(long in name for long in LONG)]
 
     def run(self, arguments: Sequence[str]) -> str:
         """Run Python in the copy; returns what it printed."""
@@ -192,7 +206,8 @@ class Tests:
 
     def _trace(self, folder: Path) -> None:
         tree, files = self._copy.tree, self._copy.test_files()
-        sources = _hash(sorted(tree.glob("src/**/*.py")))
+        packages = SOURCES if self._copy.packages is None else tuple(self._copy.packages)
+        sources = _hash(sorted(tree.glob("src/**/*.py"))) + "".join(packages)
         self.hash = _hash(tree / file for file in files)
         found = {"sources": sources, **{file: _hash([tree / file]) for file in files}}
         known = json.loads(self._known.read_text()) if self._known.exists() else {}
@@ -206,7 +221,7 @@ class Tests:
             return
         print(f"Running {len(changed)} test files unchanged, to learn which lines they run …", flush=True)
         settings = folder / "coverage.ini"
-        sources_of = ", ".join(str(tree / "src/clearhead" / name) for name in SOURCES)
+        sources_of = ", ".join(str(tree / "src/clearhead" / name) for name in packages)
         settings.write_text(
             f"[run]\nsource = {sources_of}\ndynamic_context = test_function\ndata_file = {self._data}\n",
             encoding="utf-8",
@@ -257,7 +272,7 @@ class Tests:
         by_line = self._lines.get(path, {})
         near = {name for line in range(lines[0], lines[1] + 1) for name in by_line.get(line, ())} - {""}
         every = {name for names in by_line.values() for name in names} - {""}
-        homes = HOMES[Path(path).parent.name]
+        homes = homes_of(package_of(path))
         first, second, last = list[Test](), list[Test](), list[Test]()
         total = 0.0
         for names in (near, every - near):
@@ -271,6 +286,17 @@ class Tests:
                 elif names is near and node.startswith(homes):
                     last.append(Test(node, seconds))
         return first, [*second, *last]
+
+
+def package_of(path: str) -> str:
+    """The folder of a source below ``src/clearhead``, empty for a source that lies there itself."""
+    folder = str(Path(path).parent.as_posix()).removeprefix("src/clearhead")
+    return folder.removeprefix("/")
+
+
+def homes_of(package: str) -> tuple[str, ...]:
+    """Where a package is tested: as it is listed, or in the folder of its name."""
+    return HOMES_OF_FILES.get(package, (f"tests/{package}",))
 
 
 def _hash(paths: Iterable[Path]) -> str:

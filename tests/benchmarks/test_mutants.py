@@ -65,3 +65,37 @@ def test_a_mutant_is_caught(
     assert "masks           1 mutants,   0 equivalent,    1 caught, 100.0 %" in printed
     assert (checkout / "src/clearhead/masks/doubling.py").read_text(encoding="utf-8") == SOURCE
     assert forking.BROKEN not in range(6)  # the exit statuses of pytest
+
+
+def test_mutants_of_chosen_files(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a package that is none of the six, with the tests of that package alone."""
+    pytest.importorskip("cosmic_ray")
+    pytest.importorskip("coverage")
+    from benchmarks import mutants
+
+    monkeypatch.setattr(mutants, "ROOT", checkout)
+    files = {
+        "src/clearhead/plot/__init__.py": "",
+        "src/clearhead/plot/halving.py": "def half(x: int) -> int:\n    return x // 2\n",
+        "src/clearhead/plot/other.py": "def less(x: int) -> int:\n    return x - 2\n",
+        "tests/plot/__init__.py": "",
+        "tests/plot/test_halving.py": "from clearhead.plot.halving import half\n\n\n"
+        "def test_half() -> None:\n    assert half(6) == 3\n",
+        "tests/plot/test_in_browser.py": "def test_slow() -> None:\n    raise AssertionError\n",
+    }
+    for name, text in files.items():
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text(text, encoding="utf-8")
+    work = checkout.parent / "work"
+    mutants.main(["--files", "src/clearhead/plot/halving.py", "--work", str(work), "--json", str(work / "none.json")])
+    printed = capsys.readouterr().out
+    assert "Running 1 test files unchanged" in printed
+    assert "caught (failed) tests/plot/test_halving.py::test_half" in printed
+    assert "other.py" not in printed
+    assert "all " in printed
+    assert not (work / "none.json").exists(), "only whole runs are published"
+    for wrong in ("src/clearhead/plot/nothing.py", "tests/plot/test_halving.py", "src/clearhead/plot"):
+        with pytest.raises(SystemExit, match="--files: expected Python sources below src/clearhead"):
+            mutants.main(["--files", wrong, "--work", str(work)])

@@ -1,4 +1,4 @@
-"""Calls with what modules and `clearhead.distributed` ask for beyond `attention`, and the blocks and grids of calls."""
+"""Calls with what modules and `clearhead.distributed` ask for beyond `attention`, and their blocks, grids and masks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead._layer.plan import attend
 from clearhead.masks._grid import ALL, Block, Grid, Offset
+from clearhead.masks._part import document_ids, part_of
+from clearhead.masks._prepared import shared
 
-__all__ = ["ALL", "Block", "Grid", "Offset", "Request", "requested"]
+__all__ = ["ALL", "Block", "Grid", "Offset", "Request", "document_ids", "part_of", "requested", "shared"]
 
 
 def requested(query: Tensor, key: Tensor, value: Tensor, **request: Any) -> Results:

@@ -34,12 +34,13 @@ def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes
         known = ", ".join(comparison.differences) or "none"
         raise ArgumentError("statistic", expected=f"one that both records have, {known}", got=shown(statistic))
     values = comparison.scores() if statistic is None else comparison.differences[statistic]
+    heads = max(comparison.heads.values(), key=len)  # layers may differ in their number of heads
     if statistic is not None:
         end = max(float(each.abs().nan_to_num(0).max()) for each in head_cells(list(values.values()))) or 1.0
         title = say("{0}, second − first", statistic)
-        return plot_head_table(values, title, cmap=colors(CHANGES), low=-end, high=end, ax=ax)
+        return plot_head_table(values, title, cmap=colors(CHANGES), heads=heads, low=-end, high=end, ax=ax)
     unit = say("nats") if comparison.by == "divergence" else ""
-    return plot_head_table(values, name_of(comparison.by), cmap=colors(), low=0, unit=unit, ax=ax)
+    return plot_head_table(values, name_of(comparison.by), cmap=colors(), heads=heads, low=0, unit=unit, ax=ax)
 
 
 def draw_comparison(
