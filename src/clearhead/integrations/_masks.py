@@ -22,7 +22,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .. import masks
 from .._checks import FLOATS, INTEGERS, flag, integer, kind, require_factory, shown, strided
 from .._environment import has_values
-from .._torch_private import any_transform, disabled_torch_function, has_wrappers, wrapper_of, writes_to
+from .._torch_private import disabled_torch_function, has_wrappers, wrapper_of, writes_to
 from ..errors import DTypeError, MaskTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
