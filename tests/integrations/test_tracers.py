@@ -64,7 +64,7 @@ def prepared(name: str) -> Any:
 def traced(model: Any, arguments: tuple[Tensor, ...]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers' own code
-        return torch.jit.trace(model, arguments, check_trace=False)
+        return torch.jit.trace(model, arguments)  # which traces twice and compares, without gradients the second time
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "vit", *slow("gpt2", "t5")])

@@ -98,8 +98,10 @@ class SdpaKernel(Kernel):
             if folded:
                 output = unfold_group(output, call.query.shape[1])  # (B, H, L, Dv)
             masked = call.coverage.masked_queries
-            if masked is not None:  # in place where that is allowed: the copy would lay heads out anew
-                output = output.masked_fill(masked, 0) if output.requires_grad else output.masked_fill_(masked, 0)
+            if masked is not None:
+                # In place where that is allowed: the copy would lay heads out anew. Graphs do not depend on gradients.
+                copied = call.spec.tracing or output.requires_grad
+                output = output.masked_fill(masked, 0) if copied else output.masked_fill_(masked, 0)
             return Results(output)
 
         return compute
