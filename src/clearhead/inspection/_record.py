@@ -48,7 +48,8 @@ class record(Drawable, RecordedCalls):
     Results cover all heads. If the sequence is split, per-query statistics cover the queries of this process, ``rows``
     the chosen ones among them, and ``received`` its keys. All others, and `summary`, cover the full call.
 
-    Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`. Its
+    Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`. A
+    module that runs as several layers, as in ALBERT, has the names ``"<module>/0"``, ``"<module>/1"``, … Its
     methods `page`, `plot_heads`, `plot_map`, `plot_received` and `plot_rollout` draw it.
 
     Args:
@@ -56,8 +57,9 @@ class record(Drawable, RecordedCalls):
         statistics: as for `attention_statistics`. Default entropy, received, max_logit, top_k.
         layers: the attention modules to record, as names or as numbers in running order. Default all.
         heads: the heads to record. Default all.
-        query_mask: bool or 0/1 (B, L), the counted queries. By default they come from the ``attention_mask`` or
-            ``src_key_padding_mask`` of the model's call, passed by name or in a dictionary. Otherwise all count.
+        query_mask: bool or 0/1 (B, L), the counted queries. By default padding does not count: in self-attention the
+            keys that the mask hides from every query, and in all attention what an argument ``attention_mask`` or
+            ``src_key_padding_mask`` of a running module marks.
         keep: ``"queries_keys"`` also saves query and key of every call, for `weights` and `rollout`. Default
             ``"statistics"``.
         queries, top_k, map_size, map_pooling, sink_keys, offsets, per: as for `attention_statistics`.
