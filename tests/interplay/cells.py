@@ -102,7 +102,7 @@ _WARNINGS = (
     "FSDP is switching to use `NO_SHARD`",
     "FSDP2-wrapped module",
     "`is_gradient_checkpointing` is deprecated",
-    "`isinstance(treespec, LeafSpec)` is deprecated",
+    "`isinstance.treespec, LeafSpec.` is deprecated",
     ":torch.jit.TracerWarning",
     "`torch.jit.[a-z_]+` is (deprecated|not supported)",
 )
