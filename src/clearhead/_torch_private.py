@@ -79,13 +79,11 @@ has_wrappers = disabled_torch_function is not None and _wrap is not None
 left_aligned_padding: Callable[..., bool] | None = _lookup("_nested_tensor_from_mask_left_aligned", None)
 #: A block in which forward-mode differentiation is on or off, as `torch.set_grad_enabled` is for reverse mode.
 set_tangents_enabled: Any = _lookup("autograd.forward_ad._set_fwd_grad_enabled", nullcontext)
-
 #: Collectives by their names since PyTorch 2.13, where the older ones warn.
 all_gather_single: Any = _lookup("distributed.all_gather_single", _lookup("distributed.all_gather_into_tensor", None))
 reduce_scatter_single: Any = _lookup(
     "distributed.reduce_scatter_single", _lookup("distributed.reduce_scatter_tensor", None)
 )
-
 
 _mode_of: Callable[[Any], Any] = _lookup("_C._get_dispatch_mode", lambda _: None)
 _VALUELESS = tuple(_lookup(f"_C._TorchDispatchModeKey.{name}", None) for name in ("FAKE", "PROXY"))
@@ -300,8 +298,3 @@ def cpu_kernel(operator: str) -> Callable[..., Any]:
     """PyTorch's own kernel of an operator for the CPU, whatever is registered for the operator later."""
     keys = _lookup("_C.DispatchKeySet", None)(_lookup("_C.DispatchKey", None).CPU)
     return partial(torch.library.get_kernel(operator, "CPU").call_boxed, keys)
-
-
-def withdraw(library: torch.library.Library) -> None:
-    """Take the kernels of a library out of PyTorch's dispatcher now, and not when the library is freed."""
-    cast(Any, library)._destroy()

@@ -15,7 +15,6 @@ from torch.nn.attention import (
 )
 
 from .._environment import ACTIVATED, is_activated
-from .._torch_private import withdraw
 from ..errors import ArgumentError, KernelError
 
 
@@ -92,9 +91,7 @@ class _Installed:
         self._libraries = libraries
 
     def remove(self) -> None:
-        for library in self._libraries:
-            withdraw(library)
-        self._libraries = []
+        self._libraries = []  # a library that nothing holds takes its kernels out of the dispatcher
 
 
 def _install() -> _Installed:

@@ -82,10 +82,7 @@ class Mask(ABC):
         return Sizes()
 
     def structure(self, grid: Grid) -> Structure:
-        """The facts about the mask on a grid that need no evaluation. Kernels skip blocks by them, and lower them.
-
-        Also called while tracing, where no values may be read. Default: no facts, and kernels evaluate `visible`.
-        """
+        """The facts about the mask on a grid that need no evaluation, also while tracing. Default: none."""
         return UNKNOWN
 
     def signature(self) -> Hashable | None:
@@ -123,8 +120,8 @@ class Mask(ABC):
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
         """The node of the mask in a graph of `torch.fx`, which holds constants as attributes of the traced module."""
-        held = vars(tracer.root)
-        name = next((name for name, value in held.items() if value is self), f"_clearhead_mask{len(held)}")
+        held: dict[str, Any] = vars(tracer.root)
+        name = next((name for name in held if held[name] is self), f"_clearhead_mask{len(held)}")
         held[name] = self
         return tracer.create_node("get_attr", name, (), {})
 
@@ -137,7 +134,6 @@ class Mask(ABC):
 
         if isinstance(other, Proxy):  # which records the operation
             return NotImplemented
-
         return Or(_predicate(self, "|"), _predicate(_operand(other, "|"), "|"))
 
     def __invert__(self) -> Mask:
