@@ -14,7 +14,7 @@ ROW, LEFT, WIDTH = 30, 186, 300
 GROUPS = {
     "cli": ("programs and inspection", SAND),
     "transformer": ("modules and models", MINT),
-    "_varlen | _weights": ("functions on tensors", SKY),
+    "backend": ("functions on tensors", SKY),
     "_environment": ("foundation", "#dde3ea"),
 }
 
@@ -31,6 +31,7 @@ WORDS = {
     "_latent_forms | _multihead_checks": "their forms and checks",
     "caches": "key/value caches",
     "_statistics": "statistics of weights",
+    "backend": "PyTorch's own names, flash-attn's",
     "_varlen | _weights": "attention_varlen, attention_weights",
     "_attention": "attention, explain",
     "_layer": "from a module to a plan",
@@ -41,7 +42,7 @@ WORDS = {
     "_native": "the C++ extension",
     "_environment": "what surrounds a call",
     "_torch_private": "PyTorch's private names",
-    "_checks": "checks of arguments",
+    "_checks | _proxies": "checks of arguments; torch.fx",
     "errors": "errors and their texts",
 }
 
