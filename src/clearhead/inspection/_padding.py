@@ -63,11 +63,12 @@ class CountedQueries:
             if tuple(self._query_mask.shape) != (grid.batch_size, grid.query_length) and not is_first:
                 return None  # a later step has other sizes, and the first call passed the check
             return counted_queries(self._query_mask, call)
+        seen = _seen_keys(call) if is_self and grid.query_length == grid.key_length else None
         if isinstance(call, PartialCall):
             mask = self._of_root(name)
-            return None if mask is None else _of_shared_call(mask, call, call.totals)
-        seen = _seen_keys(call) if is_self and grid.query_length == grid.key_length else None
-        marked = self._marked(name, query, grid)
+            marked = None if mask is None else _of_shared_call(mask, call, call.totals)
+        else:
+            marked = self._marked(name, query, grid)
         return seen if marked is None else marked if seen is None else seen & marked.to(seen.device)
 
     def _marked(self, name: str, query: Tensor, grid: Grid) -> Tensor | None:
