@@ -135,5 +135,5 @@ TOOLS = (
     Tool("FSDP1", _fsdp1, needs=_MODULES),
     Tool("FSDP2", _fsdp2, needs=_MODULES),
     Tool("fork", _forked),
-    Tool("spawn", _spawned),
+    Tool("spawn", _spawned, needs=frozenset({"pickle"})),
 )
