@@ -20,6 +20,7 @@ NEEDS = {
     "one input": "Opacus takes no parameters of modules with several inputs, such as `nn.MultiheadAttention`",
     "pickle": "transformers hooks its layers with functions that cannot be pickled when it collects their weights",
     "graph": "weights that transformers collects in a reentrant checkpoint have no graph, with eager too",
+    "classes": "transformers collects weights by the class of a module, which fully_shard changes, with eager too",
     "symbols": "the code of transformers' models cannot be traced with symbols, whatever their attention",
     "quantisable": "torchao quantises no function, and skips the one linear layer of an `nn.MultiheadAttention`",
     "transformers": "only models of transformers have this tool",
@@ -34,8 +35,8 @@ _LACKS: dict[tuple[str, str], set[str]] = {
     ("attention_weights", "average with sinks"): {"samples"},
     ("module", "grouped with sinks, norms and positions"): {"one input"},
     ("module", "learned bias"): {"one input"},
-    ("upgraded encoder", "with weights"): {"pickle"},
-    ("upgraded decoder", "with weights"): {"pickle", "graph"},
+    ("upgraded encoder", "with weights"): {"pickle", "graph", "classes"},
+    ("upgraded decoder", "with weights"): {"pickle", "graph", "classes"},
 }
 
 

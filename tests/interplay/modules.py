@@ -43,7 +43,7 @@ class DropIn(nn.Module):
 
     def forward(self, x: Tensor, hidden: Tensor) -> Any:
         output, weights = self.attend(x, x, x, key_padding_mask=hidden, **self.given)
-        return output if weights is None else (output, weights)
+        return (output, weights) if self.given.get("need_weights", True) else output
 
 
 class Stack(nn.Module):
