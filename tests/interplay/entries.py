@@ -16,12 +16,27 @@ NEEDS = {
     "parameters": "a function has no parameters",
     "linears": "it has no `nn.Linear` of its own",
     "norms": "PyTorch's LayerNorm is wrong under hooks that change strides",
-    "samples": "packed sequences have no batch whose samples could be taken apart",
-    "one input": "Opacus puts its own module in the place of every `nn.MultiheadAttention`, which has three inputs",
+    "samples": "packed sequences, sinks and biases have no batch whose samples could be taken apart",
+    "one input": "Opacus takes no parameters of modules with several inputs, such as `nn.MultiheadAttention`",
+    "pickle": "transformers hooks its layers with functions that cannot be pickled when it collects their weights",
+    "graph": "weights that transformers collects in a reentrant checkpoint have no graph, with eager too",
+    "classes": "transformers collects weights by the class of a module, which fully_shard changes, with eager too",
     "symbols": "the code of transformers' models cannot be traced with symbols, whatever their attention",
     "quantisable": "torchao quantises no function, and skips the one linear layer of an `nn.MultiheadAttention`",
     "transformers": "only models of transformers have this tool",
     "no dropout": "the tool calls several times or in another order, so that other weights are dropped",
+}
+
+
+#: What single calls lack besides.
+_LACKS: dict[tuple[str, str], set[str]] = {
+    ("attention", "grouped with sinks"): {"samples"},
+    ("attention", "learned bias"): {"samples"},
+    ("attention_weights", "average with sinks"): {"samples"},
+    ("module", "grouped with sinks, norms and positions"): {"one input"},
+    ("module", "learned bias"): {"one input"},
+    ("upgraded encoder", "with weights"): {"pickle", "graph", "classes"},
+    ("upgraded decoder", "with weights"): {"pickle", "graph", "classes"},
 }
 
 
@@ -47,7 +62,7 @@ class Entry:
         return self.cases[case]()
 
     def lacks_in(self, case: str) -> frozenset[str]:
-        return self.lacks | {"no dropout"} if case == "dropout" else self.lacks
+        return self.lacks | ({"no dropout"} if case == "dropout" else set()) | _LACKS.get((self.name, case), set())
 
 
 _FUNCTION = frozenset({"parameters", "linears", "quantisable", "transformers"})

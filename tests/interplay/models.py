@@ -27,10 +27,10 @@ class Model(nn.Module):
         self.model, self.given = model, given
 
     def forward(self, x: Tensor, marks: Tensor) -> Any:
-        outputs = self.model(inputs_embeds=x, attention_mask=marks, return_dict=False, **self.given)
+        outputs = self.model(inputs_embeds=x, attention_mask=marks, **self.given)
         # Outputs at padding mean nothing: calls that are not unpadded have other ones.
-        output = outputs[0] * marks[..., None]
-        weights = outputs[-1] if "output_attentions" in self.given else ()
+        output = outputs.last_hidden_state * marks[..., None]
+        weights = outputs.attentions if "output_attentions" in self.given else ()
         return (output, *(x * marks[:, None, :, None] for x in weights))
 
 

@@ -43,7 +43,7 @@ class DropIn(nn.Module):
 
     def forward(self, x: Tensor, hidden: Tensor) -> Any:
         output, weights = self.attend(x, x, x, key_padding_mask=hidden, **self.given)
-        return output if weights is None else (output, weights)
+        return (output, weights) if self.given.get("need_weights", True) else output
 
 
 class Stack(nn.Module):
@@ -54,7 +54,8 @@ class Stack(nn.Module):
         self.encoder = encoder
 
     def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return self.encoder(x, src_key_padding_mask=hidden)
+        # Outputs at padding mean nothing: PyTorch's stack zeroes them in some modes.
+        return self.encoder(x, src_key_padding_mask=hidden) * ~hidden[..., None]
 
 
 class Recorded(nn.Module):
@@ -82,7 +83,7 @@ def _subject(
     given, full = _lengths(length)
     if as_marks:
         given, full = (torch.arange(length) >= lengths[:, None] for lengths in (given, full))
-    return Subject(randomised(module, 0.2).train(training), (torch.randn(B, length, size),), (given,), (full,))
+    return Subject(randomised(module, size**-0.5).train(training), (torch.randn(B, length, size),), (given,), (full,))
 
 
 def _own(size: int = E, length: int = L, *, causal: bool = True, parts: Any = None, **given: Any) -> Subject:

@@ -115,15 +115,18 @@ def inference(subject: Subject, call: Callable[..., Any] | None = None) -> Numbe
 
 
 def require_near(found: Numbers, expected: Numbers, tolerance: float) -> None:
-    """Each found tensor is within the tolerance of the largest expected number, or of 1 if that is more."""
+    """Each found tensor is within the tolerance of the largest number of the call, or of 1 if that is more."""
     assert found, "the tool returned nothing to compare"
     assert found.keys() == expected.keys(), f"missing or not expected: {sorted(found.keys() ^ expected.keys())}"
+    limit = tolerance * max(1.0, *(_largest(tensor) for tensor in expected.values()))
     for name, tensor in found.items():
         right = expected[name]
         assert tensor.shape == right.shape, f"{name}: {tuple(tensor.shape)}, expected {tuple(right.shape)}"
         assert tensor.isfinite().equal(right.isfinite()), f"{name}: other numbers are finite"
-        finite = right.isfinite()
-        right, difference = right[finite], tensor[finite].double() - right[finite].double()
-        largest = max(1.0, float(right.abs().max()) if right.numel() else 0.0)
-        error = float(difference.abs().max()) if right.numel() else 0.0
-        assert error <= tolerance * largest, f"{name}: off by {error:.3g}, allowed {tolerance * largest:.3g}"
+        error = _largest(tensor.double() - right.double())
+        assert error <= limit, f"{name}: off by {error:.3g}, allowed {limit:.3g}"
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -50,6 +50,10 @@ TOOLS = (
     Tool("checkpoint to the end", partial(_checkpointed, use_reentrant=False, early_stop=False), needs=_NEEDS),
     Tool("selective checkpoint", _selective, needs=_NEEDS),
     Tool("checkpoint in compile", _compiled, needs=_NEEDS, slow=True),
-    Tool("reentrant activation_checkpointing_enable", partial(_of_transformers, True), needs=_NEEDS | {"transformers"}),
+    Tool(
+        "reentrant activation_checkpointing_enable",
+        partial(_of_transformers, True),
+        needs=_NEEDS | {"transformers", "graph"},
+    ),
     Tool("activation_checkpointing_enable", partial(_of_transformers, False), needs=_NEEDS | {"transformers"}),
 )

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clearhead.masks import Mask
+
 from ..subject import Numbers, Subject, backward, forward, numbers
 from ._tool import Tool
 
@@ -64,7 +66,8 @@ def _fsdp2(subject: Subject) -> Numbers:
     _group()
     mesh = init_device_mesh("cpu", (1,))
     for part in reversed(list(subject.module.modules())):
-        if not isinstance(part, (nn.ModuleList, nn.Linear)) and any(True for _ in part.parameters()):
+        # Masks are read and not called, so nothing would gather the parameters of one that is sharded by itself.
+        if not isinstance(part, (nn.ModuleList, nn.Linear, Mask)) and any(True for _ in part.parameters()):
             fully_shard(part, mesh=mesh)
     return _renamed(numbers(subject), "")
 
@@ -133,7 +136,7 @@ TOOLS = (
     Tool("DDP", _ddp, needs=_MODULES),
     Tool("DDP with a static graph", _static_ddp, needs=_MODULES),
     Tool("FSDP1", _fsdp1, needs=_MODULES),
-    Tool("FSDP2", _fsdp2, needs=_MODULES),
+    Tool("FSDP2", _fsdp2, needs=_MODULES | {"classes"}),
     Tool("fork", _forked),
-    Tool("spawn", _spawned),
+    Tool("spawn", _spawned, needs=frozenset({"pickle"})),
 )

@@ -118,15 +118,15 @@ def _on_meta_and_back(subject: Subject) -> Numbers:
     return numbers(replace(subject, module=module))
 
 
-_MODULES = frozenset({"parameters"})
+_MODULES, _PICKLED = frozenset({"parameters"}), frozenset({"pickle"})
 TOOLS = (
     Tool("parametrizations", _parametrized, _for_inputs, needs=_MODULES),
     Tool("cached parametrizations", _parametrized_and_cached, _for_inputs, needs=_MODULES),
     Tool("weight_norm", _normed, _for_inputs, needs=_MODULES),
     Tool("prune", _pruned, _for_inputs, needs=_MODULES),
     Tool("deepcopy", partial(_duplicate, copy.deepcopy)),
-    Tool("pickle", partial(_duplicate, _through_pickle)),
-    Tool("torch.save", partial(_duplicate, _through_file)),
+    Tool("pickle", partial(_duplicate, _through_pickle), needs=_PICKLED),
+    Tool("torch.save", partial(_duplicate, _through_file), needs=_PICKLED),
     Tool("functional_call", _functional, needs=_MODULES),
     Tool("frozen parameters", _frozen, _for_inputs, needs=_MODULES),
     Tool("meta device and load_state_dict", _on_meta_and_back, needs=_MODULES),

@@ -109,7 +109,10 @@ def _looped(transform: Transform, of: Of, inputs: tuple[Tensor, ...]) -> tuple[T
 
 
 def _jacobian(of: Of, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return functional.jacobian(_along(of, inputs), inputs[0].new_zeros(_DIRECTIONS))
+    """Column by column, because outputs are many and directions few."""
+    start, along = inputs[0].new_zeros(_DIRECTIONS), _along(of, inputs)
+    columns = [functional.jvp(along, start, direction)[1] for direction in torch.eye(_DIRECTIONS, dtype=start.dtype)]
+    return tuple(torch.stack(column, -1) for column in zip(*columns, strict=True))
 
 
 def _gradient_of_steps(of: Of, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
