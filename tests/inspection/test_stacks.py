@@ -370,3 +370,21 @@ def test_importance_and_scalars_have_the_names_of_a_record() -> None:
     with clearhead.monitor(model.train(), statistics=("entropy",), to=lambda _, values: seen.update(values)):
         model(x)
     assert [name for name in seen if "head" not in name] == [f"attention/{name}/entropy" for name in names]
+
+
+def test_layers_side_by_side_are_one_stack() -> None:
+    """Layers that read the same tokens, and whose outputs no other layer reads, are over one text."""
+
+    class SideBySide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(clearhead.MultiHeadAttention(12, 3) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([layer(x) for layer in self.layers]).sum(0)
+
+    model, x = SideBySide(), torch.randn(2, 5, 12)
+    with clearhead.record(model, keep="queries_keys") as rec:
+        model(x)
+    assert {rec.sides(name) for name in rec} == {(0, 0)}
+    assert rec.page(tokens=[list("abcde"), list("fghij")])

@@ -149,6 +149,10 @@ class Flow:
             for stack in reversed(list(dict.fromkeys(self._stack_of.values()))):
                 if pattern in stack.patterns and (not origins or origins & stack.calls):
                     return stack
+        # Layers side by side, which read the same tokens and whose outputs no other layer reads, are one stack.
+        for stack in self._stack_of.values() if last is None else ():
+            if pattern in stack.patterns and origins and stack.origins & ~self._calls == origins:
+                return stack
         return self._new_stack()
 
     def _stack_of_keys(self, of_keys: int) -> _Stack:
