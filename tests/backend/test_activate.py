@@ -107,6 +107,16 @@ def test_what_was_restored_meanwhile_stays_restored() -> None:
     assert current_flash_attention_impl() is None
 
 
+def test_an_activation_ends_itself_alone_and_once() -> None:
+    first = clearhead.activate()
+    restore_flash_attention_impl()
+    with clearhead.activate():
+        first.remove()
+        assert current_flash_attention_impl() == "clearhead"
+    with pytest.raises(ArgumentError, match=r"expected an activation that holds, got one that has ended"), first:
+        pass
+
+
 class _Handle:
     def remove(self) -> None:
         pass

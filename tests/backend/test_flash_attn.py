@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead.backend import flash_attn_func, flash_attn_varlen_func
+from clearhead.errors import ArgumentError
 from tests.backend.test_varlen import EQUAL, OTHER, WINDOWS, expected, int32, tensors
 
 
@@ -29,7 +30,7 @@ def test_packed(bounds: tuple[list[int], list[int]], window: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize(("length", "keys"), [(5, 5), (5, 11), (11, 5), (1, 7)])
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [*WINDOWS, (12, -1), (-1, 3)])
 def test_a_batch(window: tuple[int, int], length: int, keys: int) -> None:
     query, key, value = tensors(([0, length], [0, keys]))
     output = flash_attn_func(query[None], key[None], value[None], window_size=window)
@@ -65,3 +66,16 @@ def test_arguments_begin_as_those_of_flash_attn(function: object) -> None:
     ends = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
     start = ["q", "k", "v", *([] if function is flash_attn_func else ends), *rest]
     assert names[: len(start)] == start
+
+
+def test_other_boundaries_in_a_graph_are_refused() -> None:
+    query, key, value = (x.detach() for x in tensors(EQUAL))
+    ends = int32(EQUAL[0])
+
+    def attend(first: Tensor, second: Tensor) -> Tensor:
+        return flash_attn_varlen_func(query, key, value, first, second, causal=True)
+
+    compiled = torch.compile(attend, backend="eager")
+    assert (compiled(ends, ends) - attend(ends, ends)).abs().max() <= 1e-6
+    with pytest.raises(ArgumentError, match="cu_seqlens_k: expected cu_seqlens_q itself with causal or a window"):
+        torch.compile(attend, backend="eager")(ends, ends.clone())

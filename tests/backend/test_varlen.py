@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
 import clearhead
-from clearhead.errors import ArgumentError, DTypeError
+from clearhead.errors import ArgumentError, DTypeError, ShapeError
 
 EQUAL, OTHER = ([0, 3, 10, 23], [0, 3, 10, 23]), ([0, 3, 10, 23], [0, 5, 5, 31])
 WINDOWS = [(-1, -1), (-1, 0), (4, 0), (3, 2)]
@@ -141,3 +141,28 @@ def test_packed_layout_of_clearhead(active: None) -> None:
     ours = clearhead.attention_varlen(query, key, value, ends, ends, clearhead.masks.causal())
     theirs = varlen_attn(query, key, value, ends.int(), ends.int(), 13, 13, window_size=(-1, 0), enable_gqa=True)
     assert (ours - theirs).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hook", [torch.Tensor.double, torch.Tensor.half])
+def test_saved_tensors_in_another_precision(hook: Callable[[Tensor], Tensor], dtype: torch.dtype, active: None) -> None:
+    inputs, ends = tensors(EQUAL, dtype), int32(EQUAL[0])
+
+    def gradients() -> tuple[Tensor, ...]:
+        output = varlen_attn(*inputs, ends, ends, 13, 13, enable_gqa=True)
+        return torch.autograd.grad(output.double().sin().sum(), inputs)
+
+    expected = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: hook(x) if x.is_floating_point() else x):
+        found = gradients()
+    for gradient, right in zip(found, expected, strict=True):
+        allowed = 5e-3 if dtype is torch.float32 else 1e-2
+        assert (gradient - right).abs().max() <= allowed * right.abs().max()
+
+
+def test_a_saved_tensor_of_another_shape_is_refused(active: None) -> None:
+    inputs, ends = tensors(EQUAL), int32(EQUAL[0])
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x[:, :1] if x.shape == (23, 6, 8) else x):
+        output = varlen_attn(*inputs, ends, ends, 13, 13, enable_gqa=True)
+    with pytest.raises(ShapeError, match="saved query: expected the shape"):
+        output.sum().backward()

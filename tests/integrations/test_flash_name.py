@@ -72,6 +72,26 @@ def test_an_encoder_with_padding() -> None:
     assert relative_error(ours(**inputs)[0][real], eager(**inputs)[0][real]) <= 1e-5
 
 
+@pytest.mark.parametrize("length", [5, 11])
+@torch.no_grad()
+def test_cross_attention_with_padding(length: int) -> None:
+    """The mask marks the source's tokens, also where there are as many of the target's."""
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    options = {"vocab_size": 97, "d_model": 32, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, **sizes}
+    eager, ours = make_pair("BartModel", "BartConfig", options)
+    ours.set_attn_implementation(NAME)
+    inputs = {"input_ids": token_ids(), "attention_mask": padding("right"), "decoder_input_ids": token_ids(length)}
+    assert relative_error(ours(**inputs)[0], eager(**inputs)[0]) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_model_without_linear_layers() -> None:
+    eager, ours = make_pair("GPT2Model", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97})
+    ours.set_attn_implementation(NAME)
+    ids = token_ids()
+    assert relative_error(ours(ids)[0], eager(ids)[0]) <= 1e-5
+
+
 @pytest.mark.parametrize("boundaries", [False, True])
 def test_training_on_flattened_texts(boundaries: bool) -> None:
     """The collator of transformers concatenates texts; one call for each text is the judge."""

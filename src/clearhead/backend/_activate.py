@@ -27,16 +27,20 @@ def register() -> None:
 class Activation:
     """What `activate` returns: a context manager that restores what was active before, and `remove`."""
 
-    def __init__(self, *, activated: bool) -> None:
-        self._activated = activated
+    def __init__(self, installed: _Installed | None) -> None:
+        self._installed = installed  # None inside another activation, which then stays
+        self._removed = False
 
     def remove(self) -> None:
-        """Restore PyTorch's kernels, unless they are back already, or another implementation was activated since."""
-        if self._activated and is_activated():
+        """Restore PyTorch's kernels, unless they are back already, or were activated anew since."""
+        if self._installed is not None and self._installed.libraries and is_activated():
             restore_flash_attention_impl()
-        self._activated = False
+        self._removed = True
 
     def __enter__(self) -> Activation:
+        if self._removed:
+            fix = "Call clearhead.activate() again."
+            raise ArgumentError("activate()", expected="an activation that holds", got="one that has ended", fix=fix)
         return self
 
     def __exit__(
@@ -75,12 +79,12 @@ def activate() -> Activation:
     """
     active = current_flash_attention_impl()
     if active == ACTIVATED:
-        return Activation(activated=False)
+        return Activation(None)
     if active is not None:
         fix = "PyTorch has one implementation at a time: call torch.nn.attention.restore_flash_attention_impl() first."
         raise ArgumentError("activate()", expected="no other active implementation", got=repr(active), fix=fix)
     activate_flash_attention_impl(ACTIVATED)
-    return Activation(activated=True)
+    return Activation(_latest[-1])
 
 
 @final
@@ -88,10 +92,14 @@ class _Installed:
     """The kernels in PyTorch's dispatcher: what its registry calls a handle."""
 
     def __init__(self, libraries: list[torch.library.Library]) -> None:
-        self._libraries = libraries
+        self.libraries = libraries
 
     def remove(self) -> None:
-        self._libraries = []  # a library that nothing holds takes its kernels out of the dispatcher
+        self.libraries = []  # a library that nothing holds takes its kernels out of the dispatcher
+
+
+#: The last handle that PyTorch's registry was given, which it does not return.
+_latest: list[_Installed] = []
 
 
 def _install() -> _Installed:
@@ -104,7 +112,9 @@ def _install() -> _Installed:
         )
     from . import _sdpa, _varlen
 
-    return _Installed([_registered(_sdpa.KERNELS, "aten"), _registered(_varlen.KERNELS, "torch_attn")])
+    installed = _Installed([_registered(_sdpa.KERNELS, "aten"), _registered(_varlen.KERNELS, "torch_attn")])
+    _latest[:] = [installed]
+    return installed
 
 
 def _registered(kernels: dict[str, Any], namespace: str) -> torch.library.Library:

@@ -15,7 +15,9 @@ from torch import Tensor
 from .. import masks
 from .._attention import attention
 from .._call.sequences import read_sequences
+from .._environment import is_tracing
 from .._varlen import attention_varlen
+from ..errors import ArgumentError
 from ..masks._base import Mask
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -61,7 +63,7 @@ def flash_attn_func(
         torch.Size([2, 5, 4, 8])
     """
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, L, D), (B, Hkv, S, D or Dv)
-    shift, mask = k.shape[1] - q.shape[1], _mask(causal, window_size, k.shape[1])
+    shift, mask = k.shape[1] - q.shape[1], _mask(causal, window_size, q.shape[1] + k.shape[1])
     # Positions are at least 0, so the longer side begins at 0.
     aligned: dict[str, Any] = {"query_positions": max(0, shift), "key_positions": max(0, -shift)}
     options = aligned if mask is not None and shift else {}
@@ -110,9 +112,15 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(x, x, x, ends, ends, causal=True).shape
         torch.Size([7, 4, 8])
     """
-    mask = _mask(causal, window_size, k.shape[0])
+    mask = _mask(causal, window_size, q.shape[0] + k.shape[0])
     options: dict[str, Any] = {"scale": softmax_scale, "dropout_p": dropout_p, "softcap": softcap or None}
-    same = cu_seqlens_k is cu_seqlens_q or (q.shape[0] == k.shape[0] and torch.equal(cu_seqlens_q, cu_seqlens_k))
+    same = cu_seqlens_k is cu_seqlens_q
+    if mask is not None and not same:
+        if is_tracing() or not cu_seqlens_q.is_cpu:
+            fix = "Pass one tensor as both, if queries and keys have the same boundaries."
+            expected = "cu_seqlens_q itself with causal or a window, in a graph and on a GPU, where no value is read"
+            raise ArgumentError("cu_seqlens_k", expected=expected, got="another tensor", fix=fix)
+        same = q.shape[0] == k.shape[0] and torch.equal(cu_seqlens_q, cu_seqlens_k)
     if mask is None or same:
         boundaries = cu_seqlens_q, cu_seqlens_q if same else cu_seqlens_k
         longest: dict[str, Any] = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k} if q.is_cuda else {}
@@ -125,7 +133,7 @@ def flash_attn_varlen_func(
     return torch.cat(outputs)
 
 
-def _mask(is_causal: bool, window_size: Sequence[int], keys: int) -> Mask | None:
+def _mask(is_causal: bool, window_size: Sequence[int], farthest: int) -> Mask | None:
     left, right = window_size
     if is_causal:
         right = 0
@@ -133,4 +141,4 @@ def _mask(is_causal: bool, window_size: Sequence[int], keys: int) -> Mask | None
         return None
     if left < 0 and right == 0:
         return masks.causal()
-    return masks.sliding_window(keys if left < 0 else left, keys if right < 0 else right)
+    return masks.sliding_window(farthest if left < 0 else left, farthest if right < 0 else right)

@@ -13,10 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .._call.saved import restored
 from .._torch_private import cpu_kernel
-from ..errors import ShapeError, shape_text
 from ..kernels._native_arguments import DTYPES, NativeArguments, Strides
 from ..kernels._native_plan import plan_of
+from ..kernels._native_returned import CPU, as_declared
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _pytorchs_forward = cpu_kernel(f"aten::{FORWARD}")
@@ -25,6 +26,8 @@ _pytorchs_backward = cpu_kernel(f"aten::{FORWARD}_backward")
 #: Multiplications of queries with keys below which PyTorch's kernel is faster, since its call costs less. Measured by
 #: ``python -m benchmarks.activated``.
 _SMALL = 1 << 21
+#: A log-sum-exp up to this size is exact to 4e-6 in float32, so that weights have a relative error of that size.
+_ROUNDED_WELL = 64.0
 
 
 def _forward(
@@ -68,14 +71,16 @@ def _backward(
     if _is_pytorchs(output_gradient, key, dropout_p):
         operands = query, key, value, output, lse
         return _pytorchs_backward(output_gradient, *operands, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-    query, key, value = _fitting(output_gradient, query, key, value, lse)
-    arguments = _arguments(query, key, value, is_causal, attn_mask, scale)
-    gradients = tuple(_heads_inside(tensor.shape) for tensor in (query, key, value))
+    arguments = as_declared(_arguments(query, key, value, is_causal, attn_mask, scale), output_gradient)
+    dtype, shape = output_gradient.dtype, output_gradient.shape
+    output = restored("saved output", output, shape, dtype, CPU)
+    lse = restored("saved log-sum-exp", lse, shape[:3], torch.float32, CPU)
+    gradients = tuple(_heads_inside(tensor.shape) for tensor in arguments[:3])
     plan = plan_of(arguments, differentiable=True, gradients=gradients)
-    if output.dtype == torch.float32:
+    if dtype is torch.float32 and float(lse.abs().max()) <= _ROUNDED_WELL:
         exact = lse.double().contiguous()
-    else:  # the output came back rounded
-        exact = plan.empty_lse(query)
+    else:  # what came back is rounded too much
+        exact = plan.empty_lse(arguments.query)
         output = plan.forward(arguments, exact)
     return plan.backward(arguments, output, exact, output_gradient)[:3]
 
@@ -87,21 +92,6 @@ def _is_pytorchs(query: Tensor, key: Tensor, dropout_p: float) -> bool:
     """Whether PyTorch's own kernel computes the call: a small one, or one that Clearhead's kernel does not support."""
     batch, heads, length, dim = query.shape
     return batch * heads * length * key.shape[2] * dim < _SMALL or query.dtype not in DTYPES or dropout_p > 0
-
-
-def _fitting(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """Query, key and value in the dtype of the gradient. Hooks on saved tensors may have returned other ones.
-
-    Raises:
-        ShapeError: if they returned other shapes.
-    """
-    rows, (batch, _, _, dim) = gradient.shape, key.shape
-    if query.shape != rows or value.shape != key.shape or lse.shape != rows[:3] or (batch, dim) != (rows[0], rows[3]):
-        got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}, value {shape_text(value.shape)}"
-        expected = f"the shapes that were saved, for an output of {shape_text(rows)}"
-        fix = "A hook on saved tensors has to return the shape that it was given."
-        raise ShapeError("saved tensors of scaled_dot_product_attention", expected=expected, got=got, fix=fix)
-    return query.to(gradient.dtype), key.to(gradient.dtype), value.to(gradient.dtype)
 
 
 def _arguments(

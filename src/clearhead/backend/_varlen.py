@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._call.saved import restored
 from .._call.sequences import PackedSequences, read_sequences
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..kernels._native_arguments import DTYPES, NativeArguments, contiguous_strides
 from ..kernels._native_plan import NativePlan, plan_of
+from ..kernels._native_returned import CPU
 
 
 class _Window(NamedTuple):
@@ -136,6 +138,12 @@ def _backward(
     window_size: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
+    (tokens, heads, dim), dtype = grad_out.shape, grad_out.dtype
+    query = restored("saved query", query, grad_out.shape, dtype, CPU)
+    key = restored("saved key", key, (*key.shape[:2], dim), dtype, CPU)
+    value = restored("saved value", value, key.shape, dtype, CPU)
+    out = restored("saved output", out, grad_out.shape, dtype, CPU)
+    lse = restored("saved log-sum-exp", lse, (heads, tokens), torch.float32, CPU)
     gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     sequences, window = _sequences(query, key, cu_seq_q, cu_seq_k), _Window.of(is_causal, window_size)
     for part in _parts(query, key, value, sequences, window, scale):
@@ -144,8 +152,8 @@ def _backward(
         output, exact = _exact(plan, part, out, lse)
         of_output = grad_out[part.queries].transpose(0, 1)[None]  # (1, H, T, D)
         computed = plan.backward(part.arguments, output, exact, of_output)[:3]
-        for gradient, tokens, of_part in zip(gradients, (part.queries, part.keys, part.keys), computed, strict=True):
-            gradient[tokens] = of_part[0].transpose(0, 1)
+        for gradient, places, of_part in zip(gradients, (part.queries, part.keys, part.keys), computed, strict=True):
+            gradient[places] = of_part[0].transpose(0, 1)
     return gradients[0], gradients[1], gradients[2]
 
 

@@ -2,7 +2,8 @@
 
 Where the name of an implementation contains "flash", transformers and sentence-transformers leave padding out: masks
 stay (B, S), texts are concatenated, `cu_seq_lens_q` and positions that restart separate packed sequences. The functions
-of that route are found by a private function of transformers, `_lazy_imports`. This is the only file that knows it.
+of that route are found by a private function of transformers, `_lazy_imports`. This is the only file that knows it and
+the function that calls them.
 """
 
 from __future__ import annotations
@@ -12,31 +13,37 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
-from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
+from .. import masks
+from .._attention import attention
 from ..backend import flash_attn_func, flash_attn_varlen_func
 from ..errors import ArgumentError, ShapeError, shape_text
 from ._keywords import WITHOUT_EFFECT, refuse_unknown
 
 NAME = "clearhead_flash"
-#: The arguments of transformers' functions on this route, and what changes nothing.
-_KNOWN = WITHOUT_EFFECT.union(
-    *(
-        signature(function).parameters
-        for function in (
-            flash_attention_forward,
-            modeling_flash_attention_utils._flash_attention_forward,  # pyright: ignore[reportPrivateUsage]
-        )
-    ),
-    {"output_attentions"},
+_route: Any = modeling_flash_attention_utils
+#: The arguments of transformers' function on this route, and what changes nothing.
+_KNOWN = (
+    WITHOUT_EFFECT - {"cache"} | signature(_route._flash_attention_forward).parameters.keys() | {"output_attentions"}
 )
 
 
 def flash_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute one attention layer by transformers' route for flash attention. transformers calls it.
 
@@ -45,7 +52,9 @@ def flash_forward(
         query: (B, H, L, D).
         key, value: (B, Hkv, S, D) and (B, Hkv, S, Dv).
         attention_mask: (B, S), 1 at real tokens, or ``None``.
-        options: those of transformers' flash attention.
+        dropout, scaling, sliding_window, softcap, s_aux: as for `attention_forward`.
+        is_causal: default ``module.is_causal``.
+        options: the others of transformers' flash attention.
 
     Returns:
         The output (B, L, H, Dv), and ``None``.
@@ -56,31 +65,49 @@ def flash_forward(
         ShapeError: for a mask of another shape.
     """
     refuse_unknown(options, _KNOWN, NAME, "clearhead")
+    fix = f'Use model.set_attn_implementation("clearhead") instead of "{NAME}".'
     if options.get("output_attentions"):
-        fix = f'Use model.set_attn_implementation("clearhead") instead of "{NAME}".'
         raise ArgumentError("output_attentions", expected="False with flash attention", got="True", fix=fix)
     if attention_mask is not None and attention_mask.dim() != 2:
-        fix = f'Use model.set_attn_implementation("clearhead") instead of "{NAME}".'
         raise ShapeError("attention_mask", expected="(B, S)", got=shape_text(attention_mask.shape), fix=fix)
-    return flash_attention_forward(module, query, key, value, attention_mask, **options)
+    causal = module.is_causal if is_causal is None else is_causal
+    numbers: dict[str, Any] = {"dropout": dropout, "softmax_scale": scaling, "softcap": softcap, "s_aux": s_aux}
+    if attention_mask is not None and not causal:
+        # transformers would take the mask for that of the queries too, which are other tokens in cross-attention.
+        mask = masks.keep(keys=attention_mask)
+        if sliding_window is not None and sliding_window < key.shape[2]:
+            mask = mask & masks.sliding_window(sliding_window - 1, sliding_window - 1)
+        scores: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        return attention(query, key, value, mask, dropout_p=dropout, **scores).transpose(1, 2), None
+    output = _route._flash_attention_forward(
+        query.transpose(1, 2),  # (B, L, H, D), and keys and values likewise
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attention_mask,
+        query_length=query.shape[2],
+        is_causal=causal,
+        sliding_window=sliding_window,
+        attn_implementation=NAME,
+        **numbers,
+        **options,
+    )
+    return output, None
 
 
 def register_flash() -> None:
     """Register the name for transformers. The import of `clearhead.integrations.transformers` calls it."""
     AttentionInterface.register(NAME, flash_forward)
     AttentionMaskInterface.register(NAME, flash_attention_mask)
-    private: Any = modeling_flash_attention_utils
-    if not hasattr(private._lazy_imports, "__wrapped__"):
-        private._lazy_imports = _with_ours(private._lazy_imports)
+    if not getattr(_route._lazy_imports, "finds_clearhead", False):
+        _route._lazy_imports = _with_ours(_route._lazy_imports)
 
 
 def _with_ours(imports: Callable[..., Any]) -> Callable[..., Any]:
-    private: Any = modeling_flash_attention_utils
-
     @wraps(imports)
     def functions(implementation: str | None, *others: Any, **options: Any) -> Any:
         if implementation != NAME:
             return imports(implementation, *others, **options)
-        return flash_attn_func, flash_attn_varlen_func, None, private._pad_input, private._unpad_input
+        return flash_attn_func, flash_attn_varlen_func, None, _route._pad_input, _route._unpad_input
 
+    setattr(functions, "finds_clearhead", True)  # noqa: B010
     return functions

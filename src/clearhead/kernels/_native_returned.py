@@ -14,7 +14,7 @@ from .._call.saved import restored
 from ..errors import ArgumentError, ShapeError, shape_text
 from ._native_arguments import NativeArguments
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 _DTYPES = {
     "sinks": torch.float32,
     "first": torch.int32,
@@ -38,9 +38,9 @@ def as_declared(arguments: NativeArguments, output_gradient: Tensor) -> NativeAr
         expected = f"(B, Hkv, S, D) with an Hkv that divides H = {heads}"
         raise ShapeError("saved key", expected=expected, got=shape_text(key.shape))
     dtype, dim = output_gradient.dtype, query.shape[-1] if query.dim() else 0
-    query = restored("saved query", query, (batch, heads, length, dim), dtype, _CPU)
-    key = restored("saved key", key, (batch, kv_heads, keys, dim), dtype, _CPU)
-    value = restored("saved value", value, (batch, kv_heads, keys, value_dim), dtype, _CPU)
+    query = restored("saved query", query, (batch, heads, length, dim), dtype, CPU)
+    key = restored("saved key", key, (batch, kv_heads, keys, dim), dtype, CPU)
+    value = restored("saved value", value, (batch, kv_heads, keys, value_dim), dtype, CPU)
     whole = {
         "sinks": (heads,),
         **dict.fromkeys(("first", "last"), (batch, length)),
@@ -62,13 +62,13 @@ def _of_mask(name: str, x: Tensor, whole: tuple[int, ...]) -> Tensor:
     sizes = whole
     if x.dim() == len(whole) and name != "sinks":
         sizes = tuple(1 if size == 1 else full for size, full in zip(x.shape, whole, strict=True))
-    x = restored(f"saved {name}", x, sizes, _DTYPES[name], _CPU).resolve_neg()
+    x = restored(f"saved {name}", x, sizes, _DTYPES[name], CPU).resolve_neg()
     return x if x.dim() == 4 else x.contiguous()
 
 
 def _boundaries(name: str, bounds: Tensor, tokens: int) -> Tensor:
     """Boundaries of packed sequences, which the kernel uses as addresses: from 0 to all tokens, and never back."""
-    bounds = restored(f"saved {name}", bounds, (bounds.numel(),), torch.int64, _CPU).contiguous()
+    bounds = restored(f"saved {name}", bounds, (bounds.numel(),), torch.int64, CPU).contiguous()
     numbers = bounds.tolist()
     if not numbers or numbers[0] != 0 or numbers[-1] != tokens or any(a > b for a, b in pairwise(numbers)):
         expected, fix = f"boundaries from 0 to {tokens}, as they were saved", "A hook must not round integers."
