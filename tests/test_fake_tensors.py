@@ -72,7 +72,7 @@ def test_make_fx_holds_for_other_values(mode: str) -> None:
         return clearhead.attention(x, x, x, masks.lengths(lengths) & masks.causal())
 
     x = torch.randn(B, H, L, D)
-    graph = make_fx(function, tracing_mode=mode)  # pyright: ignore[reportArgumentType](x, torch.tensor([5, 5]))
+    graph = make_fx(function, tracing_mode=mode)(x, torch.tensor([5, 5]))  # pyright: ignore[reportArgumentType]
     for lengths in (torch.tensor([5, 5]), torch.tensor([3, 0])):
         torch.testing.assert_close(graph(x, lengths), function(x, lengths))
 

@@ -62,6 +62,7 @@ WITHOUT_CASES = {
     "Cache": "abstract",
     "KeyValues": "a tuple that caches return",
     "CrossKVCache": "takes no arguments",
+    "activate": "takes no arguments",
     "check_values": "takes no arguments",
     "DecoderCache": "a tuple of two caches",
     "DecoderWeights": "a tuple that layers return",
