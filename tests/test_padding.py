@@ -270,9 +270,9 @@ PRODUCTS = ("aten::addmm", "aten::mm", "aten::baddbmm", "aten::bmm")
 def multiplications(module: nn.Module, x: Tensor, mask: Mask | None) -> int:
     """Of the products of matrices, by the profiler: under a counter that is a dispatch mode padding stays."""
     profiler = torch.autograd.profiler.profile(with_flops=True)
-    with torch.no_grad(), clearhead.use_kernel("reference"), clearhead.use_linear("pytorch"), profiler as profile:
+    with torch.no_grad(), clearhead.use_kernel("reference"), clearhead.use_linear("pytorch"), profiler:
         module(x, mask=mask)
-    return sum(operator.flops for operator in profile.key_averages() if operator.key in PRODUCTS) // 2
+    return sum(operator.flops for operator in profiler.key_averages() if operator.key in PRODUCTS) // 2
 
 
 def test_a_large_padded_batch_costs_what_is_in_it() -> None:
