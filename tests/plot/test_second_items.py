@@ -233,3 +233,16 @@ def test_statistics_that_were_not_recorded_are_those_of_their_call(heads: list[i
             assert (layer.heads, layer.queries, layer.keys) == (expected.heads, expected.queries, expected.keys)
             for name in ("map", "entropy", "received", "weights", "spread"):
                 torch.testing.assert_close(getattr(layer, name), getattr(expected, name), rtol=0, atol=1e-6)
+
+
+def test_columns_have_the_numbers_of_all_layers() -> None:
+    """The last head of a layer of four heads has another number than that of a layer of five."""
+    model, x = Three(), torch.randn(2, L, E)
+    model.blocks[1] = clearhead.MultiHeadAttention(E, 4)
+    with clearhead.record(model, NEEDED, heads=[-1, 0], keep="queries_keys") as rec:
+        model(x)
+    for axes in (plot_heads(rec), rec.compare(rec).plot_heads(), rec.compare(rec).plot_heads("entropy")):
+        assert names(axes.get_xticklabels()) == ["4/3", "0"]
+    lines = [line.split() for line in str(rec.summary()).split("\n\n")[0].splitlines()]
+    assert [line for line in lines if line[0] == "entropy"] == [["entropy", f"h{last}", "h0"] for last in (4, 3, 4)]
+    pyplot.close("all")
