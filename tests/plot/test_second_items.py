@@ -274,6 +274,7 @@ def test_as_many_query_heads_as_there_are_key_value_heads(heads: list[int]) -> N
     (shown,), (expected,) = (collect(records[0])[0].sections[0].layers for records in (few, every))
     assert tuple(shown.heads) == tuple(head % 6 for head in heads)
     torch.testing.assert_close(shown.received, expected.received[heads])
+    assert few[0].compare(few[1]).page()
 
 
 @pytest.mark.parametrize("heads", [[1], [1, 0], [-1]], ids=str)
@@ -285,5 +286,7 @@ def test_some_means_over_groups(heads: list[int]) -> None:
         records.append(rec)
     scores, of_all = (records[at].compare(records[at + 2]).scores()["attend"] for at in (0, 1))
     torch.testing.assert_close(scores, of_all[heads])
+    with pytest.raises(clearhead.errors.RecordError, match=r"^compare: expected records of query heads"):
+        records[0].compare(records[2]).page()
     (shown,) = collect(records[0])[0].sections[0].layers
     assert tuple(shown.heads) == tuple(head % 2 * 3 + place for head in heads for place in range(3))
