@@ -156,8 +156,10 @@ def test_some_of_the_heads(heads: list[int], name: str) -> None:
         assert folded.heads == tuple(numbers)
         torch.testing.assert_close(folded.entropy, of_all.entropy[:, numbers], rtol=0, atol=1e-6)
         near(rec.weights(module, count - 1), alone.weights(module)[:, count - 1])
-    if all(head >= 0 for head in heads):
-        assert str(rec.summary()).splitlines()[0].split()[1:] == [f"h{head}" for head in heads]
+        assert rec.summary().heads[module] == tuple(numbers)
+        header, row = str(clearhead.Summary({"x": {module: torch.zeros(len(heads))}}, rec.summary().heads)).splitlines()
+        assert header.split() == ["x", *(f"h{head}" for head in numbers)]
+        assert row.split() == [module, *["0.000"] * len(heads)]
     assert rec.rank_heads(2, 1) == alone.rank_heads(2, 1)
 
 
@@ -330,6 +332,29 @@ def test_a_collapse_is_seen_in_whichever_call_of_a_module_has_keys(first: int) -
         clearhead.monitor(model.train(), 1, ("entropy",), to=lambda *_: None, entropy_threshold=1.0),
     ):
         model(x, first)
+
+
+class Again(nn.Module):
+    """A module that runs once for each mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = clearhead.MultiHeadAttention(E, H, head_dim=D)
+
+    def forward(self, x: Tensor, *rules: Mask | None) -> list[Tensor]:
+        return [self.attend(x, mask=rule) for rule in rules]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_module_is_monitored_in_whichever_of_its_calls_sees_a_key(place: int) -> None:
+    model, x, found = Again(), torch.randn(2, 7, E), list[dict[str, float]]()
+    rules: list[Mask | None] = [masks.lengths(torch.tensor([0, 0]))] * 3
+    rules[place] = masks.causal()
+    with clearhead.monitor(model.train(), 1, ("entropy",), to=lambda _, values: found.append(values)):
+        model(x, *rules)
+        model(x, masks.causal())
+    assert len(found) == 2
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
 
 
 def test_a_record_after_a_refused_choice() -> None:

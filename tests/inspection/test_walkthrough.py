@@ -214,6 +214,16 @@ def test_steps_and_formulas_follow_the_module() -> None:
     assert "exp(sink_h)" in SETTINGS["sinks"].run()[0]["softmax"].formula
 
 
+@pytest.mark.parametrize("head_dim", [4, 9])
+def test_only_the_root_of_the_head_dim_is_named_as_the_scale(head_dim: int) -> None:
+    """In heads that are not E / H wide, too, and not for a scale that would be the default of E / H."""
+    x, default = torch.randn(1, 3, 18), 1 / math.sqrt(head_dim)
+    for scale, formula in ((None, f"1/√D = {default:.4g}"), (default, f"1/√D = {default:.4g}"), (6**-0.5, "0.4082")):
+        walk = walkthrough(MultiHeadAttention(18, 3, head_dim=head_dim, scale=scale), x)
+        (shown,) = (step.formula for step in walk.steps if step.name == "scores")
+        assert shown == f"s_ij = scale · q_i·k_j, scale = {formula}"
+
+
 def test_parts_that_write_in_place_are_shown_before_and_after() -> None:
     class Halved(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from clearhead.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from clearhead._layer.tokens import find_tokens, sequences_between
+from clearhead.errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError
+from clearhead.integrations._packed_row import boundaries_of
 from clearhead.integrations.transformers import attention_forward, make_mask
 from tests.support.oracle import Problem, solve
 
@@ -95,6 +97,25 @@ def test_packed_rows_by_their_boundaries() -> None:
     bounds = torch.tensor([0, 3, 5, 7], dtype=torch.int32)
     options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
     check(formula(*inputs, bias=hidden(visible)), layer(), *inputs, None, is_causal=True, **options)
+
+
+@pytest.mark.parametrize(("length", "keys"), [(7, 9), (9, 7), (9, 9), (7, 6)])
+def test_known_boundaries_beside_other_operands_are_refused(length: int, keys: int) -> None:
+    """Those of an encoder without padding, which carry what was read of them."""
+    tokens = find_tokens(torch.arange(5) < torch.tensor([[3], [4]]), 2, 5)
+    bounds = boundaries_of(sequences_between(tokens, tokens, torch.device("cpu")))
+    options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    for _ in range(2):
+        attention_forward(layer(), *tensors(7, 7, batch=1), None, **options)
+        with pytest.raises(ClearheadError, match=r"^cu_seq_lens"):
+            attention_forward(layer(), *tensors(length, keys, batch=1), None, **options)
+
+
+@pytest.mark.parametrize("of_keys", [[0, 4, 7], [0, 3, 3, 7], [0, 7]], ids=str)
+def test_other_boundaries_of_keys_are_refused(of_keys: list[int]) -> None:
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 3, 7]), "cu_seq_lens_k": torch.tensor(of_keys)}
+    with pytest.raises(ClearheadError, match=r"^cu_seq_lens"):
+        attention_forward(layer(), *tensors(7, 7, batch=1), None, **bounds)
 
 
 @pytest.mark.parametrize("lowest", [None, torch.finfo(torch.float32).min, float("-inf")])

@@ -141,9 +141,9 @@ def test_parts_of_a_larger_attention(name: str, wrapped: str, positions: str, ke
 def test_heads_of_a_module_that_is_split(name: str, wrapped: str, kernel: str | None) -> None:
     """Without a grid of the larger attention: all of its rows and columns, and the positions of each call."""
     query, key, value = drawn()
-    for heads, (of_queries, of_keys) in itertools.product((range(2, 6), range(2), range(4, 6)), ((2, None), (4, 3))):
-        at: dict[str, Any] = {"query_positions": of_queries, "key_positions": of_keys}
-        whole = WRAPPED[wrapped](MASKS[name](), at)
+    places = [{"query_positions": of_queries, "key_positions": of_keys} for of_queries, of_keys in ((2, None), (4, 3))]
+    wholes: list[Any] = [WRAPPED[wrapped](MASKS[name](), at) for at in places]  # one mask for all heads
+    for heads, (at, whole) in itertools.product((range(2, 6), range(2), range(4, 6)), zip(places, wholes, strict=True)):
         shown = MASKS[name]().dense(L, S, batch_size=B, num_heads=H, **at).expand(B, H, L, S)
         kv = slice(heads.start // 2, heads.stop // 2)
         operands = query[:, heads], key[:, kv], value[:, kv]

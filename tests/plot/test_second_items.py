@@ -233,3 +233,60 @@ def test_statistics_that_were_not_recorded_are_those_of_their_call(heads: list[i
             assert (layer.heads, layer.queries, layer.keys) == (expected.heads, expected.queries, expected.keys)
             for name in ("map", "entropy", "received", "weights", "spread"):
                 torch.testing.assert_close(getattr(layer, name), getattr(expected, name), rtol=0, atol=1e-6)
+
+
+def test_columns_have_the_numbers_of_all_layers() -> None:
+    """The last head of a layer of four heads has another number than that of a layer of five."""
+    model, x = Three(), torch.randn(2, L, E)
+    model.blocks[1] = clearhead.MultiHeadAttention(E, 4)
+    with clearhead.record(model, NEEDED, heads=[-1, 0], keep="queries_keys") as rec:
+        model(x)
+    for axes in (plot_heads(rec), rec.compare(rec).plot_heads(), rec.compare(rec).plot_heads("entropy")):
+        assert names(axes.get_xticklabels()) == ["4/3", "0"]
+    lines = [line.split() for line in str(rec.summary()).split("\n\n")[0].splitlines()]
+    assert [line for line in lines if line[0] == "entropy"] == [["entropy", f"h{last}", "h0"] for last in (4, 3, 4)]
+    pyplot.close("all")
+
+
+class Grouped(nn.Module):
+    """Six query heads over two key/value heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = randomised(clearhead.MultiHeadAttention(E, 6, num_kv_heads=2, head_dim=3), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x)
+
+
+@pytest.mark.parametrize("heads", [[0, 1], [4, 2], [1], [-1, 0, 2]], ids=str)
+def test_as_many_query_heads_as_there_are_key_value_heads(heads: list[int]) -> None:
+    """They are themselves, and no means over groups."""
+    model, texts = Grouped(), torch.randn(2, 1, L, E)
+    few: list[Any] = []
+    every: list[Any] = []
+    for x, (records, chosen) in itertools.product(texts, ((few, heads), (every, None))):
+        with clearhead.record(model, ("entropy",), heads=chosen, keep="queries_keys") as rec:
+            model(x)
+        records.append(rec)
+    scores, of_all = (first.compare(second).scores()["attend"] for first, second in (few, every))
+    torch.testing.assert_close(scores, of_all[heads])
+    (shown,), (expected,) = (collect(records[0])[0].sections[0].layers for records in (few, every))
+    assert tuple(shown.heads) == tuple(head % 6 for head in heads)
+    torch.testing.assert_close(shown.received, expected.received[heads])
+    assert few[0].compare(few[1]).page()
+
+
+@pytest.mark.parametrize("heads", [[1], [1, 0], [-1]], ids=str)
+def test_some_means_over_groups(heads: list[int]) -> None:
+    model, texts, records = Grouped(), torch.randn(2, 1, L, E), list[Any]()
+    for x, chosen in itertools.product(texts, (heads, None)):
+        with clearhead.record(model, ("entropy",), heads=chosen, per="kv_head", keep="queries_keys") as rec:
+            model(x)
+        records.append(rec)
+    scores, of_all = (records[at].compare(records[at + 2]).scores()["attend"] for at in (0, 1))
+    torch.testing.assert_close(scores, of_all[heads])
+    with pytest.raises(clearhead.errors.RecordError, match=r"^compare: expected records of query heads"):
+        records[0].compare(records[2]).page()
+    (shown,) = collect(records[0])[0].sections[0].layers
+    assert tuple(shown.heads) == tuple(head % 2 * 3 + place for head in heads for place in range(3))

@@ -51,9 +51,14 @@ def operands(module: MultiHeadAttention, x: Tensor, item: Option) -> tuple[Tenso
 
 def solved(module: MultiHeadAttention, x: Tensor, item: Option) -> tuple[Tensor, Exact]:
     """The output (B, L, E) of self-attention in float64, and the results of attention inside."""
-    options = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
+    options: dict[str, Any] = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
     inside = exact_attention(*operands(module, x, item), item.visible, bias=item.bias, **options)
     return module.out_proj(clearhead.merge_heads(inside.output)), inside
+
+
+def counted(item: Option) -> Tensor:
+    """bool (B, L): all tokens but padding, which are keys that are hidden from every query of their item."""
+    return torch.ones(B, L, dtype=torch.bool) if item.visible is None else item.visible.any(-2).any(1).expand(B, L)
 
 
 _AT = torch.arange(L)
@@ -139,11 +144,11 @@ def test_a_record(name: str) -> None:
     logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
     near(result.rows, inside.weights)
     near(result.entropy, -(inside.weights * logs).sum(-1))
-    near(result.received, inside.weights.sum(-2))
+    near(result.received, (inside.weights * counted(item)[:, None, :, None]).sum(-2))
     near(result.head_average, inside.weights.mean(1))
     near(result.output, inside.output)
     near(result.confidence, inside.weights.amax(-1))
-    near(result.max_logit, inside.scores.amax((-1, -2)))
+    near(result.max_logit, inside.scores.masked_fill(~counted(item)[:, None, :, None], -torch.inf).amax((-1, -2)))
     near(rec.weights(0), inside.weights)
 
 
@@ -168,11 +173,12 @@ def test_a_monitor(name: str) -> None:
     with clearhead.monitor(module.train(), 1, ("entropy", "max_logit"), to=lambda step, values: told.update(values)):
         near(module(x, **item.given), expected)
     logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
-    entropy, sees = -(inside.weights * logs).sum(-1), inside.weights.sum(-1) > 0
-    # Per head over the queries that see a key, then over the heads.
+    real = counted(item)[:, None]
+    entropy, sees = -(inside.weights * logs).sum(-1) * real, (inside.weights.sum(-1) > 0) & real
+    # Per head over the counted queries that see a key, then over the heads.
     expected = (entropy.sum((0, 2)) / sees.sum((0, 2))).mean()
     assert told["attention/entropy"] == pytest.approx(float(expected), abs=1e-9)
-    highest = inside.scores.amax((0, 2, 3))
+    highest = inside.scores.masked_fill(~real[..., None], -torch.inf).amax((0, 2, 3))
     assert told["attention/max_logit"] == pytest.approx(float(highest.mean()), abs=1e-9)
 
 

@@ -197,6 +197,19 @@ def test_a_cache_after_a_refused_call(form: str, kind: str, wrong: str) -> None:
         cache.reset()
 
 
+def test_a_full_window_of_items_with_padding_after_a_refused_call() -> None:
+    """Padding takes no slot: the next tokens of the items overwrite slots with other numbers."""
+    module, x, positions = attention(), torch.randn(B, 10, E), torch.arange(7) - torch.tensor([[2], [0]])
+    cache = caches.SlidingKVCache(B, KV, 3, D)
+    module(x[:, :7], mask=CAUSAL, cache=cache, positions=positions.clamp(min=-1))
+    before, untouched = snapshot(cache), deepcopy(cache)
+    with pytest.raises(ClearheadError):
+        WRONG_CALLS["mask"](module, x[:, 7:9], mask=CAUSAL, cache=cache)
+    assert snapshot(cache) == before
+    result, expected = (module(x[:, 9:], mask=CAUSAL, cache=item) for item in (cache, untouched))
+    assert torch.equal(result, expected)
+
+
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("mask", [None, CAUSAL], ids=["none", "causal"])
 def test_a_cache_after_a_forced_kernel_has_refused(kind: str, mask: Any) -> None:

@@ -42,6 +42,8 @@ class AttentionStatistics:
     num_kv_heads: int
     key_length: int
     heads: tuple[int, ...]
+    #: How many query heads each head of the results is the mean of.
+    averaged: int
     options: Options
     results: dict[str, Any]
     _counted: Tensor | None
@@ -65,6 +67,7 @@ class AttentionStatistics:
         statistics.batch_size, head_count, statistics.query_length = results["sees"].shape
         statistics.num_heads, statistics.num_kv_heads, statistics.key_length = sizes
         statistics.heads = tuple(range(head_count))
+        statistics.averaged = statistics.num_heads // head_count
         statistics._counted, statistics.results, statistics.options = counted, results, options
         statistics.totals = None
         return statistics

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import eq
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Summary:
 
     Args:
         values: statistic → module name → (H,) tensor.
-        heads: the numbers of these heads in the model. Default 0, 1, …
+        heads: module name → the numbers of these heads in the model. Default 0, 1, …
 
     Example:
         >>> import torch, clearhead
@@ -34,7 +35,7 @@ class Summary:
     """
 
     values: dict[str, dict[str, Tensor]]
-    heads: tuple[int, ...] = ()
+    heads: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def __getitem__(self, statistic: str) -> dict[str, Tensor]:
         if not isinstance(statistic, str) or statistic not in self.values:
@@ -59,8 +60,7 @@ def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
         for label in numbers[0]:
             items = torch.cat([by_label[label] for by_label in numbers])  # (items, H)
             values.setdefault(label, {})[module] = items.amax(0) if label in LARGEST else items.mean(0)
-    # Layers may differ in their number of heads, but all record the same ones.
-    return Summary(values, max((calls[0].heads for calls in recorded.values()), key=len, default=()))
+    return Summary(values, {module: calls[0].heads for module, calls in recorded.items()})
 
 
 def fold(calls: Sequence[AttentionStatistics]) -> AttentionStatistics:
@@ -90,10 +90,26 @@ def _concatenate(tensors: Sequence[Tensor], fill: int) -> Tensor:
     return torch.cat(padded)
 
 
-def _table(statistic: str, layers: Mapping[str, Tensor], numbers: Sequence[int]) -> str:
-    heads = numbers or range(max(len(values) for values in layers.values()))
+def _table(statistic: str, layers: Mapping[str, Tensor], heads: Mapping[str, Sequence[int]]) -> str:
     width = max(len(statistic), *(len(name) for name in layers))
-    lines = [f"{statistic:<{width}}  " + " ".join(f"{f'h{head}':>7}" for head in heads)]
-    for name, values in layers.items():
-        lines.append(f"{name:<{width}}  " + " ".join(f"{value:7.3f}" for value in values.tolist()))
+    lines: list[str] = []
+    for numbers, names in _numbered_alike({name: heads.get(name, range(len(layers[name]))) for name in layers}):
+        lines.append(f"{statistic:<{width}}  " + " ".join(f"{f'h{head}':>7}" for head in numbers))
+        for name in names:
+            lines.append(f"{name:<{width}}  " + " ".join(f"{value:7.3f}" for value in layers[name].tolist()))
     return "\n".join(lines)
+
+
+def _numbered_alike(heads: Mapping[str, Sequence[int]]) -> list[tuple[Sequence[int], list[str]]]:
+    """Layers one after another whose columns have the same numbers, under the longest of them.
+
+    The last head has another number in a layer with fewer heads.
+    """
+    groups: list[tuple[Sequence[int], list[str]]] = []
+    for name, numbers in heads.items():
+        if groups and all(map(eq, groups[-1][0], numbers)):
+            longest, names = groups.pop()
+            groups.append((max(longest, numbers, key=len), [*names, name]))
+        else:
+            groups.append((numbers, [name]))
+    return groups

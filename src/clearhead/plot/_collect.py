@@ -194,8 +194,8 @@ def _completed(rec: Recorded, name: str, call: int) -> AttentionStatistics:
             fix=f"Record with statistics={NEEDED}, or with keep='queries_keys'.",
         ) from error
     computed = compute_statistics(kept, NEEDED, statistics.options, statistics.counted)
-    averaged = statistics.head_count == statistics.num_kv_heads < statistics.num_heads
-    return computed if averaged else computed.with_heads(statistics.heads)
+    group = range(statistics.averaged)
+    return computed.with_heads([head * len(group) + place for head in statistics.heads for place in group])
 
 
 def _section(

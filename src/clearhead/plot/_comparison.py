@@ -125,7 +125,7 @@ class Comparison(ComparedRecords):
             language: as for `clearhead.plot.page`.
 
         Raises:
-            RecordError: if the records lack what `clearhead.plot.page` needs.
+            RecordError: if the records lack what `clearhead.plot.page` needs, or were made with ``per="kv_head"``.
             ShapeError: if tokens do not fit.
 
         Example:

@@ -67,6 +67,11 @@ def compared_items(comparison: ComparedRecords, large: tuple[str, int] | None = 
         large: the head that keeps every weight, as a module of the first record and a number. Default: the most
             different head.
     """
+    averaged = max(calls[0].averaged for rec in comparison.records for calls in rec.values())
+    if averaged > 1:
+        expected, got = "records of query heads", f"means over groups of {averaged}"
+        fix = "Record without per='kv_head', or use Comparison.plot_heads."
+        raise RecordError("compare", expected=expected, got=got, fix=fix)
     sides = [collect(rec, texts) for rec, texts in zip(comparison.records, comparison.texts, strict=True)]
     scores = comparison.scores()
     name, head = large or comparison.ranked()[0][:2]

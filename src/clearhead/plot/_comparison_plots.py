@@ -34,7 +34,7 @@ def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes
         known = ", ".join(comparison.differences) or "none"
         raise ArgumentError("statistic", expected=f"one that both records have, {known}", got=shown(statistic))
     values = comparison.scores() if statistic is None else comparison.differences[statistic]
-    heads = max(comparison.heads.values(), key=len)  # layers may differ in their number of heads
+    heads = [comparison.heads[name] for name in values]
     if statistic is not None:
         end = max(float(each.abs().nan_to_num(0).max()) for each in head_cells(list(values.values()))) or 1.0
         title = say("{0}, second − first", statistic)

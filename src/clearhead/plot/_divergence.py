@@ -85,8 +85,8 @@ class HeadPair:
     def _distributions(self, side: int, items: list[int], rows: list[int], keys: list[int]) -> Tensor:
         statistics = self.statistics(side)
         weights = self.records[side].weights(self.names[side], None, rows, self.call)[items].double().cpu()
-        if statistics.head_count == statistics.num_kv_heads < statistics.num_heads:
-            weights = weights.unflatten(1, (statistics.num_kv_heads, -1)).mean(2)
+        if statistics.averaged > 1:
+            weights = weights.unflatten(1, (-1, statistics.averaged)).mean(2)
         weights = weights[:, list(statistics.heads)]  # (b, H, n, S)
         total, weights = weights.sum(-1), weights[..., keys]
         # Rows without sinks sum to 1 but for rounding, which is no distribution's business.

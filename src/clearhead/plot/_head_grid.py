@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +85,7 @@ def plot_head_table(
     title: str,
     *,
     cmap: Colormap,
-    heads: Sequence[int] = (),
+    heads: Iterable[Sequence[int]],
     low: float | None = None,
     high: float | None = None,
     unit: str = "",
@@ -94,7 +95,7 @@ def plot_head_table(
 
     Args:
         values: layer → (H,). H may differ between layers. Infinite numbers stay white.
-        heads: numbers of the heads. Default: 0, 1, …
+        heads: numbers of the heads of each layer. A column with more than one number has all of them.
         low, high: ends of the colour scale. Default: the smallest and the largest number.
         unit: beside the colour bar.
     """
@@ -105,7 +106,8 @@ def plot_head_table(
     image = draw_heads(
         axes, cells, layer_labels(list(values)), gap=0, empty=nothing, cmap=cmap, vmin=low, vmax=high, aspect="auto"
     )
-    label_tokens(axes.xaxis, [str(head) for head in heads or range(most)], turn=0, size=9)
+    columns = [dict.fromkeys(head for head in column if head is not None) for column in zip_longest(*heads)]
+    label_tokens(axes.xaxis, ["/".join(map(str, column)) for column in columns], turn=0, size=9)
     axes.set_xlabel(say("head"), color=QUIET)
     axes.set_title(title, loc="left")
     style_bar(axes.figure.colorbar(image, ax=axes), unit)

@@ -59,7 +59,8 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
             got=shown(statistic),
             fix=f"Record it with clearhead.record(model, statistics=({shown(statistic)}, ...)).",
         )
-    return plot_head_table(summary[statistic], statistic, cmap=colors(), heads=summary.heads, ax=ax)
+    values = summary[statistic]
+    return plot_head_table(values, statistic, cmap=colors(), heads=[summary.heads[name] for name in values], ax=ax)
 
 
 @spoken_picture
