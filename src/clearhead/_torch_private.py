@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial, reduce
+from functools import reduce
 from importlib import import_module
 from types import FunctionType
 from typing import Any, TypeVar, cast
@@ -292,9 +292,3 @@ def sizes_apart() -> Generator[None, None, None]:
             except (ImportError, AttributeError):
                 continue
         yield
-
-
-def cpu_kernel(operator: str) -> Callable[..., Any]:
-    """PyTorch's own kernel of an operator for the CPU, whatever is registered for the operator later."""
-    keys = _lookup("_C.DispatchKeySet", None)(_lookup("_C.DispatchKey", None).CPU)
-    return partial(torch.library.get_kernel(operator, "CPU").call_boxed, keys)

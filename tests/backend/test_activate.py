@@ -31,9 +31,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     forward = _sdpa.KERNELS[_sdpa.FORWARD]
 
-    def counted(query: Tensor, *others: object, **options: object) -> object:
+    def counted(keys: object, query: Tensor, *others: object, **options: object) -> object:
         shapes.append(tuple(query.shape))
-        return forward(query, *others, **options)
+        return forward(keys, query, *others, **options)
 
     monkeypatch.setattr(_sdpa, "_SMALL", 0)
     monkeypatch.setitem(_sdpa.KERNELS, _sdpa.FORWARD, counted)

@@ -112,16 +112,18 @@ def _install() -> _Installed:
         )
     from . import _sdpa, _varlen
 
-    installed = _Installed([_registered(_sdpa.KERNELS, "aten"), _registered(_varlen.KERNELS, "torch_attn")])
+    installed = _Installed(
+        [_registered(_sdpa.KERNELS, "aten", with_keyset=True), _registered(_varlen.KERNELS, "torch_attn")]
+    )
     _latest[:] = [installed]
     return installed
 
 
-def _registered(kernels: dict[str, Any], namespace: str) -> torch.library.Library:
+def _registered(kernels: dict[str, Any], namespace: str, **options: bool) -> torch.library.Library:
     library = torch.library.Library(namespace, "IMPL")
     with warnings.catch_warnings():
         # To override is what PyTorch's registry is for.
         warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
         for name, kernel in kernels.items():
-            library.impl(name, kernel, "CPU", allow_override=True)
+            library.impl(name, kernel, "CPU", allow_override=True, **options)
     return library

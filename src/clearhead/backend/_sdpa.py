@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import get_kernel
 
 from .._call.saved import restored
-from .._torch_private import cpu_kernel
 from ..kernels._native_arguments import DTYPES, NativeArguments, Strides
 from ..kernels._native_plan import plan_of
 from ..kernels._native_returned import CPU, as_declared
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
-_pytorchs_forward = cpu_kernel(f"aten::{FORWARD}")
-_pytorchs_backward = cpu_kernel(f"aten::{FORWARD}_backward")
+#: PyTorch's own kernels, which the dispatcher has until Clearhead's are registered.
+_pytorchs_forward = get_kernel(f"aten::{FORWARD}", "CPU").call_boxed
+_pytorchs_backward = get_kernel(f"aten::{FORWARD}_backward", "CPU").call_boxed
 
 #: Multiplications of queries with keys below which PyTorch's kernel is faster, since its call costs less. Measured by
 #: ``python -m benchmarks.activated``.
@@ -31,6 +33,7 @@ _ROUNDED_WELL = 64.0
 
 
 def _forward(
+    keys: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -40,9 +43,9 @@ def _forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output (B, H, L, D) and the log-sum-exp (B, H, L), laid out as PyTorch's."""
+    """The output (B, H, L, D) and the log-sum-exp (B, H, L), laid out as PyTorch's. `keys` are the dispatcher's."""
     if _is_pytorchs(query, key, dropout_p):
-        return _pytorchs_forward(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        return _pytorchs_forward(keys, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
     arguments = _arguments(query, key, value, is_causal, attn_mask, scale)
     plan = plan_of(arguments, output=_strides_like(query.shape, query.stride()))
     exact = plan.empty_lse(query)
@@ -55,6 +58,7 @@ def _forward(
 
 
 def _backward(
+    keys: Any,
     output_gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -70,7 +74,9 @@ def _backward(
     """The gradients of query, key and value, laid out as PyTorch's."""
     if _is_pytorchs(output_gradient, key, dropout_p):
         operands = query, key, value, output, lse
-        return _pytorchs_backward(output_gradient, *operands, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        return _pytorchs_backward(
+            keys, output_gradient, *operands, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )
     arguments = as_declared(_arguments(query, key, value, is_causal, attn_mask, scale), output_gradient)
     dtype, shape = output_gradient.dtype, output_gradient.shape
     output = restored("saved output", output, shape, dtype, CPU)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,12 @@ class _Bucketed(Mask):
         return Sizes(num_heads=self.weight.shape[1])
 
 
+class _BiasForward(Protocol):
+    """`RelativeBias`."""
+
+    def __call__(self) -> Mask: ...
+
+
 @final
 class RelativeBias(nn.Module, _Bucketed):
     """A learned bias per head and bucket of the distance from query to key. It is both a mask and a module.
@@ -105,6 +111,8 @@ class RelativeBias(nn.Module, _Bucketed):
         >>> bias.weight.grad.shape
         torch.Size([8, 4])
     """
+
+    __call__: _BiasForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,

