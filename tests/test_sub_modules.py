@@ -136,6 +136,15 @@ def test_copies_keep_the_hooks_and_the_results(name: str, unpadded: list[bool]) 
         assert unpadded.pop() == (name == "out_proj")
 
 
+@pytest.mark.parametrize("name", ["q_proj", "k_norm", "position"])
+def test_compiled_parts_see_whole_batches(name: str, unpadded: list[bool]) -> None:
+    module, x = made().requires_grad_(False), torch.randn(B, L, E)
+    plain = module(x, mask=mask())
+    module.get_submodule(name).compile(backend="eager")
+    torch.testing.assert_close(module(x, mask=mask()), plain)
+    assert unpadded == [True, False]
+
+
 def _do_nothing(*_: object) -> None:
     pass
 

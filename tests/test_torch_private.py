@@ -169,6 +169,7 @@ _PRIVATE_NAME = re.compile(
 _LOOKED_UP = {name.rpartition(".")[2] for name in NAMES} | set(
     re.findall(r'getattr\([\w.]+, "(_(?!_)\w+)"', PRIVATE.read_text())
 )
+_LOOKED_UP -= {path.stem for path in SOURCES.rglob("_*.py")}  # names of our own modules, such as `_base`
 
 
 def _private_names(text: str) -> list[str]:

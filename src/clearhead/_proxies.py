@@ -22,7 +22,11 @@ def recorded_call(function: Callable[..., Any], error: ClearheadError, arguments
     """The node of a call of a function. Raises the error if no argument is a proxy."""
     proxies = tuple(_proxies(arguments))
     if not proxies:
-        raise error
+        try:
+            arguments.clear()
+            raise error
+        finally:  # so that no cycle keeps the tensors of the call: the error's frames would hold the error
+            del error
     args, kwargs = _as_called(function, arguments)
     return handle_torch_function(function, proxies, *args, **kwargs)
 
@@ -36,7 +40,11 @@ def recorded_module(module: nn.Module, error: ClearheadError, arguments: dict[st
             return tracer.create_proxy("call_module", name, *_as_called(module.forward, arguments))
         error.add_note("torch.fx records this module as one node. Trace a module that contains it.")
         break
-    raise error
+    try:
+        arguments.clear()
+        raise error
+    finally:  # as above
+        del error
 
 
 def quantizes(argument: object) -> bool:

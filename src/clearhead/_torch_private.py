@@ -54,7 +54,6 @@ _global_hooks: tuple[dict[int, object], ...] = (
 )
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
-
 #: How many `TorchDispatchMode`s intercept every operation (`make_fx`). They do not intercept an extension.
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
 #: Whether `torch.jit.trace` records a graph. `torch.jit.is_tracing` takes longer to say so.
@@ -63,6 +62,8 @@ in_jit_trace: Callable[[], bool] = _lookup("_C._is_tracing", torch.jit.is_tracin
 any_autocast: Callable[[], bool] = _lookup("_C._is_any_autocast_enabled", _true)
 #: Whether hooks are registered for all modules.
 any_global_hook: Callable[[], bool] = _lookup("nn.modules.module._has_any_global_hook", _true)
+#: The tensor whose memory a view shows; ``None`` of what is no view, and of views in inference mode.
+viewed: Callable[[Tensor], Tensor | None] = _lookup("Tensor._base", property(lambda _: None)).__get__
 #: The functions of the innermost `torch.autograd.graph.saved_tensors_hooks`, pack and unpack, or ``None``.
 saving_hooks: Callable[[bool], tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None] = _lookup(
     "_C._autograd._top_saved_tensors_default_hooks", lambda _: None
@@ -127,8 +128,7 @@ def any_transform() -> bool:
     return bool(_transforms()) or getattr(_forward_level, "_current_level", 0) >= 0
 
 
-# `torch.compile` enters transforms while it traces them, and every graph is guarded by those around it. So it calls the
-# function, and holds the result as a constant. `torch.compiler.assume_constant_result` would import the compiler.
+# `torch.compile` guards graphs by the transforms around them, so it calls this function and holds a constant result.
 any_transform._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

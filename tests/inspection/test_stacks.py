@@ -388,3 +388,32 @@ def test_layers_side_by_side_are_one_stack() -> None:
         model(x)
     assert {rec.sides(name) for name in rec} == {(0, 0)}
     assert rec.page(tokens=[list("abcde"), list("fghij")])
+
+
+@pytest.mark.parametrize("way", ["copy_", "out", "setitem", "view before"])
+def test_layers_that_write_through_views_are_a_chain(way: str) -> None:
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.att = clearhead.MultiHeadAttention(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            buffer = torch.zeros(3, *x.shape)
+            views = [buffer[number] for number in range(3)]
+            for number in range(3):
+                y = self.att(x)
+                if way == "copy_":
+                    buffer[number].copy_(y)
+                elif way == "setitem":
+                    buffer[number][:] = y
+                elif way == "out":
+                    torch.mul(y, 2, out=buffer[number])
+                else:
+                    buffer[number, :, :3] = y[:, :3]
+                x = (views if way == "view before" else buffer)[number] + 1
+            return x
+
+    model = Writing()
+    with torch.no_grad(), clearhead.record(model, ("entropy",)) as rec:
+        model(torch.randn(2, 5, 12))
+    assert list(rec) == ["att/0", "att/1", "att/2"]

@@ -221,6 +221,19 @@ def test_the_gradient_of_weights_flows_on_into_query_and_key() -> None:
         assert (actual - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
+def test_a_write_to_returned_weights_is_noticed() -> None:
+    """As autograd does it, also where the weights are kept from checkpointing."""
+    query, key, value = operands("plain")
+    module = SimpleNamespace(training=True, config=SimpleNamespace(output_attentions=True))
+    output, weights = attention_forward(module, query, key, value, None)
+    assert weights is not None
+    with torch.no_grad():
+        weights.mul_(0)
+    text = r"expected the values of the forward pass.*modified by an inplace operation.*weights\.clone\(\)"
+    with pytest.raises(RuntimeError, match=text):
+        output.sum().backward()
+
+
 def test_nan_in_padding_reaches_no_gradient() -> None:
     query, key, value = operands("padding")
     with torch.no_grad():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -270,3 +272,34 @@ def test_a_first_call_that_is_refused_leaves_a_cross_cache_empty() -> None:
     assert cache.get() is None
     with clearhead.use_kernel("reference"):
         assert torch.allclose(module(x, memory, cache=cache), module(x, memory), atol=1e-6)
+
+
+OWN, LINEAR = clearhead.MultiHeadAttention(12, 3), clearhead.nn.Linear(12, 5)
+DROP_IN = clearhead.nn.MultiheadAttention(12, 3, batch_first=True)
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "attention": lambda x: clearhead.attention(x, x[:, :3], x),
+    "mask": lambda x: masks.keep(x),
+    "module": lambda x: OWN(x, mask=x),
+    "linear layer": lambda x: LINEAR(x[..., :5]),
+    "drop-in function": lambda x: clearhead.nn.functional.scaled_dot_product_attention(x, x[..., :5], x),
+    "drop-in module": lambda x: DROP_IN(x, x, x[..., :5]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_call_keeps_no_tensor(name: str) -> None:
+    """Until the garbage collector runs, a cycle of the error and its frames would."""
+
+    def refuse() -> weakref.ref[Tensor]:
+        x = X.clone()
+        with contextlib.suppress(ClearheadError):
+            REFUSED[name](x)
+            pytest.fail("it was not refused")
+        return weakref.ref(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert refuse()() is None
+    finally:
+        gc.enable()

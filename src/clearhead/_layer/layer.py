@@ -263,7 +263,10 @@ class Layer:
 def _called(mask: Mask) -> Mask:
     """The mask. Parts of it that are modules with hooks were called, because hooks may load or change parameters."""
     parts = mask.parts()
-    if not any(isinstance(part, nn.Module) and has_hooks(part) for part in parts):
+    for part in parts:  # in a loop, which is faster in every call than `any`
+        if isinstance(part, nn.Module) and has_hooks(part):
+            break
+    else:
         return mask
     called = [cast(Mask, part()) if isinstance(part, nn.Module) and has_hooks(part) else part for part in parts]
     return cast(Mask, all_of([*called]))

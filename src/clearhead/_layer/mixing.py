@@ -18,6 +18,8 @@ from .._call.call import AttentionCall, Results, zero_hidden
 from .._call.dropout import draw_seed
 from .._call.heads import fold_group, unfold_group
 from .._call.packed import as_one_sequence, each_sequence
+from .._torch_private import writes_to
+from ..errors import KernelError, shape_text
 from ..kernels._base import Kernel, Plan
 from ..kernels._weights import compute_weights
 from ..masks._grid import Block
@@ -81,7 +83,24 @@ def _dropout_factors(call: AttentionCall, weights: Tensor) -> Tensor | None:
 
 def _saved_apart() -> AbstractContextManager[Any]:
     """Keep what the block saves for a backward pass from checkpointing, which counts what it will compute again."""
-    return saved_tensors_hooks(Tensor.detach, Tensor.detach)
+    return saved_tensors_hooks(_saved, _unchanged)
+
+
+def _saved(x: Tensor) -> tuple[Tensor, int | None]:
+    return x.detach(), writes_to(x)
+
+
+def _unchanged(saved: tuple[Tensor, int | None]) -> Tensor:
+    """What was saved. Autograd does not look for writes to what hooks keep, so they are looked for here."""
+    x, writes = saved
+    if writes_to(x) != writes:
+        raise KernelError(
+            "returned weights, or the query, key or value",
+            expected="the values of the forward pass, which the backward pass reads",
+            got=f"a tensor {shape_text(x.shape)} that was modified by an inplace operation",
+            fix="Write to a copy, such as weights.clone().",
+        )
+    return x.detach()
 
 
 class _ValuesOf(torch.autograd.Function):

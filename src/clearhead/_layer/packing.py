@@ -127,13 +127,15 @@ def unpad(
     worth = _WORTH_UNPADDING if on_cpu else length * features * _WORTH_OF_A_MOVE
     if 0 in (batch, length, keys_length) or cost_of_item < worth:
         return None
-    if (environment.module_hooks and any_foreign_global_hook()) or not all(map(takes_packed, parts)):
+    if environment.module_hooks and any_foreign_global_hook():
         return None
     # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
     grid.memo["validated"] = mask
     find = _find if on_cpu else _find_on_a_gpu
-    return find(mask, grid, costs, batch * (cost_of_item - worth), side_by_side)
+    unpadded = find(mask, grid, costs, batch * (cost_of_item - worth), side_by_side)
+    # Asked last, because most calls have no padding.
+    return unpadded if unpadded is not None and all(map(takes_packed, parts)) else None
 
 
 def _find(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:

@@ -20,6 +20,16 @@ _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear,
 _OF_SINGLE_TOKENS: dict[type, Any] = {kind: kind.forward for kind in (nn.RMSNorm, nn.LayerNorm, nn.Identity, Rotary)}
 
 
+def _hooks_of(fields: dict[str, Any]) -> tuple[dict[int, Any], ...]:
+    """The hooks of a module, from its dictionary: attributes of modules are looked up in three of them first."""
+    return (
+        fields["_forward_pre_hooks"],
+        fields["_forward_hooks"],
+        fields["_backward_hooks"],
+        fields["_backward_pre_hooks"],
+    )
+
+
 def is_unmodified(module: nn.Module) -> bool:
     """Whether calling a module computes x Wᵀ + b of its own parameters and does nothing else, but for global hooks.
 
@@ -29,13 +39,9 @@ def is_unmodified(module: nn.Module) -> bool:
     forward = _FORWARDS.get(kind)
     if forward is None or forward is not kind.forward:
         return False
-    # Read from the dictionaries: attributes of modules are looked up in three of them first.
     fields = module.__dict__
     return not (
-        fields["_forward_pre_hooks"]
-        or fields["_forward_hooks"]
-        or fields["_backward_hooks"]
-        or fields["_backward_pre_hooks"]
+        any(_hooks_of(fields))
         or is_compiled(module)
         or "forward" in fields
         or fields["_parameters"].get("weight") is None
@@ -46,24 +52,23 @@ def is_unmodified(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, or a ``forward`` that replaces its own, as libraries that load parameters set it."""
     fields = module.__dict__
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in fields or any(fields[name] for name in hooks)
+    return "forward" in fields or any(_hooks_of(fields))
 
 
 def takes_packed(part: object) -> bool:
     """Whether a part computes the same for packed tokens as for a padded batch, and shows its inputs to no other code.
 
-    Hooks, adapters, subclasses and callables of a user expect the shapes that the documentation promises. Hooks of
-    Clearhead itself do not count.
+    Hooks, adapters, subclasses and callables of a user expect the shapes that the documentation promises, and so does
+    what `nn.Module.compile` has compiled. Hooks of Clearhead itself do not count.
     """
     kind: Any = type(part)
     forward = _FORWARDS.get(kind) or _OF_SINGLE_TOKENS.get(kind)
     if part is None or forward is None or forward is not kind.forward:
         return part is None
     fields = vars(part)
-    if "forward" in fields or fields["_backward_hooks"] or fields["_backward_pre_hooks"]:
+    if "forward" in fields or is_compiled(cast(nn.Module, part)):
         return False
-    hooks = (*fields["_forward_pre_hooks"].values(), *fields["_forward_hooks"].values())
+    hooks = [hook for each in _hooks_of(fields) if each for hook in each.values()]
     if not all(getattr(hook, "__module__", "").startswith("clearhead.") for hook in hooks):
         return False
     if isinstance(part, Rotary):

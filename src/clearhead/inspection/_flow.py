@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._call.observers import is_computing
 from .._statistics.stacks import Sides
+from .._torch_private import viewed
 from ._naming import Frame, Layer, ModuleNames
 
 
@@ -64,25 +65,34 @@ class Flow:
         """
         if torch.compiler.is_dynamo_compiling():
             return
+        # Functions that change their first argument in place, such as __setitem__, return None.
+        computed = _tensors(args[:1] if result is None else (result,))
+        if not computed:  # a size or a dtype, as most functions of a small model return
+            return
         if is_computing():
             args, kwargs = args[:1], {}
         self._notice_root_call()
-        origins = 0
-        for tensor in _tensors((args, kwargs)):
+        arguments, origins = _tensors((*args, *kwargs.values())), 0
+        for tensor in arguments:
             origins |= self.origins(tensor)
         if origins:
-            # Functions that change their first argument in place, such as __setitem__, return None.
-            self.mark(args[:1] if result is None else result, origins)
+            # A result that is an argument was written to. Through a view, so was the tensor that it shows.
+            written = [viewed(tensor) for tensor in computed if any(tensor is each for each in arguments)]
+            self.mark([*computed, *written], origins)
 
     def mark(self, result: object, origins: int) -> None:
         """Add origins to the tensors in a result."""
-        for tensor in _tensors(result):
+        for tensor in _tensors((result,)):
             added = origins if tensor.is_floating_point() or tensor.is_complex() else origins & ~self._calls
-            self._origins[tensor] = self.origins(tensor) | added
+            before = self._origins.get(tensor, 0)
+            if added & ~before:
+                self._origins[tensor] = before | added
 
     def origins(self, tensor: Tensor) -> int:
         """The bits of everything that a tensor was computed from."""
-        return self._origins.get(tensor, 0)
+        shown = viewed(tensor)
+        written = 0 if shown is None else self._origins.get(shown, 0)  # also after the view was made
+        return self._origins.get(tensor, 0) | written
 
     def layer(self, module: str, query: Tensor) -> Layer:
         """The layer whose attention runs in a module over this query."""
@@ -124,7 +134,7 @@ class Flow:
             return
         self._root_call, frames = self._running.root_calls, self._running.frames
         self._runs.clear()
-        for tensor in _tensors((frames[0].args, frames[0].kwargs) if frames else ()):
+        for tensor in _tensors((frames[0].args, frames[0].kwargs)) if frames else ():
             self.mark(tensor, self._bit())
 
     def _bit(self) -> int:
@@ -188,16 +198,14 @@ class FlowMode(TorchFunctionMode):
         return result
 
 
-def _tensors(values: object) -> Iterator[Tensor]:
+def _tensors(values: Iterable[object]) -> list[Tensor]:
     """The tensors among arguments or results, also inside lists and dictionaries."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        yield from _all_tensors(values.values())
-    elif isinstance(values, (list, tuple)):
-        yield from _all_tensors(values)
-
-
-def _all_tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    found: list[Tensor] = []
     for value in values:
-        yield from _tensors(value)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(cast("Iterable[object]", value))
+        elif isinstance(value, Mapping):
+            found += _tensors(cast("Mapping[object, object]", value).values())
+    return found

@@ -49,8 +49,10 @@ class record(Drawable, RecordedCalls):
     the chosen ones among them, and ``received`` its keys. All others, and `summary`, cover the full call.
 
     Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`. A
-    module that runs as several layers, as in ALBERT, has the names ``"<module>/0"``, ``"<module>/1"``, … Its
-    methods `page`, `plot_heads`, `plot_map`, `plot_received` and `plot_rollout` draw it.
+    module that runs as several layers, as in ALBERT, has the names ``"<module>/0"``, ``"<module>/1"``, … Such layers
+    are told apart by what their inputs were computed from. That is not followed through numpy, through ``.data``, or
+    through writes to views in inference mode. The methods `page`, `plot_heads`, `plot_map`, `plot_received` and
+    `plot_rollout` of a record draw it.
 
     Args:
         model: the model. The names of its submodules are the keys of the record.

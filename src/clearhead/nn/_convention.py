@@ -114,8 +114,12 @@ class ArgumentError(errors.ArgumentError, AssertionError, RuntimeError):
 
 
 def also_pytorchs(error: errors.ClearheadError) -> errors.ClearheadError:
-    """The same error as an instance of PyTorch's types too."""
+    """The same error as an instance of PyTorch's types too, with its cause and its notes."""
     for kind in (ShapeError, DTypeError, DeviceError, ArgumentError):
         if isinstance(error, kind.__mro__[1]):
-            return kind(*error.args)
+            converted = kind(*error.args)
+            converted.__cause__ = error.__cause__
+            for note in getattr(error, "__notes__", ()):
+                converted.add_note(note)
+            return converted
     return error

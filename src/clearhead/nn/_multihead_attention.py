@@ -158,10 +158,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                     padded_rows = padding[:, :, None] if wanted == "average" else padding[:, None, :, None]
                     weights = weights.masked_fill(padded_rows, 0)
         except ClearheadError as error:
-            converted = also_pytorchs(error)
-            add_module(converted, self)
-            converted.__cause__ = error.__cause__
-            return recorded_module(self, converted, locals())
+            add_module(error, self)
+            return recorded_module(self, also_pytorchs(error), locals())
         return output, None if weights is None else weights.to(output.dtype)
 
     def _attend(

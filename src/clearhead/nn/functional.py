@@ -68,9 +68,7 @@ def scaled_dot_product_attention(
         leading, (q, k, v), mask = translate(query, key, value, attn_mask, is_causal, enable_gqa)
         output = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
     except ClearheadError as error:
-        refusal = also_pytorchs(error)
-        refusal.__cause__ = error.__cause__
-        return recorded_call(scaled_dot_product_attention, refusal, locals())
+        return recorded_call(scaled_dot_product_attention, also_pytorchs(error), locals())
     return output.reshape(*leading, *output.shape[-2:])
 
 
