@@ -156,8 +156,10 @@ def test_some_of_the_heads(heads: list[int], name: str) -> None:
         assert folded.heads == tuple(numbers)
         torch.testing.assert_close(folded.entropy, of_all.entropy[:, numbers], rtol=0, atol=1e-6)
         near(rec.weights(module, count - 1), alone.weights(module)[:, count - 1])
-        assert rec.summary().heads[module] == tuple(numbers)
-        header, row = str(clearhead.Summary({"x": {module: torch.zeros(len(heads))}}, rec.summary().heads)).splitlines()
+        assert rec.summary().heads_of[module] == tuple(numbers)
+        header, row = str(
+            clearhead.Summary({"x": {module: torch.zeros(len(heads))}}, (), rec.summary().heads_of)
+        ).splitlines()
         assert header.split() == ["x", *(f"h{head}" for head in numbers)]
         assert row.split() == [module, *["0.000"] * len(heads)]
     assert rec.rank_heads(2, 1) == alone.rank_heads(2, 1)

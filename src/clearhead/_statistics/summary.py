@@ -23,7 +23,8 @@ class Summary:
 
     Args:
         values: statistic → module name → (H,) tensor.
-        heads: module name → the numbers of these heads in the model. Default 0, 1, …
+        heads: the numbers of these heads in the model, of the layer with the most. Default 0, 1, …
+        heads_of: module name → the numbers of its heads, where layers have different ones. Default: `heads`.
 
     Example:
         >>> import torch, clearhead
@@ -35,7 +36,8 @@ class Summary:
     """
 
     values: dict[str, dict[str, Tensor]]
-    heads: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    heads: tuple[int, ...] = ()
+    heads_of: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def __getitem__(self, statistic: str) -> dict[str, Tensor]:
         if not isinstance(statistic, str) or statistic not in self.values:
@@ -44,7 +46,7 @@ class Summary:
         return self.values[statistic]
 
     def __str__(self) -> str:
-        return "\n\n".join(_table(statistic, layers, self.heads) for statistic, layers in self.values.items())
+        return "\n\n".join(_table(statistic, layers, self) for statistic, layers in self.values.items())
 
 
 def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
@@ -60,7 +62,8 @@ def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
         for label in numbers[0]:
             items = torch.cat([by_label[label] for by_label in numbers])  # (items, H)
             values.setdefault(label, {})[module] = items.amax(0) if label in LARGEST else items.mean(0)
-    return Summary(values, {module: calls[0].heads for module, calls in recorded.items()})
+    heads_of = {module: calls[0].heads for module, calls in recorded.items()}
+    return Summary(values, max(heads_of.values(), key=len, default=()), heads_of)
 
 
 def fold(calls: Sequence[AttentionStatistics]) -> AttentionStatistics:
@@ -90,10 +93,12 @@ def _concatenate(tensors: Sequence[Tensor], fill: int) -> Tensor:
     return torch.cat(padded)
 
 
-def _table(statistic: str, layers: Mapping[str, Tensor], heads: Mapping[str, Sequence[int]]) -> str:
+def _table(statistic: str, layers: Mapping[str, Tensor], summary: Summary) -> str:
     width = max(len(statistic), *(len(name) for name in layers))
     lines: list[str] = []
-    for numbers, names in _numbered_alike({name: heads.get(name, range(len(layers[name]))) for name in layers}):
+    for numbers, names in _numbered_alike(
+        {name: summary.heads_of.get(name, summary.heads or range(len(layers[name]))) for name in layers}
+    ):
         lines.append(f"{statistic:<{width}}  " + " ".join(f"{f'h{head}':>7}" for head in numbers))
         for name in names:
             lines.append(f"{name:<{width}}  " + " ".join(f"{value:7.3f}" for value in layers[name].tolist()))

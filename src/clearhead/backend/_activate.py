@@ -92,7 +92,7 @@ class _Installed:
     """The kernels in PyTorch's dispatcher: what its registry calls a handle."""
 
     def __init__(self, libraries: list[torch.library.Library]) -> None:
-        self.libraries = libraries
+        self.libraries: list[torch.library.Library] = libraries
 
     def remove(self) -> None:
         self.libraries = []  # a library that nothing holds takes its kernels out of the dispatcher

@@ -35,7 +35,7 @@ class Calls(Sequence[AttentionStatistics]):
 
     def named(self, name: str) -> Calls:
         """The same object with this name, for its errors. A module gets another one when it runs again."""
-        self.name = name
+        self.name: str = name
         return self
 
     @overload

@@ -60,7 +60,7 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
             fix=f"Record it with clearhead.record(model, statistics=({shown(statistic)}, ...)).",
         )
     values = summary[statistic]
-    return plot_head_table(values, statistic, cmap=colors(), heads=[summary.heads[name] for name in values], ax=ax)
+    return plot_head_table(values, statistic, cmap=colors(), heads=[summary.heads_of[name] for name in values], ax=ax)
 
 
 @spoken_picture
