@@ -16,6 +16,7 @@ MODULES = (
     "clearhead",
     "clearhead.masks",
     "clearhead.positions",
+    "clearhead.backend",
     "clearhead.caches",
     "clearhead.transformer",
     "clearhead.nn",

@@ -36,7 +36,7 @@ class RecordedCalls(Recorded):
         layers = self._layers_by_name
         if isinstance(name, str) and name in layers:
             return self._calls[layers[name]].named(name)
-        runs = [calls for layer, calls in self._calls.items() if layer.module == name]
+        runs = [calls for layer, calls in self._calls.items() if isinstance(name, str) and layer.module == name]
         if not runs:
             recorded = ", ".join(map(repr, layers))
             raise UnknownNameError(f"name {shown(name)}: no attention was recorded there; recorded are {recorded}")

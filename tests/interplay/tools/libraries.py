@@ -31,7 +31,9 @@ def _dispatched(subject: Subject) -> Numbers:
 
 def _prepared(subject: Subject) -> Numbers:
     import accelerate
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # a trainer in this process may have left its settings
     return numbers(subject, accelerate.Accelerator(cpu=True).prepare_model(subject.module))
 
 

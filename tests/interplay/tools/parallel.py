@@ -21,11 +21,18 @@ from ._tool import Tool
 
 @cache
 def _group() -> None:
-    """A group of this process alone. It is left open, because opening many in turn can hang."""
+    """A group of this process alone. It is left open for a file of tests, because opening many in turn can hang."""
     folder = tempfile.mkdtemp()
     store = dist.FileStore(f"{folder}/store", 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+
+
+def close_group() -> None:
+    """Close the group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _group.cache_clear()
 
 
 def _renamed(found: Numbers, prefix: str) -> Numbers:
