@@ -17,9 +17,9 @@ if clearhead._native.extension is None:
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clearhead behind PyTorch's names, for small calls too."""
-    from clearhead.backend import _sdpa
+    from tests.backend.small_calls import compute_small_calls
 
-    monkeypatch.setattr(_sdpa, "_SMALL", 0)
+    compute_small_calls(monkeypatch)
     with clearhead.activate():
         yield
     assert torch.nn.attention.current_flash_attention_impl() is None

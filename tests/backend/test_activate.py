@@ -23,6 +23,7 @@ from torch.nn.attention import (
 import clearhead
 from clearhead.backend import _sdpa
 from clearhead.errors import ArgumentError
+from tests.backend.small_calls import compute_small_calls
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(query.shape))
         return forward(keys, query, *others, **options)
 
-    monkeypatch.setattr(_sdpa, "_SMALL", 0)
+    compute_small_calls(monkeypatch)
     monkeypatch.setitem(_sdpa.KERNELS, _sdpa.FORWARD, counted)
     return shapes
 

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_methods_invocations import op_db
 
 import clearhead
-from clearhead.backend import _sdpa
+from tests.backend.small_calls import compute_small_calls
 
 INFO = next(info for info in op_db if info.name == "nn.functional.scaled_dot_product_attention")
 
@@ -34,7 +34,7 @@ def results(sample: Any, change: Callable[[Any], Any] = lambda x: x) -> list[Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_samples(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples hold scores of some hundred, which are rounded: twice the error of PyTorch's worse way is allowed."""
-    monkeypatch.setattr(_sdpa, "_SMALL", 0)
+    compute_small_calls(monkeypatch)
     samples = [each for each in INFO.sample_inputs("cpu", dtype, requires_grad=True) if not each.kwargs["dropout_p"]]
     assert len(samples) > 10
     changed = 0

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead.backend import _sdpa
-from clearhead.errors import ShapeError
+from clearhead.errors import ArgumentError, ShapeError
+from tests.backend.small_calls import compute_small_calls
 
 B, H, L, S, D = 2, 6, 37, 53, 16
 BOOL = torch.rand(B, 1, L, S, generator=torch.Generator().manual_seed(5)) > 0.3
@@ -72,7 +73,7 @@ def test_numbers_and_layouts(name: str, dtype: torch.dtype, heads_inside: bool) 
     inputs = operands(options, dtype, heads_inside)
     expected, pytorchs = exact(inputs, options), results(inputs, options)
     with clearhead.activate(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_sdpa, "_SMALL", 0)
+        compute_small_calls(patch)
         found = results(inputs, options)
     for ours, theirs, right in zip(found, pytorchs, expected, strict=True):
         assert error(ours, right) <= max(1e-5, 0 if dtype == torch.float32 else 2 * error(theirs, right))
@@ -152,6 +153,54 @@ def test_small_calls_stay_pytorchs() -> None:
     expected = scaled_dot_product_attention(x, x, x)
     with clearhead.activate():
         assert torch.equal(scaled_dot_product_attention(x, x, x), expected)
+
+
+@pytest.mark.parametrize("forward", [0, math.inf], ids=["forward ours", "forward PyTorch's"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CALLS)
+def test_one_kernel_forward_and_the_other_backward(name: str, dtype: torch.dtype, forward: float) -> None:
+    options = CALLS[name]
+    if dtype != torch.float32 and "attn_mask" in options and options["attn_mask"].is_floating_point():
+        options = options | {"attn_mask": options["attn_mask"].to(dtype)}
+    inputs = operands(options, dtype)
+    expected, pytorchs = exact(inputs, options), results(inputs, options)
+    with clearhead.activate(), pytest.MonkeyPatch.context() as patch:
+        compute_small_calls(patch, forward=forward, backward=0 if forward else math.inf)
+        found = results(inputs, options)
+    for ours, theirs, right in zip(found, pytorchs, expected, strict=True):
+        assert error(ours, right) <= max(1e-5, 0 if dtype == torch.float32 else 2 * error(theirs, right))
+
+
+def test_passes_with_few_queries_in_float32_stay_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[tuple[str, int]] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        kernel = getattr(_sdpa, name)
+
+        def call(first: Tensor, *others: Any, **options: Any) -> Any:
+            computed.append((name, first.shape[2]))
+            return kernel(first, *others, **options)
+
+        return call
+
+    for name in ("_computed", "_gradients"):
+        monkeypatch.setattr(_sdpa, name, counted(name))
+    with clearhead.activate():
+        for rows, keys, dtype in (
+            (3, 1 << 14, torch.float32),
+            (4, 1 << 14, torch.float32),
+            (1, 1 << 14, torch.bfloat16),
+        ):
+            query = torch.randn(1, 4, rows, 32, dtype=dtype, requires_grad=True)
+            key = torch.randn(1, 4, keys, 32, dtype=dtype)
+            scaled_dot_product_attention(query, key, key).sum().backward()
+    assert computed == [("_computed", 3), ("_computed", 4), ("_gradients", 4), ("_computed", 1), ("_gradients", 1)]
+
+
+def test_dropout_of_the_operator_is_refused(active: None) -> None:
+    x = torch.randn(1, 2, 8, 16)
+    with pytest.raises(ArgumentError, match="dropout_p: expected 0"):
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.5)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

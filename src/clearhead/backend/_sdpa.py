@@ -8,32 +8,58 @@ four dimensions, values of another width, batches that broadcast, and rows with 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import get_kernel
 
 from .._call.saved import restored
-from ..kernels._native_arguments import DTYPES, NativeArguments, Strides
+from ..errors import ArgumentError
+from ..kernels._native_arguments import NativeArguments
 from ..kernels._native_plan import plan_of
 from ..kernels._native_returned import CPU, as_declared
+from ._layouts import heads_inside, strides_like
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 #: PyTorch's own kernels, which the dispatcher has until Clearhead's are registered.
 _pytorchs_forward = get_kernel(f"aten::{FORWARD}", "CPU").call_boxed
 _pytorchs_backward = get_kernel(f"aten::{FORWARD}_backward", "CPU").call_boxed
 
-#: Multiplications of queries with keys below which PyTorch's kernel is faster, since its call costs less. Measured by
-#: ``python -m benchmarks.activated``.
-_SMALL = 1 << 21
+
+class _Least(NamedTuple):
+    """Multiplications of queries with keys from which Clearhead's kernel is faster. PyTorch's calls cost less.
+
+    Measured by ``python -m benchmarks.activated``.
+    """
+
+    plain: float = math.inf
+    masked: float = math.inf
+    few_queries: float = math.inf
+    backward: float = math.inf
+    few_queries_backward: float = math.inf
+
+
+_LEAST = {
+    torch.float32: _Least(1 << 19, 1 << 21, 1 << 22, 1 << 22),
+    torch.bfloat16: _Least(1 << 19, 1 << 20, 1 << 20, 1 << 19, 1 << 19),
+    torch.float16: _Least(1 << 19, 1 << 20, 1 << 20, 1 << 19, 1 << 19),
+}
+_PYTORCHS = _Least()  # of other dtypes
+_FEW = 4
 #: A log-sum-exp up to this size is exact to 4e-6 in float32, so that weights have a relative error of that size.
 _ROUNDED_WELL = 64.0
 
 
-def _forward(
-    keys: Any,
+def _forward(keys: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The output (B, H, L, D) and the log-sum-exp (B, H, L), laid out as PyTorch's. `keys` are the dispatcher's."""
+    work, least = query.numel() * key.shape[2], _LEAST.get(query.dtype, _PYTORCHS)
+    if work < least["attn_mask" in options] or (query.shape[2] < _FEW and work < least.few_queries):
+        return _pytorchs_forward(keys, query, key, *others, **options)
+    return _computed(query, key, *others, **options)
+
+
+def _computed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -43,11 +69,9 @@ def _forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output (B, H, L, D) and the log-sum-exp (B, H, L), laid out as PyTorch's. `keys` are the dispatcher's."""
-    if _is_pytorchs(query, key, dropout_p):
-        return _pytorchs_forward(keys, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    _require_no_dropout(dropout_p)
     arguments = _arguments(query, key, value, is_causal, attn_mask, scale)
-    plan = plan_of(arguments, output=_strides_like(query.shape, query.stride()))
+    plan = plan_of(arguments, output=strides_like(query.shape, query.stride()))
     exact = plan.empty_lse(query)
     output = plan.forward(arguments, exact)
     batch, heads, length = exact.shape
@@ -57,8 +81,15 @@ def _forward(
     return output, lse
 
 
-def _backward(
-    keys: Any,
+def _backward(keys: Any, output_gradient: Tensor, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
+    """The gradients of query, key and value, laid out as PyTorch's, of an output of either kernel."""
+    work, least = output_gradient.numel() * key.shape[2], _LEAST.get(output_gradient.dtype, _PYTORCHS)
+    if work < (least.few_queries_backward if output_gradient.shape[2] < _FEW else least.backward):
+        return _pytorchs_backward(keys, output_gradient, query, key, *others, **options)
+    return _gradients(output_gradient, query, key, *others, **options)
+
+
+def _gradients(
     output_gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -71,17 +102,12 @@ def _backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value, laid out as PyTorch's."""
-    if _is_pytorchs(output_gradient, key, dropout_p):
-        operands = query, key, value, output, lse
-        return _pytorchs_backward(
-            keys, output_gradient, *operands, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )
+    _require_no_dropout(dropout_p)
     arguments = as_declared(_arguments(query, key, value, is_causal, attn_mask, scale), output_gradient)
     dtype, shape = output_gradient.dtype, output_gradient.shape
     output = restored("saved output", output, shape, dtype, CPU)
     lse = restored("saved log-sum-exp", lse, shape[:3], torch.float32, CPU)
-    gradients = tuple(_heads_inside(tensor.shape) for tensor in arguments[:3])
+    gradients = tuple(heads_inside(tensor.shape) for tensor in arguments[:3])
     plan = plan_of(arguments, differentiable=True, gradients=gradients)
     if dtype is torch.float32 and float(lse.abs().max()) <= _ROUNDED_WELL:
         exact = lse.double().contiguous()
@@ -94,10 +120,11 @@ def _backward(
 KERNELS = {FORWARD: _forward, f"{FORWARD}_backward": _backward}
 
 
-def _is_pytorchs(query: Tensor, key: Tensor, dropout_p: float) -> bool:
-    """Whether PyTorch's own kernel computes the call: a small one, or one that Clearhead's kernel does not support."""
-    batch, heads, length, dim = query.shape
-    return batch * heads * length * key.shape[2] * dim < _SMALL or query.dtype not in DTYPES or dropout_p > 0
+def _require_no_dropout(dropout_p: float) -> None:
+    """`scaled_dot_product_attention` never sends dropout here. A call of the operator itself may."""
+    if dropout_p:
+        fix = "Call torch.nn.functional.scaled_dot_product_attention, which sends dropout to another kernel."
+        raise ArgumentError("dropout_p", expected="0, as in PyTorch's own kernel", got=str(dropout_p), fix=fix)
 
 
 def _arguments(
@@ -106,15 +133,3 @@ def _arguments(
     bias = None if attn_mask is None else attn_mask[(None,) * (4 - attn_mask.dim())].float()
     scale = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     return NativeArguments(query, key, value, bias=bias, scale=scale, high=0 if is_causal else None)
-
-
-@lru_cache(256)
-def _strides_like(shape: tuple[int, ...], strides: Strides) -> Strides:
-    """The strides of `torch.empty_like`, which PyTorch's kernel and the graphs of its compiler use for the output."""
-    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
-
-
-@lru_cache(256)
-def _heads_inside(shape: tuple[int, ...]) -> Strides:
-    """The strides of a contiguous (B, L, H, D) tensor, which PyTorch's kernel uses for gradients (B, H, L, D)."""
-    return torch.empty_permuted(shape, (0, 2, 1, 3), device="meta").stride()

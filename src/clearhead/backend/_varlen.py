@@ -20,6 +20,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..kernels._native_arguments import DTYPES, NativeArguments, contiguous_strides
 from ..kernels._native_plan import NativePlan, plan_of
 from ..kernels._native_returned import CPU
+from ._layouts import strides_like
 
 
 class _Window(NamedTuple):
@@ -41,6 +42,9 @@ class _Window(NamedTuple):
         """By the names of `NativeArguments`, if query i is at position i + shift."""
         low = None if self.left < 0 else shift - self.left
         return {"low": low, "high": None if self.right < 0 else shift + self.right}
+
+
+_ALL = slice(None)
 
 
 class _Part(NamedTuple):
@@ -68,24 +72,12 @@ def _forward(
     num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output (T, H, D), the log-sum-exp (H, T), and the state of a generator, which nothing reads."""
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    lse = _forward_out(
-        output,
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        is_causal,
-        scale,
-        window_size,
-        enable_gqa,
-        seqused_k,
-        block_table,
-        num_splits,
-    )
+    if block_table is not None or seqused_k is not None:
+        key, value, cu_seq_k = _used(key, value, cu_seq_k, seqused_k, block_table)
+    _require_tensors(query, key, value)
+    sequences = _sequences(query, key, cu_seq_q, cu_seq_k)
+    computed = [_computed(part) for part in _parts(query, key, value, sequences, is_causal, window_size, scale)]
+    output, lse = computed[0] if len(computed) == 1 else _joined(computed)
     return output, lse, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -107,17 +99,23 @@ def _forward_out(
     num_splits: int | None = None,
 ) -> Tensor:
     """Write the output (T, H, D) to `out`. The result is the log-sum-exp (H, T)."""
-    if block_table is not None or seqused_k is not None:
-        key, value, cu_seq_k = _used(key, value, cu_seq_k, seqused_k, block_table)
-    _require_tensors(query, key, value)
-    sequences = _sequences(query, key, cu_seq_q, cu_seq_k)
-    lse = torch.empty(query.shape[1::-1], dtype=torch.float32)  # (H, T)
-    for part in _parts(query, key, value, sequences, _Window.of(is_causal, window_size), scale):
-        plan = plan_of(part.arguments)
-        exact = plan.empty_lse(query)
-        output = plan.forward(part.arguments, exact)
-        out[part.queries] = output[0].transpose(0, 1)
-        lse[:, part.queries] = exact[0].float()
+    output, lse, _ = _forward(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        is_causal,
+        scale,
+        window_size,
+        enable_gqa,
+        seqused_k,
+        block_table,
+        num_splits,
+    )
+    out.copy_(output)
     return lse
 
 
@@ -145,8 +143,8 @@ def _backward(
     out = restored("saved output", out, grad_out.shape, dtype, CPU)
     lse = restored("saved log-sum-exp", lse, (heads, tokens), torch.float32, CPU)
     gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-    sequences, window = _sequences(query, key, cu_seq_q, cu_seq_k), _Window.of(is_causal, window_size)
-    for part in _parts(query, key, value, sequences, window, scale):
+    sequences = _sequences(query, key, cu_seq_q, cu_seq_k)
+    for part in _parts(query, key, value, sequences, is_causal, window_size, scale):
         contiguous = tuple(contiguous_strides(tensor.shape) for tensor in part.arguments[:3])
         plan = plan_of(part.arguments, differentiable=True, gradients=contiguous)
         output, exact = _exact(plan, part, out, lse)
@@ -162,6 +160,19 @@ KERNELS: dict[str, Any] = {
     "_varlen_attn_out": _forward_out,
     "_varlen_attn_backward": _backward,
 }
+
+
+def _computed(part: _Part) -> tuple[Tensor, Tensor]:
+    """The output (T, H, D), laid out as the queries, and the log-sum-exp (H, T)."""
+    query = part.arguments.query
+    plan = plan_of(part.arguments, output=strides_like(query.shape, query.stride()))
+    exact = plan.empty_lse(query)
+    return plan.forward(part.arguments, exact).squeeze(0).transpose(0, 1), exact.squeeze(0).float()
+
+
+def _joined(computed: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    outputs, sums = zip(*computed, strict=True)
+    return torch.cat(outputs), torch.cat(sums, dim=1)
 
 
 def _exact(plan: NativePlan, part: _Part, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,19 +202,27 @@ def _sequences(query: Tensor, key: Tensor, cu_seq_q: Tensor | None, cu_seq_k: Te
 
 
 def _parts(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, window: _Window, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    is_causal: bool,
+    window_size: Sequence[int] | None,
+    scale: float | None,
 ) -> Iterator[_Part]:
     """All sequences at once; one by one if the last query of some is not at its last key by itself."""
     scale = 1 / math.sqrt(query.shape[2]) if scale is None else scale
-    if window.is_open or sequences.queries == sequences.keys:
+    window = _Window.of(is_causal, window_size)
+    tensors = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]  # (1, H, T, D)
+    if window.is_open or sequences.queries == sequences.keys or not len(query):
         boundaries = {"cu_seqlens_q": sequences.cu_seqlens_q, "cu_seqlens_k": sequences.cu_seqlens_k}
-        parts = [(slice(None), slice(None), boundaries | window.band(0))]
-    else:
-        slices = [(rows, keys) for rows, keys in sequences.slices() if rows.start < rows.stop]
-        parts = [(rows, keys, window.band(_count(keys) - _count(rows))) for rows, keys in slices]
-    for rows, keys, options in parts:
-        operands = (tensor[part].transpose(0, 1)[None] for tensor, part in ((query, rows), (key, keys), (value, keys)))
-        yield _Part(rows, keys, NativeArguments(*operands, scale=scale, **options))
+        yield _Part(_ALL, _ALL, NativeArguments(*tensors, scale=scale, **boundaries, **window.band(0)))
+        return
+    for rows, keys in sequences.slices():
+        if rows.start < rows.stop:
+            operands = [tensor[:, :, part] for tensor, part in zip(tensors, (rows, keys, keys), strict=True)]
+            band = window.band(_count(keys) - _count(rows))
+            yield _Part(rows, keys, NativeArguments(*operands, scale=scale, **band))
 
 
 def _count(tokens: slice) -> int:
