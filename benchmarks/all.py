@@ -33,6 +33,8 @@ NAMES = (
     "page_size",
     "page_actions",
     "varlen",
+    "activated",
+    "sentences",
     "distributed",
     "look",
     "encoders",

@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib import pyplot
 
 DOCS = Path(__file__).parent.parent / "docs" / "en"
@@ -51,11 +52,14 @@ def test_a_page_runs(
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": page.stem}
     pyplot.close("all")  # those of other pages: matplotlib warns of more than twenty
-    for code, printed in blocks(page):
-        capsys.readouterr()
-        exec(compile(code, str(page), "exec"), namespace)
-        if printed is not None:
-            assert_printed(capsys.readouterr().out, printed)
+    try:
+        for code, printed in blocks(page):
+            capsys.readouterr()
+            exec(compile(code, str(page), "exec"), namespace)
+            if printed is not None:
+                assert_printed(capsys.readouterr().out, printed)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()  # a page may activate one for the process
 
 
 def test_the_page_about_masks_compares_all_five_conventions() -> None:
