@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -195,13 +195,15 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def no_derivatives() -> ExitStack:
+@contextmanager
+def no_derivatives() -> Generator[None]:
     """A block that records no gradients and, which `torch.no_grad` leaves on, no derivatives in forward mode."""
-    stack = ExitStack()
-    stack.enter_context(torch.no_grad())
-    if any_transform():
-        stack.enter_context(set_tangents_enabled(False))
-    return stack
+    with torch.no_grad():
+        if any_transform():
+            with set_tangents_enabled(False):
+                yield
+        else:
+            yield
 
 
 def autocast_off(tensor: Tensor) -> torch.autocast:

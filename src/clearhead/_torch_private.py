@@ -34,6 +34,7 @@ def _true(*_: object) -> bool:
 
 _transforms: Callable[[], bool] = _lookup("_C._are_functorch_transforms_active", _true)
 _graph_task: Callable[[], int] = _lookup("_C._current_graph_task_id", lambda: -1)
+_frame_compiler: Callable[[], object] = _lookup("_C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 _legacy_batched: Callable[[Tensor], bool] = _lookup("_C._functorch.is_legacy_batchedtensor", lambda _: False)
 _functorch: Any = _lookup("_C._functorch", None)
 _forward_level: Any = _lookup("autograd.forward_ad", None)
@@ -137,10 +138,19 @@ def is_batched(gradient: Tensor) -> bool:
     return _transforms() or _legacy_batched(gradient)
 
 
-def is_vmapped(tensor: Tensor) -> bool:
-    """Whether `torch.func.vmap` maps over a tensor, also inside other transforms."""
+def _any_vmap() -> bool:
     if _functorch is None:
         return any_transform()
+    return any(each.key() == _functorch.TransformType.Vmap for each in _functorch.get_interpreter_stack() or ())
+
+
+_any_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def is_vmapped(tensor: Tensor) -> bool:
+    """Whether `torch.func.vmap` maps over a tensor, also inside other transforms; in a graph, whether it runs."""
+    if _functorch is None or torch.compiler.is_compiling():
+        return _any_vmap()
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True
@@ -149,8 +159,13 @@ def is_vmapped(tensor: Tensor) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs, in which activation checkpointing repeats calls."""
-    return _graph_task() != -1
+    """Whether a backward pass runs, in which activation checkpointing repeats calls. A graph is traced before it."""
+    return not torch.compiler.is_compiling() and _graph_task() != -1
+
+
+def in_compiled_function() -> bool:
+    """Whether a compiled function runs, also one whose graphs are broken and whose Python runs between them."""
+    return torch.compiler.is_compiling() or _frame_compiler() not in (None, False)
 
 
 def sdpa_settings() -> tuple[object, ...]:

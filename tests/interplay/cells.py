@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
+from torch._dynamo.exc import Unsupported
 
 from clearhead.errors import ArgumentError, ClearheadError, RecordError
 
@@ -19,23 +20,32 @@ from .tools import GROUPS, Tool
 class Refusal:
     """What a cell raises instead of a result."""
 
-    kind: type[ClearheadError]
+    kind: type[Exception]
     text: str
 
 
 _UNDER_VMAP = Refusal(RecordError, "record: no attention was seen. Attention under torch.vmap was computed by")
+_COMPILED = "record: expected to be made outside of compiled functions."
 _COMPUTED_AGAIN = Refusal(RecordError, "record: expected a block around the checkpointed function, got")
+_COMPILED_VMAPS = ("vmap in compile", "vmap(grad) in compile", "vmap of compiled", "vmap(grad) of compiled")
 #: Entries, tools and what they raise together. All other cells are right.
 _REFUSALS = (
-    ("record", ("vmap", "vmap(grad)", "gradients per sample"), _UNDER_VMAP),
+    ("record", ("vmap", "vmap(grad)", "gradients per sample", *_COMPILED_VMAPS), _UNDER_VMAP),
     ("record", ("reentrant checkpoint", "checkpoint to the end"), _COMPUTED_AGAIN),
+    ("record", ("compile with symbolic sizes",), Refusal(RecordError, _COMPILED)),
+    ("record", ("compile",), Refusal(Unsupported, _COMPILED)),  # in one graph
+    ("attention_statistics", ("compile",), Refusal(Unsupported, "in attention_statistics")),
     ("record", ("fx.symbolic_trace",), Refusal(RecordError, "record: no attention was seen.")),
     (
         "attention_statistics",
         ("fx.symbolic_trace",),
         Refusal(ClearheadError, "got Proxy"),
     ),
-    ("attention_statistics", ("vmap",), Refusal(ArgumentError, "query: expected a tensor outside torch.func.vmap")),
+    (
+        "attention_statistics",
+        ("vmap", "vmap in compile", "vmap of compiled"),
+        Refusal(ArgumentError, "query: expected a tensor outside torch.func.vmap"),
+    ),
 )
 REFUSED = {(entry, tool): refusal for entry, tools, refusal in _REFUSALS for tool in tools}
 
@@ -103,6 +113,7 @@ _WARNINGS = (
     "FSDP2-wrapped module",
     "`is_gradient_checkpointing` is deprecated",
     "`isinstance.treespec, LeafSpec.` is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",  # where a graph breaks
     ":torch.jit.TracerWarning",
     "`torch.jit.[a-z_]+` is (deprecated|not supported)",
 )

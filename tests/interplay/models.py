@@ -43,6 +43,8 @@ def _given(length: int, *, left: bool) -> tuple[Tensor, Tensor]:
 def _subject(model: Any, length: int, *, left: bool = False, **given: Any) -> Subject:
     marks, full = _given(length, left=left)
     model.get_input_embeddings().requires_grad_(False)  # not used
+    if given:  # transformers puts its hooks into a model in the first call, which no graph may hold
+        model(inputs_embeds=torch.randn(B, length, E), attention_mask=marks, **given)
     return Subject(randomised(Model(model, **given), 0.2).train(), (torch.randn(B, length, E),), (marks,), (full,))
 
 

@@ -82,6 +82,13 @@ class Frame:
         self.origins = 0
 
 
+def _this_thread() -> int:
+    return threading.get_ident()
+
+
+_this_thread._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  # in the graph of a caller
+
+
 class ModuleNames:
     """Follows the forward calls of a model's modules in one thread.
 
@@ -94,7 +101,7 @@ class ModuleNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._thread = threading.get_ident()
+        self._thread = _this_thread()
         self.frames: list[Frame] = []  # the root call first
         self.left: Callable[[Frame, object], None] | None = None  # receives a call that ends, and its output
         self.root_calls = 0
@@ -111,7 +118,7 @@ class ModuleNames:
         Unmodified linear layers, norms and rotary positions get no hooks, because attention layers then keep their
         fast path.
         """
-        self._thread = threading.get_ident()
+        self._thread = _this_thread()
         handles: list[Any] = []
         try:
             for name, module in self.model.named_modules():
@@ -132,14 +139,14 @@ class ModuleNames:
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module of this name starts to run with these arguments."""
-        if threading.get_ident() != self._thread:
+        if _this_thread() != self._thread:
             return
         if not self.frames:
             self.root_calls += 1
         self.frames.append(Frame(name, module, args, kwargs))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self._thread and self.frames:
+        if _this_thread() == self._thread and self.frames:
             frame = self.frames.pop()
             if self.left is not None:
                 self.left(frame, output)

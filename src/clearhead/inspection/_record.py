@@ -19,7 +19,7 @@ from .._statistics.arguments import DEFAULT, Per, make_options, require_names, r
 from .._statistics.compute import compute_statistics
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.stacks import Sides
-from .._torch_private import in_backward, is_compiler_error
+from .._torch_private import in_backward, in_compiled_function, is_compiler_error
 from .._weights import Queries, checked_queries
 from ..errors import ClearheadError, RecordError
 from ._calls import Calls
@@ -33,6 +33,8 @@ from ._patch_layout import find_layout, picture_size
 from ._recorded_calls import RecordedCalls
 
 Keep = Literal["statistics", "queries_keys"]
+
+_UNCOMPILED = "Run it uncompiled: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: …"
 
 
 class record(Drawable, RecordedCalls):
@@ -104,6 +106,8 @@ class record(Drawable, RecordedCalls):
         offsets: Sequence[int] = (-1,),
         per: Per = "query_head",
     ) -> None:
+        if in_compiled_function():
+            raise RecordError(f"record: expected to be made outside of compiled functions. {_UNCOMPILED}")
         module("model", model)
         choice("keep", keep, ("statistics", "queries_keys"))
         self._names = require_names(statistics, has_value=True)
@@ -136,10 +140,8 @@ class record(Drawable, RecordedCalls):
         if kind is None:
             self.report_unseen()
         elif is_compiler_error(kind):
-            raise RecordError(
-                "record: a compiled function attended inside the block, where calls cannot be observed. Run it "
-                "uncompiled: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: …"
-            ) from error
+            problem = "record: a compiled function attended inside the block, where calls cannot be observed."
+            raise RecordError(f"{problem} {_UNCOMPILED}") from error
 
     def start_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Start in a forward pre-hook of the model, while its call with these arguments runs."""

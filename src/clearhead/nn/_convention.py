@@ -17,7 +17,7 @@ from ..masks import bias, causal, drop
 from ..masks._base import Mask
 from ..masks._combined import Not, Or, all_of
 from ..masks._grid import Grid
-from ..masks._positional import prefix
+from ..masks._positional import Prefix
 from ._stacks import shared_in_forward
 
 
@@ -33,7 +33,7 @@ def hidden_mask(
         translated: list[Mask | None] = []
         if is_causal:
             # A causal mask would hide the appended keys, which come last, from most queries.
-            translated.append(causal() if appended == 0 else Or(causal(), Not(prefix(grid.key_length))))
+            translated.append(causal() if appended == 0 else Or(causal(), Not(Prefix(grid.key_length))))
         if attn_mask is not None:
             translated.append(_tensor_mask(_four_dimensional(attn_mask, grid), appended))
         if key_padding_mask is not None:
