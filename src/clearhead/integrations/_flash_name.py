@@ -8,13 +8,15 @@ the function that calls them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, modeling_flash_attention_utils
 from transformers.masking_utils import flash_attention_mask
 
 from .. import masks
@@ -24,6 +26,7 @@ from ..errors import ArgumentError, ShapeError, shape_text
 from ._keywords import WITHOUT_EFFECT, refuse_unknown
 
 NAME = "clearhead_flash"
+_TABLE = "_ATTENTION_CLASSES"
 _route: Any = modeling_flash_attention_utils
 #: The arguments of transformers' function on this route, and what changes nothing.
 _KNOWN = (
@@ -65,6 +68,7 @@ def flash_forward(
         ShapeError: for a mask of another shape.
     """
     refuse_unknown(options, _KNOWN, NAME, "clearhead")
+    _require_separate_texts(module, options)
     fix = f'Use model.set_attn_implementation("clearhead") instead of "{NAME}".'
     if options.get("output_attentions"):
         raise ArgumentError("output_attentions", expected="False with flash attention", got="True", fix=fix)
@@ -94,10 +98,55 @@ def flash_forward(
     return output, None
 
 
+def _require_separate_texts(module: Any, options: dict[str, Any]) -> None:
+    """Raise for concatenated texts in a model whose embedding mixes neighbouring tokens, and so neighbouring texts."""
+    config = getattr(module, "config", None)
+    if options.get("cu_seq_lens_q") is not None and getattr(config, "trigram_input", False):
+        fix = f'Use model.set_attn_implementation("clearhead") instead of "{NAME}".'
+        expected = "a padded batch, because the embedding of mobilebert mixes neighbouring tokens"
+        raise ArgumentError("attn_implementation", expected=expected, got="concatenated texts", fix=fix)
+
+
+def flash_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **options: Any
+) -> Tensor | None:
+    """The mask (B, S) of a call, or ``None`` if all keys are real. transformers calls it.
+
+    Raises:
+        ArgumentError: for a type of model that has no route for flash attention. Its own code would read such a mask
+            as one of another shape.
+    """
+    config: Any = options.get("config")
+    if config is not None and not _has_flash_route(type(config)):
+        fix = 'Use "clearhead", or clearhead.upgrade(model).'
+        expected = f"a type of model with a route for flash attention, for {NAME!r}"
+        raise ArgumentError("attn_implementation", expected=expected, got=config.model_type, fix=fix)
+    sizes: dict[str, Any] = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    mask = flash_attention_mask(batch_size, **sizes, **options)
+    if options.get("attention_mask") is not None or "allow_is_causal_skip" not in options:
+        return mask
+    # transformers aligns the last query with the last key, and a static cache has free places after the last token. It
+    # cuts keys and values to the length of a mask.
+    filled = q_offset + q_length - kv_offset
+    if isinstance(filled, int) and filled >= kv_length:
+        return mask
+    return torch.ones(batch_size, min(int(filled), kv_length), dtype=torch.bool, device=options.get("device"))
+
+
+@cache
+def _has_flash_route(kind: type) -> bool:
+    """Whether the code of a type of model calls the attention function of its configuration with a (B, S) mask."""
+    found: Any = MODEL_MAPPING.get(kind, None)  # pyright: ignore[reportArgumentType]
+    models = found if isinstance(found, tuple) else () if found is None else (found,)
+    # Where classes are looked up in a table, that for flash attention calls flash-attn itself.
+    tables = [name for model in models for name in vars(sys.modules[model.__module__]) if name.endswith(_TABLE)]
+    return not tables and all(getattr(model, "_supports_flash_attn", True) for model in models)
+
+
 def register_flash() -> None:
     """Register the name for transformers. The import of `clearhead.integrations.transformers` calls it."""
     AttentionInterface.register(NAME, flash_forward)
-    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    AttentionMaskInterface.register(NAME, flash_mask)
     if not getattr(_route._lazy_imports, "finds_clearhead", False):
         _route._lazy_imports = _with_ours(_route._lazy_imports)
 

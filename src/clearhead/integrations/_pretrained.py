@@ -14,7 +14,7 @@ NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
 
 #: Implementations that `upgrade` replaces. A user chose any other one on purpose.
-_COMMON = ("eager", "sdpa")
+_COMMON = ("eager", "sdpa", "clearhead_flash")
 
 
 def models_of_transformers(model: nn.Module) -> dict[str, Any]:

@@ -91,7 +91,9 @@ class Explanation:
         if self.projections:
             lines.append(f"projections: {self.projections}")
         if self.active:
-            lines.append("activated: torch.nn.functional.scaled_dot_product_attention runs on Clearhead's kernel too")
+            lines.append(
+                "activated: PyTorch's scaled_dot_product_attention runs on Clearhead's kernel where it is faster"
+            )
         return "\n".join(lines)
 
 
