@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import masks
-from clearhead._layer import layer, packing
+from clearhead._layer import layer, unpadding
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, Rotary
 from tests.support.randomised import randomised
@@ -50,17 +50,17 @@ def inputs(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[packing.Unpadded]:
+def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[unpadding.Unpadded]:
     """Leave out whatever can be left out, however little it saves; holds what was."""
-    result: list[packing.Unpadded] = []
-    unpad = packing.unpad
+    result: list[unpadding.Unpadded] = []
+    unpad = unpadding.unpad
 
-    def noted(*args: Any, **options: Any) -> packing.Unpadded | None:
+    def noted(*args: Any, **options: Any) -> unpadding.Unpadded | None:
         tokens = unpad(*args, **options)
         result.extend([] if tokens is None else [tokens])
         return tokens
 
-    monkeypatch.setattr(packing, "_WORTH_UNPADDING", -(1 << 40))
+    monkeypatch.setattr(unpadding, "_WORTH_UNPADDING", -(1 << 40))
     monkeypatch.setattr(layer, "unpad", noted)
     return result
 
@@ -78,7 +78,7 @@ def with_and_without(
     result = derivatives(call, wanted)
     assert len(unpadded) == expected_times
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_WORTH_UNPADDING", 1 << 40)
+        patch.setattr(unpadding, "_WORTH_UNPADDING", 1 << 40)
         expected = derivatives(call, wanted)
     assert len(unpadded) == expected_times
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
@@ -302,17 +302,17 @@ def test_traced_graphs_never_look_at_lengths(unpadded: list[Any]) -> None:
 
 
 def test_the_tokens_of_a_stack_end_with_its_forward(
-    monkeypatch: pytest.MonkeyPatch, unpadded: list[packing.Unpadded]
+    monkeypatch: pytest.MonkeyPatch, unpadded: list[unpadding.Unpadded]
 ) -> None:
     found: list[weakref.ref[Any]] = []
-    find_tokens = packing.find_tokens
+    find_tokens = unpadding.find_tokens
 
     def noted(*args: Any) -> Any:
         tokens = find_tokens(*args)
         found.append(weakref.ref(tokens))
         return tokens
 
-    monkeypatch.setattr(packing, "find_tokens", noted)
+    monkeypatch.setattr(unpadding, "find_tokens", noted)
     layers = [
         clearhead.transformer.EncoderLayer(
             E, clearhead.MultiHeadAttention(E, H), clearhead.transformer.FeedForward(E, E)

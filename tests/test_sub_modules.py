@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead._layer import layer, packing
+from clearhead._layer import layer, unpadding
 from clearhead.positions import DynamicNTKScaling, Rotary
 from tests.support.randomised import randomised
 
@@ -38,14 +38,14 @@ PARTS: dict[str, tuple[int, ...]] = {
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Remove padding however little it saves; whether each call did."""
     result: list[bool] = []
-    unpad = packing.unpad
+    unpad = unpadding.unpad
 
-    def noted(*args: Any, **options: Any) -> packing.Unpadded | None:
+    def noted(*args: Any, **options: Any) -> unpadding.Unpadded | None:
         tokens = unpad(*args, **options)
         result.append(tokens is not None)
         return tokens
 
-    monkeypatch.setattr(packing, "_WORTH_UNPADDING", -(1 << 40))
+    monkeypatch.setattr(unpadding, "_WORTH_UNPADDING", -(1 << 40))
     monkeypatch.setattr(layer, "unpad", noted)
     return result
 

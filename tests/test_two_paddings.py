@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead._layer import layer, packing
+from clearhead._layer import layer, unpadding
 from clearhead.masks import Mask
 from clearhead.positions import Rotary
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward
@@ -28,14 +28,14 @@ B, L, S, E, H, KV, D = 5, 7, 11, 20, 6, 3, 4
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls whose padding was removed: all that can be, however little it saves."""
     found: list[Any] = []
-    unpad = packing.unpad
+    unpad = unpadding.unpad
 
     def noted(*args: Any, **options: Any) -> Any:
         tokens = unpad(*args, **options)
         found.extend([] if tokens is None else [tokens])
         return tokens
 
-    monkeypatch.setattr(packing, "_WORTH_UNPADDING", -(1 << 40))
+    monkeypatch.setattr(unpadding, "_WORTH_UNPADDING", -(1 << 40))
     monkeypatch.setattr(layer, "unpad", noted)
     return found
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
-from ._call.forwards import AttentionForward
+from ._call.call_types import AttentionForward
 from ._call.naming import add_module
 from ._call.request import Request, weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, settings_text, size

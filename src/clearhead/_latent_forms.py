@@ -11,7 +11,7 @@ from ._call.caching import Cache
 from ._call.heads import split_heads
 from ._checks import PLAIN
 from ._environment import Environment
-from ._layer.layer import Form
+from ._layer.layer import Operands
 from ._layer.unmodified import apply_linear, is_unmodified
 from .errors import ArgumentError
 
@@ -27,7 +27,7 @@ class LatentSizes(NamedTuple):
 
 def latent_form(
     kv_up: nn.Module, sizes: LatentSizes, environment: Environment, query: Tensor, keys: Tensor, cache: Cache | None
-) -> Form:
+) -> Operands:
     """The form that multiplies less.
 
     Args:
@@ -50,16 +50,16 @@ def latent_form(
     return form
 
 
-def _expanded(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor, environment: Environment) -> Form:
+def _expanded(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor, environment: Environment) -> Operands:
     """Every head's keys and values, Hkv = H."""
     heads = query.shape[1]
     latent, k_rope = keys.split((sizes.rank, sizes.rope), -1)
     up = split_heads(apply_linear(kv_up, latent.squeeze(1), environment), heads)  # (B, H, S, Dn + Dv)
     k_nope, value = up[..., : sizes.nope], up[..., sizes.nope :]
-    return Form(query, torch.cat((k_nope, k_rope.expand(-1, heads, -1, -1)), -1), value)  # key (B, H, S, Dn + Dr)
+    return Operands(query, torch.cat((k_nope, k_rope.expand(-1, heads, -1, -1)), -1), value)  # key (B, H, S, Dn + Dr)
 
 
-def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor, environment: Environment) -> Form:
+def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor, environment: Environment) -> Operands:
     """Queries that attend to the latents themselves, Hkv = 1. The values are a view of the latents."""
     q_nope, q_rope = query.split((sizes.nope, sizes.rope), -1)
     key_weight, value_weight = _up_weights(kv_up, sizes, q_nope, environment)
@@ -69,7 +69,7 @@ def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor,
         """Every head's values from its mixture of latents, (B, H, L, R) → (B, H, L, Dv)."""
         return torch.einsum("bhlr,hvr->bhlv", mixed, value_weight)
 
-    return Form(torch.cat((q_latent, q_rope), -1), keys, keys[..., : sizes.rank], finish)
+    return Operands(torch.cat((q_latent, q_rope), -1), keys, keys[..., : sizes.rank], finish)
 
 
 def _absorbing_is_less(rows: int, sizes: LatentSizes) -> bool:

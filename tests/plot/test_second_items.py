@@ -231,7 +231,7 @@ def test_statistics_that_were_not_recorded_are_those_of_their_call(heads: list[i
     for ours, theirs in zip(*map(collect, records), strict=True):
         for layer, expected in zip(ours.sections[0].layers, theirs.sections[0].layers, strict=True):
             assert (layer.heads, layer.queries, layer.keys) == (expected.heads, expected.queries, expected.keys)
-            for name in ("map", "entropy", "received", "weights", "spread"):
+            for name in ("map", "entropy", "received", "weights", "normalized_entropy"):
                 torch.testing.assert_close(getattr(layer, name), getattr(expected, name), rtol=0, atol=1e-6)
 
 

@@ -134,7 +134,7 @@ FIELDS: dict[str, list[Changes]] = {
 #: Fields whose pairs of calls are in other files.
 ELSEWHERE = {
     "device": "test_wrong_values_on_a_hit",
-    "in_larger": "kernels/test_dropout",
+    "is_part": "kernels/test_dropout",
     "same_sequences": "gpu/pretended/test_sequences",
 }
 

@@ -33,7 +33,7 @@ class AttentionSpec(NamedTuple):
         softcap: c in s ← c·tanh(s/c), or ``None``.
         sinks: whether there are sinks.
         dropout_p: probability that a weight is dropped, in [0, 1].
-        in_larger: whether the call drops the weights of a larger call: it has a seed or an offset.
+        is_part: whether the call drops the weights of a larger call: it has a seed or an offset.
         gradients: which of the call's inputs need one, in the order of `AttentionCall.inputs`; empty if none does.
         lse: whether the log-sum-exp is returned.
         weights: which weights are returned, as in `Request`.
@@ -58,7 +58,7 @@ class AttentionSpec(NamedTuple):
     softcap: float | None
     sinks: bool
     dropout_p: float
-    in_larger: bool
+    is_part: bool
     gradients: tuple[bool, ...]
     lse: bool
     weights: str | None
@@ -131,7 +131,7 @@ def spec_of(
         # offset, but its call lies in a larger one only if the call of all sequences does.
         bool(dropout_p)
         and (seed is not None or offset is not None)
-        and (not isinstance(environment, AttentionSpec) or environment.in_larger),
+        and (not isinstance(environment, AttentionSpec) or environment.is_part),
         _gradients((query, key, value), request) if environment.gradients else (),
         lse if lse is False or lse is True else flag("return_lse", lse),
         weights,

@@ -21,14 +21,14 @@ from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
-from .packing import Unpadded, unpad
 from .plan import Show, attend
 from .positions import PositionPart, positions_of_keys, positions_of_queries, require_one_length, with_hidden
 from .unmodified import apply_linear, has_hooks
+from .unpadding import Unpadded, unpad
 
 
 @dataclass(slots=True)
-class Form:
+class Operands:
     """Attention's operands, and the function that is applied to its output.
 
     Args:
@@ -75,7 +75,7 @@ class Layer:
     position: PositionPart | None = None
     head_dim: int | None = None
     batch_first: bool = True
-    form: Callable[[Tensor, Tensor, Cache | None], Form] | None = None
+    form: Callable[[Tensor, Tensor, Cache | None], Operands] | None = None
     all_heads: Callable[[Tensor], Tensor] | None = None
 
     def run(
@@ -164,7 +164,7 @@ class Layer:
         return returned
 
     def projected_out(
-        self, results: Results, environment: Environment, form: Form | None = None, *, batched: bool = True
+        self, results: Results, environment: Environment, form: Operands | None = None, *, batched: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """The output after the output projection, and the weights; without a batch where the inputs have none."""
         mixed, weights = results.output, results.weights  # (B, H, L, Dv)

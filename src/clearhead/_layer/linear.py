@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._call.forwards import LinearForward
+from .._call.call_types import LinearForward
 from .._call.saved import restored
 from .._checks import FLOATS, PLAIN, flag, kind, require_factory, same_device, shown, size, strided_or_jagged
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment

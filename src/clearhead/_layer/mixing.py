@@ -36,7 +36,7 @@ def plan_mixed(run: Plan, forced: Kernel | None) -> Plan:
         if spec.dropout_p > 0 and call.request.seed is None:
             call = replace(call, request=call.request._replace(seed=draw_seed(call.query.device)))
         dropped = spec.dropout_p > 0
-        without = spec._replace(weights=None, in_larger=spec.in_larger or dropped)
+        without = spec._replace(weights=None, is_part=spec.is_part or dropped)
         output = run(replace(call, spec=without, request=call.request._replace(weights=None))).output
         with _saved_apart() if spec.weights == MIXED_ONCE and not _is_traced(call) else nullcontext():
             zeroed = zero_hidden(as_one_sequence(call))

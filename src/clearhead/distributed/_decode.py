@@ -18,7 +18,7 @@ from .._layer.layer import Layer
 from .._layer.plan import attend
 from ..caches._kv import CrossKVCache, KVCache
 from ..errors import CacheError
-from ..kernels._some_keys import merge_sinks, merge_some_keys
+from ..kernels._merging import merge_sinks, merge_some_keys
 from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._part import Columns, part_of

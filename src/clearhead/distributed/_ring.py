@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._call.call import Results, valid_call
 from .._call.saved import layouts_of, restored_all, with_saved
-from ..kernels._some_keys import gradients_of_some_keys, merge_sinks, merge_some_keys
+from ..kernels._merging import gradients_of_some_keys, merge_sinks, merge_some_keys
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._structure import structure_of

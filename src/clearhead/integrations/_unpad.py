@@ -215,7 +215,7 @@ def _pack(encoder: nn.Module, reads_first: bool, arguments: dict[str, Any]) -> t
         return None
     if (mask.is_cuda and not runs_in_one_kernel(encoder)) or (mask.is_cpu and not reads_values(mask)):
         return None
-    # Unlike `_layer/packing.py`, this compares no costs: all layers share one row, so packing always pays.
+    # Unlike `_layer/unpadding.py`, this compares no costs: all layers share one row, so packing always pays.
     real = mask.bool()
     tokens = find_tokens(real, mask.shape[0], mask.shape[1])
     if tokens.indices is None or not _fits(encoder, tokens, reads_first):

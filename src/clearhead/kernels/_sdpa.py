@@ -49,7 +49,7 @@ class SdpaKernel(Kernel):
                 "it has no soft-cap": spec.softcap is not None,
                 "its causal path gives NaN for a scale of 0 or below": causal_nan,
                 "it has no sinks": spec.sinks,
-                "each process would drop different weights": spec.in_larger,
+                "each process would drop different weights": spec.is_part,
                 "a size is 0": spec.empty,
                 "its fused kernels give no gradient for a bias": spec.learns_bias,
                 "torch.func cannot transform it twice, or derive it forwards": spec.transformed,

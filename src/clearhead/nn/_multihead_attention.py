@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .._call.forwards import DropInForward
+from .._call.call_types import DropInForward
 from .._call.naming import add_module
 from .._call.request import Request, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided

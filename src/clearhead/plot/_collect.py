@@ -49,7 +49,7 @@ class LayerPicture:
         queries, keys: the extents (first, one past the last) of what is no padding.
         map: (H, R, C), exact where R = L and C = S.
         pooling: how `map` was pooled.
-        entropy: (H, l) in nats. spread: the same divided by ln of the visible keys.
+        entropy: (H, l) in nats. normalized_entropy: the same divided by ln of the visible keys.
         received: (H, s), Σ over queries.
         indices, weights: (H, l, k), the largest weights of each query; index −1 where there are fewer.
         numbers: statistic → (H,), means over the queries that see a key.
@@ -67,7 +67,7 @@ class LayerPicture:
     map: Tensor
     pooling: str
     entropy: Tensor
-    spread: Tensor
+    normalized_entropy: Tensor
     received: Tensor
     indices: Tensor
     weights: Tensor
@@ -244,7 +244,7 @@ def _layer(
         map=statistics.map[item].float().cpu(),
         pooling=statistics.options.map_pooling,
         entropy=statistics.entropy[item][:, rows].float().cpu(),
-        spread=statistics.normalized_entropy[item][:, rows].float().cpu(),
+        normalized_entropy=statistics.normalized_entropy[item][:, rows].float().cpu(),
         received=statistics.received[item][:, columns].float().cpu(),
         indices=indices.cpu(),
         weights=weights.float().cpu(),

@@ -69,7 +69,7 @@ def _layer(one: LayerPicture, two: LayerPicture, alignment: Alignment, scores: T
         keys=(0, len(keys)),
         pooling="mass",
         entropy=two.entropy[:, rows.second] - one.entropy[:, rows.first],
-        spread=two.spread[:, rows.second] - one.spread[:, rows.first],
+        normalized_entropy=two.normalized_entropy[:, rows.second] - one.normalized_entropy[:, rows.first],
         received=two.received[:, keys.second] - one.received[:, keys.first],
         numbers={"divergence": scores.float()} | changes,
         crops={},

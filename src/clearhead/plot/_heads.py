@@ -41,7 +41,7 @@ class HeadSummary:
 
     Args:
         entropy: mean over queries of −Σ_j p_j ln p_j, in nats; 0 is one token, ln S is all alike.
-        spread: mean of the entropy divided by ln of the number of visible keys, in [0, 1].
+        normalized_entropy: mean of the entropy divided by ln of the number of visible keys, in [0, 1].
         shares: place → mean weight there, as far as each query's top-k holds it.
         contrast: mean over queries of the most that one key gets beyond its average over all queries, among keys
             that are no special tokens and, within one text, at least two positions away. For a vision model: the
@@ -52,15 +52,15 @@ class HeadSummary:
     """
 
     entropy: float
-    spread: float
+    normalized_entropy: float
     shares: dict[str, float]
     contrast: float
     queries: int
 
     @property
     def kind(self) -> str:
-        """A key of `KINDS`: ``"broad"`` if spread > 0.85, else the place that gets more than half of the weight."""
-        if self.spread > BROAD:
+        """A key of `KINDS`: ``"broad"`` if the weight is spread out, else the place that gets more than half of it."""
+        if self.normalized_entropy > BROAD:
             return "broad"
         largest = max(self.shares, key=lambda name: self.shares[name])
         return largest if self.shares[largest] > 0.5 else "mixed"
@@ -105,7 +105,7 @@ def _average(heads: Sequence[HeadSummary]) -> HeadSummary:
 
     return HeadSummary(
         mean([head.entropy for head in heads]),
-        mean([head.spread for head in heads]),
+        mean([head.normalized_entropy for head in heads]),
         {name: mean([head.shares[name] for head in heads]) for name in heads[0].shares},
         mean([head.contrast for head in heads]),
         total,
@@ -134,10 +134,15 @@ def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadS
     else:
         contrast = _beyond_even(layer.map, picture.tiles)
     counted = names if same else names[:2]
-    columns = (layer.entropy.mean(-1), layer.spread.mean(-1).clamp(max=1), contrast.nan_to_num(0), *shares.unbind(-1))
+    columns = (
+        layer.entropy.mean(-1),
+        layer.normalized_entropy.mean(-1).clamp(max=1),
+        contrast.nan_to_num(0),
+        *shares.unbind(-1),
+    )
     return [
-        HeadSummary(entropy, spread, dict(zip(counted, means, strict=False)), head_contrast, length)
-        for entropy, spread, head_contrast, *means in torch.stack(columns, -1).tolist()
+        HeadSummary(entropy, normalized_entropy, dict(zip(counted, means, strict=False)), head_contrast, length)
+        for entropy, normalized_entropy, head_contrast, *means in torch.stack(columns, -1).tolist()
     ]
 
 

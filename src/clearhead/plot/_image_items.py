@@ -118,10 +118,12 @@ def _layer(rec: Recorded, layer: LayerPicture, tiles: Tiles, place: tuple[int, i
         rows.append(tiles.merge(weights, 2, mean=False))  # (H, rows, tiles)
     weights = torch.cat(rows, 1)
 
-    entropy, spread = layer.entropy, layer.spread
+    entropy, normalized_entropy = layer.entropy, layer.normalized_entropy
     if same:
         # weights: (H, tiles, tiles)
-        weights, entropy, spread = (tiles.merge(values, 1, mean=True) for values in (weights, entropy, spread))
+        weights, entropy, normalized_entropy = (
+            tiles.merge(values, 1, mean=True) for values in (weights, entropy, normalized_entropy)
+        )
     largest, indices = weights.topk(min(8, weights.shape[-1]), -1)
     order = in_order(largest, indices)
     sizes = (weights.shape[1], weights.shape[2])
@@ -132,7 +134,7 @@ def _layer(rec: Recorded, layer: LayerPicture, tiles: Tiles, place: tuple[int, i
         keys=(0, sizes[1]),
         map=weights,
         entropy=entropy,
-        spread=spread,
+        normalized_entropy=normalized_entropy,
         received=tiles.merge(layer.received, 1, mean=False) * (sizes[0] / layer.size[0]),
         indices=indices.gather(-1, order),
         weights=largest.gather(-1, order),

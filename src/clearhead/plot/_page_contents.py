@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._detail import Detail, pooled_map, pooled_rows
+from ._encoding import BYTES, INDEX, Encoding, Packer
 from ._heads import Summaries, clearest_head, kinds_of
 from ._labels import layer_labels, printable, shortened
-from ._packing import BYTES, INDEX, Encoding, Packer
 from ._patches import Tiles
 from ._scale import scale_end
 from ._tokens import Tokens

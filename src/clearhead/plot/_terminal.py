@@ -56,7 +56,7 @@ def overview(
 
     Example:
         >>> from rich.console import Console
-        >>> head = HeadSummary(entropy=0.0, spread=0.0, shares={"itself": 1.0}, contrast=0.0, queries=4)
+        >>> head = HeadSummary(entropy=0.0, normalized_entropy=0.0, shares={"itself": 1.0}, contrast=0.0, queries=4)
         >>> Console(width=40).print(overview([[head]], width=40))  # doctest: +ELLIPSIS
         layer     0
             0 i 0.0
@@ -221,7 +221,7 @@ def _strengths(
 ) -> list[list[float]]:
     """How strongly each head is shaded, in [0, 1]."""
     if name == "entropy":
-        return [[1 - head.spread for head in row] for row in summaries]
+        return [[1 - head.normalized_entropy for head in row] for row in summaries]
     everything = [value for row in values for value in row]
     low, high = min(everything), max(everything)
     return [[(value - low) / ((high - low) or 1.0) for value in row] for row in values]

@@ -25,7 +25,7 @@
     return new Uint8Array(await new Response(stream).arrayBuffer());
   }
 
-  /** `count` numbers of an array, from its number `from` on; `_packing.py` has the inverse. */
+  /** `count` numbers of an array, from its number `from` on; `_encoding.py` has the inverse. */
   function decoded(bytes, [law, width, levels, zero, first, length], from = 0, count = length) {
     const numbers = new Float64Array(count);
     for (let plane = width - 1; plane >= 0; plane--) {

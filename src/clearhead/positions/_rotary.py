@@ -18,7 +18,7 @@ _FEW_TOKENS = 1 << 8
 
 
 class RotaryForward(Protocol):
-    """The type of a call of `Rotary`, as in `_call/forwards.py`."""
+    """The type of a call of `Rotary`, as in `_call/call_types.py`."""
 
     def __call__(
         self, q: Tensor, k: Tensor, positions: int | Tensor, *, length: int | Tensor | None = None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions, unchanged_if_refused
-from .._call.forwards import DecoderForward
+from .._call.call_types import DecoderForward
 from .._checks import flag, strided
 from .._layer.linear import require_tokens
 from .._proxies import recorded_module

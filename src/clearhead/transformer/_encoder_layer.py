@@ -7,7 +7,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
-from .._call.forwards import EncoderForward
+from .._call.call_types import EncoderForward
 from .._checks import flag
 from .._layer.linear import require_tokens
 from .._proxies import recorded_module

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from .._call.forwards import FeedForwardForward
+from .._call.call_types import FeedForwardForward
 from .._checks import size
 from .._layer.linear import Linear
 from .._layer.unmodified import require_input

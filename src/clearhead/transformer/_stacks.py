@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions, unchanged_if_refused
-from .._call.forwards import DecoderForward, EncoderForward
+from .._call.call_types import DecoderForward, EncoderForward
 from .._checks import flag, items, module
 from ..errors import ArgumentError, DTypeError
 from ..masks._base import Mask

@@ -14,7 +14,7 @@ from clearhead import masks
 from clearhead._call.call import valid_call
 from clearhead._call.request import Request
 from clearhead.kernels import _flex_blocks, _flex_choice
-from clearhead.kernels._some_keys import gradients_of_some_keys, merge_some_keys
+from clearhead.kernels._merging import gradients_of_some_keys, merge_some_keys
 from clearhead.masks import Mask
 from clearhead.masks._grid import Grid, Offset
 from clearhead.masks._part import part_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead._layer import packing
+from clearhead._layer import unpadding
 from clearhead.masks import Mask
 from clearhead.positions import Rotary
 from tests.support.pretended_cuda.mode import PretendedDevice
@@ -27,7 +27,7 @@ VARLEN = ["flash, variable lengths"]
 @pytest.fixture(autouse=True)
 def small_batches_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out whatever can be left out, however little it saves."""
-    monkeypatch.setattr(packing, "_WORTH_OF_A_MOVE", 1)
+    monkeypatch.setattr(unpadding, "_WORTH_OF_A_MOVE", 1)
 
 
 def module(**options: Any) -> clearhead.MultiHeadAttention:
