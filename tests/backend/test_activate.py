@@ -186,5 +186,7 @@ def test_explain_says_what_is_active() -> None:
     assert "scaled_dot_product_attention" not in str(clearhead.explain(x, x, x))
     with clearhead.activate():
         explanation = clearhead.explain(x, x, x)
-        assert "PyTorch's scaled_dot_product_attention runs on Clearhead's kernel where it is faster" in str(explanation)
+        assert "PyTorch's scaled_dot_product_attention runs on Clearhead's kernel where it is faster" in str(
+            explanation
+        )
         assert explanation.active
