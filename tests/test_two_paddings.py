@@ -308,6 +308,20 @@ def test_autocast(keys: str, queries: str, rule: str, train: bool) -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left", "runs"])
+def test_a_record_under_autocast_is_of_the_padded_batch(side: str, unpadded: list[Any]) -> None:
+    module, call = made("no bias").float().eval(), padded(side, "lengths", "none", "self")
+    x = call.query.detach().float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), clearhead.record(module) as rec:
+        module(x, mask=call.mask)
+    assert unpadded
+    (found,) = rec[""].statistics
+    assert found.entropy.shape == (B, module.num_heads, x.shape[1])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), clearhead.record(module) as dense:
+        module(x, mask=masks.keep(call.visible.expand(B, 1, x.shape[1], -1)))
+    torch.testing.assert_close(found.entropy, dense[""].statistics[0].entropy, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("side", ["right", "left", "runs"])
 def test_nan_in_either_padding(side: str) -> None:
     module, call = made("plain"), padded(side, "lengths", "none", "cross")
     real = QUERIES["lengths"](L, S)[1], KEYS[side](S)[1]

@@ -15,6 +15,7 @@ import clearhead
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 
 EQUAL, OTHER = ([0, 3, 10, 23], [0, 3, 10, 23]), ([0, 3, 10, 23], [0, 5, 5, 31])
+SHIFTED = ([0, 3, 10, 23], [0, 4, 9, 23])  # as many queries as keys, in other sequences
 WINDOWS = [(-1, -1), (-1, 0), (4, 0), (3, 2)]
 
 
@@ -52,7 +53,7 @@ def int32(bounds: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("bounds", [EQUAL, OTHER])
+@pytest.mark.parametrize("bounds", [EQUAL, OTHER, SHIFTED])
 def test_outputs_and_gradients(
     bounds: tuple[list[int], list[int]], window: tuple[int, int], dtype: torch.dtype, active: None
 ) -> None:

@@ -132,6 +132,7 @@ def test_what_is_made_of_all_calls(name: str) -> None:
             assert torch.equal(folded.counted[place, :length], own.counted)
             assert not folded.counted[place, length:].any()
             assert not folded.received[place, :, length:].any()
+            assert torch.equal(folded.hidden_queries[place], own.hidden_queries)  # padding of a short call is none
             start += batch
         assert folded.batch_size == start
 

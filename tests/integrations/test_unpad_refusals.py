@@ -46,6 +46,13 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+NESTED = {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+MODELS["positions of one kind of layer scaled by the longest text"] = (
+    lambda: build("ModernBertModel", rope_parameters=NESTED, max_position_embeddings=8),
+    "right",
+)
+
+
 class Own(nn.Module):
     """A layer of a user's own, which may mix the tokens of a text."""
 
