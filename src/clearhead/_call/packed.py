@@ -20,7 +20,7 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     """
     request, mask = call.request, call.request.mask
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
-    is_cut = mask is not None and not mask.has_no_sizes
+    is_cut = mask is not None and not mask.fits_any_call
     # Its positions take a pass over all tokens.
     all_sequences = as_one_sequence(call).grid if is_cut else None
     start = request.offset or Offset(call.query.shape[1])
@@ -29,7 +29,7 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
         sequence_mask = mask
         if mask is not None and all_sequences is not None:
             place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
-            parts = [each if each.has_no_sizes else part_of(each, place, all_sequences) for each in mask.parts()]
+            parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
             sequence_mask = all_of(parts)
         sequence = call.changed(*operands, mask=sequence_mask, sequences=None, offset=start._replace(item=number))
         if is_cut:  # its place keeps the plan from serving another call, so that no cache needs it
@@ -55,6 +55,6 @@ def as_one_sequence(call: AttentionCall) -> AttentionCall:
 
 def validate_mask_of_packed(call: AttentionCall) -> None:
     """Raise unless the mask, if any, fits the packed sequences of a call, and its values are valid."""
-    if call.request.mask is not None and not call.request.mask.has_no_sizes:
+    if call.request.mask is not None and not call.request.mask.fits_any_call:
         as_one = as_one_sequence(call)
         cast(Mask, as_one.request.mask).validate(as_one.grid)

@@ -168,7 +168,7 @@ def _find_on_a_gpu(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_sid
     for part in mask.parts():
         if isinstance(part, Counts):
             (of_queries if isinstance(part, QueryLengths) else of_keys).append(part)
-        elif part.is_relative:
+        elif part.holds_for_runs:
             rules.append(part)
         else:
             return None
@@ -232,7 +232,7 @@ def _real_tokens(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, 
     for part in mask.parts():
         real = structure_of(part, grid).real_tokens(grid)
         if real is None:
-            if not part.is_relative:
+            if not part.holds_for_runs:
                 return None, None, None
             rules.append(part)
         else:

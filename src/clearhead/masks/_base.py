@@ -38,7 +38,7 @@ class Mask(ABC):
     """
 
     #: Whether it means the same for a run of an item's tokens as for the whole item.
-    is_relative: bool = False
+    holds_for_runs: bool = False
 
     @abstractmethod
     def visible(self, block: Block) -> Tensor | None:
@@ -108,7 +108,7 @@ class Mask(ABC):
         return type(self).bias is not Mask.bias
 
     @property
-    def has_no_sizes(self) -> bool:
+    def fits_any_call(self) -> bool:
         """Whether the mask fits every call, so that no call is refused because of it."""
         return False
 

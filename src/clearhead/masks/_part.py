@@ -35,7 +35,7 @@ def part_of(
     Returns:
         ``None`` for ``None``, and the mask itself if it is the same for every part.
     """
-    if mask is None or (full_grid is None and mask.has_no_sizes):
+    if mask is None or (full_grid is None and mask.fits_any_call):
         return mask
     return PartMask(mask, offset, full_grid, columns)
 
