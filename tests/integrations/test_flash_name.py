@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from clearhead.backend import flash_attn_func, flash_attn_varlen_func
 from clearhead.errors import ArgumentError, ShapeError
 from clearhead.integrations._flash_name import NAME, flash_forward
 from tests.integrations.architectures import DECODERS, SMALL, make_pair, padding, relative_error, token_ids
+from tests.support.randomised import randomised
 
 #: gpt_oss names the only kernels that it is compatible with, and transformers takes one of them instead of any other.
 #: Chunks are refused by transformers for every flash attention.
@@ -172,6 +174,22 @@ def test_a_static_cache_without_a_mask(name: str) -> None:
     expected, cache = eager(ids).logits, StaticCache(config=ours.config, max_cache_len=ids.shape[1] + 9)
     parts = [ours(part, past_key_values=cache).logits for part in ids.split([4, 1, ids.shape[1] - 5], dim=1)]
     assert relative_error(torch.cat(parts, 1), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_windows_of_a_padded_encoder(side: str) -> None:
+    sizes = {**_TINY, "num_hidden_layers": 2, "global_attn_every_n_layers": 2, "local_attention": 4}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = transformers.ModernBertConfig(**sizes, **ids)
+    eager = randomised(transformers.AutoModel.from_config(config, attn_implementation="eager"), 0.3).eval()
+    ours = transformers.AutoModel.from_config(deepcopy(config), attn_implementation=NAME).eval()
+    ours.load_state_dict(eager.state_dict())
+    tokens, lengths = torch.randint(3, 50, (3, 15)), torch.tensor([[15], [9], [4]])
+    columns = torch.arange(15)
+    real = columns < lengths if side == "right" else columns >= 15 - lengths
+    expected, actual = (m(tokens, attention_mask=real.long()).last_hidden_state[real] for m in (eager, ours))
+    assert relative_error(actual, expected) <= 1e-5
 
 
 def test_upgrade_takes_over() -> None:
