@@ -75,4 +75,35 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         '→ return share if share <= (_CPU_SHARE if not grid.device.type == "cpu" else _OTHER_SHARE) else'
         " None",
     ): "chooses between two ways with the same results",
+    (
+        "src/clearhead/_call/call.py",
+        "zeroed_: AttentionCall | None = field(default=None, init=False, repr=False) → zeroed_: Atten"
+        "tionCall | None = field(default=None, init=False, repr=True)",
+    ): "the repr of a private field",
+    (
+        "src/clearhead/kernels/_saved_by_pytorch.py",
+        "if x.stride() == strides and not x.is_neg(): → if x.stride() == strides and  x.is_neg():",
+    ): "a copy of what needs none, with the same numbers",
+    (
+        "src/clearhead/_layer/linear.py",
+        "if wanted and environment.gradients: → if wanted or environment.gradients:",
+    ): "without gradients the function computes the same",
+    (
+        "src/clearhead/kernels/_native_support.py",
+        "items, *matrix = biases[0].shape → items, *matrix = biases[ -1].shape",
+    ): "there is exactly one",
+    (
+        "src/clearhead/kernels/_native_operator.py",
+        'by_name: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=True)) → '
+        'by_name: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=False))',
+    ): "an assertion: both have one length",
+    (
+        "src/clearhead/kernels/_native_plan.py",
+        "self._gradients = tuple(zip(shapes, gradients, strict=True)) → self._gradients = tuple(zip(s"
+        "hapes, gradients))",
+    ): "an assertion: both have one length",
+    (
+        "src/clearhead/backend/_varlen.py",
+        "enable_gqa: bool = False, → enable_gqa: bool = True,",
+    ): "nothing reads it: heads are grouped by their numbers",
 }
