@@ -30,9 +30,9 @@ _COMPUTED_AGAIN = Refusal(RecordError, "record: expected a block around the chec
 _COMPILED_VMAPS = ("vmap in compile", "vmap(grad) in compile", "vmap of compiled", "vmap(grad) of compiled")
 #: Entries, tools and what they raise together. All other cells are right.
 _REFUSALS = (
-    ("record", ("vmap", "vmap(grad)", "gradients per sample", *_COMPILED_VMAPS), _UNDER_VMAP),
+    ("record", ("vmap", "vmap(grad)", "gradients per sample"), _UNDER_VMAP),
     ("record", ("reentrant checkpoint", "checkpoint to the end"), _COMPUTED_AGAIN),
-    ("record", ("compile with symbolic sizes",), Refusal(RecordError, _COMPILED)),
+    ("record", ("compile with symbolic sizes", *_COMPILED_VMAPS), Refusal(RecordError, _COMPILED)),
     ("record", ("compile",), Refusal(Unsupported, _COMPILED)),  # in one graph
     ("attention_statistics", ("compile",), Refusal(Unsupported, "in attention_statistics")),
     ("record", ("fx.symbolic_trace",), Refusal(RecordError, "record: no attention was seen.")),
