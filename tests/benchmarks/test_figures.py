@@ -131,6 +131,16 @@ def test_a_page_names_every_machine_of_its_figures(page: Path) -> None:
     assert {machines[file] for file in machines.keys() - {"architectures", "gpu"}} <= named
 
 
+@pytest.mark.parametrize("apart", [{"activated", "sentences"}, set()], ids=["the others", "activated"])
+def test_the_readme_benchmarks_and_encoders_are_of_one_machine_and_day(apart: set[str]) -> None:
+    """But for `activated` and `sentences`, which are of one machine and day together."""
+    shown = [page for page in PAGES if name(page) in ("README.md", "docs/en/benchmarks.md", "docs/en/encoders.md")]
+    names = {mark["file"] for page in shown for mark in MARKED.finditer(page.read_text(encoding="utf-8"))}
+    chosen = names - {"architectures", "gpu"} - apart if apart else names & {"activated", "sentences"}
+    kept = [read(RESULTS / f"{file}.json") for file in chosen]
+    assert len({(one.machine, one.date) for one in kept}) == 1
+
+
 MEASURED = {"clearhead.attention_weights": 276.4, "softmax of the full tensor": 4300.2}
 
 
