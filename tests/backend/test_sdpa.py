@@ -63,20 +63,47 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.detach().double() - expected).abs().max() / max(1e-3, float(expected.abs().max())))
 
 
+def options_of(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The options of a call, with a float mask in the dtype of the operands."""
+    mask = CALLS[name].get("attn_mask")
+    return CALLS[name] if mask is None or mask.dtype == torch.bool else CALLS[name] | {"attn_mask": mask.to(dtype)}
+
+
+def require_near(ours: Tensor, theirs: Tensor, right: Tensor) -> None:
+    """As exact as float32, or at most twice as far as PyTorch's half precision."""
+    assert error(ours, right) <= max(1e-5, 0 if theirs.dtype == torch.float32 else 2 * error(theirs, right))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The passes that Clearhead's kernel computes from now on, with the number of their queries."""
+    passes: list[tuple[str, int]] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        kernel = getattr(_sdpa, name)
+
+        def call(first: Tensor, *others: Any, **options: Any) -> Any:
+            passes.append((name, first.shape[2]))
+            return kernel(first, *others, **options)
+
+        return call
+
+    for name in ("_computed", "_gradients"):
+        monkeypatch.setattr(_sdpa, name, counting(name))
+    return passes
+
+
 @pytest.mark.parametrize("heads_inside", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CALLS)
 def test_numbers_and_layouts(name: str, dtype: torch.dtype, heads_inside: bool) -> None:
-    options = CALLS[name]
-    if dtype != torch.float32 and "attn_mask" in options and options["attn_mask"].is_floating_point():
-        options = options | {"attn_mask": options["attn_mask"].to(dtype)}
+    options = options_of(name, dtype)
     inputs = operands(options, dtype, heads_inside)
     expected, pytorchs = exact(inputs, options), results(inputs, options)
     with clearhead.activate(), pytest.MonkeyPatch.context() as patch:
         compute_small_calls(patch)
         found = results(inputs, options)
     for ours, theirs, right in zip(found, pytorchs, expected, strict=True):
-        assert error(ours, right) <= max(1e-5, 0 if dtype == torch.float32 else 2 * error(theirs, right))
+        require_near(ours, theirs, right)
         assert (ours.stride(), ours.dtype) == (theirs.stride(), theirs.dtype)
     if dtype == torch.float32:  # another kernel computed it
         assert not all(torch.equal(*pair) for pair in zip(found, pytorchs, strict=True))
@@ -155,55 +182,42 @@ def test_small_calls_stay_pytorchs() -> None:
         assert torch.equal(scaled_dot_product_attention(x, x, x), expected)
 
 
-@pytest.mark.parametrize("forward", [0, math.inf], ids=["forward ours", "forward PyTorch's"])
+@pytest.mark.parametrize("kernel", ["_computed", "_gradients"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CALLS)
-def test_one_kernel_forward_and_the_other_backward(name: str, dtype: torch.dtype, forward: float) -> None:
-    options = CALLS[name]
-    if dtype != torch.float32 and "attn_mask" in options and options["attn_mask"].is_floating_point():
-        options = options | {"attn_mask": options["attn_mask"].to(dtype)}
+def test_one_pass_is_clearheads_and_the_other_pytorchs(
+    name: str, dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, passes = options_of(name, dtype), counted(monkeypatch)
     inputs = operands(options, dtype)
     expected, pytorchs = exact(inputs, options), results(inputs, options)
-    with clearhead.activate(), pytest.MonkeyPatch.context() as patch:
-        compute_small_calls(patch, forward=forward, backward=0 if forward else math.inf)
-        found = results(inputs, options)
+    is_forward = kernel == "_computed"
+    compute_small_calls(monkeypatch, forward=0 if is_forward else math.inf, backward=math.inf if is_forward else 0)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        # What a graph computes needs no gradients inside it, where one kernel would else compute both passes.
+        return scaled_dot_product_attention(*(x * 1.0 for x in tensors), **options)
+
+    torch.compiler.reset()  # `attend` is another function in each test, of one code
+    with clearhead.activate():
+        output = torch.compile(attend, backend="aot_eager", fullgraph=True)(*inputs)
+        found = [output, *torch.autograd.grad(output.double().sin().sum(), inputs)]
+    assert {each for each, _ in passes} == {kernel}
     for ours, theirs, right in zip(found, pytorchs, expected, strict=True):
-        assert error(ours, right) <= max(1e-5, 0 if dtype == torch.float32 else 2 * error(theirs, right))
+        require_near(ours, theirs, right)
 
 
 def test_passes_with_few_queries_in_float32_stay_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[tuple[str, int]] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        kernel = getattr(_sdpa, name)
-
-        def call(first: Tensor, *others: Any, **options: Any) -> Any:
-            computed.append((name, first.shape[2]))
-            return kernel(first, *others, **options)
-
-        return call
-
-    for name in ("_computed", "_gradients"):
-        monkeypatch.setattr(_sdpa, name, counted(name))
+    passes = counted(monkeypatch)
     with clearhead.activate():
-        for rows, keys, dtype in (
-            (3, 1 << 14, torch.float32),
-            (4, 1 << 14, torch.float32),
-            (1, 1 << 14, torch.bfloat16),
-        ):
+        for rows, dtype in ((3, torch.float32), (4, torch.float32), (1, torch.bfloat16)):
             query = torch.randn(1, 4, rows, 32, dtype=dtype, requires_grad=True)
-            key = torch.randn(1, 4, keys, 32, dtype=dtype)
+            key = torch.randn(1, 4, 1 << 14, 32, dtype=dtype)
             scaled_dot_product_attention(query.detach(), key, key)
             scaled_dot_product_attention(query, key, key).sum().backward()
-    both = [
-        ("_computed", 4),
-        ("_computed", 4),
-        ("_gradients", 4),
-        ("_computed", 1),
-        ("_computed", 1),
-        ("_gradients", 1),
-    ]
-    assert computed == [("_computed", 3), *both]
+    all_passes = ("_computed", "_computed", "_gradients")
+    of_four, of_one = ([(name, rows) for name in all_passes] for rows in (4, 1))
+    assert passes == [("_computed", 3), *of_four, *of_one]
 
 
 @pytest.mark.parametrize("rows", [64, 128, 256])
