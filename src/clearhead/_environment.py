@@ -98,7 +98,7 @@ def reads_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are checked now."""
     if is_tracing() or tensor.is_meta or is_fake(tensor) or has_valueless_mode():
         return False
-    if any_transform() and is_vmapped(tensor):
+    if is_vmapped(tensor):
         return False
     return tensor.is_cpu or bool(_checked.value)
 

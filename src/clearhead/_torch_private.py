@@ -149,6 +149,8 @@ _any_vmap._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMember
 
 def is_vmapped(tensor: Tensor) -> bool:
     """Whether `torch.func.vmap` maps over a tensor, also inside other transforms; in a graph, whether it runs."""
+    if not any_transform():
+        return False
     if _functorch is None or torch.compiler.is_compiling():
         return _any_vmap()
     while _functorch.is_functorch_wrapped_tensor(tensor):

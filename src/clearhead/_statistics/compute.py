@@ -13,7 +13,7 @@ from .._call.call import AttentionCall, build_call
 from .._call.request import Request
 from .._call.sharding import HeadShard
 from .._environment import autocast_off, cast_for_autocast, is_tracing, no_derivatives
-from .._torch_private import any_transform, is_vmapped
+from .._torch_private import is_vmapped
 from .._weights import Queries, row_numbers
 from ..errors import ArgumentError
 from ..kernels._block_rows import BlockRows
@@ -108,7 +108,7 @@ if attention_statistics.__doc__:  # python -OO leaves none
 
 def _refuse_vmapped(**tensors: Any) -> None:
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and any_transform() and is_vmapped(tensor):
+        if isinstance(tensor, Tensor) and is_vmapped(tensor):
             fix = "Statistics are those of each item of a batch: pass what is mapped over as (B, ...)."
             raise ArgumentError(name, expected="a tensor outside torch.func.vmap", got="one that it maps over", fix=fix)
 

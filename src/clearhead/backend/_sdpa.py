@@ -51,16 +51,18 @@ _FEW = 4
 _ROUNDED_WELL = 64.0
 
 
-def _forward(keys: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _forward(
+    keys: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
     """The output (B, H, L, D) and the log-sum-exp (B, H, L), laid out as PyTorch's. `keys` are the dispatcher's."""
     work, least = query.numel() * key.shape[2], _LEAST.get(query.dtype, _PYTORCHS)
     few = query.shape[2] < _FEW
     if work < least["attn_mask" in options] or (few and work < least.few_queries):
-        return _pytorchs_forward(keys, query, key, *others, **options)
+        return _pytorchs_forward(keys, query, key, value, *others, **options)
     # One kernel computes both passes: NaN in a hidden key reaches an output of PyTorch's, and its gradients.
-    if work < _least_backward(least, few) and (query.requires_grad or key.requires_grad or others[0].requires_grad):
-        return _pytorchs_forward(keys, query, key, *others, **options)
-    return _computed(query, key, *others, **options)
+    if work < _least_backward(least, few) and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return _pytorchs_forward(keys, query, key, value, *others, **options)
+    return _computed(query, key, value, *others, **options)
 
 
 def _computed(

@@ -81,40 +81,9 @@ def _forward(
     return output, lse, torch.zeros(2, dtype=torch.uint64)
 
 
-def _forward_out(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: Sequence[int] | None = None,
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
+def _forward_out(out: Tensor, *arguments: Any) -> Tensor:
     """Write the output (T, H, D) to `out`. The result is the log-sum-exp (H, T)."""
-    output, lse, _ = _forward(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        is_causal,
-        scale,
-        window_size,
-        enable_gqa,
-        seqused_k,
-        block_table,
-        num_splits,
-    )
+    output, lse, _ = _forward(*arguments)
     out.copy_(output)
     return lse
 
@@ -173,7 +142,7 @@ def _computed(part: _Part) -> tuple[Tensor, Tensor]:
 def _joined(query: Tensor, computed: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The parts together, the output laid out as the queries."""
     outputs, sums = zip(*computed, strict=True)
-    return torch.empty_like(query).copy_(torch.cat(outputs)), torch.cat(sums, dim=1)
+    return torch.cat(outputs, out=torch.empty_like(query)), torch.cat(sums, dim=1)
 
 
 def _exact(plan: NativePlan, part: _Part, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,13 +82,6 @@ class Frame:
         self.origins = 0
 
 
-def _this_thread() -> int:
-    return threading.get_ident()
-
-
-_this_thread._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  # in the graph of a caller
-
-
 class ModuleNames:
     """Follows the forward calls of a model's modules in one thread.
 
@@ -101,7 +94,7 @@ class ModuleNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._thread = _this_thread()
+        self._thread = threading.get_ident()
         self.frames: list[Frame] = []  # the root call first
         self.left: Callable[[Frame, object], None] | None = None  # receives a call that ends, and its output
         self.root_calls = 0
@@ -118,7 +111,7 @@ class ModuleNames:
         Unmodified linear layers, norms and rotary positions get no hooks, because attention layers then keep their
         fast path.
         """
-        self._thread = _this_thread()
+        self._thread = threading.get_ident()
         handles: list[Any] = []
         try:
             for name, module in self.model.named_modules():
@@ -139,14 +132,14 @@ class ModuleNames:
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module of this name starts to run with these arguments."""
-        if _this_thread() != self._thread:
+        if threading.get_ident() != self._thread:
             return
         if not self.frames:
             self.root_calls += 1
         self.frames.append(Frame(name, module, args, kwargs))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _this_thread() == self._thread and self.frames:
+        if threading.get_ident() == self._thread and self.frames:
             frame = self.frames.pop()
             if self.left is not None:
                 self.left(frame, output)
