@@ -27,12 +27,12 @@ class Refusal:
 _UNDER_VMAP = Refusal(RecordError, "record: no attention was seen. Attention under torch.vmap was computed by")
 _COMPILED = "record: expected to be made outside of compiled functions."
 _COMPUTED_AGAIN = Refusal(RecordError, "record: expected a block around the checkpointed function, got")
-_COMPILED_VMAPS = ("vmap in compile", "vmap(grad) in compile", "vmap of compiled", "vmap(grad) of compiled")
+_IN_COMPILED = tuple(tool.name for tool in GROUPS["transforms"] if tool.name.endswith((" in compile", " of compiled")))
 #: Entries, tools and what they raise together. All other cells are right.
 _REFUSALS = (
     ("record", ("vmap", "vmap(grad)", "gradients per sample"), _UNDER_VMAP),
     ("record", ("reentrant checkpoint", "checkpoint to the end"), _COMPUTED_AGAIN),
-    ("record", ("compile with symbolic sizes", *_COMPILED_VMAPS), Refusal(RecordError, _COMPILED)),
+    ("record", ("compile with symbolic sizes", *_IN_COMPILED), Refusal(RecordError, _COMPILED)),
     ("record", ("compile",), Refusal(Unsupported, _COMPILED)),  # in one graph
     ("attention_statistics", ("compile",), Refusal(Unsupported, "in attention_statistics")),
     ("record", ("fx.symbolic_trace",), Refusal(RecordError, "record: no attention was seen.")),
