@@ -77,7 +77,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "chooses between two ways with the same results",
     (
         "src/clearhead/_call/call.py",
-        "zeroed_: AttentionCall | None = field(default=None, init=False, repr=False) → zeroed_: Atten"
+        "zeroed_: Call | None = field(default=None, init=False, repr=False) → zeroed_: Atten"
         "tionCall | None = field(default=None, init=False, repr=True)",
     ): "the repr of a private field",
     (

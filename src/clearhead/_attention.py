@@ -6,8 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from ._call.call import valid_call
-from ._call.request import Request
+from ._call.call import Call, valid_call
 from ._environment import cast_for_autocast, read_environment
 from ._layer.linear import describe_backend
 from ._layer.plan import attend
@@ -112,8 +111,8 @@ def attention(
         torch.Size([2, 4, 5, 3])
     """
     try:
-        request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
-        results = attend(query, key, value, request, read_environment())
+        options = scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse
+        results = attend(Call(query, key, value, as_mask(mask), *options), read_environment())
     except ClearheadError as error:
         return recorded_call(attention, error, locals())
     return results.output if results.lse is None else (results.output, results.lse)
@@ -160,6 +159,6 @@ def explain(
         projections: ...
     """
     query, key, value = cast_for_autocast(query, key, value)
-    request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
-    call = valid_call(query, key, value, request)
+    options = scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse
+    call = valid_call(Call(query, key, value, as_mask(mask), *options))
     return explain_call(call, describe_backend() if call.query.is_cpu else "")

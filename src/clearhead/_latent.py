@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
+from ._call.call import weights_wanted
 from ._call.call_types import AttentionForward
 from ._call.naming import add_module
-from ._call.request import Request, weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, settings_text, size
 from ._environment import Environment, cast_for_autocast, read_environment
 from ._latent_forms import LatentSizes, latent_form
@@ -256,7 +256,8 @@ class MultiHeadLatentAttention(nn.Module):
             self.out_proj,
             self.num_heads,
             1,
-            Request(self.mask, self.scale, dropout_p=self.dropout if self.training else 0.0),
+            self.mask,
+            {"scale": self.scale, "dropout_p": self.dropout if self.training else 0.0},
             position=None if self.position is None else self._rotate,
             form=partial(latent_form, self.kv_up, sizes, environment),
         )

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
+from ._call.call import weights_wanted
 from ._call.call_types import AttentionForward
 from ._call.naming import add_module
-from ._call.request import Request, weights_wanted
 from ._call.sharding import HeadShard, SequenceShard
 from ._checks import flag, is_finite, is_positive, is_probability, number, number_or_none, require_factory, size
 from ._environment import Environment, read_environment
@@ -237,7 +237,7 @@ class MultiHeadAttention(nn.Module):
         for name, projection, x in zip(("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), tokens, strict=True):
             require_features(name, x, getattr(self, projection))
         layer = layer_of(self, environment, calling_with((query, key, value), tokens))
-        refuse_split_dropout(layer.request.offset)
+        refuse_split_dropout(layer.options.get("offset"))
         positions = 0 if self.position is None else sequences.query_positions
         mixed = layer.run_packed(*tokens, sequences, layer.combined(mask), environment, positions=positions)
         if takes_packed(self.out_proj):
@@ -287,7 +287,8 @@ def layer_of(
         modules["out_proj"],
         heads,
         kv_heads,
-        Request(mask, module.scale, module.softcap, sinks, dropout_p, offset=offset),
+        mask,
+        {"scale": module.scale, "softcap": module.softcap, "sinks": sinks, "dropout_p": dropout_p, "offset": offset},
         (modules["q_proj"], modules["k_proj"], modules["v_proj"]),
         module.q_norm,
         module.k_norm,

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from ._call.request import Request
+from ._call.call import Call
 from ._call.sequences import read_sequences
 from ._checks import integer, strided
 from ._environment import read_environment
@@ -118,11 +118,11 @@ def attention_varlen(
             if longest is not None:
                 integer(name, longest, least=0, most=math.inf)
         sequences = read_sequences(cu_seqlens_q, cu_seqlens_k, query, key, (max_seqlen_q, max_seqlen_k))
-        request = Request(as_mask(mask), scale, softcap, sinks, dropout_p, lse=return_lse, sequences=sequences)
+        options = as_mask(mask), scale, softcap, sinks, dropout_p
     except ClearheadError as error:
         return recorded_call(attention_varlen, error, locals())
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # (1, H, T, D), (1, Hkv, Tk, D) and (…, Dv)
-    output, lse, _ = attend(q, k, v, request, read_environment())
+    output, lse, _ = attend(Call(q, k, v, *options, lse=return_lse, sequences=sequences), read_environment())
     output = output.squeeze(0).transpose(0, 1)  # (T, H, Dv)
     return output if lse is None else (output, lse.squeeze(0).transpose(0, 1))
 

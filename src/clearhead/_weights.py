@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._call.call import build_call
-from ._call.request import Request
+from ._call.call import Call, build_call
 from ._checks import FLOATS, INTEGERS, flag, items, require_slice, shown, strided, with_values
 from ._environment import autocast_off, cast_for_autocast, is_tracing
 from ._proxies import recorded_call
@@ -67,10 +67,8 @@ def attention_weights(
     average_attn_weights = flag("average_attn_weights", average_attn_weights)
     with autocast_off(query):
         try:
-            request = Request(
-                as_mask(mask), scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions
-            )
-            call = build_call(query, key, None, request)
+            positions: dict[str, Any] = {"query_positions": query_positions, "key_positions": key_positions}
+            call = build_call(Call(query, key, key, as_mask(mask), scale, softcap, sinks, **positions))
         except ClearheadError as error:
             return recorded_call(attention_weights, error, locals())
         weights = compute_weights(call, row_numbers(queries, call.grid.query_length), average_attn_weights)

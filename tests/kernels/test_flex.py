@@ -27,7 +27,7 @@ from clearhead.masks._structure import UNKNOWN
 from clearhead.positions import ALiBi
 from tests.masks.test_coverage import cases, visible
 from tests.support.forgetting import forget
-from tests.support.requests import Grid
+from tests.support.requests import BoundMask, Grid
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 X = torch.randn(2, HEADS, 7, DIM, generator=torch.Generator().manual_seed(1))
@@ -220,7 +220,7 @@ def test_blocks_and_rule_say_what_the_mask_says(side: int, lower: Callable[[Mask
         mask, grid = case
         shown = visible(mask, grid)
         with blocks_of(side):
-            blocks = lower(mask, grid)
+            blocks = lower(BoundMask(mask, grid))
             partial = spread(blocks.partial, grid, side) & rule(blocks, grid)
         assert torch.equal((spread(blocks.full, grid, side) | partial).expand_as(shown), shown)
         assert not (blocks.partial & blocks.full).any()
@@ -258,11 +258,12 @@ def test_blocks_by_terms_of_common_masks_are_exact_and_small(name: str) -> None:
     mask, names = COMMON[name]
     grid, side = Grid(2, HEADS, 300, 300, CPU), 16
     shown = visible(mask, grid)
-    for part in mask.parts():
-        if isinstance(part, Documents):
-            grid.memo[part] = UNKNOWN  # as on a GPU, where ids are not read
+    bound = BoundMask(mask, grid)
+    for part in bound.parts:
+        if isinstance(part.mask, Documents):
+            part._structure = UNKNOWN  # as on a GPU, where ids are not read
     with blocks_of(side):
-        blocks = term_blocks(mask, grid)
+        blocks = term_blocks(bound)
     cells = cells_of_blocks(shown, side)
     seen, full = cells.any(-1), cells.all(-1)
     assert torch.equal((blocks.partial | blocks.full).expand_as(seen), seen)

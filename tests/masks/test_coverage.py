@@ -23,7 +23,7 @@ from clearhead.masks import Mask
 from clearhead.masks._coverage import Coverage, coverage
 from clearhead.masks._part import part_of
 from tests.support.mask_cases import combined_masks, draw_frame
-from tests.support.requests import Block, Grid, Offset
+from tests.support.requests import Block, BoundMask, Grid, Offset
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
 paths = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
@@ -71,7 +71,7 @@ def test_fully_masked_rows_and_keys(name: str, native: bool, monkeypatch: pytest
     if not native:
         monkeypatch.setattr("clearhead.masks._coverage.extension", None)
     mask, grid = MASKS[name](), Grid(B, H, L, S, torch.device("cpu"))
-    covered, shown = coverage(mask, grid), visible(mask, grid)
+    covered, shown = coverage(BoundMask(mask, grid)), visible(mask, grid)
     require_coverage(mask, grid, covered)
     for axis, expected in ((covered.queries, shown.any(-1)), (covered.keys, shown.any(-2))):
         assert (axis is None) == bool(expected.all())
@@ -133,7 +133,7 @@ def test_fully_masked_rows_and_keys_are_exact(case: tuple[Mask, Grid], edge: int
         patch.setattr("clearhead.masks._coverage._EDGE_COLUMNS", edge)
         patch.setattr("clearhead.masks._coverage._FEW_CELLS", few_cells)
         patch.setattr("clearhead.masks._coverage._ROWS_AT_A_TIME", 20)
-        covered = coverage(mask, grid)
+        covered = coverage(BoundMask(mask, grid))
     require_coverage(mask, grid, covered)
 
 
@@ -145,7 +145,7 @@ def test_coverage_of_every_small_band(queries: int, keys: int, shift: int) -> No
     prefixes = [masks.prefix(n) for n in (0, 1, 4, 13)]
     bands = [masks.causal(), *windows, *(masks.causal() & window for window in windows)]
     for mask in (*bands, *prefixes, *(prefix & band for prefix in prefixes for band in bands)):
-        require_coverage(mask, grid, coverage(mask, grid))
+        require_coverage(mask, grid, coverage(BoundMask(mask, grid)))
 
 
 @given(cases(), st.data())

@@ -18,7 +18,7 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
 from tests.support.budgets import in_turn
-from tests.support.forgetting import SPEC_FIELDS, forget
+from tests.support.forgetting import LAYOUT_FIELDS, forget
 
 Changes = dict[str, Any]
 KERNELS = (None, "native", "sdpa", "chunked", "reference")
@@ -285,7 +285,7 @@ def require_same(outcome: list[Tensor] | str, alone: list[Tensor] | str, call: C
 
 
 def test_every_field_of_a_spec_has_a_case() -> None:
-    assert {*FIELDS, *ELSEWHERE} - {"values"} == set(SPEC_FIELDS)
+    assert {*FIELDS, *ELSEWHERE} - {"values"} == set(LAYOUT_FIELDS)
 
 
 @in_turn({"field": FIELDS}, {"base": BASES}, always=1)

@@ -7,11 +7,11 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from clearhead._call.spec import AttentionSpec
+from clearhead._call.layout import Layout
 
 from .requests import Grid
 
-SPEC_FIELDS = AttentionSpec._fields
+LAYOUT_FIELDS = Layout._fields
 GRID_FIELDS = [item.name for item in fields(Grid)]
 
 

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from clearhead._call.call import Results
-from clearhead._call.request import Request
+from clearhead._call.call import Call, Results
 from clearhead._environment import read_environment
 from clearhead._layer.plan import attend
+from clearhead.masks._bound import BoundMask
 from clearhead.masks._grid import ALL, Block, Grid, Offset
 from clearhead.masks._part import document_ids, part_of
 from clearhead.masks._prepared import shared
 
-__all__ = ["ALL", "Block", "Grid", "Offset", "Request", "document_ids", "part_of", "requested", "shared"]
+__all__ = ["ALL", "Block", "BoundMask", "Call", "Grid", "Offset", "document_ids", "part_of", "requested", "shared"]
 
 
-def requested(query: Tensor, key: Tensor, value: Tensor, **request: Any) -> Results:
-    """The results of a call with the fields of a request."""
-    return attend(query, key, value, Request(**request), read_environment())
+def requested(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:
+    """The results of a call with these options."""
+    return attend(Call(query, key, value, **options), read_environment())

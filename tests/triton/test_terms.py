@@ -12,7 +12,7 @@ from clearhead.kernels._triton import Operands, Terms, available
 from clearhead.kernels._triton._terms import lower
 from clearhead.masks._lowering import dense_mask
 from clearhead.positions import ALiBi
-from tests.support.requests import Grid
+from tests.support.requests import BoundMask, Grid
 
 B, H, L, S = 2, 4, 9, 13
 IDS = torch.tensor([[0, 0, 1, 1, 0, 2, 2, 1, 3, 3, 3, 0, 2], [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3]])
@@ -53,8 +53,8 @@ def _terms_as_bias(terms: Terms, grid: Grid) -> Tensor:
 def test_terms_are_the_mask(name: str, positions: tuple[int | Tensor | None, int | Tensor | None]) -> None:
     ours = [each[None] if isinstance(each, Tensor) else each for each in positions]
     grid = Grid(B, H, L, S, torch.device("cpu"), ours[0], ours[1])
-    expected = _as_bias(dense_mask(MASKS[name], grid))
-    torch.testing.assert_close(_terms_as_bias(lower(MASKS[name], grid), grid), expected)
+    expected = _as_bias(dense_mask(BoundMask(MASKS[name], grid)))
+    torch.testing.assert_close(_terms_as_bias(lower(BoundMask(MASKS[name], grid)), grid), expected)
 
 
 @pytest.mark.parametrize("start", [None, 0, 4])
@@ -63,11 +63,11 @@ def test_terms_are_the_mask(name: str, positions: tuple[int | Tensor | None, int
 def test_documents_keep_their_ids(start: int | None, ids: Tensor, other: masks.Mask | None) -> None:
     mask = masks.documents(ids) if other is None else masks.documents(ids) & other
     grid = Grid(B, H, S if start is None else L, S, torch.device("cpu"), start, None if start is None else 0)
-    terms = lower(mask, grid)
-    torch.testing.assert_close(_terms_as_bias(terms, grid), _as_bias(dense_mask(mask, grid)))
+    terms = lower(BoundMask(mask, grid))
+    torch.testing.assert_close(_terms_as_bias(terms, grid), _as_bias(dense_mask(BoundMask(mask, grid))))
     if terms.first_query is not None and terms.last_query is not None:
         # No query outside the range of a key sees it.
-        visible = dense_mask(mask, grid).any(1)  # (B, L, S)
+        visible = dense_mask(BoundMask(mask, grid)).any(1)  # (B, L, S)
         query = torch.arange(grid.query_length)[:, None]
         inside = (query >= terms.first_query[:, None]) & (query < terms.last_query[:, None])
         assert not bool((visible & ~inside).any())

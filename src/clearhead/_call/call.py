@@ -1,23 +1,25 @@
-"""The call: a spec and its operands, what a kernel computes."""
+"""The call: operands and options, what a kernel computes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .._checks import PLAIN
+from .._checks import PLAIN, flag
 from .._environment import Environment, read_environment
+from ..masks._base import Mask
+from ..masks._bound import BoundMask
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
-from ..masks._grid import Block, Grid
+from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
-from .request import Request
+from .layout import Layout, layout_of
 from .saved import restored, restored_biases, restored_sinks, with_saved
-from .sequences import require_within
-from .spec import AttentionSpec, spec_of
+from .sequences import PackedSequences, require_within
 from .validation import read_positions, read_sinks, require_numbers, require_shapes, require_tensors
 
 
@@ -35,59 +37,121 @@ class Results(NamedTuple):
     weights: Tensor | None = None
 
 
+def weights_wanted(need_weights: bool, average_attn_weights: bool) -> str | None:
+    """`Call.weights` from the two arguments of a module's call, which are checked."""
+    need_weights = flag("need_weights", need_weights)
+    average_attn_weights = flag("average_attn_weights", average_attn_weights)
+    return ("average" if average_attn_weights else "heads") if need_weights else None
+
+
 @dataclass(slots=True)
-class AttentionCall:
-    """A spec, its operands and its request: what a kernel computes.
+class Call:
+    """Operands and options: what a kernel computes.
 
     Args:
-        spec: everything but the tensors.
         query: (B, H, L, D).
         key: (B, Hkv, S, D); Hkv divides H, query head h reads key/value head h // (H / Hkv).
         value: (B, Hkv, S, Dv).
-        request: how it attends.
+        mask: which keys each query may attend to.
+        scale, softcap, sinks, dropout_p, query_positions, key_positions: as for `attention`. `read` gives tensors of
+            sinks and positions the dtype that kernels read.
+        lse: whether the log-sum-exp is returned.
+        weights: which weights are returned: ``"heads"`` for (B, H, L, S), ``"average"`` for their average over the
+            heads (B, L, S), ``None`` for none. ``"mixed"`` and ``"mixed once"`` are (B, H, L, S) in the query's dtype,
+            and the graph of the output contains them (`_layer/mixing.py`).
+        sequences: packed sequences. Query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
+            (1, Hkv, Tk, Dv), and each sequence attends to itself.
+        seed: int64 scalar that dropout is drawn from. Default: the kernel draws a seed.
+        offset: where the call lies in a larger call, for dropout. Default: it is a call of its own.
+        layout: everything about the call but its tensors; `read` sets it.
+        bound_: the mask on the call's grid; see `bound`.
     """
 
-    spec: AttentionSpec
     query: Tensor
     key: Tensor
     value: Tensor
-    request: Request
-    grid_: Grid | None = field(default=None, repr=False)
-    coverage_: Coverage | None = field(default=None, repr=False)
-    # Results of `zero_hidden` and `as_one_sequence`. `replace` does not copy them: other tensors have other results.
-    zeroed_: AttentionCall | None = field(default=None, init=False, repr=False)
-    as_one_: AttentionCall | None = field(default=None, init=False, repr=False)
+    mask: Mask | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    query_positions: Tensor | int | None = None
+    key_positions: Tensor | int | None = None
+    lse: bool = False
+    weights: str | None = None
+    sequences: PackedSequences | None = None
+    seed: Tensor | None = None
+    offset: Offset | None = None
+    layout: Layout = field(init=False, repr=False)
+    bound_: BoundMask | None = field(default=None, repr=False, kw_only=True)
+    # Results of `zero_hidden` and `as_one_sequence`. Other tensors have other results.
+    zeroed_: Call | None = field(default=None, init=False, repr=False)
+    as_one_: Call | None = field(default=None, init=False, repr=False)
+
+    def read(self, environment: Environment) -> Call:
+        """The call with a layout, a batch of one where there is none, and positions and sinks as kernels read them.
+
+        It checks only what the layout does not hold. `validate` checks the rest, once for all calls of a layout.
+        """
+        query, key, value = self.query, self.key, self.value
+        # The layout holds one dtype and one device, and no tensors without strides.
+        for x in (query, key, value):
+            is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
+            if not is_plain or x.dtype is not query.dtype or x.device != query.device:
+                require_tensors(query, key, value)
+                break
+        if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+            require_shapes(query, key, value)
+            self.query, self.key, self.value = query[None], key[None], value[None]  # (1, H, L, D)
+        if self.query_positions is not None:
+            self.query_positions = read_positions("query_positions", self.query_positions, self.query)
+        if self.key_positions is not None:
+            heads = self.query.shape[1]
+            self.key_positions = read_positions("key_positions", self.key_positions, self.key, heads=heads)
+        if self.sinks is not None:
+            self.sinks = read_sinks(self.sinks, self.query)
+        if self.sequences is not None and self.mask is not None:
+            require_within(self.mask)
+        self.layout = layout_of(self, environment)
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Every argument but query, key and value, by name."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    @property
+    def bound(self) -> BoundMask:
+        """The mask on the grid of the call."""
+        if self.bound_ is None:
+            (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
+            grid = Grid(batch, heads, length, keys, self.query.device, self.query_positions, self.key_positions)
+            self.bound_ = BoundMask(self.mask, grid)
+        return self.bound_
 
     @property
     def grid(self) -> Grid:
         """Sizes and positions for the mask."""
-        if self.grid_ is None:
-            (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
-            positions = (self.request.query_positions, self.request.key_positions)
-            self.grid_ = Grid(batch, heads, length, keys, self.query.device, *positions)
-        return self.grid_
+        return self.bound.grid
 
     @property
     def coverage(self) -> Coverage:
         """The fully masked rows, and the keys that are masked for every query."""
-        if self.coverage_ is None:
-            mask = self.request.mask
-            self.coverage_ = COVERS_ALL if mask is None else coverage(mask, self.grid)
-        return self.coverage_
+        return coverage(self.bound)
 
     @property
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        return () if self.request.mask is None else self.request.mask.bias_tensors()
+        return () if self.mask is None else self.mask.bias_tensors()
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """Every tensor that gradients may be asked for."""
-        sinks = () if self.request.sinks is None else (self.request.sinks,)
+        sinks = () if self.sinks is None else (self.sinks,)
         return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
 
     def dropout_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
         """The dropout factors of a block's weights, (b, h, l, s), for a call that has a seed."""
-        return dropout_factors(cast(Tensor, self.request.seed), self.spec.dropout_p, block, dtype, self.request.offset)
+        return dropout_factors(cast(Tensor, self.seed), self.layout.dropout_p, block, dtype, self.offset)
 
     @property
     def read_again(self) -> tuple[Tensor, ...]:
@@ -95,19 +159,28 @@ class AttentionCall:
 
         Functions save them through autograd, which refuses a backward pass after they were written to.
         """
-        masks = () if self.request.mask is None else self.request.mask.tensors()
-        positions = (self.request.query_positions, self.request.key_positions)
+        masks = () if self.mask is None else self.mask.tensors()
+        positions = (self.query_positions, self.key_positions)
         tensors = (*masks, *(each for each in positions if isinstance(each, Tensor)))
         # Inference tensors cannot be saved: writes to them are not counted.
         return tuple(tensor for tensor in tensors if not tensor.is_inference())
 
-    def changed(self, *operands: Tensor, **changes: Any) -> AttentionCall:
-        """The call of another query, key and value, if they are given, and of a changed request. Its spec follows."""
+    def changed(self, *operands: Tensor, **changes: Any) -> Call:
+        """The call of another query, key and value, if they are given, and of other options. Its layout follows."""
         query, key, value = operands or (self.query, self.key, self.value)
-        request = self.request._replace(**changes)
-        return AttentionCall(spec_of(query, key, value, request, self.spec), query, key, value, request)
+        changed = Call(query, key, value, **{**self.options, **changes})
+        changed.layout = layout_of(changed, self.layout)
+        return changed
 
-    def rebuild(self, read_again: tuple[Tensor, ...] = ()) -> Callable[..., AttentionCall]:
+    def alike(self, **changes: Any) -> Call:
+        """A copy with other tensors of the same sizes, or other options with their `layout`. The mask is the same."""
+        other = copy(self)
+        other.zeroed_ = other.as_one_ = None
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+    def rebuild(self, read_again: tuple[Tensor, ...] = ()) -> Callable[..., Call]:
         """A function that makes the same call of other inputs, in the order of `inputs`.
 
         It holds none of this call's own: for a backward pass only autograd may hold them, so that it can free them.
@@ -117,90 +190,60 @@ class AttentionCall:
             read_again: this call's, if they were saved too. The function then accepts them after the inputs, as they
                 come back. Hooks may have changed all of them: see `restored`.
         """
-        spec, mask, coverage = self.spec, self.request.mask, self.coverage_
-        has_sinks, without_sinks = self.request.sinks is not None, self.request._replace(sinks=None)
+        layout, mask, options = self.layout, self.mask, self.options
+        covered = None if self.bound_ is None else self.bound_.covered
+        options["sinks"] = None
+        has_sinks = self.sinks is not None
 
-        def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> AttentionCall:
-            if spec.subclass is None:
+        def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Call:
+            if layout.subclass is None:
                 one = key is value  # also where weights, which have no value, are saved
-                query = restored("saved query", query, spec.query, spec.dtype, spec.device)
-                key = restored("saved key", key, spec.key, spec.dtype, spec.device)
-                value = key if one else restored("saved value", value, spec.value, spec.dtype, spec.device)
-            if not others:
-                return AttentionCall(spec, query, key, value, without_sinks, coverage_=coverage)
-            tensors = iter(others)
-            sinks = restored_sinks(next(tensors), spec) if has_sinks else None
-            with_biases = None if mask is None else mask.with_bias_tensors(restored_biases(mask, tensors))
-            request = without_sinks._replace(sinks=sinks, mask=with_biases)
-            if returned := tuple(tensors):
-                request = with_saved(request, read_again, returned)
-            return AttentionCall(spec, query, key, value, request, coverage_=coverage)
+                query = restored("saved query", query, layout.query, layout.dtype, layout.device)
+                key = restored("saved key", key, layout.key, layout.dtype, layout.device)
+                value = key if one else restored("saved value", value, layout.value, layout.dtype, layout.device)
+            changed = dict(options)
+            if others:
+                tensors = iter(others)
+                if has_sinks:
+                    changed["sinks"] = restored_sinks(next(tensors), layout)
+                if mask is not None:
+                    changed["mask"] = mask.with_bias_tensors(restored_biases(mask, tensors))
+                if returned := tuple(tensors):
+                    changed |= with_saved(changed, read_again, returned)
+            call = Call(query, key, value, **changed)
+            call.layout = layout
+            if covered is not None:
+                call.bound.covered = covered
+            return call
 
         return build
 
 
-def make_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    request: Request,
-    environment: Environment,
-    grid: Grid | None = None,
-) -> AttentionCall:
-    """A call of arguments, with a batch of one where there is none, and positions and sinks as kernels read them.
-
-    It checks only what the spec does not hold. `validate` checks the rest, once for all calls of a spec.
-    """
-    # The spec holds one dtype and one device, and no tensors without strides.
-    for x in (query, key, value):
-        is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
-        if not is_plain or x.dtype is not query.dtype or x.device != query.device:
-            require_tensors(query, key, value)
-            break
-    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
-        require_shapes(query, key, value)
-        query, key, value = query[None], key[None], value[None]  # (1, H, L, D)
-    changes: dict[str, Any] = {}
-    if request.query_positions is not None:
-        changes["query_positions"] = read_positions("query_positions", request.query_positions, query)
-    if request.key_positions is not None:
-        positions = read_positions("key_positions", request.key_positions, key, heads=query.shape[1])
-        changes["key_positions"] = positions
-    if request.sinks is not None:
-        changes["sinks"] = read_sinks(request.sinks, query)
-    if changes:
-        request = request._replace(**changes)
-    if request.sequences is not None and request.mask is not None:
-        require_within(request.mask)
-    spec = spec_of(query, key, value, request, environment)
-    return AttentionCall(spec, query, key, value, request, grid_=grid)
+#: Every argument of a call but query, key and value.
+OPTIONS = tuple(Call.__dataclass_fields__)[3:15]
 
 
-def validate(call: AttentionCall) -> None:
-    """Raise unless tensors, sizes and numbers of a call fit together. Equal specs pass alike."""
+def validate(call: Call) -> None:
+    """Raise unless tensors, sizes and numbers of a call fit together. Equal layouts pass alike."""
     require_tensors(call.query, call.key, call.value)
     require_shapes(call.query, call.key, call.value)
-    require_numbers(call.spec)
+    require_numbers(call.layout)
 
 
-def valid_call(
-    query: Tensor, key: Tensor, value: Tensor | None, request: Request, environment: Environment | None = None
-) -> AttentionCall:
-    """A call of arguments, all of them checked. Without a `value` the key is used for it."""
-    environment = read_environment() if environment is None else environment
-    call = make_call(query, key, key if value is None else value, request, environment)
+def valid_call(call: Call, environment: Environment | None = None) -> Call:
+    """A call with a layout, all of it checked."""
+    call.read(read_environment() if environment is None else environment)
     validate(call)
-    if call.request.mask is not None:
-        call.request.mask.validate(call.grid)
+    call.bound.validate()
     return call
 
 
-def build_call(query: Tensor, key: Tensor, value: Tensor | None, request: Request) -> AttentionCall:
+def build_call(call: Call) -> Call:
     """`valid_call`, with zeros for what the mask hides; for computing from the call without a kernel."""
-    return zero_hidden(valid_call(query, key, value, request))
+    return zero_hidden(valid_call(call))
 
 
-def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
+def zero_hidden(call: Call, queries: bool = True) -> Call:
     """The call with zeros in fully masked queries and in keys and values that are masked for every query.
 
     NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel. Queries may be left as they
@@ -218,9 +261,8 @@ def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
             same = key is value
             key = key.masked_fill(masked, 0)
             value = key if same else value.masked_fill(masked, 0)
-        # Grid and coverage follow from sizes and mask, which are the same.
-        zeroed = replace(call, key=key, value=value)
+        zeroed = call.alike(key=key, value=value)
     if queries and covered.masked_queries is not None and zeroed.query is call.query:
-        zeroed = replace(zeroed, query=call.query.masked_fill(covered.masked_queries, 0))
+        zeroed = zeroed.alike(query=call.query.masked_fill(covered.masked_queries, 0))
     call.zeroed_ = zeroed
     return zeroed

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .._environment import listening, state
-from .call import AttentionCall
+from .call import Call
 
 
 class Observer(Protocol):
@@ -31,7 +31,7 @@ class Observer(Protocol):
         """
         ...
 
-    def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
+    def attended(self, call: Call, output: Tensor) -> Tensor:
         """Receive a call and its output (B, H, L, Dv), and return the output that the call returns."""
         ...
 
@@ -46,7 +46,7 @@ def is_computing() -> bool:
     return state.computing
 
 
-def notify(call: AttentionCall, output: Tensor) -> Tensor:
+def notify(call: Call, output: Tensor) -> Tensor:
     """Pass the call to every observer, the innermost last. What they compute is not observed."""
     with computing():
         for observer in listening():

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Offset
 from ..masks._part import part_of
-from .call import AttentionCall
+from .call import Call
 from .sequences import PackedSequences, within_sequences
 
 
-def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
+def each_sequence(call: Call) -> Iterator[Call]:
     """The sequences of a call that has `sequences`, as calls of their own.
 
     Each is an item of a batch to dropout, so that they drop what a kernel drops that computes the call at once.
     """
-    request, mask = call.request, call.request.mask
+    mask = call.mask
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
     is_cut = mask is not None and not mask.fits_any_call
     # Its positions take a pass over all tokens.
     all_sequences = as_one_sequence(call).grid if is_cut else None
-    start = request.offset or Offset(call.query.shape[1])
-    for number, (queries, keys) in enumerate(cast(PackedSequences, request.sequences).slices()):
+    start = call.offset or Offset(call.query.shape[1])
+    for number, (queries, keys) in enumerate(cast(PackedSequences, call.sequences).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         sequence_mask = mask
         if mask is not None and all_sequences is not None:
@@ -33,19 +32,19 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
             sequence_mask = all_of(parts)
         sequence = call.changed(*operands, mask=sequence_mask, sequences=None, offset=start._replace(item=number))
         if is_cut:  # its place keeps the plan from serving another call, so that no cache needs it
-            sequence.spec = sequence.spec._replace(mask=None)
+            sequence.layout = sequence.layout._replace(mask=None)
         yield sequence
 
 
-def as_one_sequence(call: AttentionCall) -> AttentionCall:
+def as_one_sequence(call: Call) -> Call:
     """A call of packed sequences as one of T × Tk scores whose mask hides other sequences. It is made once per call."""
-    sequences = call.request.sequences
+    sequences = call.sequences
     if sequences is None:
         return call
     if call.as_one_ is None:
         # Rules about positions count within a sequence, whose first token is at 0.
         call.as_one_ = call.changed(
-            mask=within_sequences(sequences, call.request.mask),
+            mask=within_sequences(sequences, call.mask),
             query_positions=sequences.query_positions[None],
             key_positions=sequences.key_positions[None],
             sequences=None,
@@ -53,8 +52,7 @@ def as_one_sequence(call: AttentionCall) -> AttentionCall:
     return call.as_one_
 
 
-def validate_mask_of_packed(call: AttentionCall) -> None:
+def validate_mask_of_packed(call: Call) -> None:
     """Raise unless the mask, if any, fits the packed sequences of a call, and its values are valid."""
-    if call.request.mask is not None and not call.request.mask.fits_any_call:
-        as_one = as_one_sequence(call)
-        cast(Mask, as_one.request.mask).validate(as_one.grid)
+    if call.mask is not None and not call.mask.fits_any_call:
+        as_one_sequence(call).bound.validate()

@@ -18,10 +18,10 @@ from .._checks import PLAIN
 from .._torch_private import is_fake
 from ..errors import DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
-from .request import Request
-from .spec import AttentionSpec
+from .layout import Layout
 
-Layout = tuple[tuple[int, ...], torch.dtype, torch.device]
+#: Shape, dtype and device of a tensor.
+Place = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 _STRIDED = torch.strided
 _FIX = (
@@ -81,24 +81,22 @@ def _has_memory(x: Tensor) -> bool:
         return False
 
 
-def layouts_of(tensors: Sequence[Tensor | None]) -> list[Layout | None]:
+def layouts_of(tensors: Sequence[Tensor | None]) -> list[Place | None]:
     """What `restored_all` compares; ``None`` for no tensor, and for a graph's, which come back as they were saved."""
     return [(x.shape, x.dtype, x.device) if type(x) in PLAIN else None for x in cast("Sequence[Tensor]", tensors)]
 
 
-def restored_all(
-    names: Sequence[str], returned: Sequence[Tensor], layouts: Sequence[Layout | None]
-) -> Iterator[Tensor]:
+def restored_all(names: Sequence[str], returned: Sequence[Tensor], layouts: Sequence[Place | None]) -> Iterator[Tensor]:
     """`restored` for several tensors: these, and after the last name biases."""
     together: Any = zip_longest(names, returned, layouts, fillvalue="bias")
     for name, x, layout in together:
         yield x if layout is None else restored(f"saved {name}", x, *layout)
 
 
-def restored_sinks(sinks: Tensor, spec: AttentionSpec) -> Tensor:
+def restored_sinks(sinks: Tensor, layout: Layout) -> Tensor:
     """Sinks that came back, as kernels read them: float32 or float64, without gaps."""
     dtype = torch.float64 if sinks.dtype is torch.float64 else torch.float32
-    return restored("saved sinks", sinks, (spec.query[1],), dtype, spec.device).resolve_neg().contiguous()
+    return restored("saved sinks", sinks, (layout.query[1],), dtype, layout.device).resolve_neg().contiguous()
 
 
 def restored_biases(mask: Mask, returned: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -110,14 +108,14 @@ def restored_biases(mask: Mask, returned: Iterator[Tensor]) -> Iterator[Tensor]:
         yield x
 
 
-def with_saved(request: Request, saved: Sequence[Tensor], returned: Sequence[Tensor]) -> Request:
-    """The request with what came back instead of the tensors that were saved.
+def with_saved(options: dict[str, Any], saved: Sequence[Tensor], returned: Sequence[Tensor]) -> dict[str, Any]:
+    """The options of a call that have what came back instead of the tensors that were saved.
 
     Autograd notices writes to saved tensors only where no hook keeps copies. The copies then hold the numbers of the
     forward pass, and the tensors of the mask may not.
 
     Args:
-        request: of the call.
+        options: of the call.
         saved: the tensors of its mask and its positions.
         returned: what came back for them.
     """
@@ -129,9 +127,8 @@ def with_saved(request: Request, saved: Sequence[Tensor], returned: Sequence[Ten
         if not x.is_set_to(original):  # as activation checkpointing returns them
             changed[id(original)] = x
     if not changed:
-        return request
-    biases = () if request.mask is None else request.mask.bias_tensors()
+        return {}
+    biases = () if options["mask"] is None else options["mask"].bias_tensors()
     unchanged = {id(bias): bias for bias in biases}  # with their graphs, which cannot be copied
     names = ("mask", "query_positions", "key_positions")
-    copies = deepcopy({name: getattr(request, name) for name in names}, {**unchanged, **changed})
-    return request._replace(**copies)
+    return deepcopy({name: options[name] for name in names}, {**unchanged, **changed})

@@ -1,4 +1,4 @@
-"""Checks of a call: of its tensors, sizes and numbers. They run where no plan of the call's spec is known."""
+"""Checks of a call: of its tensors, sizes and numbers. They run where no plan of the call's layout is known."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from .._checks import FLOATS, is_probability, number, same_device, strided
 from ..errors import DTypeError, ShapeError, shape_text
 from ..masks._grid import as_positions, require_fit
-from .spec import AttentionSpec
+from .layout import Layout
 
 #: As a logit its weight is 0 beside any score: a finite stand-in for −∞.
 NO_SINK = -1e38
 _READ = (torch.float32, torch.float64)  # dtypes of sinks in kernels
 
 
-def require_numbers(spec: AttentionSpec) -> None:
+def require_numbers(layout: Layout) -> None:
     """Raise unless scale, soft-cap and dropout probability are in range."""
-    largest = torch.finfo(spec.compute_dtype).max
-    number("scale", spec.scale, "a finite number, or None for 1/√D", lambda factor: -largest <= factor <= largest)
-    number("dropout_p", spec.dropout_p, "a probability in [0, 1]", is_probability)
-    if spec.softcap is not None:
-        number("softcap", spec.softcap, "a number > 0, or None", lambda c: 0 < c <= largest)
+    largest = torch.finfo(layout.compute_dtype).max
+    number("scale", layout.scale, "a finite number, or None for 1/√D", lambda factor: -largest <= factor <= largest)
+    number("dropout_p", layout.dropout_p, "a probability in [0, 1]", is_probability)
+    if layout.softcap is not None:
+        number("softcap", layout.softcap, "a number > 0, or None", lambda c: 0 < c <= largest)
 
 
 def require_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:

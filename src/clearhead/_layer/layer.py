@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from .._call.caching import Cache, KeyValues, Positions, unchanged_if_refused
-from .._call.call import Results
+from .._call.call import Call, Results
 from .._call.heads import merge_heads, split_heads
-from .._call.request import Request
 from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
 from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
+from ..masks._bound import BoundMask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
@@ -53,7 +53,8 @@ class Layer:
             (…, Hkv·Dv). Without a key it projects only the query.
         out_proj: the output projection.
         num_heads, num_kv_heads: H and Hkv.
-        request: the module's mask, scale, soft-cap, sinks and dropout, and the offset of its heads.
+        mask: the module's own.
+        options: scale, soft-cap, sinks and dropout of the module, and the offset of its heads, by the names of `Call`.
         projections: the modules that `project` calls.
         q_norm, k_norm: of every head's query and key.
         position: applied to queries and keys after the norms.
@@ -68,7 +69,8 @@ class Layer:
     out_proj: nn.Module
     num_heads: int
     num_kv_heads: int
-    request: Request
+    mask: Mask | None
+    options: dict[str, Any]
     projections: tuple[nn.Module, ...] = ()
     q_norm: nn.Module | None = None
     k_norm: nn.Module | None = None
@@ -98,7 +100,7 @@ class Layer:
             mask, environment: of the call.
             positions: of the queries, and of the keys that are projected with them.
             cache: stores the new keys and values, and returns all keys.
-            weights: as in `Request`.
+            weights: as in `Call`.
         """
         mask = self.combined(mask)
         if positions is not None or cache is not None:
@@ -107,9 +109,10 @@ class Layer:
             undoing = nullcontext() if cache is None else unchanged_if_refused((cache,), new_tokens, mask)
             with undoing:
                 return self._run_at_positions(query, key, value, mask, environment, positions, cache, weights)
-        grid = None
+        bound = None
         if mask is not None and key is not None and not environment.tracing:
             grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
+            bound = BoundMask(mask, grid)
             # Only a mask marks padding, and returned weights have rows and columns for it.
             if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
                 inputs, heads = (query, key, value), (self.num_heads, self.num_kv_heads, self.head_dim)
@@ -117,15 +120,16 @@ class Layer:
                 parts = (*self.projections, self.q_norm, self.k_norm, self.position)
                 side_by_side = self.position is not None
                 options: dict[str, Any] = {"parts": parts, "side_by_side": side_by_side, "in_one_kernel": in_one_kernel}
-                unpadded = unpad(mask, grid, inputs, heads, environment, **options)
+                unpadded = unpad(bound, inputs, heads, environment, **options)
                 if unpadded is not None:
                     return self._run_unpadded(unpadded, *inputs, environment), None
         q, k, v = self.projected(query, key, value, 0, environment)
-        if grid is not None and grid.key_length != k.shape[2]:  # the module has appended keys
-            grid = None
         form = None if self.form is None else self.form(q, k, None)
         operands = (q, k, v) if form is None else (form.query, form.key, form.value)
-        results = attend(*operands, self.request._replace(mask=mask, weights=weights), environment, grid=grid)
+        call = Call(*operands, mask, **self.options, weights=weights)
+        if bound is not None and bound.grid.key_length == k.shape[2]:  # else the module has appended keys
+            call.bound_ = bound
+        results = attend(call, environment)
         return self.projected_out(results, environment, form, batched=query.dim() == 3)
 
     def _run_at_positions(
@@ -153,13 +157,14 @@ class Layer:
         form = None if self.form is None else self.form(q, attended.key, cache)
         operands = (q, attended.key, attended.value) if form is None else (form.query, form.key, form.value)
         keys_at = positions_of_keys(attended, new_key_positions, self.num_heads)
-        request = self.request._replace(mask=mask, query_positions=at, key_positions=keys_at, weights=weights)
-        results = attend(*operands, request, environment)
+        positions_at: dict[str, Any] = {"query_positions": at, "key_positions": keys_at}
+        call = Call(*operands, mask, **self.options, **positions_at, weights=weights)
+        scale, softcap, sinks = call.scale, call.softcap, call.sinks
+        results = attend(call, environment)
         returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
         # Only now: these queries have attended to the keys that the cache may evict.
         observed = q if form is None else form.observed
         if cache is not None and observed is not None:
-            scale, softcap, sinks = request.scale, request.softcap, request.sinks
             cache.observe(observed, attended, mask, at, scale=scale, softcap=softcap, sinks=sinks)
         return returned
 
@@ -185,7 +190,7 @@ class Layer:
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
-        module_mask = self.request.mask
+        module_mask = self.mask
         if mask is None:
             return None if module_mask is None else _called(module_mask)
         if not isinstance(mask, Mask):
@@ -234,15 +239,15 @@ class Layer:
             show: passes the call to observers. By default they receive all sequences as one item.
         """
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
-        results = attend(q, k, v, self.request._replace(mask=mask, sequences=sequences), environment, show)
+        results = attend(Call(q, k, v, mask, **self.options, sequences=sequences), environment, show)
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 
     def _is_one_kernel(self, query: Tensor, head_dim: int, environment: Environment) -> bool:
         """Whether a CUDA device computes packed sequences of this module in one kernel."""
-        request, dtype = self.request, query.dtype
+        dtype, options = query.dtype, self.options
         if environment.autocast and torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
-        plain = request.softcap is None and request.sinks is None and not request.dropout_p
+        plain = options.get("softcap") is options.get("sinks") is None and not options.get("dropout_p")
         return plain and environment.kernel is None and is_one_kernel(dtype, head_dim)
 
     def _run_unpadded(

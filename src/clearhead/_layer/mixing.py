@@ -7,14 +7,13 @@ them change reaches query and key.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._call.call import AttentionCall, Results, zero_hidden
+from .._call.call import Call, Results, zero_hidden
 from .._call.dropout import draw_seed
 from .._call.heads import fold_group, unfold_group
 from .._call.packed import as_one_sequence, each_sequence
@@ -24,24 +23,24 @@ from ..kernels._base import Kernel, Plan
 from ..kernels._weights import compute_weights
 from ..masks._grid import Block
 
-#: `Request.weights` of such calls. A recomputation repeats the first kind and computes no weights for the second.
+#: `Call.weights` of such calls. A recomputation repeats the first kind and computes no weights for the second.
 MIXED, MIXED_ONCE = "mixed", "mixed once"
 
 
 def plan_mixed(run: Plan, forced: Kernel | None) -> Plan:
     """The plan of a call whose output is mixed by the returned weights. `run` computes the call without weights."""
 
-    def mixed(call: AttentionCall) -> Results:
-        spec = call.spec
-        if spec.dropout_p > 0 and call.request.seed is None:
-            call = replace(call, request=call.request._replace(seed=draw_seed(call.query.device)))
-        dropped = spec.dropout_p > 0
-        without = spec._replace(weights=None, is_part=spec.is_part or dropped)
-        output = run(replace(call, spec=without, request=call.request._replace(weights=None))).output
-        with _saved_apart() if spec.weights == MIXED_ONCE and not _is_traced(call) else nullcontext():
+    def mixed(call: Call) -> Results:
+        layout = call.layout
+        if layout.dropout_p > 0 and call.seed is None:
+            call = call.alike(seed=draw_seed(call.query.device))
+        dropped = layout.dropout_p > 0
+        without = layout._replace(weights=None, is_part=layout.is_part or dropped)
+        output = run(call.alike(layout=without, weights=None)).output
+        with _saved_apart() if layout.weights == MIXED_ONCE and not _is_traced(call) else nullcontext():
             zeroed = zero_hidden(as_one_sequence(call))
             weights = compute_weights(zeroed, None, False, forced).to(call.query.dtype)
-            if not spec.gradients:
+            if not layout.gradients:
                 return Results(output, None, weights)
             product = _product(call, zeroed, weights)
         if _is_traced(call):
@@ -51,11 +50,11 @@ def plan_mixed(run: Plan, forced: Kernel | None) -> Plan:
     return mixed
 
 
-def _is_traced(call: AttentionCall) -> bool:
-    return call.spec.tracing or call.spec.transformed
+def _is_traced(call: Call) -> bool:
+    return call.layout.tracing or call.layout.transformed
 
 
-def _product(call: AttentionCall, zeroed: AttentionCall, weights: Tensor) -> Tensor:
+def _product(call: Call, zeroed: Call, weights: Tensor) -> Tensor:
     """dropout(p) · v by PyTorch's operations, (B, H, L, Dv)."""
     factors = _dropout_factors(call, weights)
     # NaN of a masked key reaches no gradient; other values there have the gradient of eager attention.
@@ -63,19 +62,19 @@ def _product(call: AttentionCall, zeroed: AttentionCall, weights: Tensor) -> Ten
     if zeroed.value is not value:
         value = torch.where(value.isfinite(), value, zeroed.value)
     folded = fold_group(weights if factors is None else weights * factors, value.shape[1])  # (B, Hkv, G·L, S)
-    mixed = folded.to(call.spec.compute_dtype) @ value.to(call.spec.compute_dtype)
+    mixed = folded.to(call.layout.compute_dtype) @ value.to(call.layout.compute_dtype)
     return unfold_group(mixed, weights.shape[1]).to(call.query.dtype)  # (B, H, L, Dv)
 
 
-def _dropout_factors(call: AttentionCall, weights: Tensor) -> Tensor | None:
+def _dropout_factors(call: Call, weights: Tensor) -> Tensor | None:
     """The factors of all weights (B, H, L, S), or ``None`` without dropout."""
-    if call.spec.dropout_p == 0:
+    if call.layout.dropout_p == 0:
         return None
-    if call.request.sequences is None or not call.request.sequences.queries:
+    if call.sequences is None or not call.sequences.queries:
         whole = as_one_sequence(call)
         return whole.dropout_factors(Block(whole.grid), weights.dtype)
     factors = torch.zeros_like(weights)
-    places = call.request.sequences.slices()
+    places = call.sequences.slices()
     for sequence, (queries, keys) in zip(each_sequence(call), places, strict=True):
         factors[:, :, queries, keys] = sequence.dropout_factors(Block(sequence.grid), weights.dtype)
     return factors

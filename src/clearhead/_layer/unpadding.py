@@ -9,22 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, mul
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from .._call.call import AttentionCall, build_call
+from .._call.call import Call, build_call
 from .._call.observers import changes_outputs, notify
 from .._call.sequences import PackedSequences
 from .._environment import Environment
 from .._torch_private import any_foreign_global_hook
 from ..masks._base import Mask
+from ..masks._bound import BoundMask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._lengths import Counts, QueryLengths
 from ..masks._positional import Causal
-from ..masks._structure import joined, structure_of
+from ..masks._structure import joined
 from .tokens import RealTokens, find_tokens, sequences_between
 from .unmodified import apply_linear, is_unmodified, takes_packed
 
@@ -60,14 +61,14 @@ class Unpadded:
         same_tokens = query is key and (self.queries is self.keys or self.queries.indices is self.keys.indices is None)
         return k if same_tokens else self.queries.unpad(query), k, v
 
-    def show(self, call: AttentionCall, output: Tensor) -> None:
+    def show(self, call: Call, output: Tensor) -> None:
         """Show observers the call of the padded batch and its output.
 
         Only to those that leave outputs as they are: `unpad` takes no tokens out under others.
         """
         queries, keys = self.queries.put_back, self.keys.put_back
-        request = call.request._replace(mask=self.mask, sequences=None, seed=None)
-        notify(build_call(queries(call.query), keys(call.key), keys(call.value), request), queries(output))
+        options: dict[str, Any] = {**call.options, "mask": self.mask, "sequences": None, "seed": None}
+        notify(build_call(Call(queries(call.query), keys(call.key), keys(call.value), **options)), queries(output))
 
     def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
@@ -83,8 +84,7 @@ class Unpadded:
 
 
 def unpad(
-    mask: Mask,
-    grid: Grid,
+    bound: BoundMask,
     inputs: tuple[Tensor, Tensor, Tensor],
     heads: tuple[int, int, int],
     environment: Environment,
@@ -96,7 +96,7 @@ def unpad(
     """Find the padding of a batch in its mask, if leaving it out is faster.
 
     Args:
-        mask, grid: of the call.
+        bound: the mask of the call.
         inputs: query, key and value of the module, (B, length, features) each. Its output has the query's features.
         heads: H, Hkv and D of the module.
         environment: of the call.
@@ -110,6 +110,7 @@ def unpad(
         if hooks, adapters or unknown modules on the way would receive packed tokens instead of a batch.
         Recorders do not count, because recomputation after they have left must give the same output.
     """
+    grid = bound.grid
     on_cpu = grid.device.type == "cpu"
     if environment.tracing or environment.transformed or environment.dispatching:
         return None
@@ -130,18 +131,18 @@ def unpad(
     if environment.module_hooks and any_foreign_global_hook():
         return None
     # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
-    mask.validate(grid)
-    grid.memo["validated"] = mask
+    bound.validate()
     find = _find if on_cpu else _find_on_a_gpu
-    unpadded = find(mask, grid, costs, batch * (cost_of_item - worth), side_by_side)
+    unpadded = find(bound, costs, batch * (cost_of_item - worth), side_by_side)
     # Asked last, because most calls have no padding.
     return unpadded if unpadded is not None and all(map(takes_packed, parts)) else None
 
 
-def _find(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
+def _find(bound: BoundMask, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
     """The real tokens of a batch on the CPU, by the values of its mask, if they cost at most that."""
+    mask, grid = cast(Mask, bound.mask), bound.grid
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
-    real_queries, real_keys, rules = _real_tokens(mask, grid)
+    real_queries, real_keys, rules = _real_tokens(bound)
     if rules is None or (real_queries is None and real_keys is None):
         return None
     if real_keys is not None and Causal in map(type, rules):
@@ -160,8 +161,9 @@ def _find(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_side: bool) 
     return Unpadded(queries, keys, mask, all_of([*rules]), sequences_between(queries, keys, grid.device))
 
 
-def _find_on_a_gpu(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
+def _find_on_a_gpu(bound: BoundMask, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
     """The real tokens of a batch, if the lengths of its items lie on the CPU, so that nothing waits for the device."""
+    mask, grid = cast(Mask, bound.mask), bound.grid
     of_queries: list[Counts] = []
     of_keys: list[Counts] = []
     rules: list[Mask] = []
@@ -189,7 +191,7 @@ def _find_on_a_gpu(mask: Mask, grid: Grid, costs: _Costs, most: int, side_by_sid
         real_queries = real_keys if same else _first_tokens(of_queries, queries, grid.query_length, grid)
         return real_queries, real_keys, sequences_between(real_queries, real_keys, grid.device)
 
-    real_queries, real_keys, sequences = mask.lowered(grid, "tokens", make)
+    real_queries, real_keys, sequences = bound.once("tokens", make)
     return Unpadded(real_queries, real_keys, mask, all_of([*rules]), sequences)
 
 
@@ -221,7 +223,7 @@ def _begin_alike(queries: RealTokens, keys: RealTokens) -> bool:
     )
 
 
-def _real_tokens(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask] | None]:
+def _real_tokens(bound: BoundMask) -> tuple[Tensor | None, Tensor | None, list[Mask] | None]:
     """Queries and keys that are not padding by the bool masks, (1 or B, length) each; and the other parts.
 
     ``None`` instead of the other parts, unless all of them mean the same for a run of tokens as for the whole item.
@@ -229,12 +231,12 @@ def _real_tokens(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, 
     real_queries: Tensor | None = None
     real_keys: Tensor | None = None
     rules: list[Mask] = []
-    for part in mask.parts():
-        real = structure_of(part, grid).real_tokens(grid)
+    for part in bound.parts:
+        real, rule = part.structure.real_tokens(part.grid), cast(Mask, part.mask)
         if real is None:
-            if not part.holds_for_runs:
+            if not rule.holds_for_runs:
                 return None, None, None
-            rules.append(part)
+            rules.append(rule)
         else:
             real_queries = joined(real_queries, real[0], and_)
             real_keys = joined(real_keys, real[1], and_)

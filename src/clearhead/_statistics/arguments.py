@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
 from ..errors import ArgumentError, ShapeError, shape_text
 from .definitions import STATISTICS
@@ -87,7 +87,7 @@ def require_per(per: Per, names: Sequence[str]) -> None:
         )
 
 
-def counted_queries(query_mask: Tensor | None, call: AttentionCall) -> Tensor | None:
+def counted_queries(query_mask: Tensor | None, call: Call) -> Tensor | None:
     """Check a `query_mask` against a call. Returns bool (B, L), or ``None``.
 
     Raises:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, build_call
-from .._call.request import Request
+from .._call.call import Call, build_call
 from .._call.sharding import HeadShard
 from .._environment import autocast_off, cast_for_autocast, is_tracing, no_derivatives
 from .._torch_private import is_vmapped
@@ -95,10 +93,9 @@ def attention_statistics(
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
     _refuse_vmapped(query=query, key=key, value=value)
     with torch.no_grad(), autocast_off(query):
-        request = Request(
-            as_mask(mask), scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions
-        )
-        call = build_call(query, key, values[0] if values else None, request)
+        operands = query, key, values[0] if values else key
+        positions: dict[str, Any] = {"query_positions": query_positions, "key_positions": key_positions}
+        call = build_call(Call(*operands, as_mask(mask), scale, softcap, sinks, **positions))
         return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
 
 
@@ -114,7 +111,7 @@ def _refuse_vmapped(**tensors: Any) -> None:
 
 
 def compute_statistics(
-    call: AttentionCall,
+    call: Call,
     names: Sequence[str],
     options: Options,
     counted: Tensor | None,
@@ -132,7 +129,7 @@ def compute_statistics(
     """
     require_per(per, names)
     if is_tracing():  # the graph of torch.jit has no `torch.no_grad`
-        call = replace(call, query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
+        call = call.alike(query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
     part, kv_heads = call if isinstance(call, PartialCall) else None, call.key.shape[1]
     with no_derivatives(), autocast_off(call.query):
         results = (results_of if part is None else part.results)(call, names, options, counted, queries)
@@ -157,7 +154,7 @@ def compute_statistics(
 
 
 def results_of(
-    call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None, queries: Queries | None
+    call: Call, names: Sequence[str], options: Options, counted: Tensor | None, queries: Queries | None
 ) -> dict[str, Any]:
     """Tensors of the statistics by name, for each query head, and ``sees`` (B, H, L)."""
     column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
@@ -177,11 +174,11 @@ def results_of(
     return results
 
 
-def _results_by_kernels(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
+def _results_by_kernels(call: Call, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
     """Results of the statistics that the native or the Triton kernels compute, and ``sees``. Empty without any."""
     by_triton = runs(call)
     # The native kernel refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
-    natively = not call.query.is_cuda and call.spec.compute_dtype == torch.float32 and not is_tracing()
+    natively = not call.query.is_cuda and call.layout.compute_dtype == torch.float32 and not is_tracing()
     if not by_triton and (not natively or refuses(call)):
         return {}
     requests = {each: request for each in statistics if (request := each.request(by_triton)) is not None}
@@ -200,7 +197,7 @@ def _results_by_kernels(call: AttentionCall, statistics: Sequence[Statistic], co
     return results
 
 
-def fold_blocks(blocks: Iterable[BlockRows], statistics: Sequence[Statistic], call: AttentionCall) -> dict[str, Any]:
+def fold_blocks(blocks: Iterable[BlockRows], statistics: Sequence[Statistic], call: Call) -> dict[str, Any]:
     """Results of statistics for the queries of this process, and ``sees`` (B, H, l)."""
     for statistic in statistics:
         statistic.begin()

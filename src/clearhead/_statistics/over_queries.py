@@ -32,7 +32,7 @@ class Received(Statistic):
         self._received.end_block()
         # Counted from the mask, because a visible key may have a weight that rounds to 0.
         counted = torch.ones_like(rows.total[:1, :1], dtype=torch.bool) if rows.counted is None else rows.counted
-        mask = None if self.call.request.mask is None else self.call.request.mask.visible(rows.block)
+        mask = None if self.call.mask is None else self.call.mask.visible(rows.block)
         self._viewers.unsqueeze(2)[where] += (counted if mask is None else counted & mask).sum(-2, keepdim=True)
 
     def result(self) -> dict[str, Any]:
@@ -106,11 +106,11 @@ class RawMaxLogit(_Largest):
     number = "raw"
 
     def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        mask = self.call.request.mask
+        mask = self.call.mask
         if not on_gpu:
             return {"raw": self.row_shape}
         # Without soft-cap and bias the scores are these products.
-        return None if self.call.spec.softcap is not None or (mask is not None and mask.has_bias) else {}
+        return None if self.call.layout.softcap is not None or (mask is not None and mask.has_bias) else {}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return super().read({"raw": buffers.get("raw", buffers["largest"])})

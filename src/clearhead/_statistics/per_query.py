@@ -27,7 +27,7 @@ class Entropy(Statistic):
     def add(self, rows: BlockRows) -> None:
         # −Σ p ln p = Σ p · ln total − Σ p (s − shift), with s − shift = −∞ only where p = 0.
         floor = torch.finfo(rows.shifted.dtype).min
-        shifted = rows.shifted if self.call.request.mask is None else rows.shifted.clamp(min=floor)
+        shifted = rows.shifted if self.call.mask is None else rows.shifted.clamp(min=floor)
         inner = torch.linalg.vecdot(rows.terms, shifted)[..., None] / rows.total
         self.put(self._entropy, rows, rows.mass * rows.total.log() - inner)
         self.put(self._visible, rows, rows.visible)
@@ -71,7 +71,7 @@ class Sink(Statistic):
 
     def begin(self) -> None:
         super().begin()
-        self._first = self._marks().to(self.call.spec.compute_dtype)
+        self._first = self._marks().to(self.call.layout.compute_dtype)
 
     def _marks(self) -> Tensor:
         """The first visible keys, bool (1 or B, 1 or H, S, 1)."""

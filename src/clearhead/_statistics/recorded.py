@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._checks import index, is_probability, items, number, text
 from .._weights import Queries, row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError
@@ -54,7 +54,7 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         return None
 
     @abstractmethod
-    def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
+    def kept_call(self, layer: int | str, call: int = 0) -> Call:
         """The query, key and mask of one call. Its value is the key.
 
         Raises:
@@ -190,7 +190,7 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
         index = row_numbers(targets, length, "targets", "token numbers below")
         if index is None:
             raise DTypeError("targets", expected="token numbers", got="None")
-        rows = calls[0].query.new_zeros(batch_size, len(index), length, dtype=calls[0].spec.compute_dtype)
+        rows = calls[0].query.new_zeros(batch_size, len(index), length, dtype=calls[0].layout.compute_dtype)
         rows[:, torch.arange(len(index), device=index.device), index] = 1  # (B, t, L)
         with torch.no_grad():
             # From the last layer to the first, so that the products have t rows and not L.
@@ -241,7 +241,7 @@ def _place(name: str, token: int | str, option: str, texts: list[str] | None, co
     return places[0]
 
 
-def _common_sizes(calls: Sequence[AttentionCall]) -> tuple[int, int]:
+def _common_sizes(calls: Sequence[Call]) -> tuple[int, int]:
     """B and L of self-attention calls over the same tokens."""
     if not calls:
         raise ArgumentError("layers", expected="at least one layer", got="none")
@@ -264,7 +264,7 @@ def _common_sizes(calls: Sequence[AttentionCall]) -> tuple[int, int]:
     return batch_size, length
 
 
-def _through(call: AttentionCall, rows: Tensor) -> Tensor:
+def _through(call: Call, rows: Tensor) -> Tensor:
     """The product r A, (B, t, L), with A the mean of the weights over heads."""
     result = torch.zeros_like(rows)
     for block, place, query, key in score_blocks(call):

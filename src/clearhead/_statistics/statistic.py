@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._weights import Queries
 from ..kernels._block_rows import BlockRows
 from .totals import ONE_PROCESS, Totals
@@ -61,7 +61,7 @@ class Statistic(ABC):
     #: Whether batch items are combined by their maximum, not by their mean.
     largest: ClassVar[bool] = False
 
-    call: AttentionCall
+    call: Call
     options: Options
     counted: Tensor | None
     queries: Queries | None = None
@@ -116,7 +116,7 @@ class Statistic(ABC):
         return {self.name: buffers[self.name]}
 
     def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.call.spec.compute_dtype, device=self.call.query.device)
+        return torch.zeros(shape, dtype=self.call.layout.compute_dtype, device=self.call.query.device)
 
     def put(self, target: Tensor, rows: BlockRows, value: Tensor) -> None:
         """Add (b, h, l, 1) to a (B, H, L) tensor."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 
 
 class Totals(Protocol):
@@ -44,7 +44,7 @@ ONE_PROCESS: Totals = _OneProcess()
 
 
 @dataclass(slots=True, kw_only=True)
-class PartialCall(AttentionCall):
+class PartialCall(Call):
     """A call that is distributed over processes, as its observers receive it.
 
     Query, key and value are those of this process. Everything else, `grid` included, describes the complete call.

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._call.call import valid_call
-from .._call.request import Request
+from .._call.call import Call, valid_call
 from .._checks import FLOATS
 from .._environment import Environment, autocast_off, cast_for_autocast, read_environment
 from .._statistics.arguments import DEFAULT, Per, counted_queries, make_options, query_marks, require_names, require_per
@@ -116,7 +115,7 @@ def attention_statistics(
     with agreement(_WHERE, (group, group), device) as exchange:
         require_mesh(mesh)
         require_layout(layout)
-        facts, local = _read(query, key, value, Request(as_mask(mask), **how), make_options(**options), **chosen)
+        facts, local = _read(query, key, value, {"mask": as_mask(mask), **how}, make_options(**options), **chosen)
         gathered = exchange({"layout": fingerprint(layout), **facts})
         # The second agreement is about errors that show only in the length of the whole sequence.
         shared, counted = _shared_call(group, layout, query_mask, gathered, local)
@@ -131,14 +130,14 @@ class _Arguments(NamedTuple):
 
     Args:
         operands: the query, key and value of this process. The values have no features if no statistic reads them.
-        request: how all queries attend.
+        how: how all queries attend, by the names of `Call`.
         names, options: the statistics.
         queries: as in `attention_statistics`.
         environment: the environment of the call.
     """
 
     operands: Operands
-    request: Request
+    how: dict[str, Any]
     names: tuple[str, ...]
     options: Options
     queries: Queries | None
@@ -149,7 +148,7 @@ def _read(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    request: Request,
+    how: dict[str, Any],
     options: Options,
     statistics: Sequence[str],
     query_mask: Tensor | None,
@@ -164,17 +163,17 @@ def _read(
         raise KernelError(f"{_WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
     # Mask and positions belong to all queries and keys. The shared call checks them.
-    local_request = request._replace(mask=None, query_positions=None, key_positions=None)
+    local = {name: how[name] for name in ("scale", "softcap", "sinks")}
     with torch.no_grad(), autocast_off(query):
-        call = valid_call(query, key, values[0] if values else None, local_request, environment)
-    as_positions("query_positions", request.query_positions)
-    as_positions("key_positions", request.key_positions, per_head=True)
+        call = valid_call(Call(query, key, values[0] if values else key, **local), environment)
+    as_positions("query_positions", how["query_positions"])
+    as_positions("key_positions", how["key_positions"], per_head=True)
     if query_mask is not None:
         query_marks(query_mask)
     queries = checked_queries("queries", queries)
     operands = call.query, call.key, call.value if need_values(names) else call.key[..., :0]
-    (batch, heads, length, dim), spec = call.query.shape, call.spec
-    how = request._replace(mask=None, scale=spec.scale, softcap=spec.softcap)._asdict() | {"query_mask": query_mask}
+    (batch, heads, length, dim), numbers = call.query.shape, call.layout
+    alike = {**how, "mask": None, "scale": numbers.scale, "softcap": numbers.softcap, "query_mask": query_mask}
     facts = {
         "batch size": batch,
         "query heads": heads,
@@ -182,16 +181,16 @@ def _read(
         "head_dim": dim,
         "head_dim of values": operands[2].shape[3],
         "dtype": FLOATS.index(query.dtype),
-        **{name: fingerprint("a tensor" if isinstance(x, Tensor) else x) for name, x in how.items()},
-        "sinks": spec.sinks,
-        "mask": mask_fact(request.mask),
+        **{name: fingerprint("a tensor" if isinstance(x, Tensor) else x) for name, x in alike.items()},
+        "sinks": numbers.sinks,
+        "mask": mask_fact(how["mask"]),
         "statistics": fingerprint(names, per),
         "options": fingerprint(options),
         "queries": fingerprint(queries.tolist() if isinstance(queries, Tensor) else queries),
         "query": length,
         "key": call.key.shape[2],
     }
-    return facts, _Arguments(operands, request, names, options, queries, environment)
+    return facts, _Arguments(operands, how, names, options, queries, environment)
 
 
 def _shared_call(
@@ -201,7 +200,7 @@ def _shared_call(
     require_equal(_WHERE, gathered, [name for name in gathered[0] if name not in ("query", "key")], _SAME)
     queries, keys = (shards_of(_WHERE, gathered, name, layout) for name in ("query", "key"))
     with torch.no_grad(), autocast_off(local.operands[0]):
-        call = valid_call(*of_all_sizes(local.operands, queries, keys), local.request, local.environment)
+        call = valid_call(Call(*of_all_sizes(local.operands, queries, keys), **local.how), local.environment)
     row_numbers(local.queries, queries.length)
     rank, counted = dist.get_rank(group), counted_queries(query_mask, call)
-    return SharedCall(group, rank, queries, keys, call.grid, call.request, local.environment, _WHERE), counted
+    return SharedCall(group, rank, queries, keys, call.grid, call.options, local.environment, _WHERE), counted

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, cast, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._call.caching import Cache, KeyValues, Positions, unchanged_if_refused
-from .._call.call import Results
-from .._call.request import Request
+from .._call.call import Call, Results
 from .._checks import integer
 from .._environment import Environment
 from .._layer.layer import Layer
@@ -132,7 +131,7 @@ def decode(
     """
     query, key, value = inputs
     grid, columns = _grid_and_columns(layer.num_heads, query, key, cache, memory, group)
-    with unchanged_if_refused((cache,), query, layer.request.mask, mask):
+    with unchanged_if_refused((cache,), query, layer.mask, mask):
         combined = layer.combined(mask)
         if combined is not None:
             combined.validate(grid)
@@ -146,8 +145,8 @@ def decode(
             expected, got = "no gradients beside keys that are split", "a tensor that requires them"
             fix = "Decode under torch.no_grad() or torch.inference_mode()."
             raise CacheError("query", expected=expected, got=got, fix=fix)
-        request = layer.request._replace(mask=combined, lse=True)
-        results = _attend_to_shard(request, q, key_values, grid, columns, environment)
+        options = {**layer.options, "mask": combined, "lse": True}
+        results = _attend_to_shard(options, q, key_values, grid, columns, environment)
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = cast(Tensor, results.lse)
     sent = torch.cat((results.output.to(dtype), lse.to(dtype)[..., None]), -1)  # (B, H, L, Dv + 1)
@@ -156,8 +155,8 @@ def decode(
     output, lse = partials[0, ..., :-1].clone(), partials[0, ..., -1].clone()
     for partial in partials[1:]:
         merge_some_keys(output, lse, partial[..., :-1], partial[..., -1])
-    if layer.request.sinks is not None:
-        merge_sinks(output, lse, layer.request.sinks)
+    if (sinks := layer.options.get("sinks")) is not None:
+        merge_sinks(output, lse, sinks)
     return Results(output.to(q.dtype))
 
 
@@ -176,14 +175,15 @@ def _grid_and_columns(
 
 
 def _attend_to_shard(
-    request: Request, q: Tensor, key_values: KeyValues, grid: Grid, columns: Columns, environment: Environment
+    options: dict[str, Any], q: Tensor, key_values: KeyValues, grid: Grid, columns: Columns, environment: Environment
 ) -> Results:
     """Attention to the keys that this process holds, with its log-sum-exp and without sinks, which are merged once."""
     key, value = key_values.key, key_values.value
 
     def attend_to(key: Tensor, value: Tensor, columns: Columns) -> Results:
-        mask = part_of(request.mask, Offset(grid.num_heads), grid, columns)
-        return attend(q, key, value, request._replace(mask=mask, sinks=None), environment)
+        mask = part_of(options["mask"], Offset(grid.num_heads), grid, columns)
+        of_shard: dict[str, Any] = {**options, "mask": mask, "sinks": None}
+        return attend(Call(q, key, value, **of_shard), environment)
 
     if environment.kernel is not None and key.shape[2] == 0 < grid.key_length:
         # Without keys a forced kernel may run a call that it refuses in the other processes. Here it refuses too.

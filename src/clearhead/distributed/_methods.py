@@ -7,14 +7,13 @@ mask that knows where these lie in the shared call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._call.call import Results
-from .._call.request import Request
+from .._call.call import Call, Results
 from .._environment import Environment
 from .._layer.plan import attend
 from ..masks._base import Mask
@@ -58,8 +57,8 @@ class SharedCall:
         rank: the rank of this process.
         queries, keys: the positions that each process holds.
         grid: sizes and positions of all queries and keys, and of the heads of the module that this process computes.
-        request: how they attend. Its mask and sinks belong to all queries. Its offset is the place of these heads among
-            those of the module.
+        options: how they attend, by the names of `Call`. Its mask and sinks belong to all queries. Its offset is
+            the place of these heads among those of the module.
         environment: the environment of the call.
         where: the function that split the module, for messages.
     """
@@ -69,7 +68,7 @@ class SharedCall:
     queries: Shards
     keys: Shards
     grid: Grid
-    request: Request
+    options: dict[str, Any]
     environment: Environment
     where: str = WHERE
 
@@ -80,18 +79,19 @@ class SharedCall:
 
     def mask_at(self, offset: Offset) -> Mask | None:
         """The mask of a call that lies at an offset in this one."""
-        return part_of(self.request.mask, offset, self.grid)
+        return part_of(self.options.get("mask"), offset, self.grid)
 
-    def request_at(self, offset: Offset, num_heads: int) -> Request:
-        """The request of a call with `num_heads` heads that lies at an offset in this one."""
-        sinks, module = self.request.sinks, self.request.offset
-        return self.request._replace(
-            mask=self.mask_at(offset),
-            sinks=None if sinks is None else sinks[offset.head : offset.head + num_heads],
-            query_positions=None,
-            key_positions=None,
-            offset=module and offset._replace(num_heads=module.num_heads, head=module.head + offset.head),
-        )
+    def call_at(self, offset: Offset, query: Tensor, key: Tensor, value: Tensor, **changes: Any) -> Call:
+        """A call that lies at an offset in this one."""
+        sinks, module = self.options.get("sinks"), self.options.get("offset")
+        of_part: dict[str, Any] = {
+            "mask": self.mask_at(offset),
+            "sinks": None if sinks is None else sinks[offset.head : offset.head + query.shape[1]],
+            "query_positions": None,
+            "key_positions": None,
+            "offset": module and offset._replace(num_heads=module.num_heads, head=module.head + offset.head),
+        }
+        return Call(query, key, value, **{**self.options, **of_part, **changes})
 
     def rows(self, length: int, device: torch.device) -> Tensor:
         return self.queries.positions(self.rank, device)
@@ -119,7 +119,7 @@ class SharedCall:
         # A fused kernel refuses an empty call, which computes nothing.
         is_empty = 0 in (query.shape[2], key.shape[2])
         environment = self.environment._replace(kernel=None) if is_empty else self.environment
-        return attend(query, key, value, self.request_at(offset, query.shape[1]), environment)
+        return attend(self.call_at(offset, query, key, value), environment)
 
 
 def by_gathering(q: Tensor, k: Tensor, v: Tensor, shared: SharedCall) -> tuple[Results, list[Chunk]]:

@@ -36,12 +36,12 @@ _FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistic
 
 def by_ring(q: Tensor, k: Tensor, v: Tensor, shared: SharedCall) -> Results:
     """Attention while the keys travel around: W − 1 exchanges of each block forward, and twice as many backward."""
-    mask, sinks = shared.request.mask, shared.request.sinks
+    mask, sinks = shared.options.get("mask"), shared.options.get("sinks")
     biases = () if mask is None else mask.bias_tensors()
     if mask is not None:
         mask = mask.with_bias_tensors(tensor.detach() for tensor in biases)  # only autograd holds those that learn
-    request, environment = shared.request._replace(mask=mask, sinks=None), shared.environment._replace(gradients=False)
-    shared = replace(shared, request=request, environment=environment)
+    options, environment = {**shared.options, "mask": mask, "sinks": None}, shared.environment._replace(gradients=False)
+    shared = replace(shared, options=options, environment=environment)
     return Results(*cast("tuple[Tensor, Tensor]", _Ring.apply(shared, q, k, v, sinks, *biases)))
 
 
@@ -67,7 +67,8 @@ class _Ring(torch.autograd.Function):
             merge_sinks(output, lse, sinks)
         ctx.shared = shared
         # Autograd notices writes to the mask's tensors if they are saved.
-        mask_tensors = () if shared.request.mask is None else shared.request.mask.tensors()
+        mask = shared.options["mask"]
+        mask_tensors = () if mask is None else mask.tensors()
         ctx.read_again = tuple(x for x in mask_tensors if not x.is_inference())
         read = q, k, v, output, lse, sinks, *biases
         ctx.layouts = layouts_of(read)
@@ -80,8 +81,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, count = ctx.saved_tensors, len(ctx.layouts)
         q, k, v, output, lse, sinks, *biases = restored_all(_NAMES, saved[:count], ctx.layouts)
-        request = with_saved(ctx.shared.request, ctx.read_again, saved[count:])
-        shared: SharedCall = replace(ctx.shared, request=request)
+        options = ctx.shared.options
+        options = options | with_saved(options, ctx.read_again, saved[count:])
+        shared: SharedCall = replace(ctx.shared, options=options)
         dtype, of_output = output.dtype, gradients[0]
         learns = any(ctx.needs_input_grad[5:])
         correction = (of_output.to(dtype) * output).sum(-1)  # δ (B, H, l)
@@ -92,8 +94,8 @@ class _Ring(torch.autograd.Function):
             of_block = of_keys.zeros(block)
             for chunk in _chunks(shared, q, block):
                 of_rows = (x[:, :, chunk.rows] for x in (output, lse, correction, of_output))
-                request = shared.request_at(chunk.offset, q.shape[1])._replace(lse=False)
-                call = valid_call(chunk.query, chunk.key, chunk.value, request, shared.environment)
+                call = shared.call_at(chunk.offset, chunk.query, chunk.key, chunk.value, lse=False)
+                call = valid_call(call, shared.environment)
                 dq, *gradients_of_chunk = gradients_of_some_keys(call, *of_rows, learns=learns)
                 of_query[:, :, chunk.rows] += dq
                 totals = *_key_and_value(of_block[chunk.columns], k.shape[3]), *(of_biases if learns else ())

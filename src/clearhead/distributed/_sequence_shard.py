@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._call.caching import KeyValues, Positions
-from .._call.call import Results, valid_call
+from .._call.call import Results, valid_call, weights_wanted
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.request import weights_wanted
 from .._checks import FLOATS, shown, size
 from .._environment import Environment, autocast_off, listening, outside_graphs, read_environment
 from .._layer.layer import Layer
@@ -81,12 +80,12 @@ class LocalSequence(OfThisProcess):
         if checked.cache is not None:
             results = decode(layer, checked[:3], checked.mask, checked.cache, shards, self.group, environment)
             return layer.projected_out(results, environment, batched=checked.batched)
-        if layer.request.dropout_p:
-            heads = layer.request.offset or Offset(module.num_heads)
+        if layer.options.get("dropout_p"):
+            heads = layer.options.get("offset") or Offset(module.num_heads)
             seed_tensor = torch.tensor(gathered[0]["seed"], device="cpu")
             if not checked.query.is_cpu:  # exchanged on the device, so that no process waits for it
                 seed_tensor = from_every_rank(draw_seed(checked.query.device), self.group)[0]
-            layer = replace(layer, request=layer.request._replace(seed=seed_tensor, offset=heads))
+            layer = replace(layer, options={**layer.options, "seed": seed_tensor, "offset": heads})
         queries, keys = shards
         return self._compute(layer, checked, queries, keys, environment)
 
@@ -154,8 +153,8 @@ class LocalSequence(OfThisProcess):
             layer = replace(layer, position=of_whole(layer.position, at, queries.length))
         # A ring merges partial results by their lse. Rows of weights need all keys at once.
         is_ring = self.method == "ring" and weights is None
-        request = layer.request._replace(mask=combined, lse=is_ring, weights=weights)
-        shared = SharedCall(self.group, self.rank, queries, keys, grid, request, environment)
+        options = {**layer.options, "mask": combined, "lse": is_ring, "weights": weights}
+        shared = SharedCall(self.group, self.rank, queries, keys, grid, options, environment)
         operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
         _require_kernel(operands, shared)
         return layer.projected_out(self._attend(operands, shared), environment, batched=batched)
@@ -173,11 +172,11 @@ class LocalSequence(OfThisProcess):
 
     def _exchanged(self, operands: Operands, shared: SharedCall) -> tuple[Results, list[Chunk]]:
         """The results, and the chunks that they were computed from, if keys did not travel around."""
-        if shared.request.lse:
+        if shared.options["lse"]:
             return by_ring(*operands, shared), []
         q, k, _ = operands
         divides = heads_divide(q.shape[1], k.shape[1], self.world)
-        uses_heads = shared.request.weights is None and self.method != "gather" and divides
+        uses_heads = shared.options["weights"] is None and self.method != "gather" and divides
         return (by_heads if uses_heads else by_gathering)(*operands, shared)
 
     def _positions(self, at: Positions | None, queries: Shards, device: torch.device) -> Positions:
@@ -196,8 +195,8 @@ def _require_kernel(operands: Operands, shared: SharedCall) -> None:
     kernel = shared.environment.kernel
     if kernel is not None:
         # Kernels refuse shapes, dtypes and masks, not values.
-        request = shared.request_at(shared.start, shared.grid.num_heads)
-        choose(valid_call(*of_all_sizes(operands, shared.queries, shared.keys), request, shared.environment), kernel)
+        call = shared.call_at(shared.start, *of_all_sizes(operands, shared.queries, shared.keys))
+        choose(valid_call(call, shared.environment), kernel)
 
 
 class Arguments(NamedTuple):

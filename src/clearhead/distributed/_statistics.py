@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._call.call import AttentionCall, valid_call, zero_hidden
+from .._call.call import Call, valid_call, zero_hidden
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, need_values, shape_of
 from .._statistics.totals import PartialCall
@@ -25,15 +25,14 @@ from .._statistics.vectors import TopK
 from .._weights import row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
+from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ._collectives import exchange, step
 from ._methods import Chunk, Operands, SharedCall
 from ._ring import chunks_of_ring
 
 
-def shared_call_of(
-    operands: Operands, shared: SharedCall, chunks: Sequence[Chunk], lse: Tensor | None = None
-) -> AttentionCall:
+def shared_call_of(operands: Operands, shared: SharedCall, chunks: Sequence[Chunk], lse: Tensor | None = None) -> Call:
     """The shared call as observers get it, with the queries, keys and values of this process.
 
     Args:
@@ -44,28 +43,32 @@ def shared_call_of(
     """
     q, k, v = operands
     shared = replace(shared, environment=shared.environment._replace(gradients=False, autocast=False))
-    grid, request = shared.grid, shared.request._replace(lse=False, weights=None)
+    grid = shared.grid
+    options: dict[str, Any] = {**shared.options, "lse": False, "weights": None}
     positions = {"query_positions": grid.query_positions, "key_positions": grid.key_positions}
     # The positions are those of the shared call, and fit no grid of this process.
-    local_request = request._replace(mask=None, query_positions=None, key_positions=None)
-    call = valid_call(q, k, v, local_request, shared.environment)
+    local: dict[str, Any] = {**options, "mask": None, "query_positions": None, "key_positions": None}
+    call = valid_call(Call(q, k, v, **local), shared.environment)
     if lse is not None:
         results = partial(_of_queries, shared, lambda values: chunks_of_ring(q, k, v if values else None, shared), lse)
     elif chunks[0].query.shape[1] == q.shape[1]:
         results = partial(_of_queries, shared, lambda _: chunks, None)
     else:
         query, key, value, offset, *_ = chunks[0]
-        heads = shared.request_at(offset, query.shape[1])._replace(lse=False, weights=None, **positions)
-        results = partial(_of_heads, shared, zero_hidden(valid_call(query, key, value, heads, shared.environment)))
-    request = call.request._replace(mask=shared.request.mask, **positions)
-    return PartialCall(call.spec, q, k, v, request, grid, totals=shared, results=results)
+        heads = shared.call_at(offset, query, key, value, lse=False, weights=None, **positions)
+        results = partial(_of_heads, shared, zero_hidden(valid_call(heads, shared.environment)))
+    mask = options.get("mask")
+    of_all: dict[str, Any] = {**call.options, "mask": mask, **positions}
+    made = PartialCall(q, k, v, **of_all, totals=shared, results=results)
+    made.layout, made.bound_ = call.layout, BoundMask(mask, grid)
+    return made
 
 
 def _of_queries(
     shared: SharedCall,
     chunks: Callable[[bool], Iterable[Chunk]],
     lse: Tensor | None,
-    call: AttentionCall,
+    call: Call,
     *arguments: Any,
 ) -> dict[str, Any]:
     """Results of this process's queries over all keys, chunk by chunk.
@@ -89,13 +92,13 @@ def _of_queries(
 
 
 def _block_rows(
-    shared: SharedCall, chunk: Chunk, lse: Tensor | None, call: AttentionCall, counted: Tensor, with_values: bool
+    shared: SharedCall, chunk: Chunk, lse: Tensor | None, call: Call, counted: Tensor, with_values: bool
 ) -> Iterator[BlockRows]:
     """The blocks of a chunk, as blocks of the call of all queries."""
-    request = shared.request_at(chunk.offset, chunk.query.shape[1])
-    value = chunk.value if with_values else None
-    of_chunk = zero_hidden(valid_call(chunk.query, chunk.key, value, request, shared.environment))
-    group, offset = of_chunk.spec.group, chunk.offset
+    value = chunk.value if with_values else chunk.key
+    of_chunk = shared.call_at(chunk.offset, chunk.query, chunk.key, value)
+    of_chunk = zero_hidden(valid_call(of_chunk, shared.environment))
+    group, offset = of_chunk.layout.group, chunk.offset
     for block, rows, query, key in score_blocks(of_chunk, dtype=exact_dtype(call)):
         batch, heads, columns = block.batch, block.heads, cast(slice, block.columns)
         place = _moved(rows, chunk.rows.start)
@@ -105,7 +108,7 @@ def _block_rows(
         yield BlockRows(call, shared_block, place, query, key, counted[batch, :, place], values, row_lse)
 
 
-def _of_heads(shared: SharedCall, heads: AttentionCall, call: AttentionCall, *arguments: Any) -> dict[str, Any]:
+def _of_heads(shared: SharedCall, heads: Call, call: Call, *arguments: Any) -> dict[str, Any]:
     """Results of some heads of the whole sequence, which the processes exchange.
 
     Args:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, overload
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._checks import item_number, require_slice
 from .._statistics.result import AttentionStatistics
 
@@ -17,7 +16,7 @@ class Calls(Sequence[AttentionStatistics]):
     def __init__(self) -> None:
         self.name = ""
         self.statistics: list[AttentionStatistics] = []
-        self.saved: list[AttentionCall] = []
+        self.saved: list[Call] = []
         self._root_calls: list[int] = []  # the number of the model's call, for each call here
 
     @classmethod
@@ -62,7 +61,7 @@ class Calls(Sequence[AttentionStatistics]):
         count = f"{self.name}: called {len(self.statistics)} times."
         raise AttributeError(f"{count} Take one call with {one}, or fold the batches together with rec.reduce().")
 
-    def add(self, root_call: int, statistics: AttentionStatistics, kept: AttentionCall | None) -> None:
+    def add(self, root_call: int, statistics: AttentionStatistics, kept: Call | None) -> None:
         """Add a call. Of `kept`, copies of query and key are saved. The key replaces the value.
 
         Views would keep a full projection or cache in memory, and caches are overwritten in place.
@@ -71,7 +70,7 @@ class Calls(Sequence[AttentionStatistics]):
         self.statistics.append(statistics)
         if kept is not None:
             query, key = kept.query.detach().clone(), kept.key.detach().clone()
-            self.saved.append(replace(kept, query=query, key=key, value=key, grid_=None, coverage_=None))
+            self.saved.append(kept.alike(query=query, key=key, value=key, bound_=None))
 
     def __repr__(self) -> str:
         return f"Calls({self.name!r}, {len(self.statistics)} calls)"

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._call.call import AttentionCall, build_call
+from .._call.call import Call, build_call
 from .._call.observers import is_computing
-from .._call.request import Request
 from .._environment import autocast_off, cast_for_autocast, read_environment
 from .._torch_private import graph_break, is_vmapped
 from ..errors import RecordError, UnseenAttentionWarning
@@ -42,7 +41,7 @@ class CaptureMode(TorchFunctionMode):
     one call of `F.multi_head_attention_forward`. The mode is off inside a reported call, so nothing is reported twice.
 
     Args:
-        captured: receives the inputs of a call, query and key first, and a function that reads the `AttentionCall` of
+        captured: receives the inputs of a call, query and key first, and a function that reads the `Call` of
             the running module. It returns the origins of the call's output.
         missed: receives the description of a computation that may be attention and that cannot be read.
         flow: follows what tensors are computed from.
@@ -50,7 +49,7 @@ class CaptureMode(TorchFunctionMode):
 
     def __init__(
         self,
-        captured: Callable[[Sequence[Any], Callable[[nn.Module], AttentionCall]], int],
+        captured: Callable[[Sequence[Any], Callable[[nn.Module], Call]], int],
         missed: Callable[[str], None],
         flow: Flow,
     ) -> None:
@@ -115,12 +114,12 @@ def _read_sdpa(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> AttentionCall:
+) -> Call:
     query, key, value = cast_for_autocast(query, key, value)
     query, key, value, attn_mask, grouped = _regroup(module, query, key, value, attn_mask)
     _, (q, k, v), mask = translate(query, key, value, attn_mask, is_causal, grouped or enable_gqa)
     with autocast_off(q):
-        return build_call(q, k, v, Request(mask, scale))
+        return build_call(Call(q, k, v, mask, scale))
 
 
 def _regroup(
@@ -154,7 +153,7 @@ def _regroup(
     return query, key, value, attn_mask, False
 
 
-def _read_mha(_: nn.Module, *args: Any, **kwargs: Any) -> AttentionCall:
+def _read_mha(_: nn.Module, *args: Any, **kwargs: Any) -> Call:
     bound = _MHA.bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
@@ -178,10 +177,10 @@ def _read_mha(_: nn.Module, *args: Any, **kwargs: Any) -> AttentionCall:
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (N, H, L or S, D)
     q, k, v = cast_for_autocast(q, k, v)
     with autocast_off(q):
-        return build_call(q, k, v, Request(mask))
+        return build_call(Call(q, k, v, mask))
 
 
-_READERS: dict[Callable[..., Any], Callable[..., AttentionCall]] = {
+_READERS: dict[Callable[..., Any], Callable[..., Call]] = {
     F.scaled_dot_product_attention: _read_sdpa,
     F.multi_head_attention_forward: _read_mha,
 }

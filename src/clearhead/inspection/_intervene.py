@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._call.observers import observing
 from .._checks import FLOATS, INTEGERS, flag, items, module, shown, strided
 from .._torch_private import in_backward
@@ -23,7 +23,7 @@ Change = float | Literal["mean"] | Tensor | Callable[[Tensor], Tensor]
 
 _UPGRADE = "Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a transformers model."
 
-_Edit = Callable[[Layer, AttentionCall, Tensor], Tensor]
+_Edit = Callable[[Layer, Call, Tensor], Tensor]
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
     by_module = _checked_changes(module("model", model), changes)
     ran: set[str] = set()
 
-    def change_heads(layer: Layer, call: AttentionCall, output: Tensor) -> Tensor:
+    def change_heads(layer: Layer, call: Call, output: Tensor) -> Tensor:
         names = layer.module, f"{layer.module}/{layer.run}"
         ran.update(names)
         changed: dict[int, Change] = {
@@ -108,7 +108,7 @@ class _Editor:
     def wanted(self) -> NoReturn:
         raise _of_whole_calls()
 
-    def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
+    def attended(self, call: Call, output: Tensor) -> Tensor:
         name, flow = self._running.current, self._flow
         if name is None:
             return output
@@ -240,7 +240,7 @@ def _gate_gradients(
     """The gradient (B, H) of the loss with respect to the gates of each attention call, with its layer."""
     gates: list[tuple[Layer, Tensor]] = []
 
-    def gated(layer: Layer, call: AttentionCall, output: Tensor) -> Tensor:
+    def gated(layer: Layer, call: Call, output: Tensor) -> Tensor:
         gate = torch.ones(*output.shape[:2], 1, 1, dtype=output.dtype, device=output.device, requires_grad=True)
         gates.append((layer, gate))
         return output * gate
@@ -263,7 +263,7 @@ def _gate_gradients(
         yield layer, gradient.squeeze((2, 3))  # (B, H)
 
 
-def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> Tensor:
+def _changed(output: Tensor, change: Change, call: Call, head: int) -> Tensor:
     if isinstance(change, Tensor):
         try:
             return change.to(output).expand_as(output)
@@ -285,7 +285,7 @@ def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> 
     return _mean(output, call, head).expand_as(output)
 
 
-def _mean(output: Tensor, call: AttentionCall, head: int) -> Tensor:
+def _mean(output: Tensor, call: Call, head: int) -> Tensor:
     """Mean over the batch and the queries that see a key, (1, 1, Dv)."""
     if call.coverage.queries is None:
         return output.mean((0, 1), keepdim=True)

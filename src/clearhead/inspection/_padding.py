@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._statistics.arguments import counted_queries, query_marks
 from .._statistics.totals import PartialCall, Totals
 from ..errors import RecordError, shape_text
@@ -44,7 +44,7 @@ class CountedQueries:
         self._running, self._flow = running, flow
         self._arguments: WeakKeyDictionary[Frame, _Arguments] = WeakKeyDictionary()
 
-    def of_call(self, name: str, call: AttentionCall, query: Tensor, *, is_self: bool, is_first: bool) -> Tensor | None:
+    def of_call(self, name: str, call: Call, query: Tensor, *, is_self: bool, is_first: bool) -> Tensor | None:
         """The counted queries of one call of a module: bool (B, L), or ``None`` for all.
 
         Args:
@@ -139,7 +139,7 @@ class _Arguments:
         return None
 
 
-def _seen_keys(call: AttentionCall) -> Tensor | None:
+def _seen_keys(call: Call) -> Tensor | None:
     """The keys that are visible to some query in some head, bool (B, S), or ``None`` for all."""
     seen = call.coverage.keys
     if seen is None:
@@ -147,7 +147,7 @@ def _seen_keys(call: AttentionCall) -> Tensor | None:
     return seen.any(1)[..., 0].expand(call.grid.batch_size, -1)  # (B, S)
 
 
-def _of_shared_call(mask: Tensor, call: AttentionCall, totals: Totals) -> Tensor | None:
+def _of_shared_call(mask: Tensor, call: Call, totals: Totals) -> Tensor | None:
     """The counted queries of a call that several processes share. The root call has the full mask, or its shard.
 
     If the root call has a mask on one process, it has one on every process. All of them make one exchange.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._call.naming import remember_names
 from .._call.observers import observing
 from .._call.sharding import HeadShard
@@ -175,12 +175,12 @@ class record(Drawable, RecordedCalls):
         signature = self._counted_queries.signature(name)
         return self._names, repr(self._options), self._per, self._heads, repr(queries), signature
 
-    def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
+    def attended(self, call: Call, output: Tensor) -> Tensor:
         """Record a call of Clearhead's attention."""
         self._flow.mark(output, self._captured((call.query, call.key, call.value), lambda _: call))
         return output
 
-    def _captured(self, inputs: Sequence[Any], read: Callable[[nn.Module], AttentionCall]) -> int:
+    def _captured(self, inputs: Sequence[Any], read: Callable[[nn.Module], Call]) -> int:
         """Record one call, if the running layer is among `layers`. Returns the origins of its output."""
         name, what = self._running.current, obstacle(inputs)
         if name is None:
@@ -197,7 +197,7 @@ class record(Drawable, RecordedCalls):
             self._record(layer, inputs[0], read, sides)
         return origins
 
-    def _record(self, layer: Layer, query: Tensor, read: Callable[[nn.Module], AttentionCall], sides: Sides) -> None:
+    def _record(self, layer: Layer, query: Tensor, read: Callable[[nn.Module], Call], sides: Sides) -> None:
         running = self._running.model.get_submodule(layer.module)
         heads: HeadShard | None = getattr(running, "head_shard", None)
         with torch.no_grad():
@@ -224,7 +224,7 @@ class record(Drawable, RecordedCalls):
         heads.agree(wanted, problem)
         return counted
 
-    def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
+    def kept_call(self, layer: int | str, call: int = 0) -> Call:
         """The query, key and mask of one call. Its value is the key.
 
         Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from math import isclose, sqrt
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._call.call import Results, valid_call, zero_hidden
+from .._call.call import Call, Results, valid_call, zero_hidden
 from .._call.heads import merge_heads
 from .._environment import Environment, autocast_off, read_environment
 from .._layer.layer import Layer
 from .._multihead import MultiHeadAttention, layer_of
 from ..kernels._reference import reference_results, reference_scores, reference_weights
 from ..masks import Mask
+from ..masks._bound import BoundMask
 from ..masks._grid import Grid
 from ..masks._lowering import dense_mask
 from ..masks._tensors import as_mask
@@ -158,30 +159,33 @@ def _attend(
     recorder: Recorder, layer: Layer, operands: Tensors, mask: Mask | Tensor | None, environment: Environment
 ) -> tuple[Tensor, Tensor]:
     """Record scores, weights and sums. Returns the sums (B, H, L, D) and the fully masked rows (B, H, L)."""
-    request = layer.request._replace(mask=layer.combined(mask))
-    call_of = partial(valid_call, *operands, environment=environment)
-    call = call_of(request._replace(softcap=None, mask=None))
+    options: dict[str, Any] = {**layer.options, "mask": layer.combined(mask)}
+
+    def call_of(**changes: Any) -> Call:
+        return valid_call(Call(*operands, **{**options, **changes}), environment)
+
+    call = call_of(softcap=None, mask=None)
     scores = reference_scores(call)
-    origin = "1/√D = " if isclose(call.spec.scale, 1 / sqrt(operands[0].shape[-1])) else ""
-    formula = f"s_ij = scale · q_i·k_j, scale = {origin}{call.spec.scale:.4g}"
+    origin = "1/√D = " if isclose(call.layout.scale, 1 / sqrt(operands[0].shape[-1])) else ""
+    formula = f"s_ij = scale · q_i·k_j, scale = {origin}{call.layout.scale:.4g}"
     recorder.add("scores", _SCORES, formula, scores)
-    if request.softcap is not None:
-        scores = reference_scores(call_of(request._replace(mask=None)))
-        cap = f"{request.softcap:.4g}"
+    if options.get("softcap") is not None:
+        scores = reference_scores(call_of(mask=None))
+        cap = f"{options['softcap']:.4g}"
         recorder.add("softcap", _SCORES, f"s_ij = {cap} · tanh(s_ij / {cap})", scores, softcap=cap)
     hidden, module_mask = torch.zeros_like(scores, dtype=torch.bool), layer.combined(None)
     if module_mask is not None:
-        scores = reference_scores(call_of(layer.request))
+        scores = reference_scores(call_of(mask=module_mask))
         hidden = _add_mask(recorder, "own_mask", module_mask, call.grid, scores)
     if mask is not None:
-        scores = reference_scores(call_of(request))
+        scores = reference_scores(call_of())
         hidden = hidden | _add_mask(recorder, "mask", as_mask(mask), call.grid, scores)
     else:
         recorder.add("mask", _SCORES, "s_ij", scores, words="mask_none" if module_mask is None else "mask_own_only")
-    call = zero_hidden(call_of(request))
+    call = zero_hidden(call_of())
     total, words = "Σ_j exp(s_ij)", "softmax"
-    if call.request.sinks is not None:
-        recorder.add("sinks", "(H,)", "sink_h", call.request.sinks)
+    if call.sinks is not None:
+        recorder.add("sinks", "(H,)", "sink_h", call.sinks)
         total, words = f"({total} + exp(sink_h))", "softmax_sinks"
     recorder.add("softmax", _SCORES, f"p_ij = exp(s_ij) / {total}", reference_weights(call)[0], words=words)
     mixed = reference_results(call).output
@@ -192,7 +196,7 @@ def _attend(
 def _add_mask(recorder: Recorder, name: str, mask: Mask, grid: Grid, scores: Tensor) -> Tensor:
     """Record the scores under a mask. Returns a bool tensor of the scores that it hides."""
     phrases, words = recorder.words["phrases"], name
-    dense, formula = dense_mask(mask, grid), phrases["hidden"]  # (B, H, L, S)
+    dense, formula = dense_mask(BoundMask(mask, grid)), phrases["hidden"]  # (B, H, L, S)
     hidden = dense.isneginf() if dense.is_floating_point() else ~dense
     if dense.is_floating_point():
         formula, words = phrases["biased"] + phrases["separator"] + formula, "mask_bias" if name == "mask" else name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .._call.request import Request
+from .._call.call import Call
 from .._layer.positions import with_hidden
 from ..caches import EvictingKVCache, EvictionPolicy, Held, KeyValues, KVCache, SlidingKVCache
 from ..errors import CacheError, ShapeError
@@ -178,18 +178,16 @@ class BoundedCacheLayer(_CacheLayer[Bounded]):
         """The keys of an attention, at the positions of those that the last `update` returned."""
         return KeyValues(key, key, self.key_positions)
 
-    def observe(self, query: Tensor, key: Tensor, request: Request) -> None:
+    def observe(self, call: Call) -> None:
         """Pass the attention of the last `update` to the cache.
 
         Args:
-            query: (B, H, L, D).
-            key: (B, H or Hkv, S, D), the keys of the attention. DeepSeek computes them from the latents of the cache.
-            request: of this attention.
+            call: this attention, whose keys DeepSeek computes from the latents of the cache.
         """
         if self.cache is not None:
-            attended, at = self.attended(key), self.query_positions
-            scale, softcap, sinks = request.scale, request.softcap, request.sinks
-            self.cache.observe(query, attended, self.mask, at, scale=scale, softcap=softcap, sinks=sinks)
+            attended, at = self.attended(call.key), self.query_positions
+            options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+            self.cache.observe(call.query, attended, self.mask, at, **options)
 
     def next_positions(self) -> Tensor | int:
         """The position of the next token: an int, or (B, 1) if rows differ."""

@@ -25,8 +25,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import output_capturing
 
 from .. import masks
+from .._call.call import Call
 from .._call.naming import add_module
-from .._call.request import Request
 from .._checks import flag, shown, size, strided
 from .._environment import read_environment
 from .._layer.mixing import MIXED, MIXED_ONCE
@@ -148,10 +148,10 @@ def attention_forward(
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         weights = _weights_wanted(module, output_attentions)
-        request = Request(mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, False, weights, sequences)
-        output, _, weights = attend(query, key, value, request, read_environment())
+        options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, False, weights, sequences
+        output, _, weights = attend(Call(query, key, value, *options), read_environment())
         if cache_layer is not None:
-            cache_layer.observe(query, key, request)
+            cache_layer.observe(Call(query, key, value, *options))
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
     except ClearheadError as error:
         renamed = in_words_of(error, _NAMES)

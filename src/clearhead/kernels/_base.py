@@ -10,15 +10,15 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, Results
-from .._call.spec import AttentionSpec
-from ..masks._base import Mask
-from ..masks._grid import Grid, take
+from .._call.call import Call, Results
+from .._call.layout import Layout
+from ..masks._bound import BoundMask
+from ..masks._grid import take
 from ..masks._lowering import computed_sizes
 from ..masks._structure import joined
 
-#: The computation of all calls of one spec.
-Plan = Callable[[AttentionCall], Results]
+#: The computation of all calls of one layout.
+Plan = Callable[[Call], Results]
 
 
 class Refusal:
@@ -59,7 +59,7 @@ class Backend(NamedTuple):
 class Kernel(ABC):
     """One way to compute attention.
 
-    A kernel reads the spec of a call, and the structure of its mask on the grid, to refuse or to plan it. The plan
+    A kernel reads the layout of a call, and the structure of its mask on the grid, to refuse or to plan it. The plan
     receives the operands.
 
     Example:
@@ -73,7 +73,7 @@ class Kernel(ABC):
     name: ClassVar[str]
     #: False for fused kernels whose backward PyTorch cannot differentiate again. The plan then adds second derivatives.
     twice_differentiable: ClassVar[bool]
-    #: True where every spec is compiled first, so that trying one takes seconds.
+    #: True where every layout is compiled first, so that trying one takes seconds.
     compiles: ClassVar[bool] = False
     #: Whether NaN in fully masked queries, or in keys masked for every query, stays out of all results by itself.
     isolates_hidden: ClassVar[bool] = False
@@ -85,29 +85,29 @@ class Kernel(ABC):
     seeds_dropout: ClassVar[bool] = True
 
     @abstractmethod
-    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        """Every reason against calls of this spec; empty if the kernel can run them."""
+    def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+        """Every reason against calls of this layout; empty if the kernel can run them."""
 
     @abstractmethod
-    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
-        """The computation of calls of this spec, with masks of this one's signature.
+    def plan(self, layout: Layout, bound: BoundMask) -> Plan:
+        """The computation of calls of this layout, with masks whose layout is this one's.
 
-        It returns the output (B, H, L, Dv). It also returns the log-sum-exp (B, H, L) if `spec.lse` is set, and
-        weights if `spec.weights` is set and `gives_weights` is true.
+        It returns the output (B, H, L, Dv). It also returns the log-sum-exp (B, H, L) if `layout.lse` is set, and
+        weights if `layout.weights` is set and `gives_weights` is true.
         """
 
-    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+    def weights_refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         """Every reason against weights of supported calls, where `use_kernel` forces this kernel.
 
         Without `use_kernel`, a separate pass computes weights that do not come with the output.
         """
         return (Refusal("it gives no weights"),)
 
-    def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
+    def backend(self, layout: Layout, bound: BoundMask) -> Backend | None:
         """Which kernel of PyTorch computes a supported call on a GPU. ``None`` for Clearhead's own."""
         return None
 
-    def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+    def gives_weights(self, layout: Layout, bound: BoundMask) -> bool:
         """Whether output and weights come from one pass."""
         return False
 
@@ -139,17 +139,17 @@ def applicable(reasons: dict[str, bool]) -> list[Refusal]:
     return [Refusal(reason) for reason, applies in reasons.items() if applies]
 
 
-def refusals_of_heads(mask: Mask, grid: Grid) -> list[Refusal]:
+def refusals_of_heads(bound: BoundMask) -> list[Refusal]:
     """Refuse a mask whose lowering would be as large as the scores."""
-    sizes = mask.lowered(grid, "computed sizes", partial(computed_sizes, mask, grid))
+    sizes = bound.once("computed sizes", partial(computed_sizes, bound))
     if any(heads > 1 for _, heads in sizes):
         return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
     return []
 
 
-def refusals_of_half(spec: AttentionSpec) -> list[Refusal]:
+def refusals_of_half(layout: Layout) -> list[Refusal]:
     """Refuse half precision in PyTorch's kernels on the CPU."""
-    half = spec.device.type == "cpu" and spec.dtype in (torch.bfloat16, torch.float16)
+    half = layout.device.type == "cpu" and layout.dtype in (torch.bfloat16, torch.float16)
     return applicable({"on the CPU it rounds weights to half precision, which can more than double the error": half})
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from ..masks._grid import Block
 from ._blocks import block_scores, block_sinks, grouped
 
@@ -32,7 +32,7 @@ class BlockRows:
         lse: (b, h, l, 1), the log-sum-exp over all columns, if the block has some of them.
     """
 
-    call: AttentionCall
+    call: Call
     block: Block
     place: slice
     query: Tensor
@@ -60,7 +60,7 @@ class BlockRows:
         """The values of the columns, (b, hkv, s, Dv)."""
         if self.own_value is not None:
             return self.own_value
-        heads, group = self.block.heads, self.call.spec.group
+        heads, group = self.block.heads, self.call.layout.group
         return self.call.value[self.block.batch, heads.start // group : heads.stop // group, self.columns]
 
     @cached_property
@@ -74,11 +74,11 @@ class BlockRows:
     @cached_property
     def raw(self) -> Tensor:
         """Largest scale · q·k of the visible keys before soft-cap and bias, −∞ without any, (b, h, l, 1)."""
-        mask = self.call.request.mask
+        mask = self.call.mask
         # Without soft-cap and bias the scores are these products.
-        if self.width == 0 or (self.call.spec.softcap is None and (mask is None or not mask.has_bias)):
+        if self.width == 0 or (self.call.layout.softcap is None and (mask is None or not mask.has_bias)):
             return self.largest
-        products = grouped(self.query, self.key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
+        products = grouped(self.query, self.key.transpose(-2, -1), self.call.layout.scale)  # (b, h, l, s)
         return products.masked_fill_(self._scores == float("-inf"), float("-inf")).amax(-1, keepdim=True)
 
     @cached_property
@@ -94,7 +94,7 @@ class BlockRows:
     def shifted(self) -> Tensor:
         """Scores less their shift, in the compute dtype, (b, h, l, s)."""
         # In place, because this is the largest tensor. Later code reads of the scores only which are −∞.
-        return self._scores.sub_(self.shift).to(self.call.spec.compute_dtype)
+        return self._scores.sub_(self.shift).to(self.call.layout.compute_dtype)
 
     @cached_property
     def terms(self) -> Tensor:
@@ -129,7 +129,7 @@ class BlockRows:
     @cached_property
     def visible(self) -> Tensor:
         """The number of visible columns of each query, (b or 1, h or 1, l, 1), int64."""
-        mask = None if self.call.request.mask is None else self.call.request.mask.visible(self.block)
+        mask = None if self.call.mask is None else self.call.mask.visible(self.block)
         if mask is None:
             return torch.full((1, 1, 1, 1), self.width, device=self._scores.device)
         return mask.expand(*mask.shape[:-1], self.width).sum(-1, keepdim=True)

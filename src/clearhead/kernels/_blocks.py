@@ -14,11 +14,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
-from ..masks._base import Mask
+from .._call.call import Call
+from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ..masks._lowering import ENOUGH_ROWS, row_blocks
-from ..masks._structure import Band, structure_of
+from ..masks._structure import Band
 
 #: Elements of the score matrix in memory. Four to six temporaries of this size exist together.
 BLOCK_ELEMENTS = 1 << 20
@@ -70,7 +70,7 @@ class Workspace:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
         self._band: Band | None = None
-        self._mask: Mask | None = None
+        self._bound: BoundMask | None = None
         self._outline: tuple[int, ...] | None = None
         self._limit: Tensor | None = None
 
@@ -81,14 +81,14 @@ class Workspace:
             self._memory = like.new_empty(count)
         return self._memory[:count].view(shape)
 
-    def limit(self, mask: Mask, block: Block, dtype: torch.dtype) -> Tensor | None:
+    def limit(self, bound: BoundMask, block: Block, dtype: torch.dtype) -> Tensor | None:
         """Upper bounds of scores (b, h, l, s), −∞ where hidden and ∞ elsewhere. ``None`` if nothing is hidden."""
-        if mask is not self._mask:
-            self._band, self._mask = structure_of(mask, block.grid).only_band(block.grid), mask
+        if bound is not self._bound:
+            self._band, self._bound = bound.band, bound
         # Neighbouring blocks of a band hide the same cells, counted from their corners.
         outline = None if self._band is None else self._band.outline(block)
         if outline is None or outline != self._outline:
-            visible = mask.visible(block)
+            visible = bound.visible(block)
             self._outline, self._limit = outline, None if visible is None else _limit(visible, dtype)
         return self._limit
 
@@ -130,31 +130,31 @@ class LongSum:
         return self.run if self._total is None else self._total + (self._lost + self.run)
 
 
-def _on_cpu(call: AttentionCall) -> bool:
+def _on_cpu(call: Call) -> bool:
     return call.query.device.type == "cpu"
 
 
-def _budget(call: AttentionCall) -> int:
+def _budget(call: Call) -> int:
     """The most elements of a block."""
     return BLOCK_ELEMENTS if _on_cpu(call) else GPU_BLOCK_ELEMENTS
 
 
-def _row_blocks(call: AttentionCall, matrices: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+def _row_blocks(call: Call, matrices: int) -> Iterator[tuple[slice, tuple[int, int]]]:
     """Cut the rows into blocks that fit the budget with this number of matrices."""
     enough = ENOUGH_ROWS if _on_cpu(call) else _GPU_ROWS
-    return row_blocks(call.request.mask, call.grid, _budget(call) // max(1, matrices), _FEWEST_ROWS, enough)
+    return row_blocks(call.bound, _budget(call) // max(1, matrices), _FEWEST_ROWS, enough)
 
 
-def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
+def head_spans(call: Call) -> Iterator[HeadSpan]:
     """Split batch and heads so that blocks of enough rows fit the budget."""
-    rows = _row_blocks(call, call.spec.group)
+    rows = _row_blocks(call, call.layout.group)
     cells = max((min(_ROWS, chunk.stop - chunk.start) * (stop - start) for chunk, (start, stop) in rows), default=0)
     return _spans(call, cells)
 
 
-def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
+def _spans(call: Call, cells: int) -> Iterator[HeadSpan]:
     """Split batch and heads so that blocks of `cells` cells in each head fit the budget."""
-    batch, kv_heads, group = call.query.shape[0], call.key.shape[1], call.spec.group
+    batch, kv_heads, group = call.query.shape[0], call.key.shape[1], call.layout.group
     groups = max(1, _budget(call) // max(1, group * cells))
     items = max(1, groups // kv_heads)
     groups = min(groups, kv_heads)
@@ -163,13 +163,13 @@ def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
             yield HeadSpan(slice(item, min(item + items, batch)), slice(head, min(head + groups, kv_heads)), group)
 
 
-def span_blocks(call: AttentionCall, span: HeadSpan) -> Iterator[tuple[slice, Block]]:
+def span_blocks(call: Call, span: HeadSpan) -> Iterator[tuple[slice, Block]]:
     """Split the rows of a span into blocks of visible columns that fit the budget, and yield rows and block."""
     for rows, (start, stop) in _row_blocks(call, span.matrices):
         yield rows, Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
 
 
-def _chosen_blocks(call: AttentionCall, span: HeadSpan, chosen: Tensor) -> Iterator[tuple[slice, Block]]:
+def _chosen_blocks(call: Call, span: HeadSpan, chosen: Tensor) -> Iterator[tuple[slice, Block]]:
     """Split chosen rows into blocks of all columns that fit the budget, and yield their slice and the block."""
     columns = slice(0, call.grid.key_length)
     step = max(_FEWEST_ROWS, _budget(call) // max(1, span.matrices * call.grid.key_length))
@@ -179,7 +179,7 @@ def _chosen_blocks(call: AttentionCall, span: HeadSpan, chosen: Tensor) -> Itera
 
 
 def block_scores(
-    call: AttentionCall, block: Block, query: Tensor, key: Tensor, workspace: Workspace | None = None
+    call: Call, block: Block, query: Tensor, key: Tensor, workspace: Workspace | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Masked scores of a block and, with a soft-cap, tanh's value for the backward pass.
 
@@ -194,38 +194,38 @@ def block_scores(
         s (b, h, l, s) with −∞ where hidden, and tanh(s/c) before bias and mask, or ``None``.
     """
     workspace = workspace or Workspace()
-    scores = grouped(query, key.transpose(-2, -1), call.spec.scale, workspace)
+    scores = grouped(query, key.transpose(-2, -1), call.layout.scale, workspace)
     tanh = None
-    if call.spec.softcap is not None:
-        tanh = scores.div_(call.spec.softcap).tanh_()
-        scores = tanh * call.spec.softcap
-    if call.request.mask is not None:
-        bias = call.request.mask.bias(block, scores.dtype)
+    if call.layout.softcap is not None:
+        tanh = scores.div_(call.layout.softcap).tanh_()
+        scores = tanh * call.layout.softcap
+    if call.mask is not None:
+        bias = call.mask.bias(block, scores.dtype)
         if bias is not None:
             scores += bias
-        limit = workspace.limit(call.request.mask, block, scores.dtype)
+        limit = workspace.limit(call.bound, block, scores.dtype)
         if limit is not None:
             torch.minimum(scores, limit, out=scores)
     return scores, tanh
 
 
-def block_sinks(call: AttentionCall, block: Block, dtype: torch.dtype) -> Tensor | None:
+def block_sinks(call: Call, block: Block, dtype: torch.dtype) -> Tensor | None:
     """The sinks of the block's heads, (1, h, 1, 1), or ``None``."""
-    sinks = call.request.sinks
+    sinks = call.sinks
     return None if sinks is None else sinks[block.heads].to(dtype)[None, :, None, None]
 
 
-def exact_dtype(call: AttentionCall) -> torch.dtype:
+def exact_dtype(call: Call) -> torch.dtype:
     """float64 up to `EXACT_KEYS` on the CPU, the compute dtype beyond and on a GPU, where float64 is slow.
 
     The error of a score is a relative error of its weight, and float32 products of long vectors are not exact enough
     for weights to 1e-6.
     """
-    return torch.float64 if _on_cpu(call) and call.grid.key_length <= EXACT_KEYS else call.spec.compute_dtype
+    return torch.float64 if _on_cpu(call) and call.grid.key_length <= EXACT_KEYS else call.layout.compute_dtype
 
 
 def score_blocks(
-    call: AttentionCall, chosen: Tensor | None = None, dtype: torch.dtype | None = None
+    call: Call, chosen: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Block, slice, Tensor, Tensor]]:
     """Walk over all rows of the score matrix, or over chosen ones.
 
@@ -237,7 +237,7 @@ def score_blocks(
     Yields:
         The block, its slice of the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
     """
-    dtype = dtype or call.spec.compute_dtype
+    dtype = dtype or call.layout.compute_dtype
     # Chosen rows are not neighbours, so all their columns are evaluated.
     spans = head_spans(call) if chosen is None else _spans(call, min(_ROWS, len(chosen)) * call.grid.key_length)
     for span in spans:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._checks import shown
 from .._environment import forced_kernels, forcing, is_activated
 from .._native import extension
@@ -97,7 +97,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
+def choose(call: Call, forced: Kernel | None) -> Kernel:
     """The forced kernel, or the preferred one.
 
     Raises:
@@ -116,7 +116,7 @@ def choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
     return forced
 
 
-def choose_for_packed(call: AttentionCall, forced: Kernel | None) -> Kernel | None:
+def choose_for_packed(call: Call, forced: Kernel | None) -> Kernel | None:
     """The kernel that computes packed sequences in one call. ``None`` if each sequence must be a separate call.
 
     A forced kernel then runs, or refuses, each of them.
@@ -124,46 +124,46 @@ def choose_for_packed(call: AttentionCall, forced: Kernel | None) -> Kernel | No
     if forced is None:
         return _first((kernel for kernel in KERNELS if kernel.takes_packed), call)
     # It may refuse only packed sequences. Each sequence can then run as a separate call.
-    return forced if forced.takes_packed and not forced.refusals(call.spec, call.request.mask, call.grid) else None
+    return forced if forced.takes_packed and not forced.refusals(call.layout, call.bound) else None
 
 
-def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
+def _first(kernels: Iterable[Kernel], call: Call) -> Kernel | None:
     """The first that can run the call, and does not leave it to another."""
     # Gradients matter for a bias that learns, and on a GPU for a log-sum-exp (`return_lse`). All other calls run on the
     # same kernel when checkpointing computes them again.
     for kernel in kernels:
-        if not (kernel.refusals(call.spec, call.request.mask, call.grid) or _reservations(kernel, call)):
+        if not (kernel.refusals(call.layout, call.bound) or _reservations(kernel, call)):
             return kernel
     return None
 
 
-def _reservations(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
+def _reservations(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
     """Reasons to leave a supported call to a later kernel, unless `use_kernel` forces this one."""
-    spec = call.spec
-    request = spec, call.request.mask, call.grid
-    if spec.dispatching and spec.weights is not None and not kernel.gives_weights(*request):
+    layout = call.layout
+    request = layout, call.bound
+    if layout.dispatching and layout.weights is not None and not kernel.gives_weights(*request):
         return (Refusal("a TorchDispatchMode would see the scores computed twice, for the output and for weights"),)
     if kernel.name == "native":
-        batch, heads, length, dim = spec.query
+        batch, heads, length, dim = layout.query
         # A graph must depend neither on the number of threads nor on a product of sizes.
-        lacks_threads = extension and not (extension.openmp or spec.tracing or torch.get_num_threads() == 1)
-        if lacks_threads and batch * heads * length * spec.key[2] * dim >= _WORTH_THREADS:
+        lacks_threads = extension and not (extension.openmp or layout.tracing or torch.get_num_threads() == 1)
+        if lacks_threads and batch * heads * length * layout.key[2] * dim >= _WORTH_THREADS:
             return (Refusal("it was built without OpenMP and would run on one thread"),)
-    elif kernel.name == "chunked" or (kernel.name == "sdpa" and not spec.lse):
+    elif kernel.name == "chunked" or (kernel.name == "sdpa" and not layout.lse):
         return leaves_to_flex(*request)
     return ()
 
 
-def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
+def _refusals(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
     """All reasons against a call on this kernel, if no other kernel computes its weights."""
-    request = call.spec, call.request.mask, call.grid
-    against_weights = () if call.spec.weights is None else kernel.weights_refusals(*request)
+    request = call.layout, call.bound
+    against_weights = () if call.layout.weights is None else kernel.weights_refusals(*request)
     return kernel.refusals(*request) + against_weights
 
 
-def explain_call(call: AttentionCall, projections: str) -> Explanation:
+def explain_call(call: Call, projections: str) -> Explanation:
     """Every kernel's reasons against a call."""
-    request, forced = (call.spec, call.request.mask, call.grid), forced_kernels.value
+    request, forced = (call.layout, call.bound), forced_kernels.value
     reasons: dict[str, tuple[str, ...]] = {}
     for kernel in KERNELS:
         reserved = () if kernel is forced else _reservations(kernel, call)

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, Results
+from .._call.call import Call, Results
+from .._call.layout import Layout
 from .._call.saved import restored
-from .._call.spec import AttentionSpec
-from ..masks._base import Mask
-from ..masks._grid import Block, Grid
+from ..masks._bound import BoundMask
+from ..masks._grid import Block
 from ._base import Kernel, Plan, Refusal
 from ._block_weights import block_share, block_softmax, block_weights, product_gradient
 from ._blocks import (
@@ -37,35 +37,35 @@ class ChunkedKernel(Kernel):
     name: ClassVar[str] = "chunked"
     twice_differentiable: ClassVar[bool] = True
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        if spec.tracing:
+    def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+        if layout.tracing:
             return (Refusal("its loop over blocks would tie a traced graph to one length"),)
-        if spec.transformed:
+        if layout.transformed:
             return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
 
-    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+    def weights_refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         return ()
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
-        return _compute_with_gradients if spec.gradients else _compute
+    def plan(self, layout: Layout, bound: BoundMask) -> Plan:
+        return _compute_with_gradients if layout.gradients else _compute
 
 
-def _compute(call: AttentionCall) -> Results:
-    lse = _empty_lse(call) if call.spec.lse else None
+def _compute(call: Call) -> Results:
+    lse = _empty_lse(call) if call.layout.lse else None
     return Results(_forward(call, lse), lse)
 
 
-def _compute_with_gradients(call: AttentionCall) -> Results:
+def _compute_with_gradients(call: Call) -> Results:
     output, lse = cast("tuple[Tensor, Tensor]", _Chunked.apply(call, *call.inputs))
-    return Results(output, lse if call.spec.lse else None)
+    return Results(output, lse if call.layout.lse else None)
 
 
 class _Chunked(torch.autograd.Function):
     """Saves inputs, output and lse; the backward pass recomputes each block's weights from them."""
 
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         lse = _empty_lse(call)
         output = _forward(call, lse)
         read_again = call.read_again
@@ -78,19 +78,19 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         lse, *saved = ctx.saved_tensors
 
-        def by_blocks(call: AttentionCall) -> tuple[Tensor, ...]:
-            spec = call.spec
-            whole_lse = restored("saved lse", lse, spec.query[:3], spec.compute_dtype, spec.device)
+        def by_blocks(call: Call) -> tuple[Tensor, ...]:
+            layout = call.layout
+            whole_lse = restored("saved lse", lse, layout.query[:3], layout.compute_dtype, layout.device)
             return chunked_gradients(call, whole_lse, *gradients)
 
         return backward_pass(ctx, gradients, lambda: ctx.rebuild(*saved), by_blocks, by_reference)
 
 
-def _empty_lse(call: AttentionCall) -> Tensor:
-    return call.query.new_empty(call.query.shape[:3], dtype=call.spec.compute_dtype)
+def _empty_lse(call: Call) -> Tensor:
+    return call.query.new_empty(call.query.shape[:3], dtype=call.layout.compute_dtype)
 
 
-def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
+def _forward(call: Call, lse: Tensor | None) -> Tensor:
     """Return the output, and write lse (B, H, L) unless it is ``None``."""
     output = call.value.new_empty(*call.query.shape[:3], call.value.shape[-1])
     workspace = Workspace()
@@ -103,14 +103,14 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
             else:
                 weights, block_lse = block_weights(call, block, scores)
                 span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
-            if call.request.seed is not None:
+            if call.seed is not None:
                 weights *= call.dropout_factors(block, weights.dtype)
             span.query(output)[:, :, rows] = grouped(weights, value[:, :, block.columns]).to(output.dtype)
     return output
 
 
 def chunked_gradients(
-    call: AttentionCall,
+    call: Call,
     lse: Tensor,
     output_gradient: Tensor | None,
     lse_gradient: Tensor | None,
@@ -129,7 +129,7 @@ def chunked_gradients(
         output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
     if lse_gradient is None:
         lse_gradient = torch.zeros_like(lse)
-    dtype = call.spec.compute_dtype
+    dtype = call.layout.compute_dtype
     query_gradient, key_gradient, value_gradient = map(torch.empty_like, (call.query, call.key, call.value))
     biases = [LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in call.bias_tensors]
     correction = torch.empty_like(lse) if of_all_keys is None else of_all_keys  # δ − dl, (B, H, L)
@@ -160,23 +160,23 @@ def chunked_gradients(
                 sums.end_block()
         span.key(key_gradient).copy_(keys.result())
         span.key(value_gradient).copy_(values.result())
-    sinks = () if call.request.sinks is None else (sinks_gradient(call.request.sinks, correction, lse),)
+    sinks = () if call.sinks is None else (sinks_gradient(call.sinks, correction, lse),)
     bias_gradients = (sums.result().to(tensor.dtype) for sums, tensor in zip(biases, call.bias_tensors, strict=True))
     return (query_gradient, key_gradient, value_gradient, *sinks, *bias_gradients)
 
 
-def _dropped(call: AttentionCall, block: Block, weights: Tensor, gradient: Tensor) -> Tensor:
+def _dropped(call: Call, block: Block, weights: Tensor, gradient: Tensor) -> Tensor:
     """The weights after dropout. Their gradient gets the same dropout, in place."""
-    if call.request.seed is None:
+    if call.seed is None:
         return weights
     factors = call.dropout_factors(block, weights.dtype)
     gradient *= factors
     return weights * factors
 
 
-def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:
+def _span_tensors(call: Call, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:
     """The span's query, key and value in the compute dtype, laid out for matrix products."""
-    dtype = call.spec.compute_dtype
+    dtype = call.layout.compute_dtype
     return (
         span.query(call.query).to(dtype),
         span.key(call.key).to(dtype).contiguous(),

@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._call.call import AttentionCall, Results
-from .._call.spec import AttentionSpec
+from .._call.call import Call, Results
+from .._call.layout import Layout
 from .._torch_private import has_avx2, mark_static, sizes_apart
-from ..masks._base import Mask
-from ..masks._grid import Block, Grid
-from ..masks._structure import structure_of
+from ..masks._bound import BoundMask
+from ..masks._grid import Block
 from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half
 from ._flex_blocks import lower_tensors
 from ._flex_rule import SIDE, Limits, is_visible, pick, table
@@ -40,40 +39,39 @@ class FlexKernel(Kernel):
     compiles: ClassVar[bool] = True
     seeds_dropout: ClassVar[bool] = False
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        if spec.tracing:
+    def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+        if layout.tracing:
             return (Refusal("it compiles a graph of its own and fits into no other"),)
-        parts = () if mask is None else mask.parts()
-        computed = any(part.has_bias and not structure_of(part, grid).biases for part in parts)
+        computed = any(part.has_bias and not part.structure.biases for part in bound.parts)
         reasons = applicable(
             {
-                "torch.func cannot transform it, or derive it forwards": spec.transformed,
-                "it gives out no log-sum-exp": spec.lse and spec.device.type != "cuda",
-                "it has no sinks": spec.sinks,
-                "it has no dropout": spec.dropout_p > 0,
-                "a size is 0": spec.empty,
-                "it computes in float32, not in float64": spec.dtype == torch.float64,
+                "torch.func cannot transform it, or derive it forwards": layout.transformed,
+                "it gives out no log-sum-exp": layout.lse and layout.device.type != "cuda",
+                "it has no sinks": layout.sinks,
+                "it has no dropout": layout.dropout_p > 0,
+                "a size is 0": layout.empty,
+                "it computes in float32, not in float64": layout.dtype == torch.float64,
                 "a computed bias would have to be built whole, (B, H, L, S)": computed,
             }
         )
-        return (*reasons, *_reasons_of_device(spec, mask))
+        return (*reasons, *_reasons_of_device(layout))
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+    def plan(self, layout: Layout, bound: BoundMask) -> Plan:
         return self._compute
 
-    def _compute(self, call: AttentionCall) -> Results:
+    def _compute(self, call: Call) -> Results:
         # Other strides would be compiled for anew.
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
-        if not call.spec.gradients:
+        if not call.layout.gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses inputs that need gradients
-        in_blocks = call.spec.device.type != "cpu" and call.spec.query[2] % SIDE == call.spec.key[2] % SIDE == 0
+        in_blocks = call.layout.device.type != "cpu" and call.layout.query[2] % SIDE == call.layout.key[2] % SIDE == 0
         inputs = [_fixed_sizes(tensor, in_blocks) for tensor in inputs]
         numbers, limits = _numbers(call)
         for name in _LISTS & numbers.keys():
             numbers[name] = _fixed_size(numbers[name])
         attend = _compiled(_signature(call, inputs, numbers, limits))
         with sizes_apart():
-            output, lse = attend(*inputs, numbers, limits, call.spec.scale, call.spec.lse)
+            output, lse = attend(*inputs, numbers, limits, call.layout.scale, call.layout.lse)
         masked = call.coverage.masked_queries  # (1 or B, 1, L, 1)
         if masked is not None:
             output = output.masked_fill(masked, 0)
@@ -81,13 +79,13 @@ class FlexKernel(Kernel):
         return Results(output, lse)
 
 
-def _numbers(call: AttentionCall) -> tuple[dict[str, Tensor], Limits]:
+def _numbers(call: Call) -> tuple[dict[str, Tensor], Limits]:
     """Every tensor that a compiled kernel reads besides query, key and value, by name; and constants of its rule."""
-    lowered, limits = lower_tensors(call.request.mask, call.grid, bool(call.spec.gradients))
+    lowered, limits = lower_tensors(call.bound, bool(call.layout.gradients))
     numbers = dict(lowered)
-    if call.spec.softcap is not None:
-        numbers["softcap"] = torch.tensor(call.spec.softcap, device=call.query.device)
-    bias = None if call.request.mask is None else call.request.mask.bias(Block(call.grid), call.spec.compute_dtype)
+    if call.layout.softcap is not None:
+        numbers["softcap"] = torch.tensor(call.layout.softcap, device=call.query.device)
+    bias = None if call.mask is None else call.mask.bias(Block(call.grid), call.layout.compute_dtype)
     if bias is not None:
         numbers["bias"], numbers["bias_steps"] = table(bias)
     return numbers, limits
@@ -147,14 +145,12 @@ def _fixed_size(numbers: Tensor) -> Tensor:
     return filled
 
 
-def _signature(
-    call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Tensor], limits: Limits
-) -> tuple[object, ...]:
+def _signature(call: Call, inputs: list[Tensor], numbers: dict[str, Tensor], limits: Limits) -> tuple[object, ...]:
     """The properties of a call for which the compiler makes one graph: all but sizes, which are symbols unless 1."""
     heads = (call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1])
     fixed = tuple((name, tensor.numel() if name in _LISTS else None) for name, tensor in numbers.items())
     ones = tuple(tuple(size == 1 for size in tensor.shape) for tensor in (*inputs, *numbers.values()))
-    constants = (call.spec.scale, bool(call.spec.gradients), call.spec.lse, limits)
+    constants = (call.layout.scale, bool(call.layout.gradients), call.layout.lse, limits)
     return (call.query.dtype, call.query.device, *constants, heads, fixed, ones)
 
 
@@ -168,21 +164,21 @@ def _compiled(signature: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tens
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
+def _reasons_of_device(layout: Layout) -> list[Refusal]:
     """Reasons that depend on the device."""
-    if spec.device.type == "cuda":
+    if layout.device.type == "cuda":
         reasons: list[Refusal] = []
-        if min(spec.query[3], spec.value[3]) < _NARROWEST:
+        if min(layout.query[3], layout.value[3]) < _NARROWEST:
             reasons.append(Refusal("PyTorch takes head sizes of {least} or more", least=_NARROWEST))
-        if mask is not None and spec.learns_bias:
+        if layout.learns_bias:
             reasons.append(Refusal("it is given no gradient for a bias"))
         return reasons
-    if spec.device.type != "cpu":
+    if layout.device.type != "cpu":
         return [Refusal("PyTorch has it for CPUs and CUDA devices only")]
     builds = _builds_for_this_cpu()
     return [
-        *applicable({"it has no backward on the CPU": bool(spec.gradients)}),
-        *refusals_of_half(spec),
+        *applicable({"it has no backward on the CPU": bool(layout.gradients)}),
+        *refusals_of_half(layout),
         *applicable(
             {
                 "PyTorch builds it for x86 processors with AVX2 alone, on Linux and Windows": not builds,

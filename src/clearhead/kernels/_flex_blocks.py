@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masks._base import Mask
+from ..masks._bound import BoundMask
 from ..masks._combined import Or
 from ..masks._grid import Block, Grid
 from ..masks._lowering import chosen_cell
 from ..masks._part import full_mask
-from ..masks._structure import Band, Structure, joined, structure_of
+from ..masks._structure import Band, joined
 from ._flex_rule import PREFIXES, SIDE, Limits, numbers_on, table
 from ._triton._terms import Terms, conditions_of, longer, run_of, with_ranges
 
@@ -60,29 +60,25 @@ class FlexMask:
         return named
 
 
-def lower_tensors(mask: Mask | None, grid: Grid, backward: bool) -> tuple[dict[str, Tensor], Limits]:
+def lower_tensors(bound: BoundMask, backward: bool) -> tuple[dict[str, Tensor], Limits]:
     """The tensors of the blocks of a mask, and its constants. A prepared mask is lowered once."""
 
     def lower() -> tuple[dict[str, Tensor], Limits]:
-        blocks = lower_blocks(mask, grid)
+        blocks = lower_blocks(bound)
         return blocks.tensors(backward), blocks.limits
 
-    return lower() if mask is None else mask.lowered(grid, ("flex", backward), lower)
+    return bound.once(("flex", backward), lower)
 
 
-def lower_blocks(mask: Mask | None, grid: Grid) -> FlexMask:
+def lower_blocks(bound: BoundMask) -> FlexMask:
     """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks.
 
     On other devices than a CPU no value is read. Memory grows with L · S / SIDE² and L + S there, and with L · S for
     masks that have no other form.
     """
-    if mask is None:
-        return _band_blocks(Band.whole(grid), grid)
-    structure = structure_of(mask, grid)
-    band = structure.only_band(grid)
-    if band is not None:
-        return _band_blocks(band, grid)
-    return _cell_blocks(mask, structure, grid) if grid.device.type == "cpu" else term_blocks(mask, grid)
+    if bound.band is not None:
+        return _band_blocks(bound.band, bound.grid)
+    return _cell_blocks(bound) if bound.grid.device.type == "cpu" else term_blocks(bound)
 
 
 def _band_blocks(band: Band, grid: Grid) -> FlexMask:
@@ -122,10 +118,10 @@ def _constant_limits(band: Band, grid: Grid) -> Limits | None:
     return limits
 
 
-def term_blocks(mask: Mask, grid: Grid) -> FlexMask:
+def term_blocks(bound: BoundMask) -> FlexMask:
     """The blocks of a mask by the extremes of its terms in each block, which reads no value."""
-    parts = mask.parts()
-    union, either = next(((each, ranges) for each in parts if (ranges := _ranges_of(each, grid))), (None, []))
+    parts, grid = bound.parts, bound.grid
+    union, either = next(((each, ranges) for each in parts if (ranges := _ranges_of(each))), (None, []))
     terms = conditions_of([each for each in parts if each is not union], grid)
     for part in parts:
         if part.has_bias:  # NaN of a hidden key stays out only if its cells are hidden, whatever is added to them
@@ -147,10 +143,10 @@ def term_blocks(mask: Mask, grid: Grid) -> FlexMask:
     return replace(blocks, partial=some & ~full, full=full, rule=rule)
 
 
-def _ranges_of(part: Mask, grid: Grid) -> list[tuple[Tensor | None, Tensor]]:
+def _ranges_of(part: BoundMask) -> list[tuple[Tensor | None, Tensor]]:
     """The range of keys that each of two masks shows, joined with `|`. Empty for other masks, and single ranges."""
-    structure = structure_of(part, grid)
-    if not isinstance(full_mask(part), Or) or longer(structure, grid) is not None:
+    structure, grid = part.structure, part.grid
+    if not isinstance(full_mask(part.mask), Or) or longer(structure, grid) is not None:
         return []
     ranges = [run_of(each, grid) for each in structure.either]
     return [] if None in ranges else cast("list[tuple[Tensor | None, Tensor]]", ranges)
@@ -218,17 +214,18 @@ def _for_all(blocks: Tensor, grid: Grid) -> Tensor:
     return blocks.expand(grid.batch_size, grid.num_heads, -1, -1)
 
 
-def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> FlexMask:
+def _cell_blocks(bound: BoundMask) -> FlexMask:
     """Evaluate every block that the mask's structure leaves, one row of blocks at a time."""
+    grid = bound.grid
     query_blocks, key_blocks = -(-grid.query_length // SIDE), -(-grid.key_length // SIDE)
-    cell = mask.visible(chosen_cell(grid))
+    cell = bound.visible(chosen_cell(grid))
     outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])
     partial = torch.zeros(*outer, query_blocks, key_blocks, dtype=torch.bool, device=grid.device)
     full, places = partial.clone(), torch.zeros(partial.shape, dtype=torch.long, device=grid.device)
     partial_cells = [torch.zeros(SIDE * SIDE, dtype=torch.bool, device=grid.device)]
     count = 1
     for row in range(query_blocks):
-        first, cells = _strip(mask, structure, grid, row)
+        first, cells = _strip(bound, row)
         columns = slice(first, first + cells.shape[2])
         flat = cells.expand(*outer, -1, -1, -1).flatten(-2)  # (1 or B, 1 or H, blocks, SIDE²)
         every = flat.all(-1)
@@ -244,14 +241,15 @@ def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> FlexMask:
     return FlexMask(_for_all(partial, grid), _for_all(full, grid), rule)
 
 
-def _strip(mask: Mask, structure: Structure, grid: Grid, row: int) -> tuple[int, Tensor]:
+def _strip(bound: BoundMask, row: int) -> tuple[int, Tensor]:
     """The first visible block of a row of blocks, and the row's cells (1 or B, 1 or H, blocks, SIDE, SIDE)."""
+    grid = bound.grid
     rows = slice(row * SIDE, min((row + 1) * SIDE, grid.query_length))
-    start, stop = structure.columns(grid, rows)
+    start, stop = bound.structure.columns(grid, rows)
     first, last = start // SIDE, -(-stop // SIDE)
     columns = slice(first * SIDE, min(last * SIDE, grid.key_length))
     block = Block(grid, rows=rows, columns=columns)
-    visible = mask.visible(block) if first < last else None
+    visible = bound.visible(block) if first < last else None
     shape = (rows.stop - rows.start, max(0, columns.stop - columns.start))
     if visible is None:
         visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=grid.device)

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from .. import masks
-from .._call.call import valid_call
-from .._call.request import Request
-from .._call.spec import AttentionSpec
+from .._call.call import Call, valid_call
+from .._call.layout import Layout
 from .._environment import autocast_off
 from ..masks._base import Mask
-from ..masks._grid import Grid
+from ..masks._bound import BoundMask
 from ..masks._lowering import hides_nothing, is_plain_causal
 from ..masks._part import document_ids
-from ..masks._structure import Structure, structure_of
+from ..masks._structure import Structure
 from ._base import Refusal
 from ._first_check import FirstCheck
 from ._flex import FlexKernel
@@ -38,39 +37,39 @@ _LARGEST_DIM = 128
 _TOLERANCE = 5e-2
 
 
-def leaves_to_flex(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+def leaves_to_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
     """The reservation of other kernels against calls that `flex` computes faster; empty for all other calls."""
-    if spec.device.type != "cuda" or spec.tracing or spec.sequences is not None:
+    if layout.device.type != "cuda" or layout.tracing or layout.sequences is not None:
         return ()
-    (batch, heads, length, dim), keys, value_dim = spec.query, spec.key[2], spec.value[3]
-    if spec.lse:
+    (batch, heads, length, dim), keys, value_dim = layout.query, layout.key[2], layout.value[3]
+    if layout.lse:
         is_large = min(length, keys) >= SIDE and batch * heads * length * keys >= FEWEST_SCORES
     else:
-        is_large = mask is not None and min(length, keys) >= FEWEST
-    if not is_large or max(dim, value_dim) > _LARGEST_DIM or spec.dtype not in _DTYPES:
+        is_large = bound.mask is not None and min(length, keys) >= FEWEST
+    if not is_large or max(dim, value_dim) > _LARGEST_DIM or layout.dtype not in _DTYPES:
         return ()
-    if spec.softcap is not None or FlexKernel().refusals(spec, mask, grid):
+    if layout.softcap is not None or FlexKernel().refusals(layout, bound):
         return ()
-    fits = _has_rules_alone if spec.lse else _leaves_out
-    if mask is not None and not mask.lowered(grid, fits.__name__, lambda: fits(mask, grid)):
+    fits = _has_rules_alone if layout.lse else _leaves_out
+    if bound.mask is not None and not bound.once(fits.__name__, lambda: fits(bound)):
         return ()
-    if not _is_trusted(spec.device, spec.dtype):
+    if not _is_trusted(layout.device, layout.dtype):
         return ()
-    computes = "computes the log-sum-exp in one kernel" if spec.lse else "skips the keys that the mask rules out"
+    computes = "computes the log-sum-exp in one kernel" if layout.lse else "skips the keys that the mask rules out"
     return (Refusal(f"`flex` {computes}"),)
 
 
-def _leaves_out(mask: Mask, grid: Grid) -> bool:
+def _leaves_out(bound: BoundMask) -> bool:
     """Whether a mask is made of rules about positions and of `documents`, and hides more than `causal` alone."""
-    return not hides_nothing(mask, grid) and not is_plain_causal(mask, grid) and _has_rules_alone(mask, grid)
+    return not hides_nothing(bound) and not is_plain_causal(bound) and _has_rules_alone(bound)
 
 
-def _has_rules_alone(mask: Mask, grid: Grid) -> bool:
+def _has_rules_alone(bound: BoundMask) -> bool:
     """Whether a mask is made of rules about positions and of `documents`."""
-    for part in mask.parts():
-        structure = structure_of(part, grid)
+    for part in bound.parts:
+        structure = part.structure
         if part.has_bias or not (
-            document_ids(part, grid) is not None or all(map(_is_rule, structure.either or (structure,)))
+            document_ids(part) is not None or all(map(_is_rule, structure.either or (structure,)))
         ):
             return False
     return True
@@ -110,8 +109,8 @@ def _results(kernel: FlexKernel | ReferenceKernel, mask: Mask, inputs: list[Tens
     """The output and the log-sum-exp, and the gradients of query, key and value."""
     *leaves, gradient = (each.clone().requires_grad_() for each in inputs)
     query, key, value = leaves
-    call = valid_call(query, key, value, Request(mask, lse=True))
-    results = kernel.plan(call.spec, mask, call.grid)(call)
+    call = valid_call(Call(query, key, value, mask, lse=True))
+    results = kernel.plan(call.layout, call.bound)(call)
     output, lse = results.output, cast(Tensor, results.lse)
     gradients = gradient.detach(), gradient.detach()[..., 0].to(lse.dtype)
     return [output.detach(), lse.detach(), *torch.autograd.grad((output, lse), leaves, gradients)]

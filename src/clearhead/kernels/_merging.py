@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, valid_call, zero_hidden
+from .._call.call import Call, valid_call, zero_hidden
 from .._environment import autocast_off
 from ._chunked import chunked_gradients
 from ._flex import FlexKernel
@@ -42,7 +42,7 @@ def merge_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
 
 def gradients_of_some_keys(
-    call: AttentionCall, output: Tensor, lse: Tensor, correction: Tensor, output_gradient: Tensor, learns: bool
+    call: Call, output: Tensor, lse: Tensor, correction: Tensor, output_gradient: Tensor, learns: bool
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and, if one `learns`, of every bias tensor.
 
@@ -53,7 +53,7 @@ def gradients_of_some_keys(
         output_gradient: dO.
         learns: whether a bias needs its gradient.
     """
-    if not learns and not native_refusals(call.spec, call.request.mask, call.grid):
+    if not learns and not native_refusals(call.layout, call.bound):
         return native_gradients_of_some_keys(call, output, lse.double().contiguous(), output_gradient)
     if not learns and _runs_on_flex(call):
         return _flex_gradients(call, lse, correction, output_gradient)
@@ -61,15 +61,13 @@ def gradients_of_some_keys(
     return gradients if learns else gradients[:3]
 
 
-def _runs_on_flex(call: AttentionCall) -> bool:
+def _runs_on_flex(call: Call) -> bool:
     """Whether `flex` returns this call's log-sum-exp, and takes its gradient."""
-    spec = call.spec._replace(lse=True, gradients=(True,) * 3)
-    return bool(leaves_to_flex(spec, call.request.mask, call.grid))
+    layout = call.layout._replace(lse=True, gradients=(True,) * 3)
+    return bool(leaves_to_flex(layout, call.bound))
 
 
-def _flex_gradients(
-    call: AttentionCall, lse: Tensor, correction: Tensor, output_gradient: Tensor
-) -> tuple[Tensor, ...]:
+def _flex_gradients(call: Call, lse: Tensor, correction: Tensor, output_gradient: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key and value through the output o' and the lse' of these keys.
 
     The output of all keys is the sum of w o' with w = exp(lse' − lse) over its parts, so ``dO' = w dO`` and
@@ -77,10 +75,10 @@ def _flex_gradients(
     """
     hidden = zero_hidden(call)
     query, key, value = leaves = [x.detach().requires_grad_() for x in (hidden.query, hidden.key, hidden.value)]
-    request = call.request._replace(lse=True)
     with torch.inference_mode(False), torch.enable_grad(), autocast_off(call.query):
-        part = valid_call(query, key, value, request)
-        results = FlexKernel().plan(part.spec, request.mask, part.grid)(part)
+        options: dict[str, Any] = {**call.options, "lse": True}
+        part = valid_call(Call(query, key, value, **options))
+        results = FlexKernel().plan(part.layout, part.bound)(part)
         output, part_lse = results.output, cast(Tensor, results.lse)
     share = (part_lse.detach() - lse).exp().nan_to_num_(0.0)  # of −∞ − −∞: the query has no key
     of_output = (output_gradient * share[..., None]).to(output.dtype)

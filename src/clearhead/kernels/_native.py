@@ -9,12 +9,13 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, Results, zero_hidden
+from .._call.call import Call, Results, zero_hidden
+from .._call.layout import Layout
 from .._call.saved import restored
-from .._call.spec import AttentionSpec
 from ..masks._base import Mask
-from ..masks._grid import Block, Grid
-from ..masks._structure import Band, structure_of
+from ..masks._bound import BoundMask
+from ..masks._grid import Block
+from ..masks._structure import Band
 from ._base import Kernel, Plan, Refusal
 from ._native_arguments import NativeArguments, NativeProblem
 from ._native_masks import lower_mask
@@ -43,81 +44,78 @@ class NativeKernel(Kernel):
     #: `NativePlan` computes packed sequences without a mask of their boundaries.
     takes_packed: ClassVar[bool] = True
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        return native_refusals(spec, mask, grid)
+    def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+        return native_refusals(layout, bound)
 
-    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        if spec.tracing or not refuses_statistics(spec, mask, grid):
+    def weights_refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+        if layout.tracing or not refuses_statistics(layout, bound):
             return ()
         return (Refusal("it gives weights neither of large computed masks nor to a TorchDispatchMode"),)
 
-    def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+    def gives_weights(self, layout: Layout, bound: BoundMask) -> bool:
         # This does not depend on gradients: activation checkpointing must recompute the same bits.
-        if spec.dropout_p or spec.dtype != torch.float32 or spec.tracing or spec.transformed:
+        if layout.dropout_p or layout.dtype != torch.float32 or layout.tracing or layout.transformed:
             return False
-        return not refuses_statistics(spec, mask, grid)
+        return not refuses_statistics(layout, bound)
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+    def plan(self, layout: Layout, bound: BoundMask) -> Plan:
         # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.
-        if spec.tracing or spec.dispatching:
+        if layout.tracing or layout.dispatching:
             return _run_operator
-        band = Band.whole(grid) if mask is None else structure_of(mask, grid).only_band(grid)
-        planned = None if band is None else _plan_of_band(spec, band)
-        return partial(_compute_with_gradients if spec.gradients else _compute, planned, spec.weights)
+        band = bound.band
+        planned = None if band is None else _plan_of_band(layout, band)
+        return partial(_compute_with_gradients if layout.gradients else _compute, planned, layout.weights)
 
 
-def _run_operator(call: AttentionCall) -> Results:
+def _run_operator(call: Call) -> Results:
     """Run the call as an operator of PyTorch, for graphs and dispatch modes."""
-    spec = call.spec
-    if spec.dispatching:
+    layout = call.layout
+    if layout.dispatching:
         count_flops()
     output, lse = torch.ops.clearhead.attention(*arguments_of(call))
-    results = Results(output, lse.float() if spec.lse else None)
-    if spec.tracing or not spec.gradients:
+    results = Results(output, lse.float() if layout.lse else None)
+    if layout.tracing or not layout.gradients:
         return results
     return allow_second_derivatives("native", call, results)
 
 
-def _plan_of_band(spec: AttentionSpec, band: Band) -> NativePlan:
-    """The plan of all calls of a spec, whose mask is the same band every time: a signature and sizes determine it."""
-    query, key, value = zip((spec.query, spec.key, spec.value), spec.strides, strict=True)
-    sequences, differentiable = spec.sequences or 0, bool(spec.gradients)
-    numbers = spec.scale, spec.softcap or 0.0, spec.dropout_p, band.low, band.high, band.stop, sequences
-    return NativePlan(NativeProblem(spec.dtype, query, key, value, *numbers, differentiable=differentiable))
+def _plan_of_band(layout: Layout, band: Band) -> NativePlan:
+    """The plan of all calls of a layout, whose mask is the same band every time: a signature and sizes determine it."""
+    query, key, value = zip((layout.query, layout.key, layout.value), layout.strides, strict=True)
+    sequences, differentiable = layout.sequences or 0, bool(layout.gradients)
+    numbers = layout.scale, layout.softcap or 0.0, layout.dropout_p, band.low, band.high, band.stop, sequences
+    return NativePlan(NativeProblem(layout.dtype, query, key, value, *numbers, differentiable=differentiable))
 
 
-def arguments_of(call: AttentionCall, planned: NativePlan | None = None) -> NativeArguments:
+def arguments_of(call: Call, planned: NativePlan | None = None) -> NativeArguments:
     """The arguments of a call. Its mask is lowered, unless there is a plan already, which holds the band."""
-    request, spec = call.request, call.spec
-    mask, sinks, sequences = request.mask, request.sinks, request.sequences
+    layout, sinks, sequences = call.layout, call.sinks, call.sequences
     if planned is not None:
         lowered: dict[str, Any] = {}
-    elif mask is None:
-        lowered = vars(Band.whole(call.grid))
     else:
-        lowered = mask.lowered(call.grid, "native", partial(lower_mask, mask, call.grid))
+        lowered = call.bound.once("native", partial(lower_mask, call.bound))
     return NativeArguments(
         call.query,
         call.key,
         call.value,
         None if sinks is None else sinks.float(),
-        seed=request.seed,
+        seed=call.seed,
         cu_seqlens_q=None if sequences is None else sequences.cu_seqlens_q,
         cu_seqlens_k=None if sequences is None else sequences.cu_seqlens_k,
-        scale=spec.scale,
-        softcap=spec.softcap or 0.0,
-        dropout_p=spec.dropout_p,
-        offset=request.offset,
+        scale=layout.scale,
+        softcap=layout.softcap or 0.0,
+        dropout_p=layout.dropout_p,
+        offset=call.offset,
         **lowered,
     )
 
 
-def _compute(planned: NativePlan | None, wanted: str | None, call: AttentionCall) -> Results:
+def _compute(planned: NativePlan | None, wanted: str | None, call: Call) -> Results:
     """The results of a call. With gradients the output is float32, and lse, which is always returned then, float64."""
-    differentiable = bool(call.spec.gradients)
+    differentiable = bool(call.layout.gradients)
     arguments = arguments_of(call, planned)
     plan = planned or plan_of(arguments, differentiable=differentiable)
-    lse = plan.empty_lse(call.query) if differentiable or call.spec.lse else None
+    lse = plan.empty_lse(call.query) if differentiable or call.layout.lse else None
     if wanted is None:
         weights, output = None, plan.forward(arguments, lse)
     else:
@@ -126,12 +124,12 @@ def _compute(planned: NativePlan | None, wanted: str | None, call: AttentionCall
     return Results(output, lse if lse is None or differentiable else lse.float(), weights)
 
 
-def _compute_with_gradients(planned: NativePlan | None, wanted: str | None, call: AttentionCall) -> Results:
+def _compute_with_gradients(planned: NativePlan | None, wanted: str | None, call: Call) -> Results:
     output, lse, weights = cast(Any, _Native.apply(call, planned, wanted, *call.inputs))
-    return Results(output, lse if call.spec.lse else None, weights)
+    return Results(output, lse if call.layout.lse else None, weights)
 
 
-def empty_weights(call: AttentionCall | NativeArguments, *, average: bool) -> Tensor:
+def empty_weights(call: Call | NativeArguments, *, average: bool) -> Tensor:
     """Zeros for the weights of a call, (B, H, L, S), or for their mean over the heads (B, L, S)."""
     (batch, heads, length, _), keys = call.query.shape, call.key.shape[2]
     shape = (batch, length, keys) if average else (batch, heads, length, keys)
@@ -153,7 +151,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, planned: NativePlan | None, wanted: str | None, *inputs: Tensor
+        ctx: Any, call: Call, planned: NativePlan | None, wanted: str | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         read_again = call.read_again
         ctx.rebuild, ctx.planned, ctx.wanted = call.rebuild(read_again), planned, wanted
@@ -167,7 +165,7 @@ class _Native(torch.autograd.Function):
         output, lse, *saved = ctx.saved_tensors
         wanted: str | None = ctx.wanted
 
-        def by_kernel(call: AttentionCall) -> list[Tensor | None]:
+        def by_kernel(call: Call) -> list[Tensor | None]:
             of_output, of_lse, of_weights = gradients
             if of_output is not None or of_lse is not None:
                 input_gradients = _gradients(call, ctx.planned, output, lse, of_output, of_lse, ctx.needs_input_grad)
@@ -181,7 +179,7 @@ class _Native(torch.autograd.Function):
                 input_gradients = [_sum(*pair) for pair in zip(input_gradients, through_weights, strict=True)]
             return input_gradients
 
-        def by_operations(call: AttentionCall) -> Differentiable:
+        def by_operations(call: Call) -> Differentiable:
             inputs, results = by_reference(call)
             if wanted is None:
                 return inputs, results
@@ -198,7 +196,7 @@ class _Native(torch.autograd.Function):
 
 
 def native_gradients_of_some_keys(
-    call: AttentionCall, output: Tensor, lse: Tensor, output_gradient: Tensor
+    call: Call, output: Tensor, lse: Tensor, output_gradient: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value of a call that holds some of the keys of a larger one.
 
@@ -219,7 +217,7 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _gradients(
-    call: AttentionCall,
+    call: Call,
     planned: NativePlan | None,
     output: Tensor,
     lse: Tensor,
@@ -229,32 +227,32 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias needs one."""
     if output_gradient is None:
-        output_gradient = call.query.new_zeros(*call.spec.query[:3], call.spec.value[3])
+        output_gradient = call.query.new_zeros(*call.layout.query[:3], call.layout.value[3])
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
-    bias_shape = learnt_shape(call.request.mask, call.grid) if wanted else None
+    bias_shape = learnt_shape(call.bound) if wanted else None
     if planned is not None and not planned.reads(call.query, call.key, call.value):
         planned = None  # they came back with other strides
     arguments = arguments_of(call, planned)
     plan = planned or plan_of(arguments, differentiable=True, bias_gradient=bias_shape)
     bias_gradient = plan.empty_bias_gradient(call.query) if wanted else None
     *input_gradients, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
-    if call.request.sinks is not None:
-        exact_lse = restored("saved lse", lse, call.spec.query[:3], torch.float64, call.spec.device)
-        input_gradients.append(sinks_gradient(call.request.sinks, correction, exact_lse))
+    if call.sinks is not None:
+        exact_lse = restored("saved lse", lse, call.layout.query[:3], torch.float64, call.layout.device)
+        input_gradients.append(sinks_gradient(call.sinks, correction, exact_lse))
     of_biases: list[Tensor | None] = [None] * biases
     if bias_gradient is not None:
         of_biases[wanted[0]] = _of_bias(call, wanted[0], bias_gradient)
     return [*input_gradients, *of_biases]
 
 
-def _of_bias(call: AttentionCall, index: int, scores_gradient: Tensor) -> Tensor:
+def _of_bias(call: Call, index: int, scores_gradient: Tensor) -> Tensor:
     """The gradient of a bias tensor, from that of the scores it was added to, (1 or B, H, L, S)."""
     bias = call.bias_tensors[index]
     if bias.numel() == scores_gradient.numel():
         return scores_gradient.view(bias.shape).to(bias.dtype)
     gradient = torch.zeros_like(bias, dtype=scores_gradient.dtype)  # the call reads a part of the tensor
-    owners = [part for part in cast(Mask, call.request.mask).parts() for _ in part.bias_tensors()]
+    owners = [part for part in cast(Mask, call.mask).parts() for _ in part.bias_tensors()]
     owners[index].add_bias_gradients([gradient], Block(call.grid), scores_gradient)
     return gradient.to(bias.dtype)

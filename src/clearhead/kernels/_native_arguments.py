@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._call.spec import has_contiguous_rows
+from .._call.layout import has_contiguous_rows
 from .._native import require_declared
 from ..masks._grid import Offset
 

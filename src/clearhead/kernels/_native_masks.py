@@ -7,21 +7,19 @@ from typing import Any
 
 import torch
 
-from ..masks._base import Mask
-from ..masks._grid import Grid
+from ..masks._bound import BoundMask
 from ..masks._lowering import evaluated
-from ..masks._structure import Band, RowRanges, Structure, joined, structure_of
+from ..masks._structure import Band, RowRanges, Structure, joined
 
 
-def lower_mask(mask: Mask, grid: Grid) -> dict[str, Any]:
+def lower_mask(bound: BoundMask) -> dict[str, Any]:
     """A mask by the names of `NativeArguments`: a key is visible where all of them allow it.
 
     A part that is neither a band nor ranges becomes a tensor.
     """
-    structure = Structure()
-    for part in mask.parts():
-        exact = structure_of(part, grid)
-        structure = structure.meet(exact if exact.exact else evaluated(part, grid))
+    structure, grid = Structure(), bound.grid
+    for part in bound.parts:
+        structure = structure.meet(part.structure if part.structure.exact else evaluated(part))
     band = structure.band or Band.whole(grid)
     tensors = [*structure.tensors]
     if structure.keys is not None:

@@ -9,8 +9,8 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
+from .._call.layout import has_contiguous_rows
 from .._call.saved import restored
-from .._call.spec import has_contiguous_rows
 from .._checks import PLAIN
 from .._native import extension, instruction_set_number
 from ..errors import DeviceError
@@ -241,7 +241,7 @@ def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     return _cached_plan(query.dtype, *operands, *numbers, ranges, marks, added, **options)
 
 
-# Besides the cache of plans by specs, because a spec has neither the band of a lowered mask nor its tensors' strides.
+# Besides the cache of plans by specs, because a layout has neither the band of a lowered mask nor its tensors' strides.
 @lru_cache(_PLANS)
 def _cached_plan(*fields: Any, **options: Any) -> NativePlan:
     return NativePlan(NativeProblem(*fields, **options))

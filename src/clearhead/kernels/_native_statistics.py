@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from ._base import cut, rows_of_mask
 from ._native import arguments_of, empty_weights, weights_strides
 from ._native_arguments import NativeArguments
@@ -15,13 +15,13 @@ from ._native_plan import plan_of
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
 
-def refuses(call: AttentionCall) -> bool:
+def refuses(call: Call) -> bool:
     """Whether the kernel cannot run the call, or computes no statistics of it."""
-    spec, mask, grid = call.spec, call.request.mask, call.grid
-    return bool(native_refusals(spec, mask, grid)) or refuses_statistics(spec, mask, grid)
+    layout, bound = call.layout, call.bound
+    return bool(native_refusals(layout, bound)) or refuses_statistics(layout, bound)
 
 
-def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, *, exact: bool) -> dict[str, Any]:
+def gather(call: Call, wanted: dict[str, Any], counted: Tensor | None, *, exact: bool) -> dict[str, Any]:
     """Compute statistics of one call in one pass.
 
     Args:
@@ -53,7 +53,7 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, 
 
 
 def native_weights(
-    call: AttentionCall, rows: Tensor | None, average: bool, *, head: int | None = None, exact: bool = False
+    call: Call, rows: Tensor | None, average: bool, *, head: int | None = None, exact: bool = False
 ) -> Tensor | None:
     """Weights of all rows, or of those numbered (n,): (B, H, n, S), or their mean over the heads (B, n, S), in float32.
 
@@ -67,7 +67,7 @@ def native_weights(
     Returns:
         The weights, or ``None`` if the kernel does not compute them.
     """
-    if refuses(call) or (rows is not None and not reads_in_place(call.request.mask, call.grid)):
+    if refuses(call) or (rows is not None and not reads_in_place(call.bound)):
         return None
     request = arguments_of(call)
     if head is not None:

@@ -7,11 +7,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, Results
+from .._call.call import Call, Results
 from .._call.heads import fold_group, unfold_group
-from .._call.spec import AttentionSpec
-from ..masks._base import Mask
-from ..masks._grid import Block, Grid
+from .._call.layout import Layout
+from ..masks._bound import BoundMask
+from ..masks._grid import Block
 from ._base import Kernel, Plan, Refusal
 
 
@@ -22,40 +22,40 @@ class ReferenceKernel(Kernel):
     name: ClassVar[str] = "reference"
     twice_differentiable: ClassVar[bool] = True
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+    def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         return ()
 
-    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+    def weights_refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         return ()
 
-    def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+    def gives_weights(self, layout: Layout, bound: BoundMask) -> bool:
         return True
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+    def plan(self, layout: Layout, bound: BoundMask) -> Plan:
         return reference_results
 
 
-def reference_results(call: AttentionCall) -> Results:
-    """The output, and the log-sum-exp and weights if the spec asks for them, by PyTorch's operations."""
+def reference_results(call: Call) -> Results:
+    """The output, and the log-sum-exp and weights if the layout asks for them, by PyTorch's operations."""
     weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
-    returned = weights.mean(1) if call.spec.weights == "average" else weights  # (B, L, S)
-    if call.request.seed is not None:
+    returned = weights.mean(1) if call.layout.weights == "average" else weights  # (B, L, S)
+    if call.seed is not None:
         weights = weights * call.dropout_factors(Block(call.grid), weights.dtype)
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
-    mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.spec.compute_dtype)  # (B, Hkv, G·L, Dv)
+    mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.layout.compute_dtype)  # (B, Hkv, G·L, Dv)
     output = unfold_group(mixed, num_heads).to(call.query.dtype)  # (B, H, L, Dv)
-    return Results(output, lse if call.spec.lse else None, returned if call.spec.weights else None)
+    return Results(output, lse if call.layout.lse else None, returned if call.layout.weights else None)
 
 
-def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
+def reference_weights(call: Call) -> tuple[Tensor, Tensor]:
     """The weights p (B, H, L, S) and lse (B, H, L), in the compute dtype.
 
     A fully masked row has p = 0, lse = −∞ and zero gradients. With sinks its lse is the sink.
     """
     scores = reference_scores(call)
     keys = scores.shape[-1]
-    if call.request.sinks is not None:  # a sink is one more key, whose value is zero
-        sinks = call.request.sinks.to(scores.dtype)[None, :, None, None]
+    if call.sinks is not None:  # a sink is one more key, whose value is zero
+        sinks = call.sinks.to(scores.dtype)[None, :, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
         return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
     masked = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)
@@ -66,19 +66,19 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return weights, scores.logsumexp(-1).masked_fill(masked.squeeze(-1), float("-inf"))
 
 
-def reference_scores(call: AttentionCall) -> Tensor:
+def reference_scores(call: Call) -> Tensor:
     """The scores s (B, H, L, S), in the compute dtype, −∞ where they are masked."""
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
-    query, key = call.query.to(call.spec.compute_dtype), call.key.to(call.spec.compute_dtype)
+    query, key = call.query.to(call.layout.compute_dtype), call.key.to(call.layout.compute_dtype)
     folded = fold_group(query, num_kv_heads) @ key.transpose(-2, -1)  # (B, Hkv, G·L, S)
-    scores = unfold_group(folded, num_heads) * call.spec.scale  # (B, H, L, S)
-    if call.spec.softcap is not None:
-        scores = call.spec.softcap * (scores / call.spec.softcap).tanh()
-    if call.request.mask is None:
+    scores = unfold_group(folded, num_heads) * call.layout.scale  # (B, H, L, S)
+    if call.layout.softcap is not None:
+        scores = call.layout.softcap * (scores / call.layout.softcap).tanh()
+    if call.mask is None:
         return scores
     block = Block(call.grid)
-    bias = call.request.mask.bias(block, scores.dtype)
+    bias = call.mask.bias(block, scores.dtype)
     if bias is not None:
         scores = scores + bias
-    visible = call.request.mask.visible(block)
+    visible = call.mask.visible(block)
     return scores if visible is None else scores.masked_fill(~visible, float("-inf"))

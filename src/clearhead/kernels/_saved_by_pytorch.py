@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._call.call import AttentionCall, Results
+from .._call.call import Call, Results
 from .._call.saved import restored
 from .._torch_private import saving_hooks
 from ._base import Plan
@@ -19,7 +19,7 @@ from ._base import Plan
 Packed = tuple[object, tuple[tuple[int, ...], torch.dtype, torch.device], tuple[int, ...]]
 
 
-def saved_as_given(compute: Plan, call: AttentionCall) -> Results:
+def saved_as_given(compute: Plan, call: Call) -> Results:
     """The results of a plan, inside hooks that put strides, dtype and device right after the user's own hooks."""
     hooks = saving_hooks(False)
     if hooks is None:

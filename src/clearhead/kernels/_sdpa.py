@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._call.call import AttentionCall, Results
+from .._call.call import Call, Results
 from .._call.heads import fold_group, unfold_group
-from .._call.spec import AttentionSpec, has_contiguous_rows
-from ..masks._base import Mask
-from ..masks._grid import Grid
+from .._call.layout import Layout, has_contiguous_rows
+from ..masks._bound import BoundMask
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused
@@ -39,51 +38,51 @@ class SdpaKernel(Kernel):
     #: `torch.nn.attention.varlen`, on CUDA devices.
     takes_packed: ClassVar[bool] = True
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        if spec.sequences is not None:
-            return refusals_of_sequences(spec, mask, grid)
-        causal_nan = spec.scale <= 0 and _is_flagged_causal(spec, mask, grid)
+    def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+        if layout.sequences is not None:
+            return refusals_of_sequences(layout, bound)
+        causal_nan = layout.scale <= 0 and _is_flagged_causal(layout, bound)
         reasons = applicable(
             {
-                "PyTorch does not give out the log-sum-exp": spec.lse and not gives_lse(spec, mask, grid),
-                "it has no soft-cap": spec.softcap is not None,
+                "PyTorch does not give out the log-sum-exp": layout.lse and not gives_lse(layout, bound),
+                "it has no soft-cap": layout.softcap is not None,
                 "its causal path gives NaN for a scale of 0 or below": causal_nan,
-                "it has no sinks": spec.sinks,
-                "each process would drop different weights": spec.is_part,
-                "a size is 0": spec.empty,
-                "its fused kernels give no gradient for a bias": spec.learns_bias,
-                "torch.func cannot transform it twice, or derive it forwards": spec.transformed,
+                "it has no sinks": layout.sinks,
+                "each process would drop different weights": layout.is_part,
+                "a size is 0": layout.empty,
+                "its fused kernels give no gradient for a bias": layout.learns_bias,
+                "torch.func cannot transform it twice, or derive it forwards": layout.transformed,
             }
         )
-        if spec.tracing or spec.symbolic:
-            dims = spec.query[3], spec.value[3]
-            if spec.device.type == "cuda" and not fits_a_kernel(spec.dtype, *dims, masked=spec.masked):
+        if layout.tracing or layout.symbolic:
+            dims = layout.query[3], layout.value[3]
+            if layout.device.type == "cuda" and not fits_a_kernel(layout.dtype, *dims, masked=layout.masked):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
-        elif not spec.lse:
-            reasons += _reasons_of_values(spec, mask, grid)
-            if not reasons and not is_fused(_fused_call(spec, mask, grid)):
+        elif not layout.lse:
+            reasons += _reasons_of_values(layout, bound)
+            if not reasons and not is_fused(_fused_call(layout, bound)):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
         return tuple(reasons)
 
-    def backend(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Backend | None:
-        if spec.device.type == "cpu" or spec.tracing:
+    def backend(self, layout: Layout, bound: BoundMask) -> Backend | None:
+        if layout.device.type == "cpu" or layout.tracing:
             return None
-        packed = spec.sequences is not None or spec.lse
-        return Backend("varlen") if packed else backend_of(_fused_call(spec, mask, grid))
+        packed = layout.sequences is not None or layout.lse
+        return Backend("varlen") if packed else backend_of(_fused_call(layout, bound))
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
-        if spec.sequences is not None:
-            return plan_sequences(spec, mask, grid)
-        if spec.lse:
-            return plan_batch(spec, mask, grid)
-        group, grouping = spec.group, _grouping(spec, mask, grid)
+    def plan(self, layout: Layout, bound: BoundMask) -> Plan:
+        if layout.sequences is not None:
+            return plan_sequences(layout, bound)
+        if layout.lse:
+            return plan_batch(layout, bound)
+        group, grouping = layout.group, _grouping(layout, bound)
         folded, split = grouping == "rows", grouping == "calls"
         grouped: dict[str, bool] = {"enable_gqa": True} if grouping == "kernel" else {}
         is_causal = False
-        if mask is not None and not hides_nothing(mask, grid) and _is_flagged_causal(spec, mask, grid):
+        if not hides_nothing(bound) and _is_flagged_causal(layout, bound):
             is_causal = True  # not the comparison, which is a symbol while tracing
 
-        def compute(call: AttentionCall) -> Results:
+        def compute(call: Call) -> Results:
             query, key, value = map(_dense_rows, (call.query, call.key, call.value))
             if folded:
                 query = fold_group(query, key.shape[1])
@@ -91,7 +90,7 @@ class SdpaKernel(Kernel):
 
             def attend(query: Tensor, bias: Tensor | None) -> Tensor:
                 return F.scaled_dot_product_attention(
-                    query, key, value, bias, spec.dropout_p, is_causal, scale=spec.scale, **grouped
+                    query, key, value, bias, layout.dropout_p, is_causal, scale=layout.scale, **grouped
                 )
 
             output = _attend_split(attend, query, lowered, group) if split else attend(query, lowered)
@@ -100,7 +99,7 @@ class SdpaKernel(Kernel):
             masked = call.coverage.masked_queries
             if masked is not None:
                 # In place where that is allowed: the copy would lay heads out anew. Graphs do not depend on gradients.
-                copied = call.spec.tracing or output.requires_grad
+                copied = call.layout.tracing or output.requires_grad
                 output = output.masked_fill(masked, 0) if copied else output.masked_fill_(masked, 0)
             return Results(output)
 
@@ -122,97 +121,97 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if rows_interleave(tensor) else tensor
 
 
-def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
+def _reasons_of_values(layout: Layout, bound: BoundMask) -> list[Refusal]:
     """Reasons that depend on sizes, on the device or on what the mask shows, none of which a traced graph may read."""
-    reasons = refusals_of_half(spec)
-    if mask is None or hides_nothing(mask, grid) or _is_flagged_causal(spec, mask, grid):
+    reasons = refusals_of_half(layout)
+    if hides_nothing(bound) or _is_flagged_causal(layout, bound):
         return reasons
-    reasons += refusals_of_heads(mask, grid)
-    share = mask.lowered(grid, "share worth skipping", lambda: _share_worth_skipping(mask, grid))
+    reasons += refusals_of_heads(bound)
+    share = bound.once("share worth skipping", lambda: _share_worth_skipping(bound))
     if share is not None:
         reasons.append(Refusal("the mask leaves {share:.0%} of the scores, and it would compute all", share=share))
     return reasons
 
 
-def _fused_call(spec: AttentionSpec, mask: Mask | None, grid: Grid, grouping: Grouping | None = None) -> FusedCall:
+def _fused_call(layout: Layout, bound: BoundMask, grouping: Grouping | None = None) -> FusedCall:
     """What PyTorch chooses its kernel by, from the mask's dtype and none of its work."""
-    causal, dtype = _is_flagged_causal(spec, mask, grid), None
-    if mask is not None and not causal and not hides_nothing(mask, grid):
-        dtype = spec.compute_dtype if mask.has_bias and spec.device.type == "cpu" else spec.dtype
-    shapes = (spec.query, spec.key, spec.value)
-    whole_rows = tuple(map(has_contiguous_rows, shapes, spec.strides))
-    grouping = grouping or _grouping(spec, mask, grid)
+    causal, dtype = _is_flagged_causal(layout, bound), None
+    if not causal and not hides_nothing(bound):
+        dtype = layout.compute_dtype if bound.has_bias and layout.device.type == "cpu" else layout.dtype
+    shapes = (layout.query, layout.key, layout.value)
+    whole_rows = tuple(map(has_contiguous_rows, shapes, layout.strides))
+    grouping = grouping or _grouping(layout, bound)
     if grouping == "calls":
-        shapes = ((spec.query[0], spec.key[1], *spec.query[2:]), spec.key, spec.value)
-    options = (spec.dropout_p > 0, bool(spec.gradients), causal, grouping == "rows")
-    return FusedCall(shapes, whole_rows, spec.dtype, spec.device, dtype, *options)
+        shapes = ((layout.query[0], layout.key[1], *layout.query[2:]), layout.key, layout.value)
+    options = (layout.dropout_p > 0, bool(layout.gradients), causal, grouping == "rows")
+    return FusedCall(shapes, whole_rows, layout.dtype, layout.device, dtype, *options)
 
 
-def _grouping(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Grouping:
+def _grouping(layout: Layout, bound: BoundMask) -> Grouping:
     """How the heads of a group share keys: in the kernel, as rows of one head, or as calls of their own.
 
     With few rows PyTorch's own grouping reads every key once per query head. While tracing only one row is looked for:
     any other comparison would tie the graph to a length. On GPUs no kernel takes grouped heads in float32, and with a
     mask only cuDNN does. Rows need the mask once for each head of a group, and sum gradients in float32.
     """
-    if spec.group == 1:
+    if layout.group == 1:
         return "none"
-    length, is_float = spec.query[2], spec.dtype == torch.float32
-    on_cuda = spec.device.type == "cuda"
-    if spec.tracing:
+    length, is_float = layout.query[2], layout.dtype == torch.float32
+    on_cuda = layout.device.type == "cuda"
+    if layout.tracing:
         return "rows" if length == 1 else "calls" if on_cuda and is_float else "kernel"
-    is_causal = _is_flagged_causal(spec, mask, grid)
+    is_causal = _is_flagged_causal(layout, bound)
     if length <= _FEW_ROWS and not is_causal:
         return "rows"
-    if not on_cuda or is_fused(_fused_call(spec, mask, grid, "kernel")):
+    if not on_cuda or is_fused(_fused_call(layout, bound, "kernel")):
         return "kernel"
-    return "calls" if is_causal or (is_float and mask is not None) else "rows"
+    return "calls" if is_causal or (is_float and bound.mask is not None) else "rows"
 
 
-def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
+def _fold_mask(mask: Tensor, call: Call) -> Tensor:
     """(1 or B, 1 or H, 1 or L, 1 or S) → (1 or B, 1 or Hkv, 1 or G·L, 1 or S)."""
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask
-    group = call.spec.group
+    group = call.layout.group
     heads = mask.unflatten(1, (-1, group)) if mask.shape[1] != 1 else mask[:, :, None]  # (…, 1 or G, 1 or L, …)
     rows = heads.expand(-1, -1, group, call.query.shape[2], -1)
     return rows.flatten(2, 3)
 
 
-def _share_worth_skipping(mask: Mask, grid: Grid) -> float | None:
+def _share_worth_skipping(bound: BoundMask) -> float | None:
     """Which part of the scores a mask leaves, if another kernel had better skip the rest; else ``None``.
 
     `benchmarks.window` measures where `chunked` overtakes on a CPU; on accelerators its many small steps cost more.
     """
+    grid = bound.grid
     if grid.batch_size * grid.num_heads * grid.query_length * grid.key_length < _WORTH_SKIPPING:
         return None
-    share = touched_share(mask, grid)
+    share = touched_share(bound)
     return share if share <= (_CPU_SHARE if grid.device.type == "cpu" else _OTHER_SHARE) else None
 
 
-def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+def _is_flagged_causal(layout: Layout, bound: BoundMask) -> bool:
     """Whether PyTorch's causal flag says what the mask says. Not for one row of grouped heads: these become rows."""
-    if mask is None or (spec.group > 1 and spec.query[2] == 1):
+    if layout.group > 1 and layout.query[2] == 1:
         return False
-    return is_plain_causal(mask, grid)
+    return is_plain_causal(bound)
 
 
-def _lower(call: AttentionCall, group: int) -> Tensor | None:
+def _lower(call: Call, group: int) -> Tensor | None:
     """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
-    mask, grid = call.request.mask, call.grid
-    if mask is None or hides_nothing(mask, grid):
+    if hides_nothing(call.bound):
         return None
-    return mask.lowered(grid, ("sdpa", call.query.dtype, group), lambda: _lower_tensor(mask, call, group))
+    return call.bound.once(("sdpa", call.query.dtype, group), lambda: _lower_tensor(call, group))
 
 
-def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
+def _lower_tensor(call: Call, group: int) -> Tensor | None:
     """A bias in which hidden keys are −∞.
 
     Fully masked rows are unmasked here, and their output is set to zero later. PyTorch's kernels then compute no
     empty softmax.
     """
     masked, dtype = call.coverage.masked_queries, call.query.dtype
-    visible, bias = additive(mask, call.grid, call.spec.compute_dtype)
+    visible, bias = additive(call.bound, call.layout.compute_dtype)
     if visible is not None and masked is not None:
         visible = visible | masked
     if bias is not None:
@@ -223,7 +222,7 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
             lowered = lowered.masked_fill(masked, 0)
     elif visible is None:
         return None
-    elif call.spec.tracing:  # a graph is smaller with a bool tensor
+    elif call.layout.tracing:  # a graph is smaller with a bool tensor
         lowered = visible
     elif visible.is_cpu:
         lowered = torch.where(visible, visible.new_zeros((), dtype=dtype), float("-inf"))

@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, Results
+from .._call.call import Call, Results
+from .._call.layout import Layout
 from .._call.sequences import PackedSequences
-from .._call.spec import AttentionSpec
-from ..masks._base import Mask
-from ..masks._grid import Grid
-from ..masks._structure import Band, structure_of
+from ..masks._bound import BoundMask
+from ..masks._structure import Band
 from ._base import Plan, Refusal, applicable
 from ._second_order import without_second_derivatives
 
@@ -22,28 +21,28 @@ _LARGEST_HEAD = 256
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def refusals_of_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+def refusals_of_sequences(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
     """Every reason against packed sequences."""
-    return tuple(_refusals(spec, mask, grid, spec.same_sequences))
+    return tuple(_refusals(layout, bound, layout.same_sequences))
 
 
-def _refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid, same_lengths: bool) -> list[Refusal]:
-    dim, value_dim = spec.query[3], spec.value[3]
+def _refusals(layout: Layout, bound: BoundMask, same_lengths: bool) -> list[Refusal]:
+    dim, value_dim = layout.query[3], layout.value[3]
     fits = dim <= _LARGEST_HEAD and dim % 8 == 0 and value_dim == dim
     reasons = {
-        "PyTorch has packed sequences on CUDA devices only": spec.device.type != "cuda",
-        "of packed sequences PyTorch takes float16 and bfloat16 only": spec.dtype not in _HALF,
+        "PyTorch has packed sequences on CUDA devices only": layout.device.type != "cuda",
+        "of packed sequences PyTorch takes float16 and bfloat16 only": layout.dtype not in _HALF,
         "of packed sequences PyTorch takes D = Dv only, a multiple of 8 up to 256": not fits,
-        "of packed sequences it takes no soft-cap": spec.softcap is not None,
-        "of packed sequences it takes no sinks": spec.sinks,
-        "of packed sequences it takes no dropout": spec.dropout_p > 0,
-        "of packed sequences PyTorch gives no gradient of the log-sum-exp": spec.lse and bool(spec.gradients),
+        "of packed sequences it takes no soft-cap": layout.softcap is not None,
+        "of packed sequences it takes no sinks": layout.sinks,
+        "of packed sequences it takes no dropout": layout.dropout_p > 0,
+        "of packed sequences PyTorch gives no gradient of the log-sum-exp": layout.lse and bool(layout.gradients),
         "of packed sequences PyTorch takes the masks causal() and sliding_window(…) only, in self-attention": (
-            _window(spec, mask, grid, same_lengths) is None
+            _window(layout, bound, same_lengths) is None
         ),
-        "a size is 0": spec.empty,
-        "torch.func cannot transform it twice, or derive it forwards": spec.transformed,
-        "a graph cannot hold it": spec.tracing,
+        "a size is 0": layout.empty,
+        "torch.func cannot transform it twice, or derive it forwards": layout.transformed,
+        "a graph cannot hold it": layout.tracing,
     }
     return applicable(reasons)
 
@@ -53,14 +52,14 @@ def is_one_kernel(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype in _HALF and head_dim <= _LARGEST_HEAD and head_dim % 8 == 0
 
 
-def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+def plan_sequences(layout: Layout, bound: BoundMask) -> Plan:
     """All sequences in one kernel, which reads no mask."""
-    attend = _attend(spec, _window(spec, mask, grid, spec.same_sequences))
+    attend = _attend(layout, _window(layout, bound, layout.same_sequences))
 
-    def compute(call: AttentionCall) -> Results:
-        sequences = cast(PackedSequences, call.request.sequences)
+    def compute(call: Call) -> Results:
+        sequences = cast(PackedSequences, call.sequences)
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))  # (T, H, D)
-        if spec.gradients:
+        if layout.gradients:
             query, key, value = without_second_derivatives(query, key, value)
         output, lse = attend(query, key, value, *sequences.int32, *(sequences.longest or sequences.tokens))
         return Results(output.transpose(0, 1)[None], None if lse is None else lse[None])
@@ -68,18 +67,18 @@ def plan_sequences(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     return compute
 
 
-def gives_lse(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+def gives_lse(layout: Layout, bound: BoundMask) -> bool:
     """Whether a batch without padding runs as packed sequences, whose kernel returns the log-sum-exp."""
-    if spec.device.type != "cuda" or spec.tracing:  # a graph must not depend on the lengths
+    if layout.device.type != "cuda" or layout.tracing:  # a graph must not depend on the lengths
         return False
-    return not _refusals(spec, mask, grid, grid.query_length == grid.key_length)
+    return not _refusals(layout, bound, layout.query[2] == layout.key[2])
 
 
-def plan_batch(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+def plan_batch(layout: Layout, bound: BoundMask) -> Plan:
     """A batch without padding and its log-sum-exp: each item is a sequence."""
-    attend = _attend(spec, _window(spec, mask, grid, grid.query_length == grid.key_length))
+    attend = _attend(layout, _window(layout, bound, layout.query[2] == layout.key[2]))
 
-    def compute(call: AttentionCall) -> Results:
+    def compute(call: Call) -> Results:
         (batch, _, length, _), keys = call.query.shape, call.key.shape[2]
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (call.query, call.key, call.value))  # (B·L, H, D)
         bounds = [
@@ -93,18 +92,18 @@ def plan_batch(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
     return compute
 
 
-def _attend(spec: AttentionSpec, window: tuple[int, int] | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """PyTorch's function, which returns (T, H, D), and the log-sum-exp (H, T) if `spec.lse` is set."""
+def _attend(layout: Layout, window: tuple[int, int] | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """PyTorch's function, which returns (T, H, D), and the log-sum-exp (H, T) if `layout.lse` is set."""
     varlen: Any = import_module("torch.nn.attention.varlen")
-    options: dict[str, Any] = {"scale": spec.scale, "window_size": window}
-    if spec.lse:
+    options: dict[str, Any] = {"scale": layout.scale, "window_size": window}
+    if layout.lse:
         options["return_aux"] = varlen.AuxRequest(lse=True)
-    if spec.group > 1:
+    if layout.group > 1:
         options["enable_gqa"] = True
 
     def attend(query: Tensor, *others: Any) -> tuple[Tensor, Tensor | None]:
         results = varlen.varlen_attn(query, *others, **options)
-        return (results[0], _lse(results[1], query)) if spec.lse else (results, None)
+        return (results[0], _lse(results[1], query)) if layout.lse else (results, None)
 
     return attend
 
@@ -117,13 +116,13 @@ def _lse(lse: Tensor, query: Tensor) -> Tensor:
     return by_head.masked_fill(by_head == float("inf"), float("-inf"))
 
 
-def _window(spec: AttentionSpec, mask: Mask | None, grid: Grid, same_lengths: bool) -> tuple[int, int] | None:
+def _window(layout: Layout, bound: BoundMask, same_lengths: bool) -> tuple[int, int] | None:
     """How many keys before and after its own position a query sees, −1 for all; ``None`` for other masks."""
-    if mask is None:
+    if bound.mask is None:
         return -1, -1
-    band = structure_of(mask, grid).only_band(grid)
+    band, grid = bound.band, bound.grid
     # PyTorch aligns windows at the last key of each sequence, Clearhead at the first: they agree for equal lengths.
-    if band is not None and spec.sequences is None and band.shows_all(grid):
+    if band is not None and layout.sequences is None and band.shows_all(grid):
         return -1, -1
     if band is None or not same_lengths or band.low > 0 or band.high < 0 or band.stop < grid.key_length:
         return None

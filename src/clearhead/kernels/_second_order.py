@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall, Results, zero_hidden
+from .._call.call import Call, Results, zero_hidden
 from .._call.packed import as_one_sequence, each_sequence
 from .._torch_private import any_autocast, is_batched
 from ..errors import KernelError
@@ -25,7 +25,7 @@ Recompute = Callable[..., OptionalTensors]
 Differentiable = tuple[OptionalTensors, Recompute]
 
 
-def allow_second_derivatives(kernel_name: str, call: AttentionCall, results: Results) -> Results:
+def allow_second_derivatives(kernel_name: str, call: Call, results: Results) -> Results:
     """The same results, differentiable twice in the call's inputs."""
     output, lse, weights = results
     tensors = (output,) if lse is None else (output, lse)
@@ -43,10 +43,10 @@ class _Identity(torch.autograd.Function):
     """Results of a kernel of PyTorch's, whose backward maps over gradients but is not differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, kernel_name: str, call: Call, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         read_again = call.read_again
         ctx.kernel_name = kernel_name
-        ctx.rebuild, ctx.draws_dropout = call.rebuild(read_again), call.spec.dropout_p > 0 and call.request.seed is None
+        ctx.rebuild, ctx.draws_dropout = call.rebuild(read_again), call.layout.dropout_p > 0 and call.seed is None
         ctx.inputs = len(tensors) - count
         ctx.save_for_backward(*tensors[count:], *read_again)
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
@@ -84,9 +84,9 @@ class _NoGraph(torch.autograd.Function):
 def backward_pass(
     ctx: Any,
     gradients: OptionalTensors,
-    restore: Callable[[], AttentionCall],
-    fused: Callable[[AttentionCall], OptionalTensors],
-    by_operations: Callable[[AttentionCall], Differentiable],
+    restore: Callable[[], Call],
+    fused: Callable[[Call], OptionalTensors],
+    by_operations: Callable[[Call], Differentiable],
 ) -> tuple[Tensor | None, ...]:
     """The backward pass of an autograd function of ours, whose tensor arguments come last.
 
@@ -140,16 +140,16 @@ def gradients_through(
     return tuple(next(of_wanted) if view is not None and view.requires_grad else None for view in views)
 
 
-def by_reference(call: AttentionCall) -> Differentiable:
+def by_reference(call: Call) -> Differentiable:
     """The inputs of a call, and a function from them to output and lse."""
     rebuild = call.rebuild()
     return call.inputs, lambda *inputs: reference_of(rebuild(*inputs))
 
 
-def reference_of(call: AttentionCall) -> OptionalTensors:
+def reference_of(call: Call) -> OptionalTensors:
     """Output and lse of a call, by PyTorch's operations."""
-    call.spec, call.request = call.spec._replace(lse=True), call.request._replace(lse=True)
-    if call.request.sequences is None or call.request.seed is None:
+    call.layout, call.lse = call.layout._replace(lse=True), True
+    if call.sequences is None or call.seed is None:
         return reference_results(zero_hidden(as_one_sequence(call)))[:2]
     results = [reference_results(zero_hidden(sequence))[:2] for sequence in each_sequence(call)]
     return [torch.cat(cast("tuple[Tensor, ...]", tensors), 2) for tensors in zip(*results, strict=True)]

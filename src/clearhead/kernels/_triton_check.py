@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import masks
-from .._call.call import AttentionCall, valid_call
-from .._call.request import Request
+from .._call.call import Call, valid_call
 from .._environment import autocast_off
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
@@ -22,10 +21,10 @@ _TOP = 8
 _CELLS = (3, 2)
 
 
-def runs(call: AttentionCall) -> bool:
+def runs(call: Call) -> bool:
     """Whether the kernels compute weights and statistics of the call. The first time on a device, they are checked."""
-    spec = call.spec
-    if spec.tracing or spec.transformed or spec.dispatching or spec.subclass is not None:
+    layout = call.layout
+    if layout.tracing or layout.transformed or layout.dispatching or layout.subclass is not None:
         return False
     if not available(call.query) or 0 in (*call.query.shape, *call.key.shape):
         return False
@@ -52,10 +51,9 @@ def errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=device)
     # The second item has rows without a visible key.
     mask = masks.sliding_window(50, 20) & masks.lengths(torch.tensor([133, 9], device=device))
-    request = Request(mask, sinks=sinks)
     with torch.no_grad(), autocast_off(query):
-        expected = _by_reference(valid_call(query.double(), key.double(), None, request))
-        results = _by_kernels(valid_call(query, key, None, request), expected)
+        expected = _by_reference(valid_call(Call(query.double(), key.double(), key.double(), mask, sinks=sinks)))
+        results = _by_kernels(valid_call(Call(query, key, key, mask, sinks=sinks)), expected)
         largest = torch.stack([_error(results[name], judge) for name, judge in expected.items()])
     return dict(zip(expected, largest.tolist(), strict=True))
 
@@ -70,10 +68,10 @@ CHECK = FirstCheck(
 )
 
 
-def _by_kernels(call: AttentionCall, names: Collection[str]) -> dict[str, Tensor]:
+def _by_kernels(call: Call, names: Collection[str]) -> dict[str, Tensor]:
     from ._triton import _calls  # imports Triton
 
-    operands, sinks = operands_of(call), call.request.sinks
+    operands, sinks = operands_of(call), call.sinks
     first = torch.arange(call.key.shape[2], device=call.query.device)[None, None] < 1
     results = _calls.rows(operands, sinks=sinks, first_keys=first, want=names, top=_TOP)
     lse = results["lse"]
@@ -89,11 +87,11 @@ def _by_kernels(call: AttentionCall, names: Collection[str]) -> dict[str, Tensor
     return results
 
 
-def _by_reference(call: AttentionCall) -> dict[str, Tensor]:
+def _by_reference(call: Call) -> dict[str, Tensor]:
     weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
-    scores, group, gradient = reference_scores(call), call.spec.group, _gradient_of(weights)
+    scores, group, gradient = reference_scores(call), call.layout.group, _gradient_of(weights)
     # By the formula: autograd records nothing in inference mode, and calls the hooks of users' checkpoints.
-    of_scores = weights * (gradient - (weights * gradient).sum(-1, keepdim=True)) * call.spec.scale
+    of_scores = weights * (gradient - (weights * gradient).sum(-1, keepdim=True)) * call.layout.scale
     of_query = of_scores @ call.key.repeat_interleave(group, 1)  # (B, H, L, D)
     of_key = (of_scores.mT @ call.query).unflatten(1, (-1, group)).sum(2)  # (B, Hkv, S, D)
     places = torch.arange(max(weights.shape), device=weights.device)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from ._second_order import sinks_gradient
 from ._triton import Operands, _calls, operands_of
 
 
-def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
+def gather(call: Call, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
     """Compute statistics of one call, in one pass over query and key for each kernel.
 
     Args:
@@ -27,9 +27,7 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     if {"received", "top", "map", "weights"} & wanted.keys():
         names.add("lse")
     top, first_keys = wanted.get("top", 0), wanted.get("first_keys")
-    buffers: dict[str, Any] = _calls.rows(
-        operands, sinks=call.request.sinks, first_keys=first_keys, want=names, top=top
-    )
+    buffers: dict[str, Any] = _calls.rows(operands, sinks=call.sinks, first_keys=first_keys, want=names, top=top)
     buffers["largest"] = buffers.pop("max_logit")
     if "received" in wanted:
         buffers["received"], buffers["viewers"] = _calls.columns(operands, buffers["lse"], counted)
@@ -41,7 +39,7 @@ def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) 
     return buffers
 
 
-def weights(call: AttentionCall, chosen: Tensor | None, average: bool, head: int | None = None) -> Tensor:
+def weights(call: Call, chosen: Tensor | None, average: bool, head: int | None = None) -> Tensor:
     """Weights without gradients.
 
     Args:
@@ -53,23 +51,21 @@ def weights(call: AttentionCall, chosen: Tensor | None, average: bool, head: int
     Returns:
         (B, H, n, S), or (B, n, S) if averaged, or of one head.
     """
-    operands, sinks = _chosen(call, chosen), call.request.sinks
+    operands, sinks = _chosen(call, chosen), call.sinks
     if head is not None:
         operands, sinks = operands.of_head(head), None if sinks is None else sinks.narrow(0, head, 1)
     lse = _calls.rows(operands, sinks=sinks)["lse"]
     return _calls.weights(operands, lse, average=average or head is not None)
 
 
-def weights_gradients(
-    call: AttentionCall, chosen: Tensor | None, average: bool, gradient: Tensor
-) -> tuple[Tensor | None, ...]:
+def weights_gradients(call: Call, chosen: Tensor | None, average: bool, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of `weights_inputs` from that of the weights, with ``None`` for each bias.
 
     Args:
         call, chosen, average: as for `weights`.
         gradient: (B, H, n, S), or (B, n, S) if averaged.
     """
-    operands, sinks = _chosen(call, chosen), call.request.sinks
+    operands, sinks = _chosen(call, chosen), call.sinks
     lse = _calls.rows(operands, sinks=sinks)["lse"]
     of_weights = gradient[:, None] if average else gradient
     of_query, of_key, means = _calls.weights_gradients(operands, lse, of_weights)
@@ -81,7 +77,7 @@ def weights_gradients(
     return *of_inputs, *(None for _ in call.bias_tensors)
 
 
-def _chosen(call: AttentionCall, chosen: Tensor | None) -> Operands:
+def _chosen(call: Call, chosen: Tensor | None) -> Operands:
     """The operands of the chosen rows."""
     operands = operands_of(call)
     return operands if chosen is None else operands.of_rows(chosen)

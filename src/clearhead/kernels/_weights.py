@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from .._environment import autocast_off, is_tracing
 from ._base import Kernel
 from ._block_weights import block_weights
@@ -19,7 +19,7 @@ from ._triton_check import runs
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
 
-def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, forced: Kernel | None = None) -> Tensor:
+def compute_weights(call: Call, rows: Tensor | None, average: bool, forced: Kernel | None = None) -> Tensor:
     """Weights of a validated call.
 
     Args:
@@ -29,7 +29,7 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
         forced: the kernel of `use_kernel`, or ``None``.
     """
     name = None if forced is None else forced.name
-    if call.spec.tracing or call.spec.transformed or name == "reference":
+    if call.layout.tracing or call.layout.transformed or name == "reference":
         return weights_by_operations(call, rows, average)
     # No other kernel may replace a forced one.
     chosen = _Chosen(_placed(rows, call), average, natively=name in (None, "native"))
@@ -39,14 +39,14 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
     return _forward(call, chosen)
 
 
-def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = None) -> Tensor:
+def exact_weights(call: Call, rows: Tensor | None, head: int | None = None) -> Tensor:
     """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
     with torch.no_grad(), autocast_off(call.query):
         # Tracing needs PyTorch's own operators. A kept call may be traced later.
         return _forward(call, _Chosen(_placed(rows, call), head=head, exact=True, natively=not is_tracing()))
 
 
-def _placed(rows: Tensor | None, call: AttentionCall) -> Tensor | None:
+def _placed(rows: Tensor | None, call: Call) -> Tensor | None:
     return None if rows is None else rows.to(call.query.device, non_blocking=True)
 
 
@@ -73,7 +73,7 @@ class _Weights(torch.autograd.Function):
     """Recomputes blocks backward: with dp the gradient of p, ds = p (dp − Σ_j p dp)."""
 
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, chosen: _Chosen, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, chosen: _Chosen, *inputs: Tensor) -> Tensor:
         read_again = call.read_again
         ctx.rebuild, ctx.chosen = call.rebuild(read_again), chosen
         ctx.save_for_backward(*inputs, *read_again)
@@ -83,13 +83,13 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, *others = ctx.saved_tensors
 
-        def restore() -> AttentionCall:
+        def restore() -> Call:
             return ctx.rebuild(query, key, key, *others)
 
-        def fused(call: AttentionCall) -> tuple[Tensor | None, ...]:
+        def fused(call: Call) -> tuple[Tensor | None, ...]:
             return _gradients(call, ctx.chosen, gradients[0])
 
-        def by_operations(call: AttentionCall) -> Differentiable:
+        def by_operations(call: Call) -> Differentiable:
             rebuild = call.rebuild()
 
             def weights(query: Tensor, key: Tensor, *parameters: Tensor) -> tuple[Tensor]:
@@ -101,11 +101,11 @@ class _Weights(torch.autograd.Function):
         return backward_pass(ctx, gradients, restore, fused, by_operations)
 
 
-def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
+def _forward(call: Call, chosen: _Chosen) -> Tensor:
     rows, head = chosen.rows, chosen.head
-    dtype = exact_dtype(call) if chosen.exact else call.spec.compute_dtype
+    dtype = exact_dtype(call) if chosen.exact else call.layout.compute_dtype
     # The native kernel returns float32.
-    if chosen.natively and call.spec.compute_dtype == torch.float32:
+    if chosen.natively and call.layout.compute_dtype == torch.float32:
         native = native_weights(call, rows, chosen.average, head=head, exact=dtype == torch.float64)
         if native is not None:
             return native if head is None else native[:, 0]  # (B, n, S)
@@ -116,7 +116,7 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
     heads, count = call.grid.num_heads, call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, heads, count, call.grid.key_length)
     # Zeros, because blocks skip masked columns.
-    result = call.query.new_zeros(shape[:1] + shape[2:] if chosen.average else shape, dtype=call.spec.compute_dtype)
+    result = call.query.new_zeros(shape[:1] + shape[2:] if chosen.average else shape, dtype=call.layout.compute_dtype)
     for block, place, query, key in score_blocks(call, rows, dtype):
         scores, _ = block_scores(call, block, query, key)
         weights, _ = block_weights(call, block, scores, overflows=True)
@@ -127,7 +127,7 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
     return result if head is None else result[:, head]  # (B, n, S)
 
 
-def _gradients(call: AttentionCall, chosen: _Chosen, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(call: Call, chosen: _Chosen, gradient: Tensor) -> tuple[Tensor | None, ...]:
     # The Triton kernels compute no gradient of a bias.
     if chosen.natively and not any(bias.requires_grad for bias in call.bias_tensors) and runs(call):
         from . import _triton_statistics  # imports Triton

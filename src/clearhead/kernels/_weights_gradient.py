@@ -7,20 +7,18 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .._call.call import AttentionCall
+from .._call.call import Call
 from ._block_weights import block_weights, product_gradient
 from ._blocks import LongSum, block_scores, block_sinks, grouped, grouped_transposed, score_blocks
 from ._reference import reference_weights
 
 
-def weights_gradients(
-    call: AttentionCall, chosen: Tensor | None, average: bool, gradient: Tensor
-) -> tuple[Tensor, ...]:
+def weights_gradients(call: Call, chosen: Tensor | None, average: bool, gradient: Tensor) -> tuple[Tensor, ...]:
     """Gradients of `weights_inputs` from that of the weights, in blocks: with dp that of p, ds = p (dp − Σ_j p dp)."""
-    dtype, heads = call.spec.compute_dtype, call.grid.num_heads
+    dtype, heads = call.layout.compute_dtype, call.grid.num_heads
     query_gradient = torch.zeros_like(call.query, dtype=dtype)
     key_gradient, *sums = (LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in weights_inputs(call)[1:])
-    sinks_gradient, bias_gradients = (None, sums) if call.request.sinks is None else (sums[0], sums[1:])
+    sinks_gradient, bias_gradients = (None, sums) if call.sinks is None else (sums[0], sums[1:])
     for block, place, query, key in score_blocks(call, chosen):
         scores, tanh = block_scores(call, block, query, key)
         weights, lse = block_weights(call, block, scores)
@@ -38,7 +36,7 @@ def weights_gradients(
         target = query_gradient[block.batch, block.heads]
         rows = torch.arange(place.start, place.stop, device=query.device) if chosen is None else block.rows
         target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
-        kv_heads = slice(block.heads.start // call.spec.group, block.heads.stop // call.spec.group)
+        kv_heads = slice(block.heads.start // call.layout.group, block.heads.stop // call.layout.group)
         of_block = grouped_transposed(scores_gradient, query, key.shape[1])
         key_gradient.run[block.batch, kv_heads, block.columns] += of_block
         for long_sum in (key_gradient, *sums):
@@ -47,7 +45,7 @@ def weights_gradients(
     return tuple(total.to(tensor.dtype) for total, tensor in zip(gradients, weights_inputs(call), strict=True))
 
 
-def weights_by_operations(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
+def weights_by_operations(call: Call, rows: Tensor | None, average: bool) -> Tensor:
     """Weights (B, H, n, S), or their mean over heads (B, n, S), by PyTorch's operations."""
     weights = reference_weights(call)[0]
     if rows is not None:
@@ -55,7 +53,7 @@ def weights_by_operations(call: AttentionCall, rows: Tensor | None, average: boo
     return weights.mean(1) if average else weights
 
 
-def weights_inputs(call: AttentionCall) -> tuple[Tensor, ...]:
+def weights_inputs(call: Call) -> tuple[Tensor, ...]:
     """The tensors that weights depend on."""
-    sinks = () if call.request.sinks is None else (call.request.sinks,)
+    sinks = () if call.sinks is None else (call.sinks,)
     return (call.query, call.key, *sinks, *call.bias_tensors)

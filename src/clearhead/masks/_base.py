@@ -175,12 +175,13 @@ class Mask(ABC):
             tensor([[1, 0, 0],
                     [1, 1, 0]], dtype=torch.int32)
         """
+        from ._bound import BoundMask
         from ._check import grid_for
         from ._lowering import dense_mask
 
         grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
         self.validate(grid)
-        return dense_mask(self, grid)
+        return dense_mask(BoundMask(self, grid))
 
     def prepare(
         self,

@@ -11,10 +11,10 @@ from torch import Tensor
 from .._checks import PLAIN
 from .._native import extension, require_declared
 from .._torch_private import dispatch_modes
-from ._base import Mask
+from ._bound import BoundMask
 from ._grid import Block, Grid
 from ._lowering import chosen_cell, row_blocks
-from ._structure import Band, RowRanges, Structure, structure_of
+from ._structure import Band, RowRanges, Structure
 
 _ROWS_AT_A_TIME = 1 << 21  # elements of the mask that are evaluated at once
 _EDGE_ROWS, _EDGE_COLUMNS = 16, 8  # evaluated first at each border; columns take longer to read
@@ -67,20 +67,21 @@ COVERS_ALL = Coverage(None, None)
 COVERAGE = "coverage"
 
 
-def coverage(mask: Mask, grid: Grid) -> Coverage:
-    """The fully masked rows and the keys masked for every query, computed once for a prepared mask."""
-    return mask.lowered(grid, COVERAGE, lambda: _find_coverage(mask, grid))
+def coverage(bound: BoundMask) -> Coverage:
+    """The fully masked rows and the keys masked for every query, computed once."""
+    if bound.covered is None:
+        bound.covered = COVERS_ALL if bound.mask is None else bound.once(COVERAGE, lambda: _find_coverage(bound))
+    return bound.covered
 
 
-def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
-    structure = structure_of(mask, grid)
-    band = structure.only_band(grid)
+def _find_coverage(bound: BoundMask) -> Coverage:
+    structure, band, grid = bound.structure, bound.band, bound.grid
     # The first key is visible to all queries, and all keys to the last query. This holds while tracing too.
     if band is not None and band.is_causal(grid) and grid.query_length >= grid.key_length:
         return COVERS_ALL
     # The other cases read values, or borders, which an empty mask lacks.
     if not grid.has_values or grid.query_length == 0 or grid.key_length == 0:
-        return _coverage_at_once(mask, grid)
+        return _coverage_at_once(bound)
     if structure.diagonal and grid.query_length == grid.key_length:
         return COVERS_ALL
     if band is not None:
@@ -93,12 +94,12 @@ def _find_coverage(mask: Mask, grid: Grid) -> Coverage:
         return Coverage.of(None if queries is None else _unless_all(queries), _unless_all(keys))
     # An accelerator would wait for a search, and has the memory and the speed for all cells of one pass.
     if grid.device.type != "cpu" and grid.batch_size * grid.query_length * grid.key_length <= _CELLS_AT_ONCE:
-        return _coverage_at_once(mask, grid)
+        return _coverage_at_once(bound)
     # The extension reads stored tensors in one pass. Computed masks are searched.
     covered = _find_natively(structure, grid)
     if covered is not None:
         return Coverage.of(*(None if of_axis is None else of_axis[..., None] for of_axis in covered))
-    return Coverage.of(*map(_unless_all, _search(mask, grid)))
+    return Coverage.of(*map(_unless_all, _search(bound)))
 
 
 def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor]:
@@ -167,28 +168,29 @@ def _any_key(first: Tensor, stop: Tensor, keys: Tensor | None, grid: Grid) -> Te
     return before.gather(1, stop.maximum(first)) > before.gather(1, first)
 
 
-def _search(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor]:
+def _search(bound: BoundMask) -> tuple[Tensor, Tensor]:
     """The covered queries (1 or B, 1 or H, L) and keys (1 or B, 1 or H, S), from evaluated cells.
 
     In most masks a few rows cover all keys, and a few columns cover all queries. The borders are therefore evaluated
     first, and then only the rows and columns that they leave open.
     """
+    grid = bound.grid
     length, count = grid.query_length, grid.key_length
     # One result for all items and heads that share the mask.
-    cell = mask.visible(chosen_cell(grid))
+    cell = bound.visible(chosen_cell(grid))
     items, heads = (1, 1) if cell is None else cell.shape[:2]
     queries = torch.zeros(items, heads, length, dtype=torch.bool, device=grid.device)
     keys = torch.zeros(items, heads, count, dtype=torch.bool, device=grid.device)
 
     def cells(rows: slice, columns: slice) -> Tensor:
-        visible = mask.visible(Block(grid, rows=rows, columns=columns))
+        visible = bound.visible(Block(grid, rows=rows, columns=columns))
         return keys.new_ones(1, 1, 1, 1) if visible is None else visible
 
     open_rows, open_columns = (0, length), (0, count)
     # Reading the outcome to stop early would synchronise an accelerator.
     if length * count > _FEW_CELLS and _is_readable(queries):
         for rows in _edges(length, _EDGE_ROWS):
-            columns = slice(*structure_of(mask, grid).columns(grid, rows))
+            columns = slice(*bound.structure.columns(grid, rows))
             if columns.start >= columns.stop:
                 continue
             keys[..., columns] |= cells(rows, columns).any(-2)
@@ -203,7 +205,7 @@ def _search(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor]:
         if open_rows == open_columns == (0, 0):
             return queries, keys
     # The budget includes all items and heads of a cell.
-    for rows, (start, stop) in row_blocks(mask, grid, max(1, _ROWS_AT_A_TIME // max(1, items * heads))):
+    for rows, (start, stop) in row_blocks(bound, max(1, _ROWS_AT_A_TIME // max(1, items * heads))):
         # Rows whose coverage is known are only evaluated in the open columns.
         is_known = rows.stop <= open_rows[0] or rows.start >= open_rows[1]
         if is_known:
@@ -244,9 +246,10 @@ def _is_readable(tensor: Tensor) -> bool:
     return tensor.is_cpu and type(tensor) is Tensor
 
 
-def _coverage_at_once(mask: Mask, grid: Grid) -> Coverage:
+def _coverage_at_once(bound: BoundMask) -> Coverage:
     # All cells at once, without reading values.
-    visible = mask.visible(Block(grid))
+    grid = bound.grid
+    visible = bound.visible(Block(grid))
     if visible is None:
         return COVERS_ALL
     queries = visible.any(-1).expand(-1, -1, grid.query_length)  # (1 or B, 1 or H, L)

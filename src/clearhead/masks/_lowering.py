@@ -8,35 +8,35 @@ from operator import add, and_
 import torch
 from torch import Tensor
 
-from ._base import Mask
+from ._bound import BoundMask
 from ._grid import Block, Grid
-from ._structure import Structure, joined, structure_of
+from ._structure import Structure, joined
 
 ENOUGH_ROWS = 64  # fewer rows do not fill a GEMM, and the overhead of Python dominates
 
 
-def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
+def is_plain_causal(bound: BoundMask) -> bool:
     """Whether the mask is exactly j ≤ i, which is a flag of fused kernels."""
-    band = None if mask is None else structure_of(mask, grid).only_band(grid)
-    return band is not None and band.is_causal(grid)
+    band = None if bound.mask is None else bound.band
+    return band is not None and band.is_causal(bound.grid)
 
 
-def hides_nothing(mask: Mask, grid: Grid) -> bool:
+def hides_nothing(bound: BoundMask) -> bool:
     """Whether the structure of the mask shows that it hides nothing, as `causal` does for a single last query."""
     # A graph holds for all lengths, and this only for some of them.
-    if not grid.has_values:
-        return False
-    band = structure_of(mask, grid).only_band(grid)
-    return band is not None and band.shows_all(grid)
+    if bound.mask is None or not bound.grid.has_values:
+        return bound.mask is None
+    return bound.band is not None and bound.band.shows_all(bound.grid)
 
 
-def computed_sizes(mask: Mask, grid: Grid) -> list[tuple[int, int]]:
+def computed_sizes(bound: BoundMask) -> list[tuple[int, int]]:
     """Batch items and heads of the evaluated tensors of each part; 1 if all items or heads share them."""
     sizes: list[tuple[int, int]] = []
+    grid = bound.grid
     if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
         return sizes
-    for part in mask.parts():
-        if not structure_of(part, grid).exact:
+    for part in bound.parts:
+        if not part.structure.exact:
             # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
             cell = chosen_cell(grid)
             for tensor in (part.visible(cell), part.bias(cell, torch.float32)):
@@ -45,32 +45,34 @@ def computed_sizes(mask: Mask, grid: Grid) -> list[tuple[int, int]]:
     return sizes
 
 
-def evaluated(mask: Mask, grid: Grid) -> Structure:
+def evaluated(bound: BoundMask) -> Structure:
     """An exact structure of any mask: its tensors for all rows and columns of the grid."""
-    visible, bias = mask.visible(Block(grid)), mask.bias(Block(grid), torch.float32)
+    block = Block(bound.grid)
+    visible, bias = bound.visible(block), bound.bias(block, torch.float32)
     return Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
 
 
-def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def additive(bound: BoundMask, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """A mask as a bool tensor and a bias, (1 or B, 1 or H, 1 or L, 1 or S) each. A bias hides with its own −∞."""
-    block, visible, bias = Block(grid), None, None
-    biases = sum(part.has_bias for part in mask.parts())
-    for part in mask.parts():
+    block, visible, bias = Block(bound.grid), None, None
+    biases = sum(part.has_bias for part in bound.parts)
+    for part in bound.parts:
         bias = joined(bias, part.bias(block, dtype), add)
         # With several biases, one may be −∞ where another is ∞, so their −∞ are needed as bools.
-        if biases > 1 or not structure_of(part, grid).biases:
+        if biases > 1 or not part.structure.biases:
             visible = joined(visible, part.visible(block), and_)
     return visible, bias
 
 
-def dense_mask(mask: Mask, grid: Grid) -> Tensor:
+def dense_mask(bound: BoundMask) -> Tensor:
     """The whole mask, (B, H, L, S): bool, or float with −inf for hidden keys if there is a bias."""
+    grid = bound.grid
     shape = (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
     dtype = torch.float32
     # The dtype of the scores is not known here, so the bias keeps its digits.
-    for tensor in mask.bias_tensors():
+    for tensor in bound.bias_tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    visible, bias = additive(mask, grid, dtype)
+    visible, bias = additive(bound, dtype)
     if bias is None:
         if visible is None:
             return torch.ones(shape, dtype=torch.bool, device=grid.device)
@@ -79,7 +81,7 @@ def dense_mask(mask: Mask, grid: Grid) -> Tensor:
 
 
 def row_blocks(
-    mask: Mask | None, grid: Grid, cells: int, fewest_rows: int = 1, enough_rows: int = ENOUGH_ROWS
+    bound: BoundMask, cells: int, fewest_rows: int = 1, enough_rows: int = ENOUGH_ROWS
 ) -> Iterator[tuple[slice, tuple[int, int]]]:
     """Cut the rows into blocks that fit a budget, each with the columns that can be visible to its rows.
 
@@ -87,8 +89,7 @@ def row_blocks(
     their cells are visible.
 
     Args:
-        mask: its structure rules out columns; ``None`` rules out none.
-        grid: the sizes.
+        bound: its structure rules out columns.
         cells: the most cells (rows × columns) of a block.
         fewest_rows: the fewest rows of a block, even beyond the budget.
         enough_rows: a block that fits the budget with these rows has no fewer, whatever the mask hides.
@@ -96,8 +97,7 @@ def row_blocks(
     Yields:
         The rows, and the first and one past the last column.
     """
-    # Once for all blocks, because the structure of packed sequences takes a pass over their ids.
-    structure = Structure() if mask is None else structure_of(mask, grid)
+    structure, grid = bound.structure, bound.grid
     start = 0
     while start < grid.query_length:
         rows, columns = _block_from(start, structure, grid, cells, fewest_rows, enough_rows)
@@ -136,10 +136,11 @@ def _range(structure: Structure, grid: Grid, start: int, count: int) -> tuple[sl
     return rows, structure.columns(grid, rows)
 
 
-def touched_share(mask: Mask | None, grid: Grid) -> float:
+def touched_share(bound: BoundMask) -> float:
     """The share of the L × S matrix in the blocks of `row_blocks`, in [0, 1]."""
+    grid = bound.grid
     all_cells = grid.query_length * grid.key_length
-    blocks = row_blocks(mask, grid, cells=all_cells)
+    blocks = row_blocks(bound, cells=all_cells)
     return sum((rows.stop - rows.start) * (stop - start) for rows, (start, stop) in blocks) / max(1, all_cells)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from ._base import Mask, Result
+from ._bound import BoundMask
 from ._combined import Wrapping
 from ._documents import Documents
 from ._grid import Block, Grid, Index, Offset, Sizes, ends_of, take
@@ -40,17 +41,18 @@ def part_of(
     return PartMask(mask, offset, full_grid, columns)
 
 
-def full_mask(mask: Mask) -> Mask:
+def full_mask(mask: Mask | None) -> Mask | None:
     """The mask of the larger attention, if a mask is a part of it; else the mask itself."""
     return full_mask(mask.full) if isinstance(mask, PartMask) else mask
 
 
-def document_ids(mask: Mask, grid: Grid) -> tuple[Tensor, Tensor] | None:
+def document_ids(bound: BoundMask) -> tuple[Tensor, Tensor] | None:
     """The document of each query (1 or B, L) and key (1 or B, S), if a mask is `documents` or a part of it.
 
     Each key is visible to the queries of its document. ``None`` unless positions count up.
     """
-    return mask.ids(grid) if isinstance(mask, Documents | PartMask) else None
+    mask = bound.mask
+    return mask.ids(bound.grid) if isinstance(mask, Documents | PartMask) else None
 
 
 @final
@@ -68,7 +70,7 @@ class PartMask(Wrapping):
 
     def ids(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
         """See `document_ids`."""
-        ids = None if isinstance(self._columns, Tensor) else document_ids(self._mask, self._grid(grid))
+        ids = None if isinstance(self._columns, Tensor) else document_ids(BoundMask(self._mask, self._grid(grid)))
         if ids is None:
             return None
         rows, columns = self._slices(grid)

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._environment import has_values, reads_values
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ._base import Mask, Result
+from ._bound import BoundMask
 from ._combined import And, Wrapping
 from ._coverage import COVERAGE, Coverage, coverage
 from ._grid import Grid, Sizes
@@ -94,7 +95,7 @@ class PreparedMask(_LoweredOnce):
 
     def read_coverage(self) -> None:
         """Find out, once, whether every query sees a key and every key is seen. Calls then hide no more than needed."""
-        covered = coverage(self, self._grid)
+        covered = coverage(BoundMask(self, self._grid))
         marks = covered.queries, covered.keys
         if all(each is None or type(each) is Tensor for each in marks):  # others, such as fake ones, have no values
             self._coverage = Coverage.of(*(None if each is None or bool(each.all()) else each for each in marks))
@@ -222,7 +223,7 @@ def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> Prep
         grid = replace(grid, query_positions=queries, key_positions=keys, memo={})
         # Two items and two heads show whether the mask differs between them.
         two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={})
-        for batch, heads in computed_sizes(mask, two):
+        for batch, heads in computed_sizes(BoundMask(mask, two)):
             open_sizes = open_sizes.replace("B", "" if batch > 1 else "B").replace("H", "" if heads > 1 else "H")
     made = PreparedMask.of_grid(mask, grid, open_sizes, open_device)
     # On a CPU calls read it themselves. On a GPU they would wait, and a graph of CUDA cannot.

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .._call.call import weights_wanted
 from .._call.call_types import DropInForward
 from .._call.naming import add_module
-from .._call.request import Request, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, read_environment
 from .._layer.layer import Layer
@@ -185,11 +185,11 @@ class MultiheadAttention(nn.MultiheadAttention):
             grid = Grid(query.shape[0], self.num_heads, query.shape[1], key.shape[1], query.device)
             mask = hidden_mask(attn_mask, key_padding_mask, is_causal, grid, appended)
         heads, projections = self.num_heads, partial(self._project, sequence_first, environment)
-        request = Request(dropout_p=self.dropout if self.training else 0.0)
+        options = {"dropout_p": self.dropout if self.training else 0.0}
         # Appended keys belong to no token, so packed sequences cannot hold them.
         head_dim = None if appended else self.embed_dim // heads
         layer = Layer(
-            projections, self.out_proj, heads, heads, request, head_dim=head_dim, batch_first=not sequence_first
+            projections, self.out_proj, heads, heads, None, options, head_dim=head_dim, batch_first=not sequence_first
         )
         output, weights = layer.run(query, key, value, mask, environment, weights=wanted)
         if unbatched:

@@ -7,8 +7,7 @@ from typing import final
 
 from torch import Tensor
 
-from .._call.call import AttentionCall, build_call
-from .._call.request import Request
+from .._call.call import Call, build_call
 from .._checks import FLOATS, items, shown, strided, text, with_values
 from .._checks import index as index_of
 from .._statistics.arguments import make_options
@@ -47,7 +46,7 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
     if names is not None and (len(names) != len(weights) or len(set(names)) < len(names)):
         expected = f"{len(weights)} different names, one per layer of weights"
         raise ArgumentError("names", expected=expected, got=shown(names))
-    calls: dict[str, AttentionCall] = {}
+    calls: dict[str, Call] = {}
     for index, layer in enumerate(weights):
         with_values(f"weights[{index}]", strided(f"weights[{index}]", layer))
         if layer.dtype not in FLOATS:
@@ -69,7 +68,7 @@ class Given(Recorded):
     from ._record_plots import plot_heads, plot_map, plot_received
     from ._rollout_plot import plot_rollout
 
-    def __init__(self, calls: dict[str, AttentionCall]) -> None:
+    def __init__(self, calls: dict[str, Call]) -> None:
         self._calls = calls
         options = make_options(8, 128, "mass", 1, (-1,))
         self._statistics = {name: [compute_statistics(call, OF_WEIGHTS, options, None)] for name, call in calls.items()}
@@ -99,7 +98,7 @@ class Given(Recorded):
             raise ArgumentError("layer", expected=f"0 … {len(names) - 1}", got=shown(layer))
         return names[index_of("layer", layer, len(names))]
 
-    def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
+    def kept_call(self, layer: int | str, call: int = 0) -> Call:
         """The call whose weights were given. Every layer has one."""
         index_of("call", call, 1)
         return self._calls[self.name_of(layer)]
@@ -114,7 +113,7 @@ class Given(Recorded):
         )
 
 
-def _as_call(weights: Tensor, what: str) -> AttentionCall:
+def _as_call(weights: Tensor, what: str) -> Call:
     """Attention whose scores are ln p: zero queries and keys, and p in the bias."""
     weights = (weights if weights.dim() == 4 else weights[None]).float()
     sums = weights.sum(-1)
@@ -128,4 +127,4 @@ def _as_call(weights: Tensor, what: str) -> AttentionCall:
         )
     batch, heads, length, keys = weights.shape
     query, key = weights.new_zeros(batch, heads, length, 1), weights.new_zeros(batch, heads, keys, 1)
-    return build_call(query, key, None, Request(bias(weights.log()), scale=1.0))
+    return build_call(Call(query, key, key, bias(weights.log()), scale=1.0))

@@ -11,11 +11,10 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._call.call import valid_call
+from clearhead._call.call import Call, valid_call
 from clearhead.kernels._sdpa import SdpaKernel
 from clearhead.masks import Mask
 from tests.support.pretended_cuda.mode import PretendedDevice
-from tests.support.requests import Request
 
 CAPABILITY = os.environ.get("PRETENDED_CAPABILITY", "9")
 _FIRST = "cuDNN" if CAPABILITY == "9" else "flash"
@@ -94,8 +93,8 @@ def test_other_kernels_and_the_cpu_have_no_backend(cuda: PretendedDevice, device
 def test_a_traced_call_runs_on_a_fused_kernel_or_not_on_sdpa(
     cuda: PretendedDevice, sizes: dict[str, Any], mask: Mask | None, fits: bool
 ) -> None:
-    call = valid_call(*inputs(**sizes), Request(mask))
-    traced = SdpaKernel().refusals(call.spec._replace(tracing=True), mask, call.grid)
+    call = valid_call(Call(*inputs(**sizes), mask))
+    traced = SdpaKernel().refusals(call.layout._replace(tracing=True), call.bound)
     assert (traced == ()) is fits
     # The same answer as outside of a graph, where PyTorch chooses.
-    assert (SdpaKernel().refusals(call.spec, mask, call.grid) == ()) is fits
+    assert (SdpaKernel().refusals(call.layout, call.bound) == ()) is fits

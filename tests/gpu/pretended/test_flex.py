@@ -11,8 +11,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._call.call import valid_call
-from clearhead._call.request import Request
+from clearhead._call.call import Call, valid_call
 from clearhead.kernels import _flex_blocks, _flex_choice
 from clearhead.kernels._merging import gradients_of_some_keys, merge_some_keys
 from clearhead.masks import Mask
@@ -293,7 +292,7 @@ def test_gradients_of_some_keys_are_those_of_the_cpu(cuda: PretendedDevice, smal
         part_key, part_value = key[:, :, columns], value[:, :, columns]
         results = clearhead.attention(query, part_key, part_value, part, return_lse=True)
         merge_some_keys(output, lse, *results)
-        calls.append(valid_call(query, part_key, part_value, Request(part)))
+        calls.append(valid_call(Call(query, part_key, part_value, part)))
     correction = (gradient.float() * output).sum(-1)
     parts: list[tuple[Tensor, ...]] = []
     for call in calls:

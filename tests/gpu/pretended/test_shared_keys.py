@@ -11,7 +11,6 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead.distributed import _ring
 from clearhead.distributed._layout import Shards
@@ -60,7 +59,7 @@ def test_a_ring_runs_on_fused_kernels_forward_and_backward(
     own = shards.take(query, 2, rank).requires_grad_()
     environment = read_environment()
     shared = SharedCall(
-        cast(Any, None), rank, shards, shards, Grid(2, HEADS, L, L, CUDA), Request(mask, lse=True), environment
+        cast(Any, None), rank, shards, shards, Grid(2, HEADS, L, L, CUDA), {"mask": mask, "lse": True}, environment
     )
 
     def around(shared: SharedCall, k: Tensor, v: Tensor, name: str) -> Iterator[_ring._RingBlock]:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._call.call import AttentionCall
-from ...masks._base import Mask
+from ..._call.call import Call
+from ...masks._bound import BoundMask
 from ...masks._combined import Or
 from ...masks._grid import Grid
 from ...masks._lowering import evaluated
 from ...masks._part import document_ids, full_mask
-from ...masks._structure import Band, RowRanges, Structure, joined, structure_of
+from ...masks._structure import Band, RowRanges, Structure, joined
 from ...positions._alibi import ALiBi, slopes_of
 from .._base import cut, rows_of_mask
 
@@ -91,40 +91,37 @@ class Operands(NamedTuple):
         return self._replace(query=self.query[:, one], key=self.key[:, kv_head : kv_head + 1], terms=terms)
 
 
-def operands_of(call: AttentionCall) -> Operands:
+def operands_of(call: Call) -> Operands:
     """The operands of a call. Its mask is lowered without reading a value, and a prepared mask only once."""
-    mask, grid = call.request.mask, call.grid
-    if mask is None:
-        terms = Terms(-grid.query_length, grid.key_length, grid.key_length, grid.shift or 0)
-    else:
-        terms = mask.lowered(grid, "triton", lambda: lower(mask, grid))
-    return Operands(call.query, call.key, terms, call.spec.scale, call.spec.softcap or 0.0)
+    bound = call.bound
+    terms = bound.once("triton", lambda: lower(bound))
+    return Operands(call.query, call.key, terms, call.layout.scale, call.layout.softcap or 0.0)
 
 
-def lower(mask: Mask, grid: Grid) -> Terms:
+def lower(bound: BoundMask) -> Terms:
     """The terms of a mask, with the ranges in which documents lie, so that kernels skip what lies outside."""
-    terms = with_ranges(conditions_of(mask.parts(), grid))
+    terms = with_ranges(conditions_of(bound.parts, bound.grid))
     if terms.query_documents is None or terms.key_documents is None:
         return terms
     first_query, last_query = _range_of(terms.key_documents, terms.query_documents)
     return terms._replace(first_query=first_query, last_query=last_query)
 
 
-def conditions_of(parts: Iterable[Mask], grid: Grid) -> Terms:
+def conditions_of(parts: Iterable[BoundMask], grid: Grid) -> Terms:
     """The terms of masks that must all allow a key. One without a structure is evaluated for the whole grid."""
     structure, slopes, documents = Structure(), None, None
     for part in parts:
-        exact = structure_of(part, grid)
-        if isinstance(full_mask(part), Or):
+        exact = part.structure
+        if isinstance(full_mask(part.mask), Or):
             exact = longer(exact, grid) or exact
         if exact.exact:
             structure = structure.meet(exact)
-        elif isinstance(part, ALiBi) and grid.shift is not None and slopes is None:
+        elif isinstance(part.mask, ALiBi) and grid.shift is not None and slopes is None:
             slopes = slopes_of(torch.arange(grid.num_heads, device=grid.device), grid.num_heads, torch.float32)
-        elif documents is None and (ids := document_ids(part, grid)) is not None:
+        elif documents is None and (ids := document_ids(part)) is not None:
             documents = ids
         else:
-            structure = structure.meet(evaluated(part, grid))
+            structure = structure.meet(evaluated(part))
     terms = _of_structure(structure, grid)._replace(slopes=slopes)
     if documents is None:
         return terms

@@ -1,23 +1,25 @@
-"""The spec of a call: everything about it but its tensors, the key of a cached plan."""
+"""The layout of a call: everything about it but its tensors, the key of a cached plan."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._checks import PLAIN, flag, number
 from .._environment import Environment
-from .request import Request
+
+if TYPE_CHECKING:
+    from .call import Call
 
 _NUMBERS = (float, int)
 
 
 # A tuple and no dataclass: it is made, hashed and compared in every call.
-class AttentionSpec(NamedTuple):
+class Layout(NamedTuple):
     """Everything about a call but its tensors: hashable, the key of a cached plan.
 
     Args:
@@ -34,9 +36,9 @@ class AttentionSpec(NamedTuple):
         sinks: whether there are sinks.
         dropout_p: probability that a weight is dropped, in [0, 1].
         is_part: whether the call drops the weights of a larger call: it has a seed or an offset.
-        gradients: which of the call's inputs need one, in the order of `AttentionCall.inputs`; empty if none does.
+        gradients: which of the call's inputs need one, in the order of `Call.inputs`; empty if none does.
         lse: whether the log-sum-exp is returned.
-        weights: which weights are returned, as in `Request`.
+        weights: which weights are returned, as in `Call`.
         sequences: how many packed sequences there are, or ``None``.
         same_sequences: whether their queries and keys have the same boundaries.
         tracing, transformed, dispatching: of the environment.
@@ -94,22 +96,21 @@ class AttentionSpec(NamedTuple):
         return 0 in self.query or 0 in self.key or 0 in self.value
 
 
-def spec_of(
-    query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment | AttentionSpec
-) -> AttentionSpec:
-    """The spec of a call. Its sizes and numbers need not be valid yet.
+def layout_of(call: Call, environment: Environment | Layout) -> Layout:
+    """The layout of a call. Its sizes and numbers need not be valid yet.
 
     Args:
-        query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        request: as `make_call` has read it.
-        environment: of the call. For a call that is made from another one, the spec of that call, which holds it.
+        call: with sinks and positions as kernels read them.
+        environment: of the call. For a call that is made from another one, the layout of that call, which holds it.
     """
-    mask, scale, softcap, sinks, dropout_p, q_positions, k_positions, lse, weights, sequences, seed, offset = request
+    query, key, value, mask, sequences = call.query, call.key, call.value, call.mask, call.sequences
+    scale, softcap, dropout_p, lse = call.scale, call.softcap, call.dropout_p, call.lse
+    q_positions, k_positions = call.query_positions, call.key_positions
     tracing, shape = environment.tracing, query.shape
     if scale is None:  # sums of no products are 0, whatever the factor
         scale = 1.0 / math.sqrt(shape[3]) if shape[3] else 1.0
     plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
-    return AttentionSpec(
+    return Layout(
         shape,
         key.shape,
         value.shape,
@@ -125,16 +126,16 @@ def spec_of(
         k_positions.shape if isinstance(k_positions, Tensor) else k_positions,
         scale if type(scale) is float else _float("scale", scale, "a finite number, or None for 1/√D"),
         None if softcap is None else _float("softcap", softcap, "a number > 0, or None"),
-        sinks is not None,
+        call.sinks is not None,
         dropout_p if type(dropout_p) in _NUMBERS else _float("dropout_p", dropout_p, "a probability in [0, 1]"),
         # Without dropout, seed and offset would only keep equal calls from sharing a plan. A packed sequence has an
         # offset, but its call lies in a larger one only if the call of all sequences does.
         bool(dropout_p)
-        and (seed is not None or offset is not None)
-        and (not isinstance(environment, AttentionSpec) or environment.is_part),
-        _gradients((query, key, value), request) if environment.gradients else (),
+        and (call.seed is not None or call.offset is not None)
+        and (not isinstance(environment, Layout) or environment.is_part),
+        _gradients(call) if environment.gradients else (),
         lse if lse is False or lse is True else flag("return_lse", lse),
-        weights,
+        call.weights,
         None if sequences is None else sequences.count,
         sequences is not None and sequences.cu_seqlens_q is sequences.cu_seqlens_k,
         tracing,
@@ -149,13 +150,11 @@ def has_contiguous_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> boo
 
 
 def _float(name: str, value: float, expected: str) -> float:
-    """A number as a float. `validate` checks its range, which is in the spec."""
+    """A number as a float. `validate` checks its range, which is in the layout."""
     return value if type(value) is float else number(name, value, expected, lambda _: True)
 
 
-def _gradients(operands: tuple[Tensor, Tensor, Tensor], request: Request) -> tuple[bool, ...]:
-    sinks = () if request.sinks is None else (request.sinks,)
-    biases = () if request.mask is None else request.mask.bias_tensors()
+def _gradients(call: Call) -> tuple[bool, ...]:
     # Where no input needs one, calls with and without `no_grad` share a plan.
-    wanted = tuple([tensor.requires_grad for tensor in (*operands, *sinks, *biases)])
+    wanted = tuple([tensor.requires_grad for tensor in call.inputs])
     return wanted if True in wanted else ()
