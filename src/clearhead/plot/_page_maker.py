@@ -10,12 +10,14 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from .._checks import shown
 from ..errors import ArgumentError, DTypeError, FileError
+from ._bundle import bundle
 from ._collect import ItemPicture
 from ._detail import Detail, bytes_of_crops, details_for, least_bytes
 from ._files import whole_file
@@ -29,34 +31,6 @@ from ._still import still_parts
 LIMIT = 5_000_000
 ROOM = (LIMIT - 200_000) * 3 // 4
 PICTURES = {".png", ".svg", ".pdf", ".jpg", ".jpeg"}
-
-#: In the order in which they follow each other in the page's one script.
-SCRIPTS = (
-    "data",
-    "color",
-    "grids",
-    "weights",
-    "arrange",
-    "overview",
-    "numbers",
-    "text",
-    "arcs",
-    "fonts",
-    "finding",
-    "search",
-    "picture",
-    "map",
-    "margins",
-    "view",
-    "pointer",
-    "compared",
-    "aligned",
-    "address",
-    "save",
-    "notebook",
-    "state",
-    "main",
-)
 
 
 @dataclass(frozen=True)
@@ -238,8 +212,7 @@ class PageMaker:
             "compared": compared,
             "words": words_now(),
         }
-        style, script = _part("page.css"), "".join(_part(f"page_{name}.js") for name in SCRIPTS)
-        script = f'"use strict";\n(async () => {{\n{script}}})();\n'
+        style, script = _part("page.css"), _script()
         parts = {
             "policy": f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
             "base-uri 'none'; form-action 'none'",
@@ -273,6 +246,12 @@ def _source(text: str) -> str:
 def _skeleton() -> str:
     """The page's HTML, with its [[texts]] in the chosen language."""
     return re.sub(r"\[\[(.+?)\]\]", lambda name: say(name[1]), _part("page.html"), flags=re.DOTALL)
+
+
+@cache
+def _script() -> str:
+    """The page's modules in one function, which may await."""
+    return f'"use strict";\n(async () => {{\n{bundle("page_main.js", _part)}}})();\n'
 
 
 def _part(name: str) -> str:
