@@ -17,10 +17,10 @@ from ..masks._bound import BoundMask
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
-from .layout import Layout, layout_of
+from .layout import Layout, key_of, layout_of
 from .saved import restored, restored_biases, restored_sinks, with_saved
 from .sequences import PackedSequences, require_within
-from .validation import read_positions, read_sinks, require_numbers, require_shapes, require_tensors
+from .validation import NO_SINK, read_positions, read_sinks, require_numbers, require_shapes, require_tensors
 
 
 class Results(NamedTuple):
@@ -63,8 +63,9 @@ class Call:
             (1, Hkv, Tk, Dv), and each sequence attends to itself.
         seed: int64 scalar that dropout is drawn from. Default: the kernel draws a seed.
         offset: where the call lies in a larger call, for dropout. Default: it is a call of its own.
-        layout: everything about the call but its tensors; `read` sets it.
         bound_: the mask on the call's grid; see `bound`.
+        environment: of the call, or the layout of the call that it was made from; `read` sets it.
+        plan_key: of its plan, but for the mask; ``None`` if no plan is cached; `read` sets it.
     """
 
     query: Tensor
@@ -82,22 +83,25 @@ class Call:
     sequences: PackedSequences | None = None
     seed: Tensor | None = None
     offset: Offset | None = None
-    layout: Layout = field(init=False, repr=False)
-    bound_: BoundMask | None = field(default=None, repr=False, kw_only=True)
+    bound_: BoundMask | None = field(default=None, init=False, repr=False)
+    environment: Environment | Layout = field(init=False, repr=False)
+    plan_key: tuple[object, ...] | None = field(default=None, init=False, repr=False)
+    layout_: Layout | None = field(default=None, init=False, repr=False)
     # Results of `zero_hidden` and `as_one_sequence`. Other tensors have other results.
     zeroed_: Call | None = field(default=None, init=False, repr=False)
     as_one_: Call | None = field(default=None, init=False, repr=False)
 
     def read(self, environment: Environment) -> Call:
-        """The call with a layout, a batch of one where there is none, and positions and sinks as kernels read them.
+        """The call with a key, a batch of one where there is none, and positions and sinks as kernels read them.
 
-        It checks only what the layout does not hold. `validate` checks the rest, once for all calls of a layout.
+        It checks only what the key does not hold. `validate` checks the rest, once for all calls of a key.
         """
         query, key, value = self.query, self.key, self.value
-        # The layout holds one dtype and one device, and no tensors without strides.
+        # The key holds one dtype and one device, and no tensors without strides.
+        dtype, device, strided = query.dtype, query.device, torch.strided
         for x in (query, key, value):
-            is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
-            if not is_plain or x.dtype is not query.dtype or x.device != query.device:
+            is_plain = type(x) in PLAIN and x.layout is strided and not x.is_nested
+            if not is_plain or x.dtype is not dtype or x.device != device:
                 require_tensors(query, key, value)
                 break
         if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
@@ -112,8 +116,16 @@ class Call:
             self.sinks = read_sinks(self.sinks, self.query)
         if self.sequences is not None and self.mask is not None:
             require_within(self.mask)
-        self.layout = layout_of(self, environment)
+        self.environment = environment
+        self.plan_key = key_of(self)
         return self
+
+    @property
+    def layout(self) -> Layout:
+        """Everything about the call but its tensors."""
+        if self.layout_ is None:
+            self.layout_ = layout_of(self)
+        return self.layout_
 
     @property
     def options(self) -> dict[str, Any]:
@@ -144,6 +156,11 @@ class Call:
         return () if self.mask is None else self.mask.bias_tensors()
 
     @property
+    def finite_sinks(self) -> Tensor | None:
+        """The sinks, with a finite number instead of −∞: it would be the only term of a fully masked row."""
+        return None if self.sinks is None else self.sinks.clamp_min(NO_SINK)
+
+    @property
     def inputs(self) -> tuple[Tensor, ...]:
         """Every tensor that gradients may be asked for."""
         sinks = () if self.sinks is None else (self.sinks,)
@@ -169,15 +186,22 @@ class Call:
         """The call of another query, key and value, if they are given, and of other options. Its layout follows."""
         query, key, value = operands or (self.query, self.key, self.value)
         changed = Call(query, key, value, **{**self.options, **changes})
-        changed.layout = layout_of(changed, self.layout)
+        changed.environment = self.layout
+        changed.plan_key = key_of(changed)
         return changed
 
     def alike(self, **changes: Any) -> Call:
-        """A copy with other tensors of the same sizes, or other options with their `layout`. The mask is the same."""
+        """A copy with other tensors of the same sizes. Its layout and its mask are the same."""
         other = copy(self)
         other.zeroed_ = other.as_one_ = None
         for name, value in changes.items():
             setattr(other, name, value)
+        return other
+
+    def with_option(self, **changes: Any) -> Call:
+        """A copy with other options, but the same mask, in the same environment."""
+        other = self.alike(**changes, layout_=None)
+        other.plan_key = key_of(other)
         return other
 
     def rebuild(self, read_again: tuple[Tensor, ...] = ()) -> Callable[..., Call]:
@@ -211,7 +235,7 @@ class Call:
                 if returned := tuple(tensors):
                     changed |= with_saved(changed, read_again, returned)
             call = Call(query, key, value, **changed)
-            call.layout = layout
+            call.environment = call.layout_ = layout
             if covered is not None:
                 call.bound.covered = covered
             return call

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._checks import PLAIN, flag, number
-from .._environment import Environment
 
 if TYPE_CHECKING:
     from .call import Call
@@ -18,9 +16,8 @@ if TYPE_CHECKING:
 _NUMBERS = (float, int)
 
 
-# A tuple and no dataclass: it is made, hashed and compared in every call.
 class Layout(NamedTuple):
-    """Everything about a call but its tensors: hashable, the key of a cached plan.
+    """Everything about a call but its tensors, from which kernels are chosen and plans made.
 
     Args:
         query, key, value: their shapes (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
@@ -28,7 +25,6 @@ class Layout(NamedTuple):
         dtype, device: of all three.
         subclass: name of the tensor subclass among them, or ``None``.
         negative: whether one of them is a lazily negated view.
-        mask: the mask's signature; ``None`` without a mask, and for one that has no signature.
         masked: whether there is a mask.
         query_positions, key_positions: ``None``, an int, or the shape of a tensor.
         scale: factor of q·k.
@@ -52,7 +48,6 @@ class Layout(NamedTuple):
     device: torch.device
     subclass: str | None
     negative: bool
-    mask: Hashable | None
     masked: bool
     query_positions: int | tuple[int, ...] | None
     key_positions: int | tuple[int, ...] | None
@@ -96,15 +91,10 @@ class Layout(NamedTuple):
         return 0 in self.query or 0 in self.key or 0 in self.value
 
 
-def layout_of(call: Call, environment: Environment | Layout) -> Layout:
-    """The layout of a call. Its sizes and numbers need not be valid yet.
-
-    Args:
-        call: with sinks and positions as kernels read them.
-        environment: of the call. For a call that is made from another one, the layout of that call, which holds it.
-    """
+def layout_of(call: Call) -> Layout:
+    """The layout of a call that was read. Its sizes and numbers need not be valid yet."""
     query, key, value, mask, sequences = call.query, call.key, call.value, call.mask, call.sequences
-    scale, softcap, dropout_p, lse = call.scale, call.softcap, call.dropout_p, call.lse
+    scale, softcap, dropout_p, lse, environment = call.scale, call.softcap, call.dropout_p, call.lse, call.environment
     q_positions, k_positions = call.query_positions, call.key_positions
     tracing, shape = environment.tracing, query.shape
     if scale is None:  # sums of no products are 0, whatever the factor
@@ -120,7 +110,6 @@ def layout_of(call: Call, environment: Environment | Layout) -> Layout:
         query.device,
         None if plain else next(type(x).__name__ for x in (query, key, value) if type(x) not in PLAIN),
         not tracing and (query.is_neg() or key.is_neg() or value.is_neg()),
-        None if mask is None or tracing else mask.signature(),
         mask is not None,
         q_positions.shape if isinstance(q_positions, Tensor) else q_positions,
         k_positions.shape if isinstance(k_positions, Tensor) else k_positions,
@@ -128,11 +117,7 @@ def layout_of(call: Call, environment: Environment | Layout) -> Layout:
         None if softcap is None else _float("softcap", softcap, "a number > 0, or None"),
         call.sinks is not None,
         dropout_p if type(dropout_p) in _NUMBERS else _float("dropout_p", dropout_p, "a probability in [0, 1]"),
-        # Without dropout, seed and offset would only keep equal calls from sharing a plan. A packed sequence has an
-        # offset, but its call lies in a larger one only if the call of all sequences does.
-        bool(dropout_p)
-        and (call.seed is not None or call.offset is not None)
-        and (not isinstance(environment, Layout) or environment.is_part),
+        bool(dropout_p) and _is_part(call),
         _gradients(call) if environment.gradients else (),
         lse if lse is False or lse is True else flag("return_lse", lse),
         call.weights,
@@ -142,6 +127,75 @@ def layout_of(call: Call, environment: Environment | Layout) -> Layout:
         environment.transformed,
         environment.dispatching,
     )
+
+
+def key_of(call: Call) -> tuple[object, ...] | None:
+    """What determines the plan of a call besides its mask; ``None`` if the plan is not cached.
+
+    The number of keys counts only beside gradients and weights, whose sizes it determines: with a cache it grows from
+    call to call. `sizes_of` has it, and positions, for the kernels that are chosen by them.
+    """
+    environment, query, key, value = call.environment, call.query, call.key, call.value
+    # A subclass may hold what no key does, and sizes of a graph are symbols.
+    if environment.tracing or not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return None
+    scale, softcap, dropout_p, lse = call.scale, call.softcap, call.dropout_p, call.lse
+    # Numbers of other types are equal to floats that are valid.
+    if scale is not None and type(scale) is not float:
+        call.scale = scale = _float("scale", scale, "a finite number, or None for 1/√D")
+    if softcap is not None and type(softcap) is not float:
+        call.softcap = softcap = _float("softcap", softcap, "a number > 0, or None")
+    if type(dropout_p) not in _NUMBERS:
+        call.dropout_p = dropout_p = _float("dropout_p", dropout_p, "a probability in [0, 1]")
+    if lse is not False and lse is not True:
+        call.lse = lse = flag("return_lse", lse)
+    gradients = _gradients(call) if environment.gradients else ()
+    sized = bool(gradients) or call.weights is not None
+    (key_batch, kv_heads, keys, dim), (value_batch, value_heads, values, value_dim) = key.shape, value.shape
+    sequences = call.sequences
+    return (
+        query.shape,
+        query.stride(),
+        key_batch,
+        kv_heads,
+        dim,
+        key.stride(),
+        value_batch,
+        value_heads,
+        value_dim,
+        value.stride(),
+        values == keys,
+        keys if sized else 0,
+        query.dtype,
+        query.device,
+        query.is_neg() or key.is_neg() or value.is_neg(),
+        scale,
+        softcap,
+        dropout_p,
+        lse,
+        call.weights,
+        call.sinks is None,
+        gradients,
+        None if sequences is None else (sequences.count, sequences.cu_seqlens_q is sequences.cu_seqlens_k),
+        environment.transformed,
+        environment.dispatching,
+        # Without dropout, seed and offset would only keep equal calls from sharing a plan.
+        dropout_p and _is_part(call),
+    )
+
+
+def sizes_of(call: Call) -> tuple[object, ...]:
+    """What `key_of` leaves out."""
+    positions = call.query_positions, call.key_positions
+    return call.key.shape[2], *(each.shape if isinstance(each, Tensor) else each for each in positions)
+
+
+def _is_part(call: Call) -> bool:
+    """Whether a call drops the weights of a larger one, if it drops any."""
+    # A packed sequence has an offset, but its call lies in a larger one only if the call of all sequences does.
+    environment = call.environment
+    in_larger = not isinstance(environment, Layout) or environment.is_part
+    return in_larger and (call.seed is not None or call.offset is not None)
 
 
 def has_contiguous_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -32,7 +32,7 @@ def each_sequence(call: Call) -> Iterator[Call]:
             sequence_mask = all_of(parts)
         sequence = call.changed(*operands, mask=sequence_mask, sequences=None, offset=start._replace(item=number))
         if is_cut:  # its place keeps the plan from serving another call, so that no cache needs it
-            sequence.layout = sequence.layout._replace(mask=None)
+            sequence.plan_key = None
         yield sequence
 
 

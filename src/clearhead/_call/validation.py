@@ -104,7 +104,7 @@ def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int |
 
 
 def read_sinks(sinks: Tensor, query: Tensor) -> Tensor:
-    """Sinks as kernels read them: float32 or float64, and finite."""
+    """Sinks as the native kernel reads them: float32 or float64, without gaps. A sink of −∞ is no sink."""
     heads = query.shape[1]
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
@@ -117,5 +117,4 @@ def read_sinks(sinks: Tensor, query: Tensor) -> Tensor:
             fix="Grouped heads have one sink per query head too.",
         )
     same_device("sinks", sinks, query.device, "query's device")
-    # A sink of −∞ is no sink. In the softmax of a fully masked row it would be the only term.
-    return (sinks if sinks.dtype in _READ else sinks.float()).clamp_min(NO_SINK)
+    return (sinks if sinks.dtype in _READ else sinks.float()).resolve_neg().contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._call.call import Call, Results, validate, zero_hidden
 from .._call.dropout import draw_seed
-from .._call.layout import Layout
+from .._call.layout import sizes_of
 from .._call.observers import computing, notify
 from .._call.packed import as_one_sequence, each_sequence, validate_mask_of_packed
 from .._call.sequences import PackedSequences
@@ -23,6 +23,8 @@ from ..kernels._saved_by_pytorch import saved_as_given
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from .mixing import MIXED, MIXED_ONCE, plan_mixed
+
+_MOST_MASKS = 64  # plans of one key, of masks that the kernels read differently
 
 #: Shows a call and its output to the observers of this thread in another form than its own.
 Show = Callable[[Call, Tensor], None]
@@ -39,18 +41,8 @@ def attend(call: Call, environment: Environment, show: Show | None = None) -> Re
         with autocast_off(call.query):
             return attend(call, environment._replace(autocast=False), show)
     unbatched = call.query.dim() == 3
-    call.read(environment)
-    cached = _cached(call.layout, environment)
-    if not cached:
-        validate(call)
-    # Equal specs need not pass alike, because values of a mask can change.
-    if call.sequences is not None:
-        validate_mask_of_packed(call)
-    elif call.mask is not None:
-        call.bound.validate()
-    if not cached:
-        cached.append(_plan(call, environment))
-    results = _observed(call, cached[0], show) if environment.observed else cached[0](call)
+    plan = _plan_of(call.read(environment), environment)
+    results = _observed(call, plan, show) if environment.observed else plan(call)
     return results if results.lse is None and not unbatched else _returned(results, call, unbatched)
 
 
@@ -81,47 +73,91 @@ def _observed(call: Call, plan: Plan, show: Show | None) -> Results:
 
 def run_call(call: Call, environment: Environment) -> Results:
     """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
-    cached = _cached(call.layout, environment)
-    if not cached:
-        cached.append(_plan(call, environment))
-    return cached[0](call)
+    return _plan_of(call, environment, checked=True)(call)
 
 
-def _cached(layout: Layout, environment: Environment) -> list[Plan]:
-    """A list for the plan of calls of this layout, empty until it is made. A new one if no plan is cached."""
-    # A subclass may hold what no layout does, sizes of a graph are symbols, and a mask without a signature may be
-    # another one in the next call.
-    if layout.subclass is not None or layout.tracing or (layout.masked and layout.mask is None):
-        return []
-    return _plans_of(layout, environment.kernel, environment.fused)
+def _plan_of(call: Call, environment: Environment, *, checked: bool = False, sized: bool | None = None) -> Plan:
+    """The plan of a call, whose sizes are checked where its key is new, and whose mask in every call.
+
+    Args:
+        call: with a key.
+        environment: of the call.
+        checked: whether the call and its mask were checked before.
+        sized: whether the key has all sizes. Default: unless `native` may run all of them.
+    """
+    key = call.plan_key
+    if key is None:
+        if not checked:
+            validate(call)
+            _validate_mask(call)
+        return _new_plan(call, environment)[0]
+    if sized is None:
+        sized = not call.query.is_cpu
+    plans = _plans_of((key, environment.fused, *sizes_of(call)) if sized else key, environment.kernel)
+    if not checked:
+        if not plans:
+            validate(call)
+        # Equal keys need not pass alike, because values of a mask can change.
+        if call.mask is not None:
+            _validate_mask(call)
+    of_mask = () if call.mask is None else call.bound.key(sized)
+    if of_mask is None:  # it may be another one in the next call
+        return _new_plan(call, environment)[0]
+    plan = plans.get(of_mask)
+    if plan is None:
+        plan, fits_all = _new_plan(call, environment)
+        if not (sized or fits_all):
+            plan = _with_sizes(environment)
+        if len(plans) == _MOST_MASKS:
+            plans.clear()
+        plans[of_mask] = plan
+    return plan
 
 
-# Decoding makes a layout for each length: room for many, and those of a training in between stay.
+def _validate_mask(call: Call) -> None:
+    if call.sequences is not None:
+        validate_mask_of_packed(call)
+    else:
+        call.bound.validate()
+
+
+def _with_sizes(environment: Environment) -> Plan:
+    """The plan of calls that are planned for each number of keys, and for each band."""
+    return lambda call: _plan_of(call, environment, checked=True, sized=True)(call)
+
+
 @lru_cache(256)
-def _plans_of(layout: Layout, forced: Kernel | None, fused: tuple[object, ...]) -> list[Plan]:
-    return []
+def _plans_of(key: tuple[object, ...], forced: Kernel | None) -> dict[Hashable, Plan]:
+    """The plans of all calls of a key, by the keys of their masks."""
+    return {}
 
 
-def _plan(call: Call, environment: Environment) -> Plan:
-    layout, bound = call.layout, call.bound
+def _new_plan(call: Call, environment: Environment) -> tuple[Plan, bool]:
+    """A plan, and whether it serves every number of keys, first position and band."""
+    layout = call.layout
     # Kernels read memory, in which a lazily negated view has the opposite sign.
     if layout.negative:
-        return _with_numbers_written(environment)
+        return _with_numbers_written(environment), True
     if layout.weights in (MIXED, MIXED_ONCE):
-        return plan_mixed(lambda call: run_call(call, environment), environment.kernel)
+        return plan_mixed(lambda call: run_call(call, environment), environment.kernel), True
     if layout.sequences is not None:
         kernel = None if layout.tracing else choose_for_packed(call, environment.kernel)
         if kernel is None and not cast(PackedSequences, call.sequences).queries:
             # A graph and an accelerator have no values of boundaries to cut sequences by: a mask hides the others.
-            return lambda call: run_call(as_one_sequence(call), environment)
+            return lambda call: run_call(as_one_sequence(call), environment), False
         if kernel is None:
             one_by_one = _each_alone(environment)
-            return _with_seed(one_by_one) if layout.dropout_p > 0 else one_by_one
+            return _with_seed(one_by_one) if layout.dropout_p > 0 else one_by_one, False
     else:
         kernel = choose(call, environment.kernel)
+    return _plan_on(kernel, call, environment), kernel.fits_all_sizes
+
+
+def _plan_on(kernel: Kernel, call: Call, environment: Environment) -> Plan:
+    """The plan of a call on a kernel, which is innermost. Each function around it adds a step that the kernel lacks."""
+    layout, bound = call.layout, call.bound
     wants_weights = layout.weights is not None
     together = wants_weights and kernel.gives_weights(layout, bound)
-    # The kernel is innermost. Each function around it adds a step that the kernel lacks.
     compute = kernel.plan(layout if together or not wants_weights else layout._replace(weights=None), bound)
     if layout.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)

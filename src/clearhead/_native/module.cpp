@@ -53,7 +53,7 @@ constexpr Argument<Problem> PLAN[] = {
     TO("scale", exact_scale), TO("softcap", exact_softcap), ARGUMENT(drop_below), ARGUMENT(wide_output),
     ARGUMENT(query), ARGUMENT(key), ARGUMENT(value), ARGUMENT(output),
     ARGUMENT(query_gradient), ARGUMENT(key_gradient), ARGUMENT(value_gradient), ARGUMENT(bias_gradient),
-    ARGUMENT(low), ARGUMENT(high), ARGUMENT(stop), ARGUMENT(sequences),
+    ARGUMENT(sequences),
     TO_EACH("first", &to.range_batch, &to.range_row), ARGUMENT(visible), ARGUMENT(bias),
 };
 
@@ -65,7 +65,7 @@ void read_seed(Problem& p, PyObject* value) {
 }
 
 // The order in C++. Python's order is in kernels/_native_arguments.py, and the import compares the two. A call may end
-// after `lse`, or where the arguments of the backward pass begin.
+// after `stop`, or where the arguments of the backward pass begin.
 constexpr Argument<Problem> CALL[] = {
     ARGUMENT(threads),
     TO("query", query.data),
@@ -73,6 +73,10 @@ constexpr Argument<Problem> CALL[] = {
     TO("value", value.data),
     TO("output", output.data),
     ARGUMENT(lse),
+    ARGUMENT(keys),
+    ARGUMENT(low),
+    ARGUMENT(high),
+    ARGUMENT(stop),
     ARGUMENT(sinks),
     ARGUMENT(first),
     ARGUMENT(last),
@@ -162,6 +166,7 @@ const Kernels* read_call(PyObject* const* items, Py_ssize_t count, Problem& p) {
     memcpy(&p, PyBytes_AsString(items[0]), sizeof p);
     for (Py_ssize_t n = 2; n < count; n++) CALL[n - 2].assign(p, items[n]);
     if (p.offset.num_heads == 0) p.offset.num_heads = p.heads;
+    if (p.keys >= INT_MAX) PyErr_SetString(PyExc_ValueError, "rows, keys or heads are too many");
     if (p.sequences && !(rise(p.cu_seqlens_q, p.sequences, p.rows) && rise(p.cu_seqlens_k, p.sequences, p.keys)))
         PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
     return PyErr_Occurred() ? nullptr : INSTRUCTION_SETS[PyLong_AsLongLong(items[1])];

@@ -135,11 +135,13 @@ struct Problem : RowRanges {
     int64_t bytes() const { return type == Type::float32 ? 4 : 2; }
     int64_t row_place(int64_t b, int64_t h, int64_t i) const { return b * lse_batch + h * lse_head + i; }
     int64_t group() const { return heads / kv_heads; }
+    // A sink of −∞ is none: its weight is 0 beside any score, and in the softmax of a fully masked row it is the only term.
+    double sink(int64_t h) const { return sinks[h] < -1e38f ? -1e38f : sinks[h]; }
     // Σ_j ds of a row that is not fully masked. NaN if δ is not finite.
     double sum_of_score_gradients(int64_t b, int64_t h, int64_t i) const {
         const int64_t place = row_place(b, h, i);
         const double of_lse = lse_gradient ? lse_gradient[place] : 0, delta = correction[place] + of_lse;
-        const double of_sink = sinks ? exp(sinks[h] - lse[place]) : 0;
+        const double of_sink = sinks ? exp(sink(h) - lse[place]) : 0;
         return isfinite(delta) ? of_sink * delta + (1 - of_sink) * of_lse : NAN;
     }
     // Rows of all query heads that share a key/value head.

@@ -60,7 +60,7 @@ def shared_call_of(operands: Operands, shared: SharedCall, chunks: Sequence[Chun
     mask = options.get("mask")
     of_all: dict[str, Any] = {**call.options, "mask": mask, **positions}
     made = PartialCall(q, k, v, **of_all, totals=shared, results=results)
-    made.layout, made.bound_ = call.layout, BoundMask(mask, grid)
+    made.environment, made.layout_, made.bound_ = call.environment, call.layout, BoundMask(mask, grid)
     return made
 
 

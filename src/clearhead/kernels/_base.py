@@ -81,6 +81,8 @@ class Kernel(ABC):
     isolates_queries: ClassVar[bool] = False
     #: Whether one plan computes all packed sequences of a call (`Request.sequences`).
     takes_packed: ClassVar[bool] = False
+    #: Whether its plans serve every number of keys and every band, and whether it runs a call does not depend on them.
+    fits_all_sizes: ClassVar[bool] = False
     #: Whether dropout is drawn from the seed of the call, so that such kernels drop the same weights.
     seeds_dropout: ClassVar[bool] = True
 

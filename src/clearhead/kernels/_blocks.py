@@ -211,7 +211,7 @@ def block_scores(
 
 def block_sinks(call: Call, block: Block, dtype: torch.dtype) -> Tensor | None:
     """The sinks of the block's heads, (1, h, 1, 1), or ``None``."""
-    sinks = call.sinks
+    sinks = call.finite_sinks
     return None if sinks is None else sinks[block.heads].to(dtype)[None, :, None, None]
 
 

@@ -17,7 +17,7 @@ from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ..masks._structure import Band
 from ._base import Kernel, Plan, Refusal
-from ._native_arguments import NativeArguments, NativeProblem
+from ._native_arguments import FAR, NativeArguments
 from ._native_masks import lower_mask
 from ._native_operator import count_flops
 from ._native_plan import NativePlan, plan_of
@@ -32,6 +32,8 @@ from ._second_order import (
 )
 from ._weights_gradient import weights_by_operations, weights_gradients
 
+_NO_LIMITS = Band(-FAR, FAR, FAR)
+
 
 @final
 class NativeKernel(Kernel):
@@ -43,6 +45,7 @@ class NativeKernel(Kernel):
     isolates_hidden: ClassVar[bool] = True
     #: `NativePlan` computes packed sequences without a mask of their boundaries.
     takes_packed: ClassVar[bool] = True
+    fits_all_sizes: ClassVar[bool] = True
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         return native_refusals(layout, bound)
@@ -62,9 +65,12 @@ class NativeKernel(Kernel):
         # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.
         if layout.tracing or layout.dispatching:
             return _run_operator
-        band = bound.band
-        planned = None if band is None else _plan_of_band(layout, band)
-        return partial(_compute_with_gradients if layout.gradients else _compute, planned, layout.weights)
+        planned = None if bound.band is None else _plan_of_band(layout)
+        if layout.gradients:
+            return partial(_compute_with_gradients, planned, layout.weights)
+        if planned is None or layout.lse or layout.weights is not None:
+            return partial(_compute, planned, layout.weights)
+        return partial(_compute_output, planned)
 
 
 def _run_operator(call: Call) -> Results:
@@ -79,19 +85,27 @@ def _run_operator(call: Call) -> Results:
     return allow_second_derivatives("native", call, results)
 
 
-def _plan_of_band(layout: Layout, band: Band) -> NativePlan:
-    """The plan of all calls of a layout, whose mask is the same band every time: a signature and sizes determine it."""
+def _plan_of_band(layout: Layout) -> NativePlan:
+    """The plan of all calls of a layout whose masks are bands."""
     query, key, value = zip((layout.query, layout.key, layout.value), layout.strides, strict=True)
-    sequences, differentiable = layout.sequences or 0, bool(layout.gradients)
-    numbers = layout.scale, layout.softcap or 0.0, layout.dropout_p, band.low, band.high, band.stop, sequences
-    return NativePlan(NativeProblem(layout.dtype, query, key, value, *numbers, differentiable=differentiable))
+    numbers = layout.scale, layout.softcap or 0.0, layout.dropout_p, layout.sequences or 0
+    return NativePlan(layout.dtype, query, key, value, *numbers, differentiable=bool(layout.gradients))
+
+
+def _compute_output(planned: NativePlan, call: Call) -> Results:
+    """The output of a call whose mask is a band."""
+    limits = _NO_LIMITS if call.mask is None else cast(Band, call.bound.band)
+    if call.sinks is call.seed is call.sequences is None:
+        return Results(planned.compute(call.query, call.key, call.value, limits, ()))
+    arguments = arguments_of(call, planned)
+    return Results(planned.compute(*arguments[:3], limits, arguments.addresses_of_others()))
 
 
 def arguments_of(call: Call, planned: NativePlan | None = None) -> NativeArguments:
-    """The arguments of a call. Its mask is lowered, unless there is a plan already, which holds the band."""
+    """The arguments of a call. Its mask is lowered, unless there is a plan already, for calls whose mask is a band."""
     layout, sinks, sequences = call.layout, call.sinks, call.sequences
     if planned is not None:
-        lowered: dict[str, Any] = {}
+        lowered: dict[str, Any] = {} if call.mask is None else cast(Band, call.bound.band)._asdict()
     else:
         lowered = call.bound.once("native", partial(lower_mask, call.bound))
     return NativeArguments(

@@ -1,4 +1,4 @@
-"""The arguments of one call of the compiled kernel, their order, and the problem that many calls share.
+"""The arguments of one call of the compiled kernel, their order, and the strides of what it writes.
 
 C++ declares the order in ``_native/module.cpp``. The two are compared when this module is imported.
 """
@@ -16,49 +16,10 @@ from .._native import require_declared
 from ..masks._grid import Offset
 
 Strides = tuple[int, ...]
-Layout = tuple[tuple[int, ...], Strides]  #: shape and strides of a tensor
+Placed = tuple[tuple[int, ...], Strides]  #: shape and strides of a tensor
 
+FAR = 1 << 40  #: limits nothing
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  #: `Type` of ``_native/problem.h``
-
-
-class NativeProblem(NamedTuple):
-    """All of a call but the addresses of its tensors: the key of a `NativePlan`.
-
-    Args:
-        dtype: of query, key and value.
-        query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv). With `sequences` B is 1, and L and S count
-            the tokens of all packed sequences.
-        scale: factor of the scores.
-        softcap: 0 is none.
-        dropout_p: probability that a weight is dropped, if a call has a seed.
-        low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
-        sequences: the number of packed sequences, or 0 for a batch. Bands and dropout count within a sequence.
-        first: that of `NativeArguments.first` and `last`, or ``None``.
-        visible, bias: those of these tensors, or ``None``.
-        bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
-        differentiable: whether there may be a backward pass; the output is then float32 whatever the dtype.
-        output: strides of the output. Default: heads lie beside each other where the query's do.
-        gradients: strides of the gradients of query, key and value. Default: they are laid out as the inputs.
-    """
-
-    dtype: torch.dtype
-    query: Layout
-    key: Layout
-    value: Layout
-    scale: float = 1.0
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    low: int | None = None
-    high: int | None = None
-    stop: int | None = None
-    sequences: int = 0
-    first: Layout | None = None
-    visible: Layout | None = None
-    bias: Layout | None = None
-    bias_gradient: tuple[int, ...] | None = None
-    differentiable: bool = False
-    output: Strides | None = None
-    gradients: tuple[Strides, ...] | None = None
 
 
 class NativeArguments(NamedTuple):
@@ -74,7 +35,10 @@ class NativeArguments(NamedTuple):
         bias: float32 of such a shape, added to the scores.
         seed: int64 scalar; dropout is drawn from it.
         cu_seqlens_q, cu_seqlens_k: int64 (sequences + 1,), where packed sequences begin and the last ends.
-        scale, softcap, dropout_p, low, high, stop: as for `NativeProblem`.
+        scale: factor of the scores.
+        softcap: 0 is none.
+        dropout_p: probability that a weight is dropped, if there is a seed.
+        low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
         offset: the numbers of an `Offset`, for dropout. ``None`` means those of a call of its own.
     """
 
@@ -97,16 +61,21 @@ class NativeArguments(NamedTuple):
     stop: int | None = None
     offset: Sequence[int] | None = None
 
-    def addresses(self, output: Tensor | None, lse: Tensor | None, *backward: int) -> tuple[int, ...]:
-        """The arguments of the compiled functions, which end early where the others are ``None``.
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        """Low, high and stop as numbers."""
+        low, high, stop = self.low, self.high, self.stop
+        return -FAR if low is None else low, FAR if high is None else high, FAR if stop is None else stop
 
-        The tensors must outlive the call. Output and lse are written, or read by a backward pass, and may be ``None``.
+    def addresses_of_others(self) -> tuple[int, ...]:
+        """The arguments between the band and those of a backward pass; empty if the call needs none.
+
+        The tensors must outlive the call.
         """
-        query, key, value, sinks, first, _, visible, bias, seed, cu_seqlens_q, *_ = self
-        operands = query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)
-        if not backward and sinks is first is visible is bias is seed is cu_seqlens_q is None:
-            return operands
-        return *operands, *map(address_of, self[3:11]), *(self.offset or _NO_OFFSET), *backward
+        _, _, _, sinks, first, _, visible, bias, seed, cu_seqlens_q, *_ = self
+        if sinks is first is visible is bias is seed is cu_seqlens_q is None:
+            return ()
+        return *map(address_of, self[3:11]), *(self.offset or _NO_OFFSET)
 
 
 class BackwardArguments(NamedTuple):
@@ -133,7 +102,7 @@ def address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-OPERANDS = "threads", "query", "key", "value", "output", "lse"
+OPERANDS = "threads", "query", "key", "value", "output", "lse", "keys", "low", "high", "stop"
 require_declared("arguments", *OPERANDS, *NativeArguments._fields[3:11], *Offset._fields, *BackwardArguments._fields)
 require_declared("types", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
 
@@ -174,6 +143,6 @@ def strides_of_bias_gradient(shape: tuple[int, ...] | None) -> Strides | None:
     return 0 if shape[0] == 1 else items, *matrix
 
 
-def broadcast_strides(layout: Layout | None) -> Strides | None:
+def broadcast_strides(placed: Placed | None) -> Strides | None:
     """Strides, zero where a size of 1 broadcasts."""
-    return None if layout is None else tuple(0 if size == 1 else stride for size, stride in zip(*layout, strict=True))
+    return None if placed is None else tuple(0 if size == 1 else stride for size, stride in zip(*placed, strict=True))

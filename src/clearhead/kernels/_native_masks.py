@@ -35,7 +35,7 @@ def lower_mask(bound: BoundMask) -> dict[str, Any]:
         visible = joined(visible, tensor, and_)
     for added in structure.biases:  # written out, because the kernel reads memory
         bias = joined(bias, added.float().resolve_neg(), add)
-    lowered: dict[str, Any] = {**vars(band), "visible": visible, "bias": bias}
+    lowered: dict[str, Any] = {**band._asdict(), "visible": visible, "bias": bias}
     if rows is not None:
         last = rows.stop.long().clamp(0, grid.key_length).int()
         first = torch.zeros_like(last) if rows.first is None else rows.first.clamp(0, grid.key_length).int()

@@ -18,7 +18,8 @@ from ._native_arguments import (
     DTYPES,
     BackwardArguments,
     NativeArguments,
-    NativeProblem,
+    Placed,
+    Strides,
     address_of,
     broadcast_strides,
     contiguous_strides,
@@ -31,60 +32,97 @@ _LEVELS = 1 << 16  # of the bits that decide about dropout
 _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
 _PLANS = 256
 _CPU = torch.device("cpu")
+#: The arguments of tensors that a call does not have, before those of a backward pass.
+_NO_OTHERS = (0,) * 13
 
 
 @final
 class NativePlan:
-    """Forward, backward and statistics of all calls of one problem.
+    """Forward, backward and statistics of all calls of some sizes and strides.
+
+    The number of keys, the band and the addresses belong to a call, so that a plan serves a growing cache.
+
+    Args:
+        dtype: of query, key and value.
+        query, key, value: shape and strides of (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv). With `sequences` B is
+            1, and L and S count the tokens of all packed sequences.
+        scale, softcap, dropout_p: as for `NativeArguments`.
+        sequences: the number of packed sequences, or 0 for a batch. Bands and dropout count within a sequence.
+        first: shape and strides of `NativeArguments.first` and `last`, or ``None``.
+        visible, bias: those of these tensors, or ``None``.
+        bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
+        differentiable: whether there may be a backward pass; the output is then float32 whatever the dtype.
+        output: strides of the output. Default: heads lie beside each other where the query's do.
+        gradients: strides of the gradients of query, key and value. Default: they are laid out as the inputs.
 
     Example:
         >>> import torch
-        >>> from clearhead.kernels._native_arguments import NativeArguments, NativeProblem
+        >>> from clearhead.kernels._native_arguments import NativeArguments
         >>> from clearhead.kernels._native_plan import NativePlan
         >>> from clearhead._native import extension
         >>> x = torch.randn(2, 3, 5, 4)
         >>> if extension is not None:
-        ...     plan = NativePlan(NativeProblem(x.dtype, *[(x.shape, x.stride())] * 3, scale=0.5))
+        ...     plan = NativePlan(x.dtype, *[(x.shape, x.stride())] * 3, scale=0.5)
         ...     assert plan.forward(NativeArguments(x, x, x)).shape == x.shape
     """
 
-    def __init__(self, problem: NativeProblem) -> None:
-        layouts = problem.query, problem.key, problem.value
-        self._operand_strides = tuple(strides for _, strides in layouts)
-        (batch, heads, rows, dim), _, (_, _, keys, value_dim) = shapes = [shape for shape, _ in layouts]
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        query: Placed,
+        key: Placed,
+        value: Placed,
+        scale: float = 1.0,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        sequences: int = 0,
+        first: Placed | None = None,
+        visible: Placed | None = None,
+        bias: Placed | None = None,
+        bias_gradient: tuple[int, ...] | None = None,
+        differentiable: bool = False,
+        output: Strides | None = None,
+        gradients: tuple[Strides, ...] | None = None,
+    ) -> None:
+        operands = query, key, value
+        self._operand_strides = tuple(strides for _, strides in operands)
+        (batch, heads, rows, dim), _, (_, _, _, value_dim) = shapes = [shape for shape, _ in operands]
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
-        self._contiguous = [not has_contiguous_rows(*layout) for layout in layouts]
+        self._contiguous = [not has_contiguous_rows(*placed) for placed in operands]
         self._copies = True in self._contiguous
-        operands = [
+        read = [
             contiguous_strides(shape) if copied else strides
-            for (shape, strides), copied in zip(layouts, self._contiguous, strict=True)
+            for (shape, strides), copied in zip(operands, self._contiguous, strict=True)
         ]
-        gradients = problem.gradients or [strides_of_gradient(*layout) for layout in layouts]
-        self._gradients = tuple(zip(shapes, gradients, strict=True))
+        of_inputs = gradients or [strides_of_gradient(*placed) for placed in operands]
+        self._gradients = tuple(zip(shapes, of_inputs, strict=True))
         self._shape = (batch, heads, rows, value_dim)
-        self._strides = problem.output or strides_of_output(self._shape, problem.query[1])
-        self._dtype = problem.dtype
-        self._output_dtype = torch.float32 if problem.differentiable else problem.dtype
+        self._strides = output or strides_of_output(self._shape, query[1])
+        self._dtype = dtype
+        self._output_dtype = torch.float32 if differentiable else dtype
         self._rows_shape = (batch, heads, rows)
-        self._bias_shape = problem.bias_gradient
-        # Starting threads, and asking PyTorch how many there are, would take longer than such a call.
-        self._one_thread = batch * heads * rows * keys * dim <= _WORK_OF_ONE
+        self._bias_shape = bias_gradient
+        # Starting threads, and asking PyTorch how many there are, would take longer than a call of few keys.
+        self._most_keys_of_one = _WORK_OF_ONE // max(1, batch * heads * rows * dim)
         built = cast(Any, extension)
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = built.forward, built.backward, built.statistics
         names = ("query", "key", "value")
+        masks = {"first": first, "visible": visible, "bias": bias}
         self._plan = built.plan(
-            type=DTYPES[problem.dtype],
-            query_shape=problem.query[0],
-            value_shape=problem.value[0],
-            **dict(zip(names, operands, strict=True)),
-            **{f"{name}_gradient": strides for name, strides in zip(names, gradients, strict=True)},
+            type=DTYPES[dtype],
+            query_shape=query[0],
+            value_shape=value[0],
+            **dict(zip(names, read, strict=True)),
+            **{f"{name}_gradient": strides for name, strides in zip(names, of_inputs, strict=True)},
             output=self._strides,
-            bias_gradient=strides_of_bias_gradient(problem.bias_gradient),
-            **{name: broadcast_strides(getattr(problem, name)) for name in ("first", "visible", "bias")},
-            **{name: getattr(problem, name) for name in ("scale", "softcap", "low", "high", "stop", "sequences")},
-            drop_below=round(problem.dropout_p * _LEVELS),
-            wide_output=problem.differentiable,
+            bias_gradient=strides_of_bias_gradient(bias_gradient),
+            **{name: broadcast_strides(placed) for name, placed in masks.items()},
+            scale=scale,
+            softcap=softcap,
+            sequences=sequences,
+            drop_below=round(dropout_p * _LEVELS),
+            wide_output=differentiable,
         )
 
     def reads(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -106,16 +144,47 @@ class NativePlan:
 
         `wanted` as for `statistics`.
         """
-        like = arguments.query
-        if self._output_dtype is like.dtype:
-            output = like.new_empty_strided(self._shape, self._strides)
-        else:
-            output = like.new_empty_strided(self._shape, self._strides, dtype=self._output_dtype)
+        output = self.empty_output(arguments.query)
         if wanted:
             self.statistics(arguments, output, lse, **wanted)
         else:
             self._run(self._forward, arguments, output, lse)
         return output
+
+    def compute(
+        self, query: Tensor, key: Tensor, value: Tensor, limits: tuple[int, int, int], others: tuple[int, ...]
+    ) -> Tensor:
+        """`forward` of tensors that are no negated views, without lse: the fewest steps, which tiny calls notice.
+
+        Args:
+            query, key, value: of the call.
+            limits: low, high and stop of its band.
+            others: its other addresses.
+        """
+        if self._copies:
+            query, key, value = self._with_whole_rows(query, key, value)
+        output = self.empty_output(query)
+        keys = key.shape[2]
+        self._forward(
+            self._plan,
+            instruction_set_number(),
+            1 if keys <= self._most_keys_of_one else torch.get_num_threads(),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+            0,
+            keys,
+            *limits,
+            *others,
+        )
+        return output
+
+    def empty_output(self, like: Tensor) -> Tensor:
+        """(B, H, L, Dv)."""
+        if self._output_dtype is like.dtype:
+            return like.new_empty_strided(self._shape, self._strides)
+        return like.new_empty_strided(self._shape, self._strides, dtype=self._output_dtype)
 
     def backward(
         self,
@@ -203,18 +272,25 @@ class NativePlan:
     ) -> None:
         """Call a compiled function with the plan, the instruction set, the number of threads, and addresses."""
         query, key, value = arguments[:3]
-        # The kernel reads rows whose elements lie side by side. It would read x where a negated view means −x.
+        # The kernel would read x where a negated view means −x.
         if self._copies or query.is_neg() or key.is_neg() or value.is_neg():
-            resolved = (query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
-            query, key, value = (
-                x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True)
-            )
+            resolved = self._with_whole_rows(query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
+            query, key, value = resolved
             arguments = arguments._replace(query=query, key=key, value=value)
-        threads = 1 if self._one_thread else torch.get_num_threads()
-        addresses = arguments.addresses(output, lse, *backward)
-        if backward and 0 in addresses[:5]:
-            _require_memory(arguments, output, lse)
-        function(self._plan, instruction_set_number(), threads, *addresses, **wanted)
+        keys = key.shape[2]
+        threads = 1 if keys <= self._most_keys_of_one else torch.get_num_threads()
+        operands = query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)
+        others = arguments.addresses_of_others()
+        if backward:
+            others = (*(others or _NO_OTHERS), *backward)
+            if 0 in operands:
+                _require_memory(arguments, output, lse)
+        plan = self._plan
+        function(plan, instruction_set_number(), threads, *operands, keys, *arguments.limits, *others, **wanted)
+
+    def _with_whole_rows(self, *operands: Tensor) -> list[Tensor]:
+        """Copies of the operands whose rows have gaps. The kernel reads rows whose elements lie side by side."""
+        return [x.contiguous() if copy else x for x, copy in zip(operands, self._contiguous, strict=True)]
 
 
 def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tensor | None) -> None:
@@ -230,18 +306,15 @@ def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tens
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
-    """The plan of such calls; `options` are about gradients, by the names of `NativeProblem`."""
-    query, key, value, _, first, _, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *band, _ = arguments
+    """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
+    query, key, value, _, first, _, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
     operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
     dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
     ranges = None if first is None else (first.shape, first.stride())
     marks = None if visible is None else (visible.shape, visible.stride())
     added = None if bias is None else (bias.shape, bias.stride())
-    numbers = scale, softcap, dropped, *band, sequences
+    numbers = scale, softcap, dropped, sequences
     return _cached_plan(query.dtype, *operands, *numbers, ranges, marks, added, **options)
 
 
-# Besides the cache of plans by specs, because a layout has neither the band of a lowered mask nor its tensors' strides.
-@lru_cache(_PLANS)
-def _cached_plan(*fields: Any, **options: Any) -> NativePlan:
-    return NativePlan(NativeProblem(*fields, **options))
+_cached_plan = lru_cache(_PLANS)(NativePlan)

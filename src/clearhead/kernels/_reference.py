@@ -54,8 +54,9 @@ def reference_weights(call: Call) -> tuple[Tensor, Tensor]:
     """
     scores = reference_scores(call)
     keys = scores.shape[-1]
-    if call.sinks is not None:  # a sink is one more key, whose value is zero
-        sinks = call.sinks.to(scores.dtype)[None, :, None, None]
+    sinks = call.finite_sinks
+    if sinks is not None:  # a sink is one more key, whose value is zero
+        sinks = sinks.to(scores.dtype)[None, :, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
         return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
     masked = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)

@@ -71,7 +71,7 @@ CHECK = FirstCheck(
 def _by_kernels(call: Call, names: Collection[str]) -> dict[str, Tensor]:
     from ._triton import _calls  # imports Triton
 
-    operands, sinks = operands_of(call), call.sinks
+    operands, sinks = operands_of(call), call.finite_sinks
     first = torch.arange(call.key.shape[2], device=call.query.device)[None, None] < 1
     results = _calls.rows(operands, sinks=sinks, first_keys=first, want=names, top=_TOP)
     lse = results["lse"]

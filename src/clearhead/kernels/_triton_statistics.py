@@ -27,7 +27,7 @@ def gather(call: Call, wanted: dict[str, Any], counted: Tensor | None) -> dict[s
     if {"received", "top", "map", "weights"} & wanted.keys():
         names.add("lse")
     top, first_keys = wanted.get("top", 0), wanted.get("first_keys")
-    buffers: dict[str, Any] = _calls.rows(operands, sinks=call.sinks, first_keys=first_keys, want=names, top=top)
+    buffers: dict[str, Any] = _calls.rows(operands, sinks=call.finite_sinks, first_keys=first_keys, want=names, top=top)
     buffers["largest"] = buffers.pop("max_logit")
     if "received" in wanted:
         buffers["received"], buffers["viewers"] = _calls.columns(operands, buffers["lse"], counted)
@@ -51,7 +51,7 @@ def weights(call: Call, chosen: Tensor | None, average: bool, head: int | None =
     Returns:
         (B, H, n, S), or (B, n, S) if averaged, or of one head.
     """
-    operands, sinks = _chosen(call, chosen), call.sinks
+    operands, sinks = _chosen(call, chosen), call.finite_sinks
     if head is not None:
         operands, sinks = operands.of_head(head), None if sinks is None else sinks.narrow(0, head, 1)
     lse = _calls.rows(operands, sinks=sinks)["lse"]
@@ -65,7 +65,7 @@ def weights_gradients(call: Call, chosen: Tensor | None, average: bool, gradient
         call, chosen, average: as for `weights`.
         gradient: (B, H, n, S), or (B, n, S) if averaged.
     """
-    operands, sinks = _chosen(call, chosen), call.sinks
+    operands, sinks = _chosen(call, chosen), call.finite_sinks
     lse = _calls.rows(operands, sinks=sinks)["lse"]
     of_weights = gradient[:, None] if average else gradient
     of_query, of_key, means = _calls.weights_gradients(operands, lse, of_weights)

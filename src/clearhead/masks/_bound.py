@@ -86,3 +86,18 @@ class BoundMask:
     def bias_tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the biases, in a fixed order."""
         return () if self.mask is None else self.mask.bias_tensors()
+
+    def key(self, sized: bool) -> Hashable | None:
+        """What determines a plan for calls with the mask; ``None`` if the next call with it needs another plan.
+
+        It has the layouts of tensors and, if `sized`, the numbers of the band.
+        """
+        band = self.band
+        if band is not None:
+            return band if sized else "band"
+        structure = self.structure
+        if structure.exact:
+            return structure.layout(sized)
+        signature = None if self.mask is None else self.mask.signature()
+        layout = structure.layout(sized)
+        return None if signature is None or layout is None else (layout, signature)

@@ -49,10 +49,6 @@ class Documents(OfTensor):
     def __init__(self, ids: Tensor) -> None:
         super().__init__("documents", ids if ids.dim() == 2 else ids[None])  # (1 or B, T)
 
-    def signature(self) -> None:
-        # The lowering depends on the values: on whether each sequence is contiguous.
-        return None
-
     def structure(self, grid: Grid) -> Structure:
         # A position is in its own document.
         unknown = Structure(exact=False, diagonal=grid.shift == 0)

@@ -16,7 +16,7 @@ Index = slice | Tensor
 ALL = slice(None)  # compared by value, because a dimension that is not cut needs no operator
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Grid:
     """The sizes of one attention call, and the positions of its queries and keys.
 

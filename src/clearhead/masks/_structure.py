@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import and_
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from .._checks import PLAIN
 from ._grid import Block, Grid
 
 Item = TypeVar("Item")
@@ -22,8 +23,7 @@ def joined(left: Item | None, right: Item | None, join: Callable[[Item, Item], I
     return right if left is None else left if right is None else join(left, right)
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """Column j is visible to row i if i + low ≤ j ≤ i + high and j < stop.
 
     Args:
@@ -120,7 +120,7 @@ class RowRanges:
         return first, stop, all(a <= b for numbers in (first, stop) for a, b in pairwise(numbers))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Structure:
     """A key is visible to a query if every field allows it. An absent field allows all keys.
 
@@ -179,6 +179,17 @@ class Structure:
             return None
         return Band.whole(grid) if self.band is None else self.band
 
+    def layout(self, sized: bool) -> Hashable | None:
+        """The layouts of its tensors and, if `sized`, the numbers of its band. ``None`` with tensors of other kinds."""
+        rows = self.rows
+        ranges = () if rows is None else (rows.first, rows.stop)
+        layouts = [*map(_layout_of, (*ranges, self.queries, self.keys, *self.tensors, *self.biases))]
+        either = [each.layout(sized) for each in self.either]
+        if False in layouts or None in either:
+            return None
+        band = self.band if sized else self.band is None
+        return self.exact, band, len(ranges), len(self.tensors), (*layouts,), (*either,)
+
     def real_tokens(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
         """The queries and keys that are not padding, bool (1 or B, L) and (1 or B, S). ``None`` is true everywhere.
 
@@ -229,3 +240,12 @@ def structure_of(mask: Any, grid: Grid) -> Structure:
     if mask not in grid.memo:
         grid.memo[mask] = mask.structure(grid)
     return grid.memo[mask]
+
+
+def _layout_of(tensor: Tensor | None) -> Hashable:
+    """What a plan depends on; ``False`` for a subclass, which may define its values itself, and for negated views."""
+    if tensor is None:
+        return None
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+        return False
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
