@@ -16,10 +16,10 @@ from .._environment import autocast_off, cast_for_autocast, is_tracing, no_deriv
 from .._torch_private import is_vmapped
 from .._weights import Queries, row_numbers
 from ..errors import ArgumentError
+from ..kernels import _native_statistics
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
-from ..kernels._native_statistics import gather, refuses
-from ..kernels._triton_check import runs
+from ..kernels._triton_check import triton_refusals
 from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
@@ -179,10 +179,8 @@ def results_of(
 
 def _results_by_kernels(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
     """Results of the statistics that the native or the Triton kernels compute, and ``sees``. Empty without any."""
-    by_triton = runs(call)
-    # The native kernel refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
-    natively = not call.query.is_cuda and call.spec.compute_dtype == torch.float32 and not is_tracing()
-    if not by_triton and (not natively or refuses(call)):
+    by_triton = not triton_refusals(call)
+    if not by_triton and _native_statistics.refusals(call):
         return {}
     requests = {each: request for each in statistics if (request := each.request(by_triton)) is not None}
     if not requests:
@@ -191,9 +189,10 @@ def _results_by_kernels(call: AttentionCall, statistics: Sequence[Statistic], co
     if by_triton:
         from ..kernels import _triton_statistics  # imports Triton
 
-        buffers = _triton_statistics.gather(call, wanted, counted)
+        buffers = _triton_statistics.statistics(call, wanted, counted)
     else:
-        buffers = gather(call, wanted, counted, exact=exact_dtype(call) == torch.float64)
+        exact = exact_dtype(call) == torch.float64
+        buffers = _native_statistics.statistics(call, wanted, counted, exact=exact)
     results: dict[str, Any] = {"sees": buffers["largest"] > float("-inf")}
     for statistic in requests:
         results |= statistic.read(buffers)

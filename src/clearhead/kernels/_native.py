@@ -20,7 +20,7 @@ from ._native_arguments import NativeArguments, NativeProblem
 from ._native_masks import lower_mask
 from ._native_operator import count_flops
 from ._native_plan import NativePlan, plan_of
-from ._native_support import learnt_shape, native_refusals, refuses_statistics
+from ._native_support import learnt_shape, native_refusals, refusals_of_statistics
 from ._second_order import (
     Differentiable,
     OptionalTensors,
@@ -47,15 +47,13 @@ class NativeKernel(Kernel):
         return native_refusals(spec, mask, grid)
 
     def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-        if spec.tracing or not refuses_statistics(spec, mask, grid):
-            return ()
-        return (Refusal("it gives weights neither of large computed masks nor to a TorchDispatchMode"),)
+        return () if spec.tracing else refusals_of_statistics(spec, mask, grid)
 
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         # This does not depend on gradients: activation checkpointing must recompute the same bits.
         if spec.dropout_p or spec.dtype != torch.float32 or spec.tracing or spec.transformed:
             return False
-        return not refuses_statistics(spec, mask, grid)
+        return not refusals_of_statistics(spec, mask, grid)
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.

@@ -8,20 +8,23 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from ._base import cut, rows_of_mask
+from .._environment import is_tracing
+from ._base import Refusal, cut, rows_of_mask
 from ._native import arguments_of, empty_weights, weights_strides
 from ._native_arguments import NativeArguments
 from ._native_plan import plan_of
-from ._native_support import native_refusals, reads_in_place, refuses_statistics
+from ._native_support import native_refusals, reads_in_place, refusals_of_statistics
 
 
-def refuses(call: AttentionCall) -> bool:
-    """Whether the kernel cannot run the call, or computes no statistics of it."""
-    spec, mask, grid = call.spec, call.request.mask, call.grid
-    return bool(native_refusals(spec, mask, grid)) or refuses_statistics(spec, mask, grid)
+def refusals(call: AttentionCall) -> tuple[Refusal, ...]:
+    """The reasons against weights and statistics of the call: those against the call itself first."""
+    if is_tracing():
+        return (Refusal("a graph has weights and statistics from PyTorch's own operators only"),)
+    arguments = call.spec, call.request.mask, call.grid
+    return native_refusals(*arguments) or refusals_of_statistics(*arguments)
 
 
-def gather(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, *, exact: bool) -> dict[str, Any]:
+def statistics(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, *, exact: bool) -> dict[str, Any]:
     """Compute statistics of one call in one pass.
 
     Args:
@@ -62,12 +65,12 @@ def native_weights(
         rows: numbers of rows, or ``None`` for all.
         average: whether to average over the heads.
         head: number of the only head, for (B, 1, n, S), or ``None`` for all.
-        exact: as for `gather`.
+        exact: as for `statistics`.
 
     Returns:
         The weights, or ``None`` if the kernel does not compute them.
     """
-    if refuses(call) or (rows is not None and not reads_in_place(call.request.mask, call.grid)):
+    if refusals(call) or (rows is not None and not reads_in_place(call.request.mask, call.grid)):
         return None
     request = arguments_of(call)
     if head is not None:

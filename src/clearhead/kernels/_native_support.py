@@ -56,16 +56,16 @@ def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | N
     return items, heads, length, keys
 
 
-def refuses_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
-    """Whether the kernel does not compute statistics of a call that it can run.
-
-    It does not if it must first write down a large mask. It does not under a dispatch mode either, because statistics
-    are not an operator.
-    """
-    if spec.dispatching or spec.sequences is not None:
-        return True
-    small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS
-    return not small and not reads_in_place(mask, grid)
+def refusals_of_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+    """Reasons against weights, and statistics of them, of a call that the kernel can run."""
+    if spec.dispatching:
+        return (Refusal("its weights and statistics are no operator that a TorchDispatchMode could see"),)
+    if spec.sequences is not None:
+        return (Refusal("it has no weights or statistics of packed sequences"),)
+    cells = grid.batch_size * grid.query_length * grid.key_length
+    if cells > _MOST_CELLS and not reads_in_place(mask, grid):
+        return (Refusal("for weights and statistics it would write down a mask of {cells:,} cells", cells=cells),)
+    return ()
 
 
 def reads_in_place(mask: Mask | None, grid: Grid) -> bool:

@@ -11,25 +11,34 @@ from .. import masks
 from .._call.call import AttentionCall, valid_call
 from .._call.request import Request
 from .._environment import autocast_off
+from ._base import Refusal
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
 from ._triton import available, operands_of
-from ._triton._available import DTYPES
+from ._triton._available import DTYPES, LARGEST_DIM
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
 TOLERANCE = 1e-3
 _TOP = 8
 _CELLS = (3, 2)
+_UNAVAILABLE = (
+    f"it needs Triton, a CUDA device, D ≤ {LARGEST_DIM}, float32, bfloat16 or float16, and no CLEARHEAD_TRITON=0; "
+    "the query is {dtype} with D = {dim} on {device}"
+)
 
 
-def runs(call: AttentionCall) -> bool:
-    """Whether the kernels compute weights and statistics of the call. The first time on a device, they are checked."""
-    spec = call.spec
+def triton_refusals(call: AttentionCall) -> tuple[Refusal, ...]:
+    """The reason against weights and statistics of the call. The first time on a device, the kernels are checked."""
+    spec, query = call.spec, call.query
     if spec.tracing or spec.transformed or spec.dispatching or spec.subclass is not None:
-        return False
-    if not available(call.query) or 0 in (*call.query.shape, *call.key.shape):
-        return False
-    return CHECK.passes(call.query.device, call.query.dtype)
+        return (Refusal("graphs, transforms, dispatch modes and subclasses of tensors need PyTorch's own operators"),)
+    if not available(query):
+        return (Refusal(_UNAVAILABLE, dtype=query.dtype, dim=query.shape[3], device=query.device),)
+    if 0 in (*query.shape, *call.key.shape):
+        return (Refusal("a call without elements launches no kernel"),)
+    if not CHECK.passes(query.device, query.dtype):
+        return (Refusal("it did not pass its check on {device} in {dtype}", dtype=query.dtype, device=query.device),)
+    return ()
 
 
 def table() -> dict[str, str]:
