@@ -127,15 +127,7 @@ def attention_statistics(
 
 
 class _Arguments(NamedTuple):
-    """The checked arguments of one process.
-
-    Args:
-        operands: the query, key and value of this process. The values have no features if no statistic reads them.
-        request: how all queries attend.
-        names, options: the statistics.
-        queries: as in `attention_statistics`.
-        environment: the environment of the call.
-    """
+    """The checked arguments of one process. Its values have no features if no statistic reads them."""
 
     operands: Operands
     request: Request
