@@ -10,12 +10,11 @@ import clearhead
 from clearhead import masks
 from clearhead._call.call import AttentionCall, valid_call
 from clearhead._call.request import Request
+from clearhead._statistics.compute import FORMS
 from clearhead.errors import KernelError
 from clearhead.kernels import _native_statistics, _native_support
 from clearhead.kernels._triton_check import triton_refusals
 from tests.support.native import needs_native
-
-ON_CPU = "it needs Triton, a CUDA device, D ≤ 256, float32, bfloat16 or float16, and no CLEARHEAD_TRITON=0; the query"
 
 
 def built(mask: masks.Mask | None = None, dtype: torch.dtype = torch.float32) -> AttentionCall:
@@ -41,10 +40,29 @@ def test_the_native_kernel_says_why_it_computes_no_statistics(monkeypatch: pytes
 
 def test_the_triton_kernels_say_why_they_compute_no_statistics() -> None:
     (reason,) = triton_refusals(built())
-    assert str(reason) == f"{ON_CPU} is torch.float32 with D = 8 on cpu"
+    assert str(reason) == "it needs Triton, a CUDA device, D ≤ 256, no float64 and no empty tensor"
     with FlopCounterMode(display=False):
         (reason,) = triton_refusals(built())
     assert str(reason) == "graphs, transforms, dispatch modes and subclasses of tensors need PyTorch's own operators"
+
+
+@needs_native
+def test_the_first_form_without_a_refusal_computes() -> None:
+    first = [[not form.refusals(built(dtype=dtype)) for form in FORMS] for dtype in (torch.float32, torch.float64)]
+    assert first == [[False, True, True], [False, False, True]]
+
+
+@pytest.mark.parametrize("names", [("rows",), ("entropy",), ("entropy", "output_norm", "rows")], ids=len)
+def test_queries_that_see_a_key_are_in_every_result_and_last(names: tuple[str, ...]) -> None:
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+    visible = torch.ones(2, 4, 5, 7, dtype=torch.bool)
+    visible[0, 1, 3], visible[0, 0, 2], visible[0, 1, 2] = False, False, False
+    found = clearhead.attention_statistics(query, key, visible, value=key, statistics=names)
+    assert found.names[-1] == "sees"
+    assert found.sees.logical_not().nonzero().tolist() == [[0, 0, 2], [0, 1, 2], [0, 1, 3]]
+    if "rows" not in names:
+        averaged = clearhead.attention_statistics(query, key, visible, value=key, statistics=names, per="kv_head")
+        assert averaged.sees.logical_not().nonzero().tolist() == [[0, 0, 2]]
 
 
 @needs_native

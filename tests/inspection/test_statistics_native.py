@@ -33,9 +33,9 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     asked: list[frozenset[str]] = []
     statistics = _native_statistics.statistics
 
-    def listening(call: Any, wanted: dict[str, Any], *rest: Any, **options: Any) -> dict[str, Any]:
+    def listening(call: Any, wanted: dict[str, Any], counted: Any) -> dict[str, Any]:
         asked.append(frozenset(wanted))
-        return statistics(call, wanted, *rest, **options)
+        return statistics(call, wanted, counted)
 
     monkeypatch.setattr(_native_statistics, "statistics", listening)
     return asked

@@ -39,18 +39,14 @@ OF_WEIGHTS = tuple(
     for name, kind in STATISTICS.items()
     if kind.of == "weights" and kind.shape[-2:] not in (("L", "S"), ("n", "S"))
 )
-_SHAPES = {result: kind.shape for kind in STATISTICS.values() for result in kind.results()}
+#: The dimensions of each result, as in `Statistic.shape`, and of ``sees``.
+SHAPES = {result: kind.shape for kind in STATISTICS.values() for result in kind.results()} | {"sees": Statistic.shape}
 #: The list of statistics in a docstring.
 LIST = f"\n{' ' * 12}".join(
     f"* ``{kind.name}`` ({', '.join(kind.shape)}): {kind.meaning}"
     + "".join(f"; with ``{name}``: {meaning}" for name, meaning in kind.beside.items())
     for kind in STATISTICS.values()
 )
-
-
-def shape_of(result: str) -> tuple[str, ...]:
-    """The dimensions of a result, as in `Statistic.shape`. ``sees`` has one number per query."""
-    return _SHAPES.get(result, Statistic.shape)
 
 
 def need_values(names: Sequence[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -43,6 +43,13 @@ class _OneProcess(Totals):
 ONE_PROCESS: Totals = _OneProcess()
 
 
+class Computed(NamedTuple):
+    """Results of statistics by name, and which queries see a key, bool (B, H, L)."""
+
+    tensors: dict[str, Any]
+    sees: Tensor
+
+
 @dataclass(slots=True, kw_only=True)
 class PartialCall(AttentionCall):
     """A call that is distributed over processes, as its observers receive it.
@@ -55,4 +62,4 @@ class PartialCall(AttentionCall):
     """
 
     totals: Totals
-    results: Callable[..., dict[str, Any]]
+    results: Callable[..., Computed]

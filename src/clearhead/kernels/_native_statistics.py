@@ -10,6 +10,7 @@ from torch import Tensor
 from .._call.call import AttentionCall
 from .._environment import is_tracing
 from ._base import Refusal, cut, rows_of_mask
+from ._blocks import exact_dtype
 from ._native import arguments_of, empty_weights, weights_strides
 from ._native_arguments import NativeArguments
 from ._native_plan import plan_of
@@ -24,7 +25,7 @@ def refusals(call: AttentionCall) -> tuple[Refusal, ...]:
     return native_refusals(*arguments) or refusals_of_statistics(*arguments)
 
 
-def statistics(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, *, exact: bool) -> dict[str, Any]:
+def statistics(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
     """Compute statistics of one call in one pass.
 
     Args:
@@ -32,7 +33,6 @@ def statistics(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | No
         wanted: arguments of the kernel, by the names of `Statistics` in ``_native/problem.h``. A tuple is the shape of
             a buffer that it writes. ``output`` asks for the output of the call.
         counted: bool (B, L), the queries that ``received`` and ``map`` include, or ``None`` for all.
-        exact: whether to score in double precision. For calls of few keys, whose scores fit the cache.
 
     Returns:
         All arguments by name, with ``largest`` (B, H, L), the largest score of each query.
@@ -46,8 +46,8 @@ def statistics(call: AttentionCall, wanted: dict[str, Any], counted: Tensor | No
             options[name] = call.query.new_zeros(shape, dtype=dtype)
     if "weights" in options:
         options["weights_strides"] = weights_strides(options["weights"])
-    options |= {"counted": None if counted is None else counted.contiguous(), "exact": exact}
-    options["shift"] = call.grid.shift or 0
+    options |= {"exact": exact_dtype(call) == torch.float64, "shift": call.grid.shift or 0}
+    options["counted"] = None if counted is None else counted.contiguous()
     if with_output:
         options["output"] = plan.forward(arguments, **options)
     else:
@@ -65,7 +65,7 @@ def native_weights(
         rows: numbers of rows, or ``None`` for all.
         average: whether to average over the heads.
         head: number of the only head, for (B, 1, n, S), or ``None`` for all.
-        exact: as for `statistics`.
+        exact: whether to score in double precision. For calls of few keys, whose scores fit the cache.
 
     Returns:
         The weights, or ``None`` if the kernel does not compute them.
