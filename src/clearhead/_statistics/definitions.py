@@ -32,7 +32,7 @@ STATISTICS: dict[str, type[Statistic]] = {
 #: Results with one number per query, (B, H, L).
 PER_QUERY = tuple(result for kind in STATISTICS.values() if kind.shape == Statistic.shape for result in kind.results())
 #: Statistics that combine batch items and calls by their maximum.
-LARGEST = frozenset(name for name, kind in STATISTICS.items() if kind.largest)
+BY_MAXIMUM = frozenset(name for name, kind in STATISTICS.items() if kind.by_maximum)
 #: Statistics that are computed from the weights only, except those that hold weights of single queries and keys.
 OF_WEIGHTS = tuple(
     name

@@ -47,12 +47,12 @@ class Received(Statistic):
         return {"received": received, "received_mean": received / buffers["viewers"].clamp(min=1)}
 
 
-class _Largest(Statistic):
+class _MaxScore(Statistic):
     """The largest, with its sign, of one number per query. −∞ if no key is visible."""
 
     shape = ("B", "H")
     of = "scores"
-    largest = True
+    by_maximum = True
     #: The name of the number of a query, in `BlockRows` and in the native kernel.
     number: ClassVar[str]
 
@@ -69,7 +69,7 @@ class _Largest(Statistic):
         self.accumulator[where] = torch.maximum(self.accumulator[where], largest)
 
     def result(self) -> dict[str, Any]:
-        return {self.name: self.totals.largest(self.accumulator)}
+        return {self.name: self.totals.maximum(self.accumulator)}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         largest = buffers[self.number]  # (B, H, L)
@@ -81,7 +81,7 @@ class _Largest(Statistic):
 
 
 @final
-class MaxLogit(_Largest):
+class MaxLogit(_MaxScore):
     """The largest score, after soft-cap and bias."""
 
     name = "max_logit"
@@ -93,7 +93,7 @@ class MaxLogit(_Largest):
 
 
 @final
-class RawMaxLogit(_Largest):
+class RawMaxLogit(_MaxScore):
     """The largest score before soft-cap and bias.
 
     It is proportional to the query projection, as `qk_clip_` needs (Kimi Team, "Kimi K2: Open agentic intelligence",
@@ -229,7 +229,7 @@ class Map(Statistic):
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         pooled: Tensor = buffers["map"]
         if self.options.map_pooling == "max":
-            return {"map": self.totals.largest(pooled)}
+            return {"map": self.totals.maximum(pooled)}
         # The mean over the counted queries of each row of tiles. 0 if there are none.
         sums, (rows, _), length = self.totals.summed(pooled), self._tiles, self.call.grid.query_length
         tiles = self.totals.rows(length, sums.device) * rows // max(1, length)  # (l,)

@@ -55,8 +55,8 @@ class Confidence(Statistic):
 
     def add(self, rows: BlockRows) -> None:
         where = (rows.block.batch, rows.block.heads, rows.place)
-        largest = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
-        self.accumulator[where] = torch.maximum(self.accumulator[where], largest.squeeze(-1))
+        weight = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
+        self.accumulator[where] = torch.maximum(self.accumulator[where], weight.squeeze(-1))
 
     def kernel_form(self) -> dict[str, Any]:
         return {"confidence": self.row_shape}

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import shown
 from ..errors import ArgumentError, UnknownNameError
 from .arguments import whole_numbers
-from .definitions import LARGEST, PER_QUERY, SHAPES, STATISTICS
+from .definitions import BY_MAXIMUM, PER_QUERY, SHAPES, STATISTICS
 from .statistic import Options
 from .totals import Computed, Totals
 from .vectors import TopK
@@ -132,7 +132,7 @@ class AttentionStatistics:
         if self.totals is None or "seeing" in self.totals:
             return (self._seeing if self.totals is None else self.totals["seeing"]).any()
         # Without totals of a per-query statistic, there is a largest logit, of all processes.
-        largest = next(tensor for name, tensor in self.results.items() if name in LARGEST)
+        largest = next(tensor for name, tensor in self.results.items() if name in BY_MAXIMUM)
         return (largest > float("-inf")).any()
 
     def head_numbers(self) -> dict[str, Tensor]:

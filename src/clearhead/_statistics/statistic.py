@@ -59,7 +59,7 @@ class Statistic(ABC):
     #: Whether ``per="kv_head"`` may average it over query heads.
     averaged: ClassVar[bool] = True
     #: Whether batch items are combined by their maximum, not by their mean.
-    largest: ClassVar[bool] = False
+    by_maximum: ClassVar[bool] = False
 
     call: AttentionCall
     options: Options

@@ -26,7 +26,7 @@ class Totals(Protocol):
         """The sum over all processes, on every process."""
         return total
 
-    def largest(self, total: Tensor) -> Tensor:
+    def maximum(self, total: Tensor) -> Tensor:
         """The elementwise maximum over all processes, on every process."""
         return total
 
