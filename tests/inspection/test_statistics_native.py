@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +14,7 @@ import clearhead
 from clearhead import AttentionStatistics, masks
 from clearhead._statistics.definitions import STATISTICS
 from clearhead._statistics.statistic import Statistic
+from clearhead.kernels import _native_statistics
 from tests.support.calls import Call, calls
 from tests.support.native import fewer_unless_best, needs_native, on_every_set, threads
 from tests.support.native_cases import CASES, Case
@@ -31,14 +31,13 @@ pytestmark = needs_native
 def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     """What the native kernel was asked for."""
     asked: list[frozenset[str]] = []
-    compute: Any = sys.modules["clearhead._statistics.compute"]
-    gather = compute.gather
+    statistics = _native_statistics.statistics
 
-    def listening(call: Any, wanted: dict[str, Any], *rest: Any, **options: Any) -> dict[str, Any]:
+    def listening(call: Any, wanted: dict[str, Any], counted: Any) -> dict[str, Any]:
         asked.append(frozenset(wanted))
-        return gather(call, wanted, *rest, **options)
+        return statistics(call, wanted, counted)
 
-    monkeypatch.setattr(compute, "gather", listening)
+    monkeypatch.setattr(_native_statistics, "statistics", listening)
     return asked
 
 

@@ -111,7 +111,6 @@ def test_signatures_are_equal_for_masks_that_lower_alike() -> None:
 def test_what_may_change_unseen_has_no_signature() -> None:
     step = torch.tensor(2)
     assert masks.mask_mod(lambda b, h, q, k: q % step == k).signature() is None
-    assert (masks.causal() & masks.documents(torch.zeros(3, dtype=torch.int64))).signature() is None
 
 
 def test_documents_of_one_device_under_the_default_of_another() -> None:

@@ -167,7 +167,7 @@ def test_a_forced_kernel_computes_weights_too(name: str, average: bool, monkeypa
     mask = {"causal": masks.causal(), "keep": masks.keep(torch.ones(7, 7).tril(-1).bool())}[name]
     x = torch.randn(2, 3, 7, 5, requires_grad=True)
     expected = attention_with_weights(*(x.double(),) * 3, mask=mask, average=average)
-    monkeypatch.setattr(clearhead.kernels._native_statistics, "refuses", lambda call: pytest.fail("native"))
+    monkeypatch.setattr(clearhead.kernels._native_statistics, "refusals", lambda call: pytest.fail("native"))
     for forced in ("chunked", "reference"):
         with clearhead.use_kernel(forced):
             found = attention_with_weights(x, x, x, mask=mask, average=average)

@@ -50,8 +50,8 @@ class HeadShard(Protocol):
         """Raise in every process, unless all processes agree on the call and none has a problem."""
         ...
 
-    def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Statistics of this process's heads as those of all heads of the module."""
+    def all_heads(self, computed: Any) -> Any:
+        """Statistics, as `Computed`, of this process's heads as those of all heads of the module."""
         ...
 
 

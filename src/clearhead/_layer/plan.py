@@ -86,39 +86,44 @@ def _plan_of(call: Call, environment: Environment, *, checked: bool = False, siz
         sized: whether the key has all sizes. Default: unless `native` may run all of them.
     """
     key = call.plan_key
-    if key is None:
-        if not checked:
-            validate(call)
-            _validate_mask(call)
-        return _new_plan(call, environment)[0]
     if sized is None:
         sized = not call.query.is_cpu
-    plans = _plans_of((key, environment.fused, *sizes_of(call)) if sized else key, environment.kernel)
+    plans = {} if key is None else _plans(key, call, environment, sized)
     if not checked:
         if not plans:
             validate(call)
         # Equal keys need not pass alike, because values of a mask can change.
-        if call.mask is not None:
-            _validate_mask(call)
-    of_mask = () if call.mask is None else call.bound.key(sized)
-    if of_mask is None:  # it may be another one in the next call
+        if call.sequences is not None:
+            validate_mask_of_packed(call)
+        elif call.mask is not None:
+            call.bound.validate()
+    of_mask = () if key is None else _key_of_mask(call, sized)
+    if of_mask is None:  # another mask of its kind may need another plan
         return _new_plan(call, environment)[0]
     plan = plans.get(of_mask)
     if plan is None:
         plan, fits_all = _new_plan(call, environment)
-        if not (sized or fits_all):
-            plan = _with_sizes(environment)
         if len(plans) == _MOST_MASKS:
             plans.clear()
         plans[of_mask] = plan
+        if key is not None and not (sized or fits_all):
+            plans[of_mask] = _with_sizes(environment)
+            _plans(key, call, environment, True)[_key_of_mask(call, True)] = plan
     return plan
 
 
-def _validate_mask(call: Call) -> None:
-    if call.sequences is not None:
-        validate_mask_of_packed(call)
-    else:
-        call.bound.validate()
+def _plans(key: tuple[object, ...], call: Call, environment: Environment, sized: bool) -> dict[Hashable, Plan]:
+    """The plans of calls with a key, by the keys of their masks."""
+    if sized:
+        key = key, environment.fused, *sizes_of(call)
+    return _plans_of(key, environment.kernel)
+
+
+def _key_of_mask(call: Call, sized: bool) -> Hashable | None:
+    if call.mask is None:
+        return ()
+    # The structure of a mask for packed sequences is that within one of them.
+    return call.bound.key(sized) if call.sequences is None else call.mask.signature()
 
 
 def _with_sizes(environment: Environment) -> Plan:
@@ -128,7 +133,6 @@ def _with_sizes(environment: Environment) -> Plan:
 
 @lru_cache(256)
 def _plans_of(key: tuple[object, ...], forced: Kernel | None) -> dict[Hashable, Plan]:
-    """The plans of all calls of a key, by the keys of their masks."""
     return {}
 
 

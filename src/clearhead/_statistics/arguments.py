@@ -30,8 +30,7 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
     for name in names:
         if not isinstance(name, str) or name not in STATISTICS:
             raise ArgumentError("statistics", expected=expected, got=shown(name))
-    for name, kind in STATISTICS.items():
-        if name in names and kind.of == "values" and not has_value:
+        if STATISTICS[name].of == "values" and not has_value:
             raise ArgumentError("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
     # Duplicates are computed once.
     return tuple(dict.fromkeys(names))

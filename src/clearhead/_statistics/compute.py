@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +14,19 @@ from .._environment import autocast_off, cast_for_autocast, is_tracing, no_deriv
 from .._torch_private import is_vmapped
 from .._weights import Queries, row_numbers
 from ..errors import ArgumentError
+from ..kernels import _native_statistics
+from ..kernels._base import Refusal
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
-from ..kernels._native_statistics import gather, refuses
-from ..kernels._triton_check import runs
+from ..kernels._triton_check import triton_refusals
 from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
-from .definitions import LIST, STATISTICS, shape_of
+from .definitions import LIST, SHAPES, STATISTICS
 from .result import AttentionStatistics
 from .statistic import Options, Statistic
-from .totals import PartialCall
+from .totals import Computed, PartialCall
 
 
 def attention_statistics(
@@ -91,7 +92,10 @@ def attention_statistics(
     options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
     # `attention` casts in the same way under autocast, so these are the weights of the model's call.
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
-    _refuse_vmapped(query=query, key=key, value=value)
+    for name, tensor in {"query": query, "key": key, "value": value}.items():
+        if isinstance(tensor, Tensor) and is_vmapped(tensor):
+            fix = "Statistics are those of each item of a batch: pass what is mapped over as (B, ...)."
+            raise ArgumentError(name, expected="a tensor outside torch.func.vmap", got="one that it maps over", fix=fix)
     with torch.no_grad(), autocast_off(query):
         operands = query, key, values[0] if values else key
         positions: dict[str, Any] = {"query_positions": query_positions, "key_positions": key_positions}
@@ -101,13 +105,6 @@ def attention_statistics(
 
 if attention_statistics.__doc__:  # python -OO leaves none
     attention_statistics.__doc__ = attention_statistics.__doc__.replace("{statistics}", LIST)
-
-
-def _refuse_vmapped(**tensors: Any) -> None:
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and is_vmapped(tensor):
-            fix = "Statistics are those of each item of a batch: pass what is mapped over as (B, ...)."
-            raise ArgumentError(name, expected="a tensor outside torch.func.vmap", got="one that it maps over", fix=fix)
 
 
 def compute_statistics(
@@ -132,73 +129,88 @@ def compute_statistics(
         call = call.alike(query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
     part, kv_heads = call if isinstance(call, PartialCall) else None, call.key.shape[1]
     with no_derivatives(), autocast_off(call.query):
-        results = (results_of if part is None else part.results)(call, names, options, counted, queries)
+        computed = (results_of if part is None else part.results)(call, names, options, counted, queries)
         if heads is not None:
-            results, kv_heads = heads.all_heads(results), heads.all_num_kv_heads
-        sees: Tensor = results.pop("sees")  # (B, H, L)
-        num_heads = sees.shape[1]
+            computed, kv_heads = heads.all_heads(computed), heads.all_num_kv_heads
+        num_heads = computed.sees.shape[1]
         if per == "kv_head":
-            # A key/value head sees a key if any of its query heads does.
-            group = (kv_heads, num_heads // kv_heads)
-            sees = sees.unflatten(1, group).any(2)  # (B, Hkv, L)
-            for name, tensor in results.items():
-                if "H" in shape_of(name):
-                    results[name] = tensor.unflatten(1, group).mean(2)  # (B, Hkv, …)
-        results["sees"] = sees
+            computed = _averaged(computed, (kv_heads, num_heads // kv_heads))
         if counted is not None and part is not None:
             counted = counted[:, part.totals.rows(counted.shape[1], counted.device)]
-        statistics = AttentionStatistics.computed(
-            (num_heads, kv_heads, call.grid.key_length), counted, results, options
-        )
+        sizes = num_heads, kv_heads, call.grid.key_length
+        statistics = AttentionStatistics.computed(computed, sizes, counted, options)
         return statistics if part is None else statistics.with_totals(part.totals)
+
+
+def _averaged(computed: Computed, group: tuple[int, int]) -> Computed:
+    """The mean over each group of query heads. A key/value head sees a key if any of its query heads does."""
+    tensors, sees = computed
+    tensors = {name: x.unflatten(1, group).mean(2) if "H" in SHAPES[name] else x for name, x in tensors.items()}
+    return Computed(tensors, sees.unflatten(1, group).any(2))  # (B, Hkv, …), (B, Hkv, L)
 
 
 def results_of(
     call: Call, names: Sequence[str], options: Options, counted: Tensor | None, queries: Queries | None
-) -> dict[str, Any]:
-    """Tensors of the statistics by name, for each query head, and ``sees`` (B, H, L)."""
+) -> Computed:
+    """Results of the statistics, for each query head, by the first form without a refusal."""
     column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
     statistics = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
-    # The native or Triton kernels compute as many as they can in one pass. Blocks compute the others.
-    results = _results_by_kernels(call, statistics, counted)
-    missing = [statistic for statistic in statistics if statistic.name not in results]
-    # `sees` is always needed, to count the fully masked queries.
-    if missing or "sees" not in results:
-        blocks = (
-            BlockRows(call, block, place, query, key, None if column is None else column[block.batch, :, place])
-            for block, place, query, key in score_blocks(call, dtype=exact_dtype(call))
-        )
-        results |= fold_blocks(blocks, missing, call)
+    computed = next(form for form in FORMS if not form.refusals(call)).compute(call, statistics, counted)
     if "rows" in names:
-        results["rows"] = exact_weights(call, row_numbers(queries, call.grid.query_length, "queries"))
-    return results
+        computed.tensors["rows"] = exact_weights(call, row_numbers(queries, call.grid.query_length, "queries"))
+    return computed
 
 
-def _results_by_kernels(call: Call, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
-    """Results of the statistics that the native or the Triton kernels compute, and ``sees``. Empty without any."""
-    by_triton = runs(call)
-    # The native kernel refuses float64 inputs, but scores calls of few keys in double precision (`exact_dtype`).
-    natively = not call.query.is_cuda and call.layout.compute_dtype == torch.float32 and not is_tracing()
-    if not by_triton and (not natively or refuses(call)):
-        return {}
-    requests = {each: request for each in statistics if (request := each.request(by_triton)) is not None}
-    if not requests:
-        return {}
-    wanted = {name: argument for request in requests.values() for name, argument in request.items()}
-    if by_triton:
-        from ..kernels import _triton_statistics  # imports Triton
+class Form(NamedTuple):
+    """One way to compute statistics: the reasons against a call, and the results. `counted` is bool (B, L)."""
 
-        buffers = _triton_statistics.gather(call, wanted, counted)
-    else:
-        buffers = gather(call, wanted, counted, exact=exact_dtype(call) == torch.float64)
-    results: dict[str, Any] = {"sees": buffers["largest"] > float("-inf")}
-    for statistic in requests:
-        results |= statistic.read(buffers)
-    return results
+    refusals: Callable[[Call], tuple[Refusal, ...]]
+    compute: Callable[[Call, Sequence[Statistic], Tensor | None], Computed]
 
 
-def fold_blocks(blocks: Iterable[BlockRows], statistics: Sequence[Statistic], call: Call) -> dict[str, Any]:
-    """Results of statistics for the queries of this process, and ``sees`` (B, H, l)."""
+def _by_triton(call: Call, statistics: Sequence[Statistic], counted: Tensor | None) -> Computed:
+    from ..kernels import _triton_statistics  # imports Triton
+
+    return _by_kernel(_triton_statistics.statistics, call, {each: each.triton_form() for each in statistics}, counted)
+
+
+def _by_native(call: Call, statistics: Sequence[Statistic], counted: Tensor | None) -> Computed:
+    return _by_kernel(_native_statistics.statistics, call, {each: each.native_form() for each in statistics}, counted)
+
+
+def _by_kernel(
+    write: Callable[..., dict[str, Any]], call: Call, forms: dict[Statistic, Any], counted: Tensor | None
+) -> Computed:
+    """Statistics from buffers that one pass of a kernel writes, and from blocks where they have no such form."""
+    others = [each for each, form in forms.items() if form is None]
+    if len(others) == len(forms):
+        return _by_blocks(call, others, counted)
+    buffers = write(call, {name: x for form in forms.values() for name, x in (form or {}).items()}, counted)
+    tensors = {name: x for each in forms if each not in others for name, x in each.read(buffers).items()}
+    if others:
+        tensors |= _by_blocks(call, others, counted).tensors
+    return Computed(tensors, buffers["largest"] > float("-inf"))
+
+
+def _by_blocks(call: Call, statistics: Sequence[Statistic], counted: Tensor | None) -> Computed:
+    column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
+    blocks = (
+        BlockRows(call, block, place, query, key, None if column is None else column[block.batch, :, place])
+        for block, place, query, key in score_blocks(call, dtype=exact_dtype(call))
+    )
+    return fold_blocks(blocks, statistics, call)
+
+
+#: In order of preference. Blocks refuse nothing, and compute every statistic.
+FORMS = (
+    Form(triton_refusals, _by_triton),
+    Form(_native_statistics.refusals, _by_native),
+    Form(lambda _: (), _by_blocks),
+)
+
+
+def fold_blocks(blocks: Iterable[BlockRows], statistics: Sequence[Statistic], call: Call) -> Computed:
+    """Results of statistics for the queries of this process."""
     for statistic in statistics:
         statistic.begin()
     # A block may hold only some columns of its rows. A query sees a key if it does in any block.
@@ -207,4 +219,4 @@ def fold_blocks(blocks: Iterable[BlockRows], statistics: Sequence[Statistic], ca
         sees[rows.block.batch, rows.block.heads, rows.place] |= (rows.largest > float("-inf")).squeeze(-1)
         for statistic in statistics:
             statistic.add(rows)
-    return {"sees": sees} | {name: tensor for each in statistics for name, tensor in each.result().items()}
+    return Computed({name: tensor for each in statistics for name, tensor in each.result().items()}, sees)

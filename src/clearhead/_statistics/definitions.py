@@ -32,25 +32,21 @@ STATISTICS: dict[str, type[Statistic]] = {
 #: Results with one number per query, (B, H, L).
 PER_QUERY = tuple(result for kind in STATISTICS.values() if kind.shape == Statistic.shape for result in kind.results())
 #: Statistics that combine batch items and calls by their maximum.
-LARGEST = frozenset(name for name, kind in STATISTICS.items() if kind.largest)
+BY_MAXIMUM = frozenset(name for name, kind in STATISTICS.items() if kind.by_maximum)
 #: Statistics that are computed from the weights only, except those that hold weights of single queries and keys.
 OF_WEIGHTS = tuple(
     name
     for name, kind in STATISTICS.items()
     if kind.of == "weights" and kind.shape[-2:] not in (("L", "S"), ("n", "S"))
 )
-_SHAPES = {result: kind.shape for kind in STATISTICS.values() for result in kind.results()}
+#: The dimensions of each result, as in `Statistic.shape`, and of ``sees``.
+SHAPES = {result: kind.shape for kind in STATISTICS.values() for result in kind.results()} | {"sees": Statistic.shape}
 #: The list of statistics in a docstring.
 LIST = f"\n{' ' * 12}".join(
     f"* ``{kind.name}`` ({', '.join(kind.shape)}): {kind.meaning}"
     + "".join(f"; with ``{name}``: {meaning}" for name, meaning in kind.beside.items())
     for kind in STATISTICS.values()
 )
-
-
-def shape_of(result: str) -> tuple[str, ...]:
-    """The dimensions of a result, as in `Statistic.shape`. ``sees`` has one number per query."""
-    return _SHAPES.get(result, Statistic.shape)
 
 
 def need_values(names: Sequence[str]) -> bool:

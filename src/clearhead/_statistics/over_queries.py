@@ -39,7 +39,7 @@ class Received(Statistic):
         received, viewers = self.totals.of_keys(torch.stack((self._received.result(), self._viewers)))
         return self.read({"received": received, "viewers": viewers})
 
-    def request(self, on_gpu: bool) -> dict[str, Any]:
+    def kernel_form(self) -> dict[str, Any]:
         return {"received": self.column_shape, "viewers": self.column_shape}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
@@ -47,12 +47,12 @@ class Received(Statistic):
         return {"received": received, "received_mean": received / buffers["viewers"].clamp(min=1)}
 
 
-class _Largest(Statistic):
+class _MaxScore(Statistic):
     """The largest, with its sign, of one number per query. −∞ if no key is visible."""
 
     shape = ("B", "H")
     of = "scores"
-    largest = True
+    by_maximum = True
     #: The name of the number of a query, in `BlockRows` and in the native kernel.
     number: ClassVar[str]
 
@@ -65,12 +65,11 @@ class _Largest(Statistic):
         if rows.counted is not None:
             largest = largest.masked_fill(~rows.counted, float("-inf"))
         where = (rows.block.batch, rows.block.heads)
-        self.accumulator[where] = torch.maximum(
-            self.accumulator[where], largest.amax((-2, -1)).to(self.accumulator.dtype)
-        )
+        largest = largest.amax((-2, -1)).to(self.accumulator.dtype)  # (b, h)
+        self.accumulator[where] = torch.maximum(self.accumulator[where], largest)
 
     def result(self) -> dict[str, Any]:
-        return {self.name: self.totals.largest(self.accumulator)}
+        return {self.name: self.totals.maximum(self.accumulator)}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         largest = buffers[self.number]  # (B, H, L)
@@ -82,19 +81,19 @@ class _Largest(Statistic):
 
 
 @final
-class MaxLogit(_Largest):
+class MaxLogit(_MaxScore):
     """The largest score, after soft-cap and bias."""
 
     name = "max_logit"
     meaning = "max s_ij over i ∈ Q and visible j"
     number = "largest"
 
-    def request(self, on_gpu: bool) -> dict[str, Any]:
+    def kernel_form(self) -> dict[str, Any]:
         return {}  # `largest` is always present
 
 
 @final
-class RawMaxLogit(_Largest):
+class RawMaxLogit(_MaxScore):
     """The largest score before soft-cap and bias.
 
     It is proportional to the query projection, as `qk_clip_` needs (Kimi Team, "Kimi K2: Open agentic intelligence",
@@ -105,10 +104,11 @@ class RawMaxLogit(_Largest):
     meaning = "max scale · q_i·k_j over i ∈ Q and visible j"
     number = "raw"
 
-    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+    def native_form(self) -> dict[str, Any]:
+        return {"raw": self.row_shape}
+
+    def triton_form(self) -> dict[str, Any] | None:
         mask = self.call.mask
-        if not on_gpu:
-            return {"raw": self.row_shape}
         # Without soft-cap and bias the scores are these products.
         return None if self.call.layout.softcap is not None or (mask is not None and mask.has_bias) else {}
 
@@ -165,8 +165,8 @@ class WeightAtOffset(Statistic):
         sums, counts = self.totals.summed(torch.stack((self._sums.result(), self._counts)))
         return {"offset": sums / counts.clamp(min=1)}
 
-    def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        if on_gpu or self.call.grid.shift is None:
+    def native_form(self) -> dict[str, Any] | None:
+        if self.call.grid.shift is None:
             return None
         offsets = torch.tensor(self.options.offsets, dtype=torch.int64, device=self.call.query.device)
         return {"stripes": (*self.row_shape, len(offsets)), "offsets": offsets, "offset_count": len(offsets)}
@@ -229,7 +229,7 @@ class Map(Statistic):
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         pooled: Tensor = buffers["map"]
         if self.options.map_pooling == "max":
-            return {"map": self.totals.largest(pooled)}
+            return {"map": self.totals.maximum(pooled)}
         # The mean over the counted queries of each row of tiles. 0 if there are none.
         sums, (rows, _), length = self.totals.summed(pooled), self._tiles, self.call.grid.query_length
         tiles = self.totals.rows(length, sums.device) * rows // max(1, length)  # (l,)
@@ -237,7 +237,7 @@ class Map(Statistic):
         counts = self.totals.summed(sums.new_zeros(counted.shape[0], rows).index_add_(1, tiles, counted))
         return {"map": sums / counts.clamp_(min=1)[:, None, :, None]}  # (B, H, R, R)
 
-    def request(self, on_gpu: bool) -> dict[str, Any]:
+    def kernel_form(self) -> dict[str, Any]:
         rows, columns = self._tiles
-        largest, shape = self.options.map_pooling == "max", (*self.row_shape[:2], rows, columns)
-        return {"map": shape, "map_rows": rows, "map_columns": columns, "map_max": largest}
+        of_map = {"map": (*self.row_shape[:2], rows, columns), "map_rows": rows, "map_columns": columns}
+        return {**of_map, "map_max": self.options.map_pooling == "max"}

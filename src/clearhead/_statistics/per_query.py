@@ -38,7 +38,7 @@ class Entropy(Statistic):
         normalized = entropy / F.threshold(visible, 1.5, float("inf")).log()
         return {"entropy": entropy, "normalized_entropy": normalized}
 
-    def request(self, on_gpu: bool) -> dict[str, Any]:
+    def kernel_form(self) -> dict[str, Any]:
         return {"entropy": self.row_shape, "visible": self.row_shape}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
@@ -55,10 +55,10 @@ class Confidence(Statistic):
 
     def add(self, rows: BlockRows) -> None:
         where = (rows.block.batch, rows.block.heads, rows.place)
-        largest = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
-        self.accumulator[where] = torch.maximum(self.accumulator[where], largest.squeeze(-1))
+        weight = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
+        self.accumulator[where] = torch.maximum(self.accumulator[where], weight.squeeze(-1))
 
-    def request(self, on_gpu: bool) -> dict[str, Any]:
+    def kernel_form(self) -> dict[str, Any]:
         return {"confidence": self.row_shape}
 
 
@@ -84,15 +84,16 @@ class Sink(Statistic):
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
         self.put(self.accumulator, rows, rows.terms @ first / rows.total)
 
-    def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        if not on_gpu and self.options.sink_keys > MOST_LISTED_KEYS:
+    def triton_form(self) -> dict[str, Any]:
+        return {"sink": self.row_shape, "first_keys": self._marks().squeeze(-1)}  # (1 or B, 1 or H, S)
+
+    def native_form(self) -> dict[str, Any] | None:
+        if self.options.sink_keys > MOST_LISTED_KEYS:
             return None
-        marks = self._marks().squeeze(-1)  # (1 or B, 1 or H, S)
-        if on_gpu:
-            return {"sink": self.row_shape, "first_keys": marks}
         count = min(self.options.sink_keys, self.call.grid.key_length)
         # A stable sort moves the numbers of the marked keys to the front, in order, without reading values.
-        is_marked, numbers = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+        marks = self._marks().squeeze(-1).to(torch.uint8)  # (1 or B, 1 or H, S)
+        is_marked, numbers = marks.sort(dim=-1, descending=True, stable=True)
         first = numbers.masked_fill(is_marked == 0, -1)[..., :count].expand(*self.row_shape[:2], count)
         return {"sink": self.row_shape, "first_keys": first.int().contiguous(), "sink_keys": count}
 
@@ -108,5 +109,5 @@ class Distance(Statistic):
         distances = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
         self.put(self.accumulator, rows, torch.linalg.vecdot(rows.terms, distances)[..., None] / rows.total)
 
-    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+    def kernel_form(self) -> dict[str, Any] | None:
         return None if self.call.grid.shift is None else {"distance": self.row_shape}

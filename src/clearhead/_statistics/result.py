@@ -12,9 +12,9 @@ from torch import Tensor
 from .._checks import shown
 from ..errors import ArgumentError, UnknownNameError
 from .arguments import whole_numbers
-from .definitions import LARGEST, PER_QUERY, STATISTICS, shape_of
+from .definitions import BY_MAXIMUM, PER_QUERY, SHAPES, STATISTICS
 from .statistic import Options
-from .totals import Totals
+from .totals import Computed, Totals
 from .vectors import TopK
 
 
@@ -60,16 +60,16 @@ class AttentionStatistics:
 
     @classmethod
     def computed(
-        cls, sizes: tuple[int, int, int], counted: Tensor | None, results: dict[str, Any], options: Options
+        cls, computed: Computed, sizes: tuple[int, int, int], counted: Tensor | None, options: Options
     ) -> AttentionStatistics:
         """The statistics of a call with `sizes` H, Hkv and S. Without `counted` all queries count."""
         statistics = cls.__new__(cls)
-        statistics.batch_size, head_count, statistics.query_length = results["sees"].shape
+        statistics.batch_size, head_count, statistics.query_length = computed.sees.shape
         statistics.num_heads, statistics.num_kv_heads, statistics.key_length = sizes
         statistics.heads = tuple(range(head_count))
         statistics.averaged = statistics.num_heads // head_count
-        statistics._counted, statistics.results, statistics.options = counted, results, options
-        statistics.totals = None
+        statistics.results = {**computed.tensors, "sees": computed.sees}
+        statistics._counted, statistics.options, statistics.totals = counted, options, None
         return statistics
 
     # The two below are computed when they are asked for, because each operator costs time on a GPU.
@@ -132,7 +132,7 @@ class AttentionStatistics:
         if self.totals is None or "seeing" in self.totals:
             return (self._seeing if self.totals is None else self.totals["seeing"]).any()
         # Without totals of a per-query statistic, there is a largest logit, of all processes.
-        largest = next(tensor for name, tensor in self.results.items() if name in LARGEST)
+        largest = next(tensor for name, tensor in self.results.items() if name in BY_MAXIMUM)
         return (largest > float("-inf")).any()
 
     def head_numbers(self) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ class AttentionStatistics:
         chosen = copy(self)
         chosen.heads = tuple(head % present for head in heads)
         chosen.results = {
-            name: _select_heads(tensor, chosen.heads) if "H" in shape_of(name) else tensor
+            name: _select_heads(tensor, chosen.heads) if "H" in SHAPES[name] else tensor
             for name, tensor in self.results.items()
         }
         if self.totals is not None:

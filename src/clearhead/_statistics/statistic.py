@@ -1,4 +1,4 @@
-"""The base of statistics: meaning, shape, block form, and request to the native and the Triton kernels.
+"""The base of statistics: meaning, shape, and forms for blocks, the native and the Triton kernels.
 
 Notation: p_ij are the weights and s_ij the scores of `attention`. Q are the counted queries: all, or those of
 `query_mask`. A masked weight is exactly 0. A fully masked query has p = 0.
@@ -59,7 +59,7 @@ class Statistic(ABC):
     #: Whether ``per="kv_head"`` may average it over query heads.
     averaged: ClassVar[bool] = True
     #: Whether batch items are combined by their maximum, not by their mean.
-    largest: ClassVar[bool] = False
+    by_maximum: ClassVar[bool] = False
 
     call: Call
     options: Options
@@ -95,17 +95,20 @@ class Statistic(ABC):
         """The final tensors by name. Sums over queries go through `totals`. Default: `accumulator`."""
         return {self.name: self.accumulator}
 
-    def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        """What kernels compute for it: arguments by the names of `Statistics` in ``_native/problem.h``.
+    def kernel_form(self) -> dict[str, Any] | None:
+        """Arguments for kernels, by the names of `Statistics` in ``_native/problem.h``. Default: blocks compute it.
 
-        A tuple is the shape of a buffer that they write. With ``None``, the default, blocks compute the statistic.
-
-        Args:
-            on_gpu: whether the Triton kernels compute it, and not the native one. They write ``entropy``, ``visible``,
-                ``confidence``, ``sink``, ``distance``, ``received``, ``viewers``, ``map``, the mean ``weights``,
-                ``top_weights`` and ``top_keys``.
+        A tuple is the shape of a buffer that the kernels write.
         """
         return None
+
+    def native_form(self) -> dict[str, Any] | None:
+        """The arguments for the native kernel."""
+        return self.kernel_form()
+
+    def triton_form(self) -> dict[str, Any] | None:
+        """The arguments for the Triton kernels. They write the buffers that `_triton_statistics.statistics` names."""
+        return self.kernel_form()
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         """The final tensors by name, after the native or Triton kernels ran. Default: the buffer of its own name.

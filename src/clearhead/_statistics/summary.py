@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._checks import shown
 from ..errors import UnknownNameError
-from .definitions import LARGEST, PER_QUERY
+from .definitions import BY_MAXIMUM, PER_QUERY
 from .result import AttentionStatistics
 from .vectors import TopK
 
@@ -61,7 +61,7 @@ def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
         numbers = [call.head_numbers() for call in calls]
         for label in numbers[0]:
             items = torch.cat([by_label[label] for by_label in numbers])  # (items, H)
-            values.setdefault(label, {})[module] = items.amax(0) if label in LARGEST else items.mean(0)
+            values.setdefault(label, {})[module] = items.amax(0) if label in BY_MAXIMUM else items.mean(0)
     heads_of = {module: calls[0].heads for module, calls in recorded.items()}
     return Summary(values, max(heads_of.values(), key=len, default=()), heads_of)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Totals(Protocol):
         """The sum over all processes, on every process."""
         return total
 
-    def largest(self, total: Tensor) -> Tensor:
+    def maximum(self, total: Tensor) -> Tensor:
         """The elementwise maximum over all processes, on every process."""
         return total
 
@@ -43,6 +43,13 @@ class _OneProcess(Totals):
 ONE_PROCESS: Totals = _OneProcess()
 
 
+class Computed(NamedTuple):
+    """Results of statistics by name, and which queries see a key, bool (B, H, L)."""
+
+    tensors: dict[str, Any]
+    sees: Tensor
+
+
 @dataclass(slots=True, kw_only=True)
 class PartialCall(Call):
     """A call that is distributed over processes, as its observers receive it.
@@ -55,4 +62,4 @@ class PartialCall(Call):
     """
 
     totals: Totals
-    results: Callable[..., dict[str, Any]]
+    results: Callable[..., Computed]

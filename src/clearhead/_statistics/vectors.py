@@ -57,11 +57,8 @@ class TopKeys(Statistic):
             return
         scores, columns = _largest_columns(rows, count)
         where = (rows.block.batch, rows.block.heads, rows.place)
-        new = (
-            scores,
-            scores.exp() / rows.total,
-            (columns + rows.columns.start).masked_fill(scores == float("-inf"), -1),
-        )
+        keys = (columns + rows.columns.start).masked_fill(scores == float("-inf"), -1)
+        new = scores, scores.exp() / rows.total, keys
         # Merged with the top keys of other blocks of these rows.
         targets = (self._shifted, self._weights, self._indices)
         candidates = [torch.cat((target[where], tensor), -1) for target, tensor in zip(targets, new, strict=True)]
@@ -72,7 +69,7 @@ class TopKeys(Statistic):
     def result(self) -> dict[str, Any]:
         return {"top_k": TopK(self._indices, self._weights)}
 
-    def request(self, on_gpu: bool) -> dict[str, Any] | None:
+    def kernel_form(self) -> dict[str, Any] | None:
         if self._count > MOST_LISTED_KEYS:
             return None
         shape = (*self.row_shape, self._count)
@@ -114,7 +111,7 @@ class HeadAverage(Statistic):
     def add(self, rows: BlockRows) -> None:
         self.accumulator[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
 
-    def request(self, on_gpu: bool) -> dict[str, Any]:
+    def kernel_form(self) -> dict[str, Any]:
         return {"weights": (self.row_shape[0], self.row_shape[2], self.column_shape[2])}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
@@ -146,8 +143,8 @@ class Output(_MixedValues):
     def result(self) -> dict[str, Any]:
         return {"output": self.accumulator.to(self.call.query.dtype)}
 
-    def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        return None if on_gpu else {"output": True}
+    def native_form(self) -> dict[str, Any]:
+        return {"output": True}
 
 
 @final
@@ -160,8 +157,8 @@ class OutputNorm(_MixedValues):
     def result(self) -> dict[str, Any]:
         return {"output_norm": torch.linalg.vector_norm(self.accumulator, dim=-1)}
 
-    def request(self, on_gpu: bool) -> dict[str, Any] | None:
-        return None if on_gpu else {"norm": self.row_shape, "output": True}
+    def native_form(self) -> dict[str, Any]:
+        return {"norm": self.row_shape, "output": True}
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return {"output_norm": buffers["norm"]}

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from .._statistics.definitions import LARGEST, OF_WEIGHTS
+from .._statistics.definitions import BY_MAXIMUM, OF_WEIGHTS
 from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, explain_problem
 from ..plot._collect import ItemPicture, collect
@@ -122,7 +122,7 @@ class Seen:
         self._length += length
         for name, layers in numbers.items():
             pairs = zip(self.numbers.get(name, layers), layers, strict=True)
-            merge = torch.maximum if name in LARGEST else partial(torch.lerp, weight=length / self._length)
+            merge = torch.maximum if name in BY_MAXIMUM else partial(torch.lerp, weight=length / self._length)
             self.numbers[name] = [merge(known, new) for known, new in pairs]
 
 

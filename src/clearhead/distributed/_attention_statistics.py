@@ -126,15 +126,7 @@ def attention_statistics(
 
 
 class _Arguments(NamedTuple):
-    """The checked arguments of one process.
-
-    Args:
-        operands: the query, key and value of this process. The values have no features if no statistic reads them.
-        how: how all queries attend, by the names of `Call`.
-        names, options: the statistics.
-        queries: as in `attention_statistics`.
-        environment: the environment of the call.
-    """
+    """The checked arguments of one process. Its values have no features if no statistic reads them."""
 
     operands: Operands
     how: dict[str, Any]

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from .._environment import is_tracing
+from .._statistics.totals import Computed
 from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Offset
@@ -87,8 +88,8 @@ class LocalHeads(OfThisProcess):
         gathered = agree(f"{WHERE}: {name} of {self.name}", self.group, self.mesh.device_type, facts)
         require_equal(WHERE, gathered, (name,), fix)
 
-    def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
-        return with_all_heads(results, self.group, lambda _, tensor, rank: tensor, WHERE)
+    def all_heads(self, computed: Computed) -> Computed:
+        return with_all_heads(computed, self.group, lambda _, tensor, rank: tensor, WHERE)
 
     def _local_mask(self, mask: Mask) -> Mask | None:
         """A mask without `&`, for the heads of this process."""

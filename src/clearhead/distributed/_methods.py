@@ -99,7 +99,7 @@ class SharedCall:
     def summed(self, total: Tensor) -> Tensor:
         return self._reduced(total, dist.ReduceOp.SUM)
 
-    def largest(self, total: Tensor) -> Tensor:
+    def maximum(self, total: Tensor) -> Tensor:
         return self._reduced(total, dist.ReduceOp.MAX)
 
     def _reduced(self, total: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .._call.call import Call, valid_call, zero_hidden
 from .._statistics.compute import fold_blocks, results_of
-from .._statistics.definitions import STATISTICS, need_values, shape_of
-from .._statistics.totals import PartialCall
+from .._statistics.definitions import SHAPES, STATISTICS, need_values
+from .._statistics.totals import Computed, PartialCall
 from .._statistics.vectors import TopK
 from .._weights import row_numbers
 from ..kernels._block_rows import BlockRows
@@ -70,14 +70,13 @@ def _of_queries(
     lse: Tensor | None,
     call: Call,
     *arguments: Any,
-) -> dict[str, Any]:
+) -> Computed:
     """Results of this process's queries over all keys, chunk by chunk.
 
     Args:
-        shared: the attention that is computed.
+        shared, call: the shared call, and the same with the queries of this process.
         chunks: returns the chunks of the call in any order, with values if its argument is true.
         lse: (B, H, l) over all keys, if a chunk holds only some of their keys.
-        call: the shared call, with the queries of this process.
         arguments: the other arguments of `results_of`.
     """
     names, options, counted, queries = arguments
@@ -108,19 +107,14 @@ def _block_rows(
         yield BlockRows(call, shared_block, place, query, key, counted[batch, :, place], values, row_lse)
 
 
-def _of_heads(shared: SharedCall, heads: Call, call: Call, *arguments: Any) -> dict[str, Any]:
+def _of_heads(shared: SharedCall, heads: Call, call: Call, *arguments: Any) -> Computed:
     """Results of some heads of the whole sequence, which the processes exchange.
 
-    Args:
-        shared: the attention that is computed.
-        heads: the call of these heads, with all queries and all keys.
-        call: the shared call.
-        arguments: the other arguments of `results_of`, of which the queries are the last.
+    `heads` is the call of these heads, with all queries and keys. The last argument is the chosen queries.
     """
     chosen = row_numbers(arguments[-1], shared.queries.length, "queries")
 
-    def cut(name: str, tensor: Tensor, rank: int) -> Tensor:
-        shape = shape_of(name)
+    def cut(shape: tuple[str, ...], tensor: Tensor, rank: int) -> Tensor:
         if "n" in shape and chosen is not None:
             indices = torch.isin(chosen, shared.queries.positions(rank, chosen.device)).nonzero()[:, 0]
             return tensor.index_select(shape.index("n"), indices.to(tensor.device))
@@ -129,26 +123,19 @@ def _of_heads(shared: SharedCall, heads: Call, call: Call, *arguments: Any) -> d
                 return shards.take(tensor, shape.index(size), rank)
         return tensor
 
-    results = results_of(heads, *arguments)
-    return with_all_heads(results, shared.group, cut, shared.where)
+    return with_all_heads(results_of(heads, *arguments), shared.group, cut, shared.where)
 
 
-def with_all_heads(
-    results: dict[str, Any], group: dist.ProcessGroup, cut: Callable[[str, Tensor, int], Tensor], where: str
-) -> dict[str, Any]:
+def with_all_heads(computed: Computed, group: dist.ProcessGroup, cut: Callable[..., Tensor], where: str) -> Computed:
     """Results of some heads as those of all heads, which the processes hold in order; by one all-to-all.
 
-    Args:
-        results: tensors and `TopK` by name, (B, h, …); ``head_average`` (B, …) of as many heads on each process.
-        group: the group of the processes.
-        cut: returns the elements of a named tensor that go to a process.
-        where: the function that split the module, for messages.
+    Each process has as many heads. `cut` returns the elements that go to a process, from a tensor, the names of its
+    dimensions and the rank. `where` is the function that split the module, for messages.
     """
-    tensors = [
-        (name, x) for name, result in results.items() for x in (result if isinstance(result, TopK) else (result,))
-    ]
+    named = [*computed.tensors.items(), ("sees", computed.sees)]
+    shaped = [(SHAPES[name], x) for name, result in named for x in (result if isinstance(result, TopK) else (result,))]
     world = dist.get_world_size(group)
-    cuts = [[cut(name, tensor, rank).contiguous() for name, tensor in tensors] for rank in range(world)]
+    cuts = [[cut(shape, tensor, rank).contiguous() for shape, tensor in shaped] for rank in range(world)]
     sent = [[x.view(-1).view(torch.uint8) for x in of_rank] for of_rank in cuts]
     local_cuts = cuts[dist.get_rank(group)]
     shapes = [(x.numel() * x.element_size(),) for x in local_cuts]
@@ -156,13 +143,14 @@ def with_all_heads(
         received = iter(exchange(sent, [shapes] * world, group))
     of_ranks = [[next(received).clone().view(like.dtype).view(like.shape) for like in local_cuts] for _ in range(world)]
     joined = iter(
-        torch.cat(of_heads, 1) if "H" in shape_of(name) else torch.stack(of_heads).mean(0)
-        for (name, _), of_heads in zip(tensors, zip(*of_ranks, strict=True), strict=True)
+        torch.cat(of_heads, 1) if "H" in shape else torch.stack(of_heads).mean(0)
+        for (shape, _), of_heads in zip(shaped, zip(*of_ranks, strict=True), strict=True)
     )
-    return {
+    tensors = {
         name: TopK(next(joined), next(joined)) if isinstance(result, TopK) else next(joined)
-        for name, result in results.items()
+        for name, result in computed.tensors.items()
     }
+    return Computed(tensors, next(joined))
 
 
 def _moved(place: slice, by: int) -> slice:

@@ -160,7 +160,7 @@ def _of_shared_call(mask: Tensor, call: Call, totals: Totals) -> Tensor | None:
         tokens = mask.to(device, torch.uint8)
         marks[:, rows] = tokens[:, rows] if mask.shape[1] == length else tokens
     marks[:, length + fits] = 1  # the last two columns tell whether it misfits on a process, and fits on one
-    marks = totals.largest(marks) != 0
+    marks = totals.maximum(marks) != 0
     misfits, fitting = marks[:, length:].any(0).tolist()
     if misfits and fitting:
         expected = f"({batch}, {length}), or the part of it as the tokens are cut, in every process"

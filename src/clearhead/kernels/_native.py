@@ -21,7 +21,7 @@ from ._native_arguments import FAR, NativeArguments
 from ._native_masks import lower_mask
 from ._native_operator import count_flops
 from ._native_plan import NativePlan, plan_of
-from ._native_support import learnt_shape, native_refusals, refuses_statistics
+from ._native_support import learnt_shape, native_refusals, refusals_of_statistics
 from ._second_order import (
     Differentiable,
     OptionalTensors,
@@ -51,15 +51,13 @@ class NativeKernel(Kernel):
         return native_refusals(layout, bound)
 
     def weights_refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
-        if layout.tracing or not refuses_statistics(layout, bound):
-            return ()
-        return (Refusal("it gives weights neither of large computed masks nor to a TorchDispatchMode"),)
+        return () if layout.tracing else refusals_of_statistics(layout, bound)
 
     def gives_weights(self, layout: Layout, bound: BoundMask) -> bool:
         # This does not depend on gradients: activation checkpointing must recompute the same bits.
         if layout.dropout_p or layout.dtype != torch.float32 or layout.tracing or layout.transformed:
             return False
-        return not refuses_statistics(layout, bound)
+        return not refusals_of_statistics(layout, bound)
 
     def plan(self, layout: Layout, bound: BoundMask) -> Plan:
         # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.

@@ -8,20 +8,24 @@ import torch
 from torch import Tensor
 
 from .._call.call import Call
-from ._base import cut, rows_of_mask
+from .._environment import is_tracing
+from ._base import Refusal, cut, rows_of_mask
+from ._blocks import exact_dtype
 from ._native import arguments_of, empty_weights, weights_strides
 from ._native_arguments import NativeArguments
 from ._native_plan import plan_of
-from ._native_support import native_refusals, reads_in_place, refuses_statistics
+from ._native_support import native_refusals, reads_in_place, refusals_of_statistics
 
 
-def refuses(call: Call) -> bool:
-    """Whether the kernel cannot run the call, or computes no statistics of it."""
-    layout, bound = call.layout, call.bound
-    return bool(native_refusals(layout, bound)) or refuses_statistics(layout, bound)
+def refusals(call: Call) -> tuple[Refusal, ...]:
+    """The reasons against weights and statistics of the call: those against the call itself first."""
+    if is_tracing():
+        return (Refusal("a graph has weights and statistics from PyTorch's own operators only"),)
+    arguments = call.layout, call.bound
+    return native_refusals(*arguments) or refusals_of_statistics(*arguments)
 
 
-def gather(call: Call, wanted: dict[str, Any], counted: Tensor | None, *, exact: bool) -> dict[str, Any]:
+def statistics(call: Call, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
     """Compute statistics of one call in one pass.
 
     Args:
@@ -29,7 +33,6 @@ def gather(call: Call, wanted: dict[str, Any], counted: Tensor | None, *, exact:
         wanted: arguments of the kernel, by the names of `Statistics` in ``_native/problem.h``. A tuple is the shape of
             a buffer that it writes. ``output`` asks for the output of the call.
         counted: bool (B, L), the queries that ``received`` and ``map`` include, or ``None`` for all.
-        exact: whether to score in double precision. For calls of few keys, whose scores fit the cache.
 
     Returns:
         All arguments by name, with ``largest`` (B, H, L), the largest score of each query.
@@ -43,8 +46,8 @@ def gather(call: Call, wanted: dict[str, Any], counted: Tensor | None, *, exact:
             options[name] = call.query.new_zeros(shape, dtype=dtype)
     if "weights" in options:
         options["weights_strides"] = weights_strides(options["weights"])
-    options |= {"counted": None if counted is None else counted.contiguous(), "exact": exact}
-    options["shift"] = call.grid.shift or 0
+    options |= {"exact": exact_dtype(call) == torch.float64, "shift": call.grid.shift or 0}
+    options["counted"] = None if counted is None else counted.contiguous()
     if with_output:
         options["output"] = plan.forward(arguments, **options)
     else:
@@ -62,12 +65,12 @@ def native_weights(
         rows: numbers of rows, or ``None`` for all.
         average: whether to average over the heads.
         head: number of the only head, for (B, 1, n, S), or ``None`` for all.
-        exact: as for `gather`.
+        exact: whether to score in double precision. For calls of few keys, whose scores fit the cache.
 
     Returns:
         The weights, or ``None`` if the kernel does not compute them.
     """
-    if refuses(call) or (rows is not None and not reads_in_place(call.bound)):
+    if refusals(call) or (rows is not None and not reads_in_place(call.bound)):
         return None
     request = arguments_of(call)
     if head is not None:

@@ -54,17 +54,16 @@ def learnt_shape(bound: BoundMask) -> tuple[int, int, int, int] | None:
     return items, heads, length, keys
 
 
-def refuses_statistics(layout: Layout, bound: BoundMask) -> bool:
-    """Whether the kernel does not compute statistics of a call that it can run.
-
-    It does not if it must first write down a large mask. It does not under a dispatch mode either, because statistics
-    are not an operator.
-    """
-    if layout.dispatching or layout.sequences is not None:
-        return True
-    grid = bound.grid
-    small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS
-    return not small and not reads_in_place(bound)
+def refusals_of_statistics(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+    """Reasons against weights, and statistics of them, of a call that the kernel can run."""
+    if layout.dispatching:
+        return (Refusal("its weights and statistics are no operator that a TorchDispatchMode could see"),)
+    if layout.sequences is not None:
+        return (Refusal("it has no weights or statistics of packed sequences"),)
+    cells = bound.grid.batch_size * bound.grid.query_length * bound.grid.key_length
+    if cells > _MOST_CELLS and not reads_in_place(bound):
+        return (Refusal("for weights and statistics it would write down a mask of {cells:,} cells", cells=cells),)
+    return ()
 
 
 def reads_in_place(bound: BoundMask) -> bool:

@@ -10,10 +10,11 @@ from torch import Tensor
 from .. import masks
 from .._call.call import Call, valid_call
 from .._environment import autocast_off
+from ._base import Refusal
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
 from ._triton import available, operands_of
-from ._triton._available import DTYPES
+from ._triton._available import DTYPES, LARGEST_DIM
 
 #: The largest error of a result, relative to numbers above 1. Both sides read the same rounded query and key.
 TOLERANCE = 1e-3
@@ -21,14 +22,16 @@ _TOP = 8
 _CELLS = (3, 2)
 
 
-def runs(call: Call) -> bool:
-    """Whether the kernels compute weights and statistics of the call. The first time on a device, they are checked."""
-    layout = call.layout
+def triton_refusals(call: Call) -> tuple[Refusal, ...]:
+    """The reason against weights and statistics of the call. The first time on a device, the kernels are checked."""
+    layout, query = call.layout, call.query
     if layout.tracing or layout.transformed or layout.dispatching or layout.subclass is not None:
-        return False
-    if not available(call.query) or 0 in (*call.query.shape, *call.key.shape):
-        return False
-    return CHECK.passes(call.query.device, call.query.dtype)
+        return (Refusal("graphs, transforms, dispatch modes and subclasses of tensors need PyTorch's own operators"),)
+    if not available(query) or 0 in (*query.shape, *call.key.shape):
+        return (Refusal("it needs Triton, a CUDA device, D ≤ {dim}, no float64 and no empty tensor", dim=LARGEST_DIM),)
+    if CHECK.passes(query.device, query.dtype):
+        return ()
+    return (Refusal("it did not pass its check on {device} in {dtype}", device=query.device, dtype=query.dtype),)
 
 
 def table() -> dict[str, str]:

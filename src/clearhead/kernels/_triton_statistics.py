@@ -12,12 +12,12 @@ from ._second_order import sinks_gradient
 from ._triton import Operands, _calls, operands_of
 
 
-def gather(call: Call, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
+def statistics(call: Call, wanted: dict[str, Any], counted: Tensor | None) -> dict[str, Any]:
     """Compute statistics of one call, in one pass over query and key for each kernel.
 
     Args:
         call: the validated call.
-        wanted, counted: as for `_native_statistics.gather`, without ``raw``, ``norm``, ``output`` and ``stripes``.
+        wanted, counted: as for `_native_statistics.statistics`, without ``raw``, ``norm``, ``output`` and ``stripes``.
             ``first_keys`` are bool (1 or B, 1 or H, S).
 
     Returns:

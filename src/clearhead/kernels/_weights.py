@@ -15,7 +15,7 @@ from ._block_weights import block_weights
 from ._blocks import block_scores, exact_dtype, score_blocks
 from ._native_statistics import native_weights
 from ._second_order import Differentiable, backward_pass
-from ._triton_check import runs
+from ._triton_check import triton_refusals
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
 
@@ -109,7 +109,7 @@ def _forward(call: Call, chosen: _Chosen) -> Tensor:
         native = native_weights(call, rows, chosen.average, head=head, exact=dtype == torch.float64)
         if native is not None:
             return native if head is None else native[:, 0]  # (B, n, S)
-    if chosen.natively and runs(call):
+    if chosen.natively and not triton_refusals(call):
         from . import _triton_statistics  # imports Triton
 
         return _triton_statistics.weights(call, rows, chosen.average, head)
@@ -129,7 +129,7 @@ def _forward(call: Call, chosen: _Chosen) -> Tensor:
 
 def _gradients(call: Call, chosen: _Chosen, gradient: Tensor) -> tuple[Tensor | None, ...]:
     # The Triton kernels compute no gradient of a bias.
-    if chosen.natively and not any(bias.requires_grad for bias in call.bias_tensors) and runs(call):
+    if chosen.natively and not any(bias.requires_grad for bias in call.bias_tensors) and not triton_refusals(call):
         from . import _triton_statistics  # imports Triton
 
         return _triton_statistics.weights_gradients(call, chosen.rows, chosen.average, gradient)
