@@ -17,6 +17,7 @@ from ..masks._bound import BoundMask
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
+from .heads import split_heads
 from .layout import Layout, key_of, layout_of
 from .saved import restored, restored_biases, restored_sinks, with_saved
 from .sequences import PackedSequences, require_within
@@ -51,7 +52,7 @@ class Call:
     Args:
         query: (B, H, L, D).
         key: (B, Hkv, S, D); Hkv divides H, query head h reads key/value head h // (H / Hkv).
-        value: (B, Hkv, S, Dv).
+        value: (B, Hkv, S, Dv). With `heads` the operands are merged: (B, L, H·D), (B, S, Hkv·D) and (B, S, Hkv·Dv).
         mask: which keys each query may attend to.
         scale, softcap, sinks, dropout_p, query_positions, key_positions: as for `attention`. `read` gives tensors of
             sinks and positions the dtype that kernels read.
@@ -63,6 +64,7 @@ class Call:
             (1, Hkv, Tk, Dv), and each sequence attends to itself.
         seed: int64 scalar that dropout is drawn from. Default: the kernel draws a seed.
         offset: where the call lies in a larger call, for dropout. Default: it is a call of its own.
+        heads: H and Hkv of merged operands, as projections give them. The output is then (B, L, H·Dv).
         bound_: the mask on the call's grid; see `bound`.
         environment: of the call, or the layout of the call that it was made from; `read` sets it.
         plan_key: of its plan, but for the mask; ``None`` if no plan is cached; `read` sets it.
@@ -83,6 +85,7 @@ class Call:
     sequences: PackedSequences | None = None
     seed: Tensor | None = None
     offset: Offset | None = None
+    heads: tuple[int, int] | None = None
     bound_: BoundMask | None = field(default=None, init=False, repr=False)
     environment: Environment | Layout = field(init=False, repr=False)
     plan_key: tuple[object, ...] | None = field(default=None, init=False, repr=False)
@@ -104,7 +107,7 @@ class Call:
             if not is_plain or x.dtype is not dtype or x.device != device:
                 require_tensors(query, key, value)
                 break
-        if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        if self.heads is None and (query.dim() != 4 or key.dim() != 4 or value.dim() != 4):
             require_shapes(query, key, value)
             self.query, self.key, self.value = query[None], key[None], value[None]  # (1, H, L, D)
         if self.query_positions is not None:
@@ -113,7 +116,7 @@ class Call:
             heads = self.query.shape[1]
             self.key_positions = read_positions("key_positions", self.key_positions, self.key, heads=heads)
         if self.sinks is not None:
-            self.sinks = read_sinks(self.sinks, self.query)
+            self.sinks = read_sinks(self.sinks, self.query, query.shape[1] if self.heads is None else self.heads[0])
         if self.sequences is not None and self.mask is not None:
             require_within(self.mask)
         self.environment = environment
@@ -127,6 +130,16 @@ class Call:
             self.layout_ = layout_of(self)
         return self.layout_
 
+    def split(self) -> Call:
+        """The call with heads as a dimension of their own."""
+        if self.heads is None:
+            return self
+        num_heads, num_kv_heads = self.heads
+        query, key = split_heads(self.query, num_heads), split_heads(self.key, num_kv_heads)
+        split = self.alike(query=query, key=key, value=split_heads(self.value, num_kv_heads), heads=None, layout_=None)
+        split.plan_key = key_of(split)
+        return split
+
     @property
     def options(self) -> dict[str, Any]:
         """Every argument but query, key and value, by name."""
@@ -136,7 +149,8 @@ class Call:
     def bound(self) -> BoundMask:
         """The mask on the grid of the call."""
         if self.bound_ is None:
-            (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
+            shape, keys = self.query.shape, self.key.shape[-2]
+            batch, heads, length = (shape[0], self.heads[0], shape[1]) if self.heads else shape[:3]
             grid = Grid(batch, heads, length, keys, self.query.device, self.query_positions, self.key_positions)
             self.bound_ = BoundMask(self.mask, grid)
         return self.bound_
@@ -222,9 +236,10 @@ class Call:
         def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Call:
             if layout.subclass is None:
                 one = key is value  # also where weights, which have no value, are saved
-                query = restored("saved query", query, layout.query, layout.dtype, layout.device)
-                key = restored("saved key", key, layout.key, layout.dtype, layout.device)
-                value = key if one else restored("saved value", value, layout.value, layout.dtype, layout.device)
+                shapes, dtype, device = layout.operand_shapes, layout.dtype, layout.device
+                query = restored("saved query", query, shapes[0], dtype, device)
+                key = restored("saved key", key, shapes[1], dtype, device)
+                value = key if one else restored("saved value", value, shapes[2], dtype, device)
             changed = dict(options)
             if others:
                 tensors = iter(others)
@@ -244,11 +259,12 @@ class Call:
 
 
 #: Every argument of a call but query, key and value.
-OPTIONS = tuple(Call.__dataclass_fields__)[3:15]
+OPTIONS = tuple(Call.__dataclass_fields__)[3:16]
 
 
 def validate(call: Call) -> None:
     """Raise unless tensors, sizes and numbers of a call fit together. Equal layouts pass alike."""
+    call = call.split()
     require_tensors(call.query, call.key, call.value)
     require_shapes(call.query, call.key, call.value)
     require_numbers(call.layout)

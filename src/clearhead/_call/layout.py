@@ -13,6 +13,7 @@ from .._checks import PLAIN, flag, number
 if TYPE_CHECKING:
     from .call import Call
 
+Placed = tuple[tuple[int, ...], tuple[int, ...]]  #: shape and strides of a tensor
 _NUMBERS = (float, int)
 
 
@@ -38,6 +39,7 @@ class Layout(NamedTuple):
         sequences: how many packed sequences there are, or ``None``.
         same_sequences: whether their queries and keys have the same boundaries.
         tracing, transformed, dispatching: of the environment.
+        merged: whether the operands have no dimension of heads. Shapes and strides here are as if they had.
     """
 
     query: tuple[int, ...]
@@ -64,6 +66,23 @@ class Layout(NamedTuple):
     tracing: bool
     transformed: bool
     dispatching: bool
+    merged: bool = False
+
+    @property
+    def reads_merged(self) -> bool:
+        """Whether a kernel can read merged operands in place, and the results besides the output have no rows in it."""
+        return self.weights is None and all(strides[3] == 1 for strides in self.strides)
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of query, key and value as they are."""
+        shapes = self.query, self.key, self.value
+        return tuple((b, n, h * d) for b, h, n, d in shapes) if self.merged else shapes
+
+    @property
+    def operand_strides(self) -> tuple[tuple[int, ...], ...]:
+        """The strides of query, key and value as they are."""
+        return tuple((b, n, one) for b, _, n, one in self.strides) if self.merged else self.strides
 
     @property
     def group(self) -> int:
@@ -96,20 +115,27 @@ def layout_of(call: Call) -> Layout:
     query, key, value, mask, sequences = call.query, call.key, call.value, call.mask, call.sequences
     scale, softcap, dropout_p, lse, environment = call.scale, call.softcap, call.dropout_p, call.lse, call.environment
     q_positions, k_positions = call.query_positions, call.key_positions
-    tracing, shape = environment.tracing, query.shape
+    operands, tracing = (query, key, value), environment.tracing
+    query_shape, key_shape, value_shape = (x.shape for x in operands)
+    # In a graph strides are symbols, which a comparison would tie to these strides.
+    strides = () if tracing else tuple([x.stride() for x in operands])
+    if call.heads is not None:
+        (num_heads, num_kv_heads), sizes = call.heads, zip((query_shape, key_shape, value_shape), strides, strict=True)
+        counts = num_heads, num_kv_heads, num_kv_heads
+        placed = [with_heads(each, heads) for each, heads in zip(sizes, counts, strict=True)]
+        (query_shape, key_shape, value_shape), strides = zip(*placed, strict=True)
     if scale is None:  # sums of no products are 0, whatever the factor
-        scale = 1.0 / math.sqrt(shape[3]) if shape[3] else 1.0
-    plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
+        scale = 1.0 / math.sqrt(query_shape[3]) if query_shape[3] else 1.0
+    kinds = [type(x).__name__ for x in operands if type(x) not in PLAIN]
     return Layout(
-        shape,
-        key.shape,
-        value.shape,
-        # In a graph strides are symbols, which a comparison would tie to these strides.
-        () if tracing else (query.stride(), key.stride(), value.stride()),
+        query_shape,
+        key_shape,
+        value_shape,
+        strides,
         query.dtype,
         query.device,
-        None if plain else next(type(x).__name__ for x in (query, key, value) if type(x) not in PLAIN),
-        not tracing and (query.is_neg() or key.is_neg() or value.is_neg()),
+        kinds[0] if kinds else None,
+        not tracing and any(x.is_neg() for x in operands),
         mask is not None,
         q_positions.shape if isinstance(q_positions, Tensor) else q_positions,
         k_positions.shape if isinstance(k_positions, Tensor) else k_positions,
@@ -126,6 +152,7 @@ def layout_of(call: Call) -> Layout:
         tracing,
         environment.transformed,
         environment.dispatching,
+        call.heads is not None,
     )
 
 
@@ -151,17 +178,17 @@ def key_of(call: Call) -> tuple[object, ...] | None:
         call.lse = lse = flag("return_lse", lse)
     gradients = _gradients(call) if environment.gradients else ()
     sized = bool(gradients) or call.weights is not None
-    (key_batch, kv_heads, keys, dim), (value_batch, value_heads, values, value_dim) = key.shape, value.shape
+    *key_outer, keys, dim = key.shape
+    *value_outer, values, value_dim = value.shape
     sequences = call.sequences
     return (
         query.shape,
         query.stride(),
-        key_batch,
-        kv_heads,
+        call.heads,
+        *key_outer,
         dim,
         key.stride(),
-        value_batch,
-        value_heads,
+        *value_outer,
         value_dim,
         value.stride(),
         values == keys,
@@ -187,7 +214,7 @@ def key_of(call: Call) -> tuple[object, ...] | None:
 def sizes_of(call: Call) -> tuple[object, ...]:
     """What `key_of` leaves out."""
     positions = call.query_positions, call.key_positions
-    return call.key.shape[2], *(each.shape if isinstance(each, Tensor) else each for each in positions)
+    return call.key.shape[-2], *(each.shape if isinstance(each, Tensor) else each for each in positions)
 
 
 def _is_part(call: Call) -> bool:
@@ -196,6 +223,12 @@ def _is_part(call: Call) -> bool:
     environment = call.environment
     in_larger = not isinstance(environment, Layout) or environment.is_part
     return in_larger and (call.seed is not None or call.offset is not None)
+
+
+def with_heads(placed: Placed, heads: int) -> Placed:
+    """Shape and strides of a merged tensor (B, n, H·D) as those of (B, H, n, D)."""
+    (batch, rows, features), (item, row, one) = placed
+    return (batch, heads, rows, features // heads), (item, features // heads * one, row, one)
 
 
 def has_contiguous_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

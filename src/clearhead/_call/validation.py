@@ -103,9 +103,8 @@ def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int |
     return result
 
 
-def read_sinks(sinks: Tensor, query: Tensor) -> Tensor:
+def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
     """Sinks as the native kernel reads them: float32 or float64, without gaps. A sink of −∞ is no sink."""
-    heads = query.shape[1]
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))

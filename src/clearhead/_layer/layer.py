@@ -123,14 +123,24 @@ class Layer:
                 unpadded = unpad(bound, inputs, heads, environment, **options)
                 if unpadded is not None:
                     return self._run_unpadded(unpadded, *inputs, environment), None
-        q, k, v = self.projected(query, key, value, 0, environment)
-        form = None if self.form is None else self.form(q, k, None)
+        # Where nothing is applied to heads, a kernel reads them in the projections as they are.
+        if self.is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing:
+            q, k, v = self.project(query, key, value)
+            form, heads, keys = None, (self.num_heads, self.num_kv_heads), k.shape[1]
+        else:
+            q, k, v = self.projected(query, key, value, 0, environment)
+            form, heads, keys = None if self.form is None else self.form(q, k, None), None, k.shape[2]
         operands = (q, k, v) if form is None else (form.query, form.key, form.value)
-        call = Call(*operands, mask, **self.options, weights=weights)
-        if bound is not None and bound.grid.key_length == k.shape[2]:  # else the module has appended keys
+        call = Call(*operands, mask, **self.options, weights=weights, heads=heads)
+        if bound is not None and bound.grid.key_length == keys:  # else the module has appended keys
             call.bound_ = bound
         results = attend(call, environment)
         return self.projected_out(results, environment, form, batched=query.dim() == 3)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is applied between the projections and attention."""
+        return self.q_norm is self.k_norm is self.position is self.form is None
 
     def _run_at_positions(
         self,
@@ -172,7 +182,7 @@ class Layer:
         self, results: Results, environment: Environment, form: Operands | None = None, *, batched: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """The output after the output projection, and the weights; without a batch where the inputs have none."""
-        mixed, weights = results.output, results.weights  # (B, H, L, Dv)
+        mixed, weights = results.output, results.weights  # (B, H, L, Dv), or merged (B, L, H·Dv)
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
         if weights is not None and self.all_heads is not None:
@@ -181,10 +191,11 @@ class Layer:
         if not batched:
             output = apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)  # (L, E)
         elif self.batch_first:
-            output = apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2), environment)  # (B, L, E)
+            merged = mixed if mixed.dim() == 3 else mixed.transpose(1, 2).flatten(2)  # (B, L, H·Dv)
+            output = apply_linear(self.out_proj, merged, environment)  # (B, L, E)
         else:
             # The GEMM then writes (L, B, E), and transposing it back for a sequence-first module copies nothing.
-            merged = mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
+            merged = mixed.transpose(0, 1) if mixed.dim() == 3 else mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
             output = apply_linear(self.out_proj, merged, environment).transpose(0, 1)
         return output, weights if weights is None or batched else weights.squeeze(0)
 

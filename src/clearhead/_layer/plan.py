@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._call.call import Call, Results, validate, zero_hidden
 from .._call.dropout import draw_seed
+from .._call.heads import split_heads
 from .._call.layout import sizes_of
 from .._call.observers import computing, notify
 from .._call.packed import as_one_sequence, each_sequence, validate_mask_of_packed
@@ -67,8 +68,11 @@ def _observed(call: Call, plan: Plan, show: Show | None) -> Results:
             show(call, results.output)
             return results
         # A copy: observers do not see how the call computed the tensors that it keeps.
-        shown_call = zero_hidden(as_one_sequence(call.alike()))
-    return results._replace(output=notify(shown_call, results.output))
+        shown_call = zero_hidden(as_one_sequence(call.split().alike()))
+    if call.heads is None:
+        return results._replace(output=notify(shown_call, results.output))
+    output = split_heads(results.output, call.heads[0])  # (B, H, L, Dv)
+    return _merged(results._replace(output=notify(shown_call, output)))
 
 
 def run_call(call: Call, environment: Environment) -> Results:
@@ -154,7 +158,13 @@ def _new_plan(call: Call, environment: Environment) -> tuple[Plan, bool]:
             return _with_seed(one_by_one) if layout.dropout_p > 0 else one_by_one, False
     else:
         kernel = choose(call, environment.kernel)
+    if layout.merged and not (kernel.takes_merged and layout.reads_merged):
+        return lambda call: _merged(run_call(call.split(), environment)), True
     return _plan_on(kernel, call, environment), kernel.fits_all_sizes
+
+
+def _merged(results: Results) -> Results:
+    return results._replace(output=results.output.transpose(1, 2).flatten(2))  # (B, L, H·Dv)
 
 
 def _plan_on(kernel: Kernel, call: Call, environment: Environment) -> Plan:

@@ -83,6 +83,8 @@ class Kernel(ABC):
     takes_packed: ClassVar[bool] = False
     #: Whether its plans serve every number of keys and every band, and whether it runs a call does not depend on them.
     fits_all_sizes: ClassVar[bool] = False
+    #: Whether it takes merged operands (`Call.heads`), and gives a merged output. Others get them with heads.
+    takes_merged: ClassVar[bool] = False
     #: Whether dropout is drawn from the seed of the call, so that such kernels drop the same weights.
     seeds_dropout: ClassVar[bool] = True
 

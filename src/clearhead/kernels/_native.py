@@ -20,7 +20,7 @@ from ._base import Kernel, Plan, Refusal
 from ._native_arguments import FAR, NativeArguments
 from ._native_masks import lower_mask
 from ._native_operator import count_flops
-from ._native_plan import NativePlan, plan_of
+from ._native_plan import NativePlan, cached_plan, placed, plan_of
 from ._native_support import learnt_shape, native_refusals, refusals_of_statistics
 from ._second_order import (
     Differentiable,
@@ -46,6 +46,7 @@ class NativeKernel(Kernel):
     #: `NativePlan` computes packed sequences without a mask of their boundaries.
     takes_packed: ClassVar[bool] = True
     fits_all_sizes: ClassVar[bool] = True
+    takes_merged: ClassVar[bool] = True
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         return native_refusals(layout, bound)
@@ -63,10 +64,10 @@ class NativeKernel(Kernel):
         # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.
         if layout.tracing or layout.dispatching:
             return _run_operator
-        planned = None if bound.band is None else _plan_of_band(layout)
+        planned = _native_plan(layout, layout.operand_strides, _lowered(bound))
         if layout.gradients:
             return partial(_compute_with_gradients, planned, layout.weights)
-        if planned is None or layout.lse or layout.weights is not None:
+        if bound.band is None or layout.lse or layout.weights is not None:
             return partial(_compute, planned, layout.weights)
         return partial(_compute_output, planned)
 
@@ -83,11 +84,26 @@ def _run_operator(call: Call) -> Results:
     return allow_second_derivatives("native", call, results)
 
 
-def _plan_of_band(layout: Layout) -> NativePlan:
-    """The plan of all calls of a layout whose masks are bands."""
-    query, key, value = zip((layout.query, layout.key, layout.value), layout.strides, strict=True)
+def _native_plan(
+    layout: Layout,
+    strides: Sequence[tuple[int, ...]],
+    lowered: dict[str, Any],
+    bias_gradient: tuple[int, ...] | None = None,
+) -> NativePlan:
+    """The plan of all calls of a layout, with operands of these strides and masks that are lowered alike."""
+    operands = zip(layout.operand_shapes, strides, strict=True)
     numbers = layout.scale, layout.softcap or 0.0, layout.dropout_p, layout.sequences or 0
-    return NativePlan(layout.dtype, query, key, value, *numbers, differentiable=bool(layout.gradients))
+    masks = [placed(lowered.get(name)) for name in ("first", "visible", "bias")]
+    heads = (layout.query[1], layout.key[1]) if layout.merged else None
+    options = {"bias_gradient": bias_gradient, "differentiable": bool(layout.gradients), "heads": heads}
+    return cached_plan(layout.dtype, *operands, *numbers, *masks, **options)
+
+
+def _lowered(bound: BoundMask) -> dict[str, Any]:
+    """A mask by the names of `NativeArguments`."""
+    if bound.mask is None:
+        return {}
+    return bound.once("native", partial(lower_mask, bound)) if bound.band is None else bound.band._asdict()
 
 
 def _compute_output(planned: NativePlan, call: Call) -> Results:
@@ -95,17 +111,13 @@ def _compute_output(planned: NativePlan, call: Call) -> Results:
     limits = _NO_LIMITS if call.mask is None else cast(Band, call.bound.band)
     if call.sinks is call.seed is call.sequences is None:
         return Results(planned.compute(call.query, call.key, call.value, limits, ()))
-    arguments = arguments_of(call, planned)
+    arguments = arguments_of(call)
     return Results(planned.compute(*arguments[:3], limits, arguments.addresses_of_others()))
 
 
-def arguments_of(call: Call, planned: NativePlan | None = None) -> NativeArguments:
-    """The arguments of a call. Its mask is lowered, unless there is a plan already, for calls whose mask is a band."""
+def arguments_of(call: Call) -> NativeArguments:
+    """The arguments of a call, whose mask is lowered."""
     layout, sinks, sequences = call.layout, call.sinks, call.sequences
-    if planned is not None:
-        lowered: dict[str, Any] = {} if call.mask is None else cast(Band, call.bound.band)._asdict()
-    else:
-        lowered = call.bound.once("native", partial(lower_mask, call.bound))
     return NativeArguments(
         call.query,
         call.key,
@@ -118,15 +130,24 @@ def arguments_of(call: Call, planned: NativePlan | None = None) -> NativeArgumen
         softcap=layout.softcap or 0.0,
         dropout_p=layout.dropout_p,
         offset=call.offset,
-        **lowered,
+        **_lowered(call.bound),
     )
 
 
-def _compute(planned: NativePlan | None, wanted: str | None, call: Call) -> Results:
+def _plan_for(
+    planned: NativePlan, layout: Layout, arguments: NativeArguments, bias_gradient: tuple[int, ...] | None = None
+) -> NativePlan:
+    """The plan, or another one for tensors laid out otherwise, as hooks return them, or for the gradient of a bias."""
+    if bias_gradient is None and planned.reads(arguments):
+        return planned
+    strides = [x.stride() for x in arguments[:3]]
+    return _native_plan(layout, strides, arguments._asdict(), bias_gradient)
+
+
+def _compute(planned: NativePlan, wanted: str | None, call: Call) -> Results:
     """The results of a call. With gradients the output is float32, and lse, which is always returned then, float64."""
-    differentiable = bool(call.layout.gradients)
-    arguments = arguments_of(call, planned)
-    plan = planned or plan_of(arguments, differentiable=differentiable)
+    differentiable, arguments = bool(call.layout.gradients), arguments_of(call)
+    plan = _plan_for(planned, call.layout, arguments)
     lse = plan.empty_lse(call.query) if differentiable or call.layout.lse else None
     if wanted is None:
         weights, output = None, plan.forward(arguments, lse)
@@ -136,7 +157,7 @@ def _compute(planned: NativePlan | None, wanted: str | None, call: Call) -> Resu
     return Results(output, lse if lse is None or differentiable else lse.float(), weights)
 
 
-def _compute_with_gradients(planned: NativePlan | None, wanted: str | None, call: Call) -> Results:
+def _compute_with_gradients(planned: NativePlan, wanted: str | None, call: Call) -> Results:
     output, lse, weights = cast(Any, _Native.apply(call, planned, wanted, *call.inputs))
     return Results(output, lse if call.layout.lse else None, weights)
 
@@ -163,7 +184,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, planned: NativePlan | None, wanted: str | None, *inputs: Tensor
+        ctx: Any, call: Call, planned: NativePlan, wanted: str | None, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         read_again = call.read_again
         ctx.rebuild, ctx.planned, ctx.wanted = call.rebuild(read_again), planned, wanted
@@ -230,7 +251,7 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 def _gradients(
     call: Call,
-    planned: NativePlan | None,
+    planned: NativePlan,
     output: Tensor,
     lse: Tensor,
     output_gradient: Tensor | None,
@@ -238,16 +259,14 @@ def _gradients(
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias needs one."""
-    if output_gradient is None:
-        output_gradient = call.query.new_zeros(*call.layout.query[:3], call.layout.value[3])
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
     bias_shape = learnt_shape(call.bound) if wanted else None
-    if planned is not None and not planned.reads(call.query, call.key, call.value):
-        planned = None  # they came back with other strides
-    arguments = arguments_of(call, planned)
-    plan = planned or plan_of(arguments, differentiable=True, bias_gradient=bias_shape)
+    arguments = arguments_of(call)
+    plan = _plan_for(planned, call.layout, arguments, bias_shape)
+    if output_gradient is None:
+        output_gradient = plan.empty_output_gradient(call.query)
     bias_gradient = plan.empty_bias_gradient(call.query) if wanted else None
     *input_gradients, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
     if call.sinks is not None:

@@ -11,12 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._call.layout import has_contiguous_rows
+from .._call.layout import Placed, has_contiguous_rows
 from .._native import require_declared
 from ..masks._grid import Offset
 
 Strides = tuple[int, ...]
-Placed = tuple[tuple[int, ...], Strides]  #: shape and strides of a tensor
 
 FAR = 1 << 40  #: limits nothing
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  #: `Type` of ``_native/problem.h``
@@ -133,6 +132,14 @@ def strides_of_output(shape: tuple[int, ...], query: Strides) -> Strides:
     if query[1] < query[2]:
         return (heads * rows * dim, dim, heads * dim, 1)
     return contiguous_strides((batch, heads, rows, dim))
+
+
+def strides_of_merged_output(shape: tuple[int, ...], query: Strides) -> Strides:
+    """With items beside each other where the query's are, as in sequence-first modules."""
+    batch, rows, features = shape
+    if query[0] < query[1]:
+        return (features, batch * features, 1)
+    return contiguous_strides((batch, rows, features))
 
 
 def strides_of_bias_gradient(shape: tuple[int, ...] | None) -> Strides | None:

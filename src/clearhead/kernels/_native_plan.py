@@ -9,7 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from .._call.layout import has_contiguous_rows
+from .._call.layout import Placed, has_contiguous_rows, with_heads
 from .._call.saved import restored
 from .._checks import PLAIN
 from .._native import extension, instruction_set_number
@@ -18,13 +18,13 @@ from ._native_arguments import (
     DTYPES,
     BackwardArguments,
     NativeArguments,
-    Placed,
     Strides,
     address_of,
     broadcast_strides,
     contiguous_strides,
     strides_of_bias_gradient,
     strides_of_gradient,
+    strides_of_merged_output,
     strides_of_output,
 )
 
@@ -54,6 +54,7 @@ class NativePlan:
         differentiable: whether there may be a backward pass; the output is then float32 whatever the dtype.
         output: strides of the output. Default: heads lie beside each other where the query's do.
         gradients: strides of the gradients of query, key and value. Default: they are laid out as the inputs.
+        heads: H and Hkv of merged operands (B, L, H·D), whose output and gradients are merged too.
 
     Example:
         >>> import torch
@@ -83,41 +84,55 @@ class NativePlan:
         differentiable: bool = False,
         output: Strides | None = None,
         gradients: tuple[Strides, ...] | None = None,
+        heads: tuple[int, int] | None = None,
     ) -> None:
-        operands = query, key, value
+        given = operands = query, key, value
         self._operand_strides = tuple(strides for _, strides in operands)
-        (batch, heads, rows, dim), _, (_, _, _, value_dim) = shapes = [shape for shape, _ in operands]
+        counts = None if heads is None else (heads[0], heads[1], heads[1])
+        if counts is not None:
+            operands = tuple(map(with_heads, operands, counts))
+        (batch, num_heads, rows, dim), _, (_, _, _, value_dim) = [shape for shape, _ in operands]
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
-        self._contiguous = [not has_contiguous_rows(*placed) for placed in operands]
+        self._contiguous = [not has_contiguous_rows(*each) for each in operands]
         self._copies = True in self._contiguous
         read = [
             contiguous_strides(shape) if copied else strides
             for (shape, strides), copied in zip(operands, self._contiguous, strict=True)
         ]
-        of_inputs = gradients or [strides_of_gradient(*placed) for placed in operands]
-        self._gradients = tuple(zip(shapes, of_inputs, strict=True))
-        self._shape = (batch, heads, rows, value_dim)
-        self._strides = output or strides_of_output(self._shape, query[1])
+        of_inputs = gradients or [strides_of_gradient(*each) for each in given]
+        self._gradients = tuple((shape, strides) for (shape, _), strides in zip(given, of_inputs, strict=True))
+        if heads is None:
+            self._shape = (batch, num_heads, rows, value_dim)
+            self._strides = output or strides_of_output(self._shape, query[1])
+            written, of_output = of_inputs, self._strides
+        else:
+            self._shape = (batch, rows, num_heads * value_dim)
+            self._strides = strides_of_merged_output(self._shape, query[1])
+            written = [strides for _, strides in map(with_heads, self._gradients, cast(Any, counts))]
+            of_output = with_heads((self._shape, self._strides), num_heads)[1]
+        #: The distance of the heads of a merged output gradient.
+        self._head_step = None if heads is None else value_dim
         self._dtype = dtype
         self._output_dtype = torch.float32 if differentiable else dtype
-        self._rows_shape = (batch, heads, rows)
+        self._rows_shape = (batch, num_heads, rows)
         self._bias_shape = bias_gradient
         # Starting threads, and asking PyTorch how many there are, would take longer than a call of few keys.
-        self._most_keys_of_one = _WORK_OF_ONE // max(1, batch * heads * rows * dim)
+        self._most_keys_of_one = _WORK_OF_ONE // max(1, batch * num_heads * rows * dim)
         built = cast(Any, extension)
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = built.forward, built.backward, built.statistics
         names = ("query", "key", "value")
         masks = {"first": first, "visible": visible, "bias": bias}
+        self._masks = first, visible, bias
         self._plan = built.plan(
             type=DTYPES[dtype],
-            query_shape=query[0],
-            value_shape=value[0],
+            query_shape=operands[0][0],
+            value_shape=operands[2][0],
             **dict(zip(names, read, strict=True)),
-            **{f"{name}_gradient": strides for name, strides in zip(names, of_inputs, strict=True)},
-            output=self._strides,
+            **{f"{name}_gradient": strides for name, strides in zip(names, written, strict=True)},
+            output=of_output,
             bias_gradient=strides_of_bias_gradient(bias_gradient),
-            **{name: broadcast_strides(placed) for name, placed in masks.items()},
+            **{name: broadcast_strides(each) for name, each in masks.items()},
             scale=scale,
             softcap=softcap,
             sequences=sequences,
@@ -125,9 +140,12 @@ class NativePlan:
             wide_output=differentiable,
         )
 
-    def reads(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether tensors of the problem's shapes have its strides too."""
-        return (query.stride(), key.stride(), value.stride()) == self._operand_strides
+    def reads(self, arguments: NativeArguments) -> bool:
+        """Whether operands of the plan's shapes have its strides too, and a mask is laid out as the plan's."""
+        query, key, value, _, first, _, visible, bias, *_ = arguments
+        if (query.stride(), key.stride(), value.stride()) != self._operand_strides:
+            return False
+        return (placed(first), placed(visible), placed(bias)) == self._masks
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -164,7 +182,7 @@ class NativePlan:
         if self._copies:
             query, key, value = self._with_whole_rows(query, key, value)
         output = self.empty_output(query)
-        keys = key.shape[2]
+        keys = key.shape[-2]
         self._forward(
             self._plan,
             instruction_set_number(),
@@ -179,6 +197,10 @@ class NativePlan:
             *others,
         )
         return output
+
+    def empty_output_gradient(self, like: Tensor) -> Tensor:
+        """Zeros like the output, in the dtype of the query."""
+        return like.new_zeros(self._shape)
 
     def empty_output(self, like: Tensor) -> Tensor:
         """(B, H, L, Dv)."""
@@ -226,7 +248,10 @@ class NativePlan:
             lse_gradient = lse_gradient.resolve_neg().contiguous()
         # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
         correction = torch.empty_like(lse, dtype=torch.float32)
-        batch, head, row, _ = output_gradient.stride()
+        if self._head_step is None:
+            batch, head, row, _ = output_gradient.stride()
+        else:
+            (batch, row, _), head = output_gradient.stride(), self._head_step
         others = BackwardArguments(  # in their order, because names would take longer than what is checked above
             output_gradient.data_ptr(),
             batch,
@@ -277,7 +302,7 @@ class NativePlan:
             resolved = self._with_whole_rows(query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
             query, key, value = resolved
             arguments = arguments._replace(query=query, key=key, value=value)
-        keys = key.shape[2]
+        keys = key.shape[-2]
         threads = 1 if keys <= self._most_keys_of_one else torch.get_num_threads()
         operands = query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)
         others = arguments.addresses_of_others()
@@ -305,16 +330,19 @@ def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tens
             raise DeviceError(f"saved {name}", expected="the numbers that were saved", got=got, fix=fix)
 
 
+def placed(tensor: Tensor | None) -> Placed | None:
+    """Shape and strides."""
+    return None if tensor is None else (tensor.shape, tensor.stride())
+
+
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
     query, key, value, _, first, _, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
     operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
     dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    ranges = None if first is None else (first.shape, first.stride())
-    marks = None if visible is None else (visible.shape, visible.stride())
-    added = None if bias is None else (bias.shape, bias.stride())
     numbers = scale, softcap, dropped, sequences
-    return _cached_plan(query.dtype, *operands, *numbers, ranges, marks, added, **options)
+    return cached_plan(query.dtype, *operands, *numbers, *map(placed, (first, visible, bias)), **options)
 
 
-_cached_plan = lru_cache(_PLANS)(NativePlan)
+#: `NativePlan`, of which the last ones are kept.
+cached_plan = lru_cache(_PLANS)(NativePlan)

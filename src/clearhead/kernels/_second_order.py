@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._call.call import Call, Results, zero_hidden
+from .._call.heads import merge_heads
 from .._call.packed import as_one_sequence, each_sequence
 from .._torch_private import any_autocast, is_batched
 from ..errors import KernelError
@@ -143,7 +144,13 @@ def gradients_through(
 def by_reference(call: Call) -> Differentiable:
     """The inputs of a call, and a function from them to output and lse."""
     rebuild = call.rebuild()
-    return call.inputs, lambda *inputs: reference_of(rebuild(*inputs))
+
+    def recompute(*inputs: Tensor) -> OptionalTensors:
+        again = rebuild(*inputs)
+        output, lse = reference_of(again.split())
+        return output if again.heads is None or output is None else merge_heads(output), lse
+
+    return call.inputs, recompute
 
 
 def reference_of(call: Call) -> OptionalTensors:
