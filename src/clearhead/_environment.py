@@ -22,7 +22,6 @@ from ._torch_private import (
     in_jit_trace,
     is_fake,
     is_vmapped,
-    sdpa_settings,
     set_tangents_enabled,
 )
 
@@ -115,7 +114,6 @@ class Environment(NamedTuple):
         gradients: whether gradients are recorded.
         observed: recorders or interventions receive the call.
         kernel: forced by `use_kernel`, or ``None``.
-        fused: which of PyTorch's attention backends are enabled; see `sdpa_settings`.
     """
 
     tracing: bool
@@ -126,7 +124,6 @@ class Environment(NamedTuple):
     gradients: bool
     observed: bool
     kernel: Any
-    fused: tuple[object, ...] = ()
 
 
 def read_environment() -> Environment:
@@ -134,17 +131,9 @@ def read_environment() -> Environment:
     if is_tracing():  # what a graph holds must not depend on what else surrounds its first call
         grad = torch.is_grad_enabled()
         return Environment(True, any_transform(), False, False, False, grad, False, forced_kernels.value)
-    return Environment(
-        False,
-        any_transform(),
-        dispatch_modes() > 0,
-        any_autocast(),
-        any_global_hook(),
-        torch.is_grad_enabled(),
-        bool(state.observers) and not state.computing and bool(listening()),
-        forced_kernels.value,
-        sdpa_settings(),
-    )
+    observed = bool(state.observers) and not state.computing and bool(listening())
+    around = any_transform(), dispatch_modes() > 0, any_autocast(), any_global_hook(), torch.is_grad_enabled()
+    return Environment(False, *around, observed, forced_kernels.value)
 
 
 def is_tracing() -> bool:

@@ -26,6 +26,7 @@ from ._multihead_checks import (
     complete,
     default_head_dim,
     draw_projections,
+    explain_inputs,
     kv_head_count,
     refuse_split_dropout,
     require_cache,
@@ -229,6 +230,9 @@ class MultiHeadAttention(nn.Module):
         except ClearheadError as error:
             add_module(error, self)
             return recorded_module(self, error, locals())
+        except RuntimeError:  # of a GEMM; the checks of each input say what is wrong, if it is one of them
+            explain_inputs(self, query, key, value)
+            raise
 
     def _run_jagged(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, environment: Environment
@@ -260,15 +264,16 @@ def layer_of(
     call: Callable[[nn.Module, Tensor, Environment], Tensor] = apply_linear,
 ) -> Layer:
     """The call of a module, as far as it does not depend on its arguments. `call` applies the input projections."""
-    shard = module.head_shard
-    heads, kv_heads, sinks, mask = module.num_heads, module.num_kv_heads, module.sinks, module.mask
+    fields: dict[str, Any] = vars(module)  # attributes of modules are looked up slowly
+    modules = fields["_modules"]
+    shard, heads, kv_heads, head_dim = module.head_shard, module.num_heads, module.num_kv_heads, module.head_dim
+    sinks = fields["_parameters"]["sinks"] if "sinks" in fields["_parameters"] else module.sinks
+    mask, dropout_p, offset = module.mask, module.dropout if module.training else 0.0, None
     if shard is not None:
         heads, kv_heads, mask = shard.num_heads, shard.num_kv_heads, shard.mask(mask)
         sinks = None if sinks is None else shard.local(sinks)
-    inner, kv_inner = heads * module.head_dim, kv_heads * module.head_dim
-    dropout_p = module.dropout if module.training else 0.0
-    offset = shard.offset if shard is not None and dropout_p else None
-    modules: dict[str, Any] = vars(module)["_modules"]  # attributes of modules are looked up slowly
+        offset = shard.offset if dropout_p else None
+    inner, kv_inner = heads * head_dim, kv_heads * head_dim
 
     def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
         if shard is not None:
@@ -295,6 +300,6 @@ def layer_of(
         module.position,
         # Within the sequences of an unpadded batch dropout counts anew, which an offset among the heads of the whole
         # module does not describe: each process would drop different weights. Padding then stays in.
-        head_dim=module.head_dim if offset is None else None,
+        head_dim=head_dim if offset is None else None,
         all_heads=None if shard is None else shard.all_weights,
     )

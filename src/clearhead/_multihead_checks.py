@@ -7,13 +7,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ._call.caching import Cache
+from ._call.naming import add_module
 from ._checks import module, size
 from ._environment import Environment, cast_for_autocast
 from ._layer.linear import Linear, require_same, require_tokens
 from ._layer.unmodified import has_hooks, inputs_fit, is_unmodified
 from ._torch_private import any_global_hook
 from .caches._kv import CrossKVCache
-from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
+from .errors import ArgumentError, ClearheadError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 from .masks._grid import Offset
 
@@ -61,6 +62,17 @@ def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor, envir
     require_features("key", key, module.k_proj)
     require_features("value", value, module.v_proj)
     require_together(query=query, key=key, value=value)
+
+
+def explain_inputs(module: Any, query: Tensor, key: Tensor | None, value: Tensor | None) -> None:
+    """Raise what is wrong with an input of a module whose GEMM failed, if it is one of the inputs."""
+    try:
+        key, value = complete(query, key, value)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            require_features(name, x, getattr(module, f"{name[0]}_proj"))
+    except ClearheadError as error:
+        add_module(error, module)
+        raise
 
 
 def require_parts(position: object, **modules: object) -> None:

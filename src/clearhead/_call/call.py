@@ -40,6 +40,8 @@ class Results(NamedTuple):
 
 def weights_wanted(need_weights: bool, average_attn_weights: bool) -> str | None:
     """`Call.weights` from the two arguments of a module's call, which are checked."""
+    if need_weights is False and average_attn_weights is True:
+        return None
     need_weights = flag("need_weights", need_weights)
     average_attn_weights = flag("average_attn_weights", average_attn_weights)
     return ("average" if average_attn_weights else "heads") if need_weights else None

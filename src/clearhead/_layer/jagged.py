@@ -16,6 +16,8 @@ from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks._base import Mask
 from .unmodified import apply_linear, takes_packed
 
+_NAMES = "query", "key", "value"
+
 
 def is_jagged(*tensors: Tensor | None) -> bool:
     """Whether any of them is nested.
@@ -24,10 +26,10 @@ def is_jagged(*tensors: Tensor | None) -> bool:
         ShapeError: if one is nested with strides instead of offsets.
     """
     jagged = False
-    for name, tensor in zip(("query", "key", "value"), tensors, strict=False):
+    for number, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor) and tensor.is_nested:
             if tensor.layout != torch.jagged:
-                fix = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged)."
+                name, fix = _NAMES[number], "Make it with torch.nested.nested_tensor(..., layout=torch.jagged)."
                 raise ShapeError(name, expected="the layout torch.jagged", got=str(tensor.layout), fix=fix)
             jagged = True
     return jagged

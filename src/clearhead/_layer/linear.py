@@ -157,8 +157,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, environmen
         if type(input) not in PLAIN or type(weight) not in PLAIN:
             return F.linear(strided_or_jagged("input", input), weight, bias)
         # Most GEMMs of small models end here, before anything else is compared.
-        rows = 0 if input.dim() == 0 else input.numel() // max(input.shape[-1], 1)
-        if rows < _FEWEST_ROWS or rows * weight.numel() < _FEWEST_MULTIPLICATIONS:
+        elements = input.numel()
+        if elements * weight.shape[0] < _FEWEST_MULTIPLICATIONS or elements < _FEWEST_ROWS * weight.shape[-1]:
             return F.linear(input, weight, bias)
     environment = environment or read_environment()
     against = _against(input, weight, bias, environment)

@@ -18,6 +18,7 @@ from .._call.packed import as_one_sequence, each_sequence, validate_mask_of_pack
 from .._call.sequences import PackedSequences
 from .._call.validation import NO_SINK
 from .._environment import Environment, autocast_off, cast_for_autocast
+from .._torch_private import sdpa_settings
 from ..kernels._base import Kernel, Plan
 from ..kernels._choice import choose, choose_for_packed
 from ..kernels._saved_by_pytorch import saved_as_given
@@ -41,7 +42,7 @@ def attend(call: Call, environment: Environment, show: Show | None = None) -> Re
         call.query, call.key, call.value = cast_for_autocast(call.query, call.key, call.value)
         with autocast_off(call.query):
             return attend(call, environment._replace(autocast=False), show)
-    unbatched = call.query.dim() == 3
+    unbatched = call.heads is None and call.query.dim() == 3
     plan = _plan_of(call.read(environment), environment)
     results = _observed(call, plan, show) if environment.observed else plan(call)
     return results if results.lse is None and not unbatched else _returned(results, call, unbatched)
@@ -119,7 +120,7 @@ def _plan_of(call: Call, environment: Environment, *, checked: bool = False, siz
 def _plans(key: tuple[object, ...], call: Call, environment: Environment, sized: bool) -> dict[Hashable, Plan]:
     """The plans of calls with a key, by the keys of their masks."""
     if sized:
-        key = key, environment.fused, *sizes_of(call)
+        key = key, sdpa_settings(), *sizes_of(call)
     return _plans_of(key, environment.kernel)
 
 

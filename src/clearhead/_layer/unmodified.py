@@ -35,18 +35,30 @@ def is_unmodified(module: nn.Module) -> bool:
 
     It does more with hooks, a replaced or compiled ``forward``, parametrizations or a subclass, such as LoRA's.
     """
+    return parameters_of(module) is not None
+
+
+def parameters_of(module: nn.Module) -> dict[str, Any] | None:
+    """The parameters of an unmodified linear layer by name, or ``None``."""
     kind: Any = type(module)
     forward = _FORWARDS.get(kind)
     if forward is None or forward is not kind.forward:
-        return False
+        return None
     fields = module.__dict__
-    return not (
-        any(_hooks_of(fields))
-        or is_compiled(module)
+    parameters = fields["_parameters"]
+    # Written out, because every call of a module asks four times.
+    if (
+        fields["_forward_pre_hooks"]
+        or fields["_forward_hooks"]
+        or fields["_backward_hooks"]
+        or fields["_backward_pre_hooks"]
         or "forward" in fields
-        or fields["_parameters"].get("weight") is None
-        or "bias" not in fields["_parameters"]
-    )
+        or is_compiled(module)
+        or parameters.get("weight") is None
+        or "bias" not in parameters
+    ):
+        return None
+    return parameters
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -89,24 +101,22 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
         require_linear(name, x, cast(nn.Linear, layer))
 
 
-def inputs_fit(
-    query: Tensor, key: Tensor, value: Tensor, weights: tuple[object, object, object], batch_dim: int = 0
-) -> bool:
+def inputs_fit(query: Tensor, key: Tensor, value: Tensor, weights: tuple[Any, Any, Any], batch_dim: int = 0) -> bool:
     """Whether ordinary inputs can be multiplied with three weights as they are, and belong to one batch.
 
-    Checks of arguments one by one, with an error for each, are made where it is not so.
+    Checks of arguments one by one, with an error for each, are made where it is not so, and where a GEMM fails.
     """
     itself = key is query and value is query
-    # Self-attention with one weight for all three compares one pair.
-    compared = 1 if itself and weights[0] is weights[1] is weights[2] else 3
-    for x, weight in zip((query, key, value)[:compared], weights[:compared], strict=True):
-        if type(x) is not Tensor or not isinstance(weight, Tensor) or type(weight) not in PLAIN:
-            return False
-        # A dtype is one object, which `is` compares faster than `!=`.
-        if x.layout is not torch.strided or x.is_nested or x.dtype is not weight.dtype or x.device != weight.device:
+    # One pair of self-attention: if the other weights differ, their GEMMs fail.
+    pairs = ((query, weights[0]),) if itself else zip((query, key, value), weights, strict=True)
+    for x, weight in pairs:
+        if type(x) is not Tensor or type(weight) not in PLAIN or x.layout is not torch.strided or x.is_nested:
             return False
         shape = x.shape
-        if len(shape) not in (2, 3) or shape[-1] != weight.shape[1]:
+        # A dtype is one object, which `is` compares faster than `!=`.
+        if x.dtype is not weight.dtype or x.device != weight.device or shape[-1] != weight.shape[1]:
+            return False
+        if len(shape) != 3 and len(shape) != 2:
             return False
     if itself:
         return True
@@ -116,7 +126,7 @@ def inputs_fit(
 
 def apply_linear(module: nn.Module, x: Tensor, environment: Environment) -> Tensor:
     """The output of ``module(x)``. An unmodified module is not called, which is faster."""
-    if environment.tracing or environment.module_hooks or not is_unmodified(module):
+    parameters = None if environment.tracing or environment.module_hooks else parameters_of(module)
+    if parameters is None:
         return module(x)
-    parameters = module.__dict__["_parameters"]
-    return linear(x, cast(Tensor, parameters["weight"]), parameters["bias"], environment)
+    return linear(x, parameters["weight"], parameters["bias"], environment)
