@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import PLAIN, flag
 from .._environment import Environment, read_environment
 from ..masks._base import Mask
-from ..masks._bound import BoundMask
+from ..masks._bound import BoundMask, bind
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
@@ -126,7 +126,7 @@ class Call:
         if self.bound_ is None:
             (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
             grid = Grid(batch, heads, length, keys, self.query.device, self.query_positions, self.key_positions)
-            self.bound_ = BoundMask(self.mask, grid)
+            self.bound_ = bind(self.mask, grid)
         return self.bound_
 
     @property

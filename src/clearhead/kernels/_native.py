@@ -93,7 +93,7 @@ def arguments_of(call: Call, planned: NativePlan | None = None) -> NativeArgumen
     if planned is not None:
         lowered: dict[str, Any] = {}
     else:
-        lowered = call.bound.once("native", partial(lower_mask, call.bound))
+        lowered = call.bound.form("native", partial(lower_mask, call.bound))
     return NativeArguments(
         call.query,
         call.key,

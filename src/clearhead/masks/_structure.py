@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from operator import and_
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -224,8 +224,6 @@ class Structure:
 UNKNOWN = Structure(exact=False)
 
 
-def structure_of(mask: Any, grid: Grid) -> Structure:
-    """The structure of a mask for a grid, computed once for each call."""
-    if mask not in grid.memo:
-        grid.memo[mask] = mask.structure(grid)
-    return grid.memo[mask]
+def met(structures: Iterable[Structure]) -> Structure:
+    """The structure of masks combined with ``&``."""
+    return reduce(Structure.meet, structures, Structure(diagonal=True))
