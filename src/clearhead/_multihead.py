@@ -267,7 +267,8 @@ def layer_of(
     fields: dict[str, Any] = vars(module)  # attributes of modules are looked up slowly
     modules = fields["_modules"]
     shard, heads, kv_heads, head_dim = module.head_shard, module.num_heads, module.num_kv_heads, module.head_dim
-    sinks = fields["_parameters"]["sinks"] if "sinks" in fields["_parameters"] else module.sinks
+    own = fields["_parameters"]  # a parametrized one is elsewhere
+    sinks = own.get("sinks") if "sinks" in own else module.sinks
     mask, dropout_p, offset = module.mask, module.dropout if module.training else 0.0, None
     if shard is not None:
         heads, kv_heads, mask = shard.num_heads, shard.num_kv_heads, shard.mask(mask)

@@ -261,7 +261,7 @@ def test_blocks_by_terms_of_common_masks_are_exact_and_small(name: str) -> None:
     bound = BoundMask(mask, grid)
     for part in bound.parts:
         if isinstance(part.mask, Documents):
-            part._structure = UNKNOWN  # as on a GPU, where ids are not read
+            part.once("structure", lambda: UNKNOWN)  # as on a GPU, where ids are not read
     with blocks_of(side):
         blocks = term_blocks(bound)
     cells = cells_of_blocks(shown, side)

@@ -23,7 +23,7 @@ from clearhead.masks import Mask
 from clearhead.masks._coverage import Coverage, coverage
 from clearhead.masks._part import part_of
 from tests.support.mask_cases import combined_masks, draw_frame
-from tests.support.requests import Block, BoundMask, Grid, Offset
+from tests.support.requests import Block, BoundMask, Grid, Offset, bind
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
 paths = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
@@ -178,7 +178,7 @@ def test_a_part_of_an_attention_sees_what_the_whole_sees_there(case: tuple[Mask,
     for chosen in (columns, torch.tensor(columns), None):
         if chosen is None and columns.step > 1:
             continue
-        part = part_of(mask, Offset(H, heads.start, rows.start, columns.start), grid, chosen)
+        part = part_of(bind(mask, grid), Offset(H, heads.start, rows.start, columns.start), chosen)
         assert part is not None
         assert torch.equal(visible(part, own), expected)
         require_structure(part, own, expected)
@@ -220,7 +220,7 @@ def require_structure(mask: Mask, grid: Grid, shown: Tensor) -> None:
 
 @pytest.mark.parametrize(("heads", "rows", "columns"), [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_a_part_ends_within_the_whole(heads: int, rows: int, columns: int) -> None:
-    part = part_of(masks.keep(torch.ones(B, H, 5, 7)), Offset(H, heads, rows, columns), Grid(B, H, 5, 7, CPU))
+    part = part_of(bind(masks.keep(torch.ones(B, H, 5, 7)), Grid(B, H, 5, 7, CPU)), Offset(H, heads, rows, columns))
     assert part is not None
     part.validate(Grid(B, H - heads, 5 - rows, 7 - columns, CPU))
     with pytest.raises(ShapeError, match="of the whole, got one that ends at"):

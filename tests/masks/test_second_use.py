@@ -24,7 +24,7 @@ from tests.support.budgets import in_turn
 from tests.support.exact import exact_attention, near
 from tests.support.forgetting import forget
 from tests.support.randomised import randomised
-from tests.support.requests import BoundMask, Grid, Offset, document_ids, part_of, requested, shared
+from tests.support.requests import BoundMask, Grid, Offset, bind, document_ids, part_of, requested, shared
 
 B, H, KV, L, S, D = 2, 6, 3, 11, 13, 5
 KERNELS = (None, "native", "sdpa", "chunked", "reference")
@@ -123,7 +123,7 @@ def test_parts_of_a_larger_attention(name: str, wrapped: str, positions: str, ke
         column = columns.start if isinstance(columns, range) else 0
         place = Offset(H, heads.start, rows.start, column)
         consecutive = isinstance(columns, range) and columns.step == 1
-        mask = part_of(whole, place, full, None if consecutive else columns)
+        mask = part_of(bind(whole, full), place, None if consecutive else columns)
         assert mask is not None
         with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
             try:
@@ -172,7 +172,7 @@ def test_gradients_of_biases_in_parts() -> None:
         full = Grid(B, H, L, S, torch.device("cpu"))
         for heads, rows in itertools.product((range(2), range(2, 6)), (range(4), range(4, L))):
             kv = slice(heads.start // 2, heads.stop // 2)
-            part = part_of(mask, Offset(H, heads.start, rows.start), full)
+            part = part_of(bind(mask, full), Offset(H, heads.start, rows.start))
             found = requested(query[:, heads][:, :, rows], key[:, kv], value[:, kv], mask=part).output
             total += torch.autograd.grad(found.square().sum(), leaf)[0]
         near(total, expected)
@@ -288,7 +288,7 @@ def test_the_documents_of_a_part(name: str, positions: str) -> None:
     for heads, rows, columns in PARTS[:-2]:
         assert isinstance(columns, range)
         chosen = None if columns.step == 1 else columns
-        part = part_of(MASKS[name](), Offset(H, heads.start, rows.start, columns.start), full, chosen)
+        part = part_of(bind(MASKS[name](), full), Offset(H, heads.start, rows.start, columns.start), chosen)
         assert part is not None
         found = document_ids(BoundMask(part, Grid(B, len(heads), len(rows), len(columns), torch.device("cpu"))))
         assert found is not None
@@ -302,4 +302,4 @@ def test_a_refused_part_names_its_place() -> None:
     query, key, value = drawn()
     for place, size in ((Offset(H, 3), "H"), (Offset(H, row=4), "L"), (Offset(H, column=5), "S")):
         with pytest.raises(ClearheadError, match=f"^mask: expected a call within {size} ="):
-            requested(query, key, value, mask=part_of(masks.keep(marks(L, S)), place, full))
+            requested(query, key, value, mask=part_of(bind(masks.keep(marks(L, S)), full), place))

@@ -12,7 +12,7 @@ from clearhead._call.layout import Layout
 from .requests import Grid
 
 LAYOUT_FIELDS = Layout._fields
-GRID_FIELDS = [item.name for item in fields(Grid)]
+GRID_FIELDS = [item.name for item in fields(Grid) if item.init]
 
 
 def forget() -> None:

@@ -9,12 +9,24 @@ from torch import Tensor
 from clearhead._call.call import Call, Results
 from clearhead._environment import read_environment
 from clearhead._layer.plan import attend
-from clearhead.masks._bound import BoundMask
+from clearhead.masks._bound import BoundMask, bind
 from clearhead.masks._grid import ALL, Block, Grid, Offset
 from clearhead.masks._part import document_ids, part_of
 from clearhead.masks._prepared import shared
 
-__all__ = ["ALL", "Block", "BoundMask", "Call", "Grid", "Offset", "document_ids", "part_of", "requested", "shared"]
+__all__ = [
+    "ALL",
+    "Block",
+    "BoundMask",
+    "Call",
+    "Grid",
+    "Offset",
+    "bind",
+    "document_ids",
+    "part_of",
+    "requested",
+    "shared",
+]
 
 
 def requested(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Results:

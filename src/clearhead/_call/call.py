@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import PLAIN, flag
 from .._environment import Environment, read_environment
 from ..masks._base import Mask
-from ..masks._bound import BoundMask
+from ..masks._bound import BoundMask, bind
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
@@ -154,7 +154,7 @@ class Call:
             shape, keys = self.query.shape, self.key.shape[-2]
             batch, heads, length = (shape[0], self.heads[0], shape[1]) if self.heads else shape[:3]
             grid = Grid(batch, heads, length, keys, self.query.device, self.query_positions, self.key_positions)
-            self.bound_ = BoundMask(self.mask, grid)
+            self.bound_ = bind(self.mask, grid)
         return self.bound_
 
     @property

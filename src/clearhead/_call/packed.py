@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
+from ..masks._base import Mask
+from ..masks._bound import bind
 from ..masks._combined import all_of
 from ..masks._grid import Offset
 from ..masks._part import part_of
@@ -21,15 +23,15 @@ def each_sequence(call: Call) -> Iterator[Call]:
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
     is_cut = mask is not None and not mask.fits_any_call
     # Its positions take a pass over all tokens.
-    all_sequences = as_one_sequence(call).grid if is_cut else None
+    all_sequences = bind(mask, as_one_sequence(call).grid) if is_cut else None
     start = call.offset or Offset(call.query.shape[1])
     for number, (queries, keys) in enumerate(cast(PackedSequences, call.sequences).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         sequence_mask = mask
-        if mask is not None and all_sequences is not None:
-            place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
-            parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
-            sequence_mask = all_of(parts)
+        if all_sequences is not None:
+            place = Offset(all_sequences.grid.num_heads, 0, queries.start, keys.start)
+            bounds = [(each, cast(Mask, each.mask)) for each in all_sequences.parts]
+            sequence_mask = all_of([mask if mask.fits_any_call else part_of(each, place) for each, mask in bounds])
         sequence = call.changed(*operands, mask=sequence_mask, sequences=None, offset=start._replace(item=number))
         if is_cut:  # its place keeps the plan from serving another call, so that no cache needs it
             sequence.plan_key = None

@@ -17,7 +17,7 @@ from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
 from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
-from ..masks._bound import BoundMask
+from ..masks._bound import bind
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
@@ -112,7 +112,7 @@ class Layer:
         bound = None
         if mask is not None and key is not None and not environment.tracing:
             grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
-            bound = BoundMask(mask, grid)
+            bound = bind(mask, grid)
             # Only a mask marks padding, and returned weights have rows and columns for it.
             if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
                 inputs, heads = (query, key, value), (self.num_heads, self.num_kv_heads, self.head_dim)

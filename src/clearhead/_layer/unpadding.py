@@ -191,7 +191,7 @@ def _find_on_a_gpu(bound: BoundMask, costs: _Costs, most: int, side_by_side: boo
         real_queries = real_keys if same else _first_tokens(of_queries, queries, grid.query_length, grid)
         return real_queries, real_keys, sequences_between(real_queries, real_keys, grid.device)
 
-    real_queries, real_keys, sequences = bound.once("tokens", make)
+    real_queries, real_keys, sequences = bound.form("tokens", make)
     return Unpadded(real_queries, real_keys, mask, all_of([*rules]), sequences)
 
 

@@ -19,6 +19,7 @@ from ..caches._kv import CrossKVCache, KVCache
 from ..errors import CacheError
 from ..kernels._merging import merge_sinks, merge_some_keys
 from ..masks._base import Mask
+from ..masks._bound import bind
 from ..masks._grid import Grid, Offset
 from ..masks._part import Columns, part_of
 from ._collectives import from_every_rank, step
@@ -181,7 +182,7 @@ def _attend_to_shard(
     key, value = key_values.key, key_values.value
 
     def attend_to(key: Tensor, value: Tensor, columns: Columns) -> Results:
-        mask = part_of(options["mask"], Offset(grid.num_heads), grid, columns)
+        mask = part_of(bind(options["mask"], grid), Offset(grid.num_heads), columns)
         of_shard: dict[str, Any] = {**options, "mask": mask, "sinks": None}
         return attend(Call(q, key, value, **of_shard), environment)
 

@@ -7,6 +7,7 @@ mask that knows where these lie in the shared call.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from .._call.call import Call, Results
 from .._environment import Environment
 from .._layer.plan import attend
 from ..masks._base import Mask
+from ..masks._bound import BoundMask, bind
 from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
 from ._agreement import fingerprint
@@ -77,9 +79,14 @@ class SharedCall:
         """The first head, query and key."""
         return Offset(self.grid.num_heads)
 
+    @cached_property
+    def _bound(self) -> BoundMask:
+        """The mask of all queries and keys, of which each chunk has a part."""
+        return bind(self.options.get("mask"), self.grid)
+
     def mask_at(self, offset: Offset) -> Mask | None:
         """The mask of a call that lies at an offset in this one."""
-        return part_of(self.options.get("mask"), offset, self.grid)
+        return part_of(self._bound, offset)
 
     def call_at(self, offset: Offset, query: Tensor, key: Tensor, value: Tensor, **changes: Any) -> Call:
         """A call that lies at an offset in this one."""

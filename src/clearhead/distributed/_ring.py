@@ -19,8 +19,8 @@ from .._call.call import Results, valid_call
 from .._call.saved import layouts_of, restored_all, with_saved
 from ..kernels._merging import gradients_of_some_keys, merge_sinks, merge_some_keys
 from ..masks._base import Mask
+from ..masks._bound import bind
 from ..masks._grid import Grid
-from ..masks._structure import structure_of
 from ._collectives import differentiable_once, step
 from ._layout import Shards
 from ._methods import Chunk, SharedCall
@@ -157,7 +157,7 @@ def _chunks(shared: SharedCall, q: Tensor, block: _RingBlock) -> Iterator[Chunk]
 def _may_see(mask: Mask, chunk: Chunk) -> bool:
     (batch, heads, length, _), keys = chunk.query.shape, chunk.key.shape[2]
     grid = Grid(batch, heads, length, keys, chunk.query.device)
-    start, stop = structure_of(mask, grid).columns(grid, slice(0, length))
+    start, stop = bind(mask, grid).structure.columns(grid, slice(0, length))
     return start < stop and keys > 0
 
 

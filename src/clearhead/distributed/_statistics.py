@@ -25,7 +25,7 @@ from .._statistics.vectors import TopK
 from .._weights import row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
-from ..masks._bound import BoundMask
+from ..masks._bound import bind
 from ..masks._grid import Block
 from ._collectives import exchange, step
 from ._methods import Chunk, Operands, SharedCall
@@ -60,7 +60,7 @@ def shared_call_of(operands: Operands, shared: SharedCall, chunks: Sequence[Chun
     mask = options.get("mask")
     of_all: dict[str, Any] = {**call.options, "mask": mask, **positions}
     made = PartialCall(q, k, v, **of_all, totals=shared, results=results)
-    made.environment, made.layout_, made.bound_ = call.environment, call.layout, BoundMask(mask, grid)
+    made.environment, made.layout_, made.bound_ = call.environment, call.layout, bind(mask, grid)
     return made
 
 

@@ -22,7 +22,7 @@ from .._layer.layer import Layer
 from .._multihead import MultiHeadAttention, layer_of
 from ..kernels._reference import reference_results, reference_scores, reference_weights
 from ..masks import Mask
-from ..masks._bound import BoundMask
+from ..masks._bound import bind
 from ..masks._grid import Grid
 from ..masks._lowering import dense_mask
 from ..masks._tensors import as_mask
@@ -196,7 +196,7 @@ def _attend(
 def _add_mask(recorder: Recorder, name: str, mask: Mask, grid: Grid, scores: Tensor) -> Tensor:
     """Record the scores under a mask. Returns a bool tensor of the scores that it hides."""
     phrases, words = recorder.words["phrases"], name
-    dense, formula = dense_mask(BoundMask(mask, grid)), phrases["hidden"]  # (B, H, L, S)
+    dense, formula = dense_mask(bind(mask, grid)), phrases["hidden"]  # (B, H, L, S)
     hidden = dense.isneginf() if dense.is_floating_point() else ~dense
     if dense.is_floating_point():
         formula, words = phrases["biased"] + phrases["separator"] + formula, "mask_bias" if name == "mask" else name

@@ -145,7 +145,7 @@ def applicable(reasons: dict[str, bool]) -> list[Refusal]:
 
 def refusals_of_heads(bound: BoundMask) -> list[Refusal]:
     """Refuse a mask whose lowering would be as large as the scores."""
-    sizes = bound.once("computed sizes", partial(computed_sizes, bound))
+    sizes = bound.form("computed sizes", partial(computed_sizes, bound))
     if any(heads > 1 for _, heads in sizes):
         return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
     return []

@@ -67,7 +67,7 @@ def lower_tensors(bound: BoundMask, backward: bool) -> tuple[dict[str, Tensor], 
         blocks = lower_blocks(bound)
         return blocks.tensors(backward), blocks.limits
 
-    return bound.once(("flex", backward), lower)
+    return bound.form(("flex", backward), lower)
 
 
 def lower_blocks(bound: BoundMask) -> FlexMask:

@@ -103,7 +103,7 @@ def _lowered(bound: BoundMask) -> dict[str, Any]:
     """A mask by the names of `NativeArguments`."""
     if bound.mask is None:
         return {}
-    return bound.once("native", partial(lower_mask, bound)) if bound.band is None else bound.band._asdict()
+    return bound.form("native", partial(lower_mask, bound)) if bound.band is None else bound.band._asdict()
 
 
 def _compute_output(planned: NativePlan, call: Call) -> Results:

@@ -127,7 +127,7 @@ def _reasons_of_values(layout: Layout, bound: BoundMask) -> list[Refusal]:
     if hides_nothing(bound) or _is_flagged_causal(layout, bound):
         return reasons
     reasons += refusals_of_heads(bound)
-    share = bound.once("share worth skipping", lambda: _share_worth_skipping(bound))
+    share = bound.form("share worth skipping", lambda: _share_worth_skipping(bound))
     if share is not None:
         reasons.append(Refusal("the mask leaves {share:.0%} of the scores, and it would compute all", share=share))
     return reasons
@@ -201,7 +201,7 @@ def _lower(call: Call, group: int) -> Tensor | None:
     """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
     if hides_nothing(call.bound):
         return None
-    return call.bound.once(("sdpa", call.query.dtype, group), lambda: _lower_tensor(call, group))
+    return call.bound.form(("sdpa", call.query.dtype, group), lambda: _lower_tensor(call, group))
 
 
 def _lower_tensor(call: Call, group: int) -> Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from ._grid import Block, Grid, Sizes
 from ._report import MaskReport
 from ._structure import UNKNOWN, Structure
 
-Result = TypeVar("Result")
+if TYPE_CHECKING:
+    from ._bound import BoundMask
 
 
 class Mask(ABC):
@@ -94,9 +95,13 @@ class Mask(ABC):
         """
         return None
 
-    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        """The result of `make`. A prepared mask calls `make` once per grid and key."""
+    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Deprecated: the result of `make`."""
         return make()
+
+    def _kept(self, grid: Grid) -> BoundMask | None:
+        """This mask on a grid, if it keeps what is found out about it for later calls. Use `bind`."""
+        return None
 
     def parts(self) -> tuple[Mask, ...]:
         """The masks that must all allow a key."""
@@ -175,13 +180,13 @@ class Mask(ABC):
             tensor([[1, 0, 0],
                     [1, 1, 0]], dtype=torch.int32)
         """
-        from ._bound import BoundMask
+        from ._bound import bind
         from ._check import grid_for
         from ._lowering import dense_mask
 
         grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
         self.validate(grid)
-        return dense_mask(BoundMask(self, grid))
+        return dense_mask(bind(self, grid))
 
     def prepare(
         self,

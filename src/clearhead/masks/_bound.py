@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, final
 
 import torch
@@ -10,9 +11,15 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid
-from ._structure import Band, Structure, structure_of
+from ._structure import Band, Structure, met
 
 Result = TypeVar("Result")
+
+
+def bind(mask: Mask | None, grid: Grid, is_kept: bool = False) -> BoundMask:
+    """A mask on a grid: the one that the mask keeps, or a new one."""
+    kept = None if mask is None else mask._kept(grid)  # pyright: ignore[reportPrivateUsage]
+    return BoundMask(mask, grid, is_kept) if kept is None else kept
 
 
 @final
@@ -22,32 +29,16 @@ class BoundMask:
     Args:
         mask: ``None`` hides nothing.
         grid: sizes and positions of the call.
+        is_kept: whether it outlives the call, as that of a prepared mask, or of the mask that a stack shares. What it
+            holds is then made outside inference mode, because autograd saves no inference tensors.
     """
 
-    __slots__ = ("_band", "_is_valid", "_parts", "_structure", "covered", "grid", "mask")
+    __slots__ = ("_found", "_is_valid", "grid", "is_kept", "mask")
 
-    def __init__(self, mask: Mask | None, grid: Grid) -> None:
-        self.mask, self.grid = mask, grid
+    def __init__(self, mask: Mask | None, grid: Grid, is_kept: bool = False) -> None:
+        self.mask, self.grid, self.is_kept = mask, grid, is_kept
         self._is_valid = False
-        self._structure: Structure | None = None
-        self._band: Band | bool | None = False
-        self._parts: tuple[BoundMask, ...] | None = None
-        #: The coverage, if it is known (`coverage`).
-        self.covered: Any = None
-
-    @property
-    def structure(self) -> Structure:
-        """The facts about the mask that need no evaluation."""
-        if self._structure is None:
-            self._structure = Structure() if self.mask is None else structure_of(self.mask, self.grid)
-        return self._structure
-
-    @property
-    def band(self) -> Band | None:
-        """The band, if the mask is exactly this band."""
-        if self._band is False:
-            self._band = self.structure.only_band(self.grid)
-        return self._band  # pyright: ignore[reportReturnType]
+        self._found: dict[Hashable, Any] = {}
 
     def validate(self) -> None:
         """Raise if the mask does not fit the call. Values are checked once."""
@@ -56,18 +47,68 @@ class BoundMask:
                 self.mask.validate(self.grid)
             self._is_valid = True
 
-    def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """The result of `make`, which a prepared mask calls once."""
-        return make() if self.mask is None else self.mask.lowered(self.grid, key, make)
+    @property
+    def structure(self) -> Structure:
+        """The facts about the mask that need no evaluation."""
+        return self.once("structure", self._read_structure)
+
+    @property
+    def band(self) -> Band | None:
+        """The band, if the mask is exactly this band."""
+        return self.once("band", self._read_band)
 
     @property
     def parts(self) -> tuple[BoundMask, ...]:
-        """The masks that must all allow a key."""
-        if self._parts is None:
-            masks = () if self.mask is None else self.mask.parts()
-            is_one = len(masks) == 1 and masks[0] is self.mask
-            self._parts = (self,) if is_one else tuple([BoundMask(part, self.grid) for part in masks])
-        return self._parts
+        """The masks that must all allow a key; none of them is made of others that do."""
+        return self.once("parts", self._read_parts) or (self,)
+
+    @property
+    def covered(self) -> Any:
+        """The coverage, if it is known (`coverage`)."""
+        return self._found.get("covered")
+
+    @covered.setter
+    def covered(self, covered: Any) -> None:
+        if covered is not None:
+            self._found["covered"] = covered
+
+    def once(self, name: str, find: Callable[[], Result]) -> Result:
+        """A fact about the mask, found on first use."""
+        return self._once(name, find)
+
+    def form(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """What a kernel reads instead of the mask. Only a mask that is kept keeps it, as it may be large."""
+        return self._once(key, make) if self.is_kept else make()
+
+    def _once(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        found = self._found
+        if key in found:
+            return found[key]
+        if not self.is_kept:
+            result = found[key] = make()
+            return result
+        with torch.inference_mode(False), torch.no_grad():
+            result = make()
+        # A mode may make other tensors, such as fake ones, which have no values after it.
+        if all(type(tensor) is Tensor for tensor in _tensors_in(result)):
+            return found.setdefault(key, result)
+        return result
+
+    def _read_structure(self) -> Structure:
+        if self.mask is None:
+            return Structure()
+        parts = self.parts
+        return self.mask.structure(self.grid) if parts[0] is self else met(part.structure for part in parts)
+
+    def _read_band(self) -> Band | None:
+        return self.structure.only_band(self.grid)
+
+    def _read_parts(self) -> tuple[BoundMask, ...]:
+        """The parts; none if the mask itself is the only one, because no object should hold itself."""
+        masks = () if self.mask is None else self.mask.parts()
+        if all(mask is self.mask for mask in masks):
+            return ()
+        return tuple([part for mask in masks for part in bind(mask, self.grid, self.is_kept).parts])
 
     def visible(self, block: Block) -> Tensor | None:
         """Bool tensor that broadcasts to the block's (b, h, l, s), or ``None`` where nothing is hidden."""
@@ -92,6 +133,9 @@ class BoundMask:
 
         It has the layouts of tensors and, if `sized`, the numbers of the band.
         """
+        return self._once(("key", sized), lambda: self._read_key(sized))
+
+    def _read_key(self, sized: bool) -> Hashable | None:
         band = self.band
         if band is not None:
             return band if sized else "band"
@@ -101,3 +145,15 @@ class BoundMask:
         signature = None if self.mask is None else self.mask.signature()
         layout = structure.layout(sized)
         return None if signature is None or layout is None else (layout, signature)
+
+
+def _tensors_in(found: object) -> Iterator[Tensor]:
+    """Every tensor of what was found."""
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, tuple | list | dict):
+        for item in found.values() if isinstance(found, dict) else found:
+            yield from _tensors_in(item)
+    elif is_dataclass(found):
+        for attribute in fields(found):
+            yield from _tensors_in(getattr(found, attribute.name))

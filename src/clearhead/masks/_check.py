@@ -8,7 +8,7 @@ from torch import Tensor
 from .._checks import existing_device, integer, same_device
 from ..errors import ArgumentError, ClearheadError, DeviceError
 from ._base import Mask
-from ._bound import BoundMask
+from ._bound import bind
 from ._coverage import coverage
 from ._grid import Block, Grid, Sizes, as_positions, require_fit
 from ._report import MaskReport
@@ -25,7 +25,7 @@ def check_mask(mask: Mask, grid: Grid) -> MaskReport:
     # A mask that does not fit is a finding, not an error.
     try:
         mask.validate(grid)
-        covered = coverage(BoundMask(mask, grid))
+        covered = coverage(bind(mask, grid))
     except ClearheadError as error:
         return MaskReport(mask.describe(), (f"shape or value: {error}",))
     findings: list[str] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from functools import reduce
-from operator import add, and_, methodcaller
+from itertools import islice
+from operator import add, and_, is_, methodcaller
 from typing import ClassVar, final
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid, Sizes
-from ._structure import Structure, joined, structure_of
+from ._structure import Structure, joined, met
 
 
 class _Combined(Mask):
@@ -74,10 +75,7 @@ class And(_Combined):
             start += count
 
     def structure(self, grid: Grid) -> Structure:
-        structure = Structure(diagonal=True)
-        for part in self._masks:
-            structure = structure.meet(structure_of(part, grid))
-        return structure
+        return met(part.structure(grid) for part in self._masks)
 
     @property
     def has_bias(self) -> bool:
@@ -107,7 +105,7 @@ class Or(_Combined):
 
     def structure(self, grid: Grid) -> Structure:
         # A bound: the visible keys are in one of the two structures.
-        either = tuple([structure_of(mask, grid) for mask in self._masks])
+        either = tuple([mask.structure(grid) for mask in self._masks])
         return Structure(exact=False, either=either, diagonal=any(each.diagonal for each in either))
 
     def describe(self) -> str:
@@ -137,7 +135,7 @@ class Not(_Combined):
 
 
 class Wrapping(Mask):
-    """Another mask with other blocks or with cached lowerings. Methods that are not overridden delegate to it."""
+    """Another mask with other blocks, or one that is bound once. Methods that are not overridden delegate to it."""
 
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
@@ -160,12 +158,22 @@ class Wrapping(Mask):
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
         """The wrapped mask with other bias tensors."""
-        # Without the wrapper, because its cached lowerings were made from the replaced tensors.
-        return self._mask.with_bias_tensors(tensors)
+        # Without the wrapper, because what it keeps was found for the replaced tensors.
+        own = self._mask.bias_tensors()
+        others = tuple(islice(tensors, len(own)))
+        return self if all(map(is_, own, others)) else self._mask.with_bias_tensors(iter(others))
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         """The gradients of the wrapped mask, from its own block."""
         self._mask.add_bias_gradients(gradients, self.inner_block(block), scores_gradient)
+
+    def validate(self, grid: Grid) -> None:
+        """Raise if the wrapped mask does not fit."""
+        self._mask.validate(grid)
+
+    def structure(self, grid: Grid) -> Structure:
+        """The structure of the wrapped mask."""
+        return self._mask.structure(grid)
 
     def parts(self) -> tuple[Mask, ...]:
         """The parts of the wrapped mask."""

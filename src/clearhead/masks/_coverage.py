@@ -63,15 +63,11 @@ class Coverage:
 
 
 COVERS_ALL = Coverage(None, None)
-#: The name of this lowering.
-COVERAGE = "coverage"
 
 
 def coverage(bound: BoundMask) -> Coverage:
     """The fully masked rows and the keys masked for every query, computed once."""
-    if bound.covered is None:
-        bound.covered = COVERS_ALL if bound.mask is None else bound.once(COVERAGE, lambda: _find_coverage(bound))
-    return bound.covered
+    return COVERS_ALL if bound.mask is None else bound.once("covered", lambda: _find_coverage(bound))
 
 
 def _find_coverage(bound: BoundMask) -> Coverage:

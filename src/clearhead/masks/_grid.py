@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ Index = slice | Tensor
 ALL = slice(None)  # compared by value, because a dimension that is not cut needs no operator
 
 
-@dataclass(slots=True)
+# Not compared: it would compare positions.
+@dataclass(slots=True, eq=False)
 class Grid:
     """The sizes of one attention call, and the positions of its queries and keys.
 
@@ -38,8 +39,7 @@ class Grid:
     device: torch.device
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
-    #: Results that a mask computed for this grid; they live as long as the call.
-    memo: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+    _has_values: bool | None = field(default=None, init=False, repr=False)
 
     @property
     def has_positions(self) -> bool:
@@ -57,9 +57,9 @@ class Grid:
     @property
     def has_values(self) -> bool:
         """Whether values of tensors may be read: see `has_values` of the environment, which is read once."""
-        if "has_values" not in self.memo:
-            self.memo["has_values"] = has_values()
-        return self.memo["has_values"]
+        if self._has_values is None:
+            self._has_values = has_values()
+        return self._has_values
 
 
 class Offset(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import TypeVar, cast, final
 
@@ -10,35 +10,34 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from ._base import Mask, Result
-from ._bound import BoundMask
+from ._base import Mask
+from ._bound import BoundMask, bind
 from ._combined import Wrapping
 from ._documents import Documents
 from ._grid import Block, Grid, Index, Offset, Sizes, ends_of, take
-from ._structure import UNKNOWN, Band, RowRanges, Structure, joined, structure_of
+from ._structure import UNKNOWN, Band, RowRanges, Structure, joined
 
 Columns = range | Tensor
 Number = TypeVar("Number", int, Tensor)
 
 
-def part_of(
-    mask: Mask | None, offset: Offset, full_grid: Grid | None = None, columns: Columns | None = None
-) -> Mask | None:
+def part_of(mask: Mask | BoundMask | None, offset: Offset, columns: Columns | None = None) -> Mask | None:
     """The mask of a call that is a part of a larger attention.
 
     Args:
-        mask: of the larger attention; its tensors line up with all heads, rows and columns.
+        mask: of the larger attention; its tensors line up with all heads, rows and columns. Bound to the sizes and
+            positions of the larger attention, or a mask, whose larger attention has the rows, columns and positions of
+            the call.
         offset: the place of the call in the larger attention.
-        full_grid: sizes and positions of the larger attention. Default: those of the call, with all rows and columns.
         columns: the call's columns, ascending: a range, or (s,). Default: consecutive columns from the offset's column
             on. Columns in a tensor have no structure, because their values are not read.
 
     Returns:
         ``None`` for ``None``, and the mask itself if it is the same for every part.
     """
-    if mask is None or (full_grid is None and mask.fits_any_call):
-        return mask
-    return PartMask(mask, offset, full_grid, columns)
+    if isinstance(mask, BoundMask):
+        return None if mask.mask is None else PartMask(mask.mask, offset, mask, columns)
+    return mask if mask is None or mask.fits_any_call else PartMask(mask, offset, None, columns)
 
 
 def full_mask(mask: Mask | None) -> Mask | None:
@@ -59,9 +58,9 @@ def document_ids(bound: BoundMask) -> tuple[Tensor, Tensor] | None:
 class PartMask(Wrapping):
     """See `part_of`. It translates block coordinates, then delegates."""
 
-    def __init__(self, mask: Mask, offset: Offset, full_grid: Grid | None, columns: Columns | None) -> None:
+    def __init__(self, mask: Mask, offset: Offset, whole: BoundMask | None, columns: Columns | None) -> None:
         super().__init__(mask)
-        self._offset, self._full_grid, self._columns = offset, full_grid, columns
+        self._offset, self._whole, self._columns = offset, whole, columns
 
     @property
     def full(self) -> Mask:
@@ -70,7 +69,7 @@ class PartMask(Wrapping):
 
     def ids(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
         """See `document_ids`."""
-        ids = None if isinstance(self._columns, Tensor) else document_ids(BoundMask(self._mask, self._grid(grid)))
+        ids = None if isinstance(self._columns, Tensor) else document_ids(self._bound_whole(grid))
         if ids is None:
             return None
         rows, columns = self._slices(grid)
@@ -88,10 +87,14 @@ class PartMask(Wrapping):
         return Block(self._grid(grid), block.batch, heads, rows, columns)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return PartMask(self._mask.with_bias_tensors(tensors), self._offset, self._full_grid, self._columns)
+        mask, whole = self._mask.with_bias_tensors(tensors), self._whole
+        if mask is self._mask:
+            return self
+        return PartMask(mask, self._offset, None if whole is None else bind(mask, whole.grid), self._columns)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        positions = () if self._full_grid is None else (self._full_grid.query_positions, self._full_grid.key_positions)
+        whole = self._whole
+        positions = () if whole is None else (whole.grid.query_positions, whole.grid.key_positions)
         return *self._mask.tensors(), *(tensor for tensor in positions if isinstance(tensor, Tensor))
 
     def validate(self, grid: Grid) -> None:
@@ -116,39 +119,44 @@ class PartMask(Wrapping):
     def structure(self, grid: Grid) -> Structure:
         if isinstance(self._columns, Tensor):
             return UNKNOWN
-        return self._cut(structure_of(self._mask, self._grid(grid)), grid)
+        return self._cut(self._bound_whole(grid).structure, grid)
 
     def signature(self) -> Hashable | None:
-        signature, full_grid = self._mask.signature(), self._full_grid
+        signature, full_grid = self._mask.signature(), None if self._whole is None else self._whole.grid
         if signature is None or self._columns is not None:
             return None
         sizes = None if full_grid is None else (full_grid.query_length, full_grid.key_length)
         positions = () if full_grid is None else (_layout(full_grid.query_positions), _layout(full_grid.key_positions))
         return "part", self._offset, sizes, positions, signature
 
-    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        if self._columns is not None:
-            return make()  # these columns differ between calls
-        sizes = grid.num_heads, grid.query_length, grid.key_length
-        return self._mask.lowered(self._grid(grid), ("part", key, self._offset, sizes), make)
+    def _kept(self, grid: Grid) -> BoundMask | None:
+        if self._columns is not None or not grid.has_values:  # these columns differ between calls
+            return None
+        whole = self._bound_whole(grid)
+        if not whole.is_kept:
+            return None
+        # A part of the mask alone: what is kept does not hold what keeps it.
+        alone = None if self._whole is None else BoundMask(whole.mask, whole.grid)
+        part = PartMask(cast(Mask, whole.mask), self._offset, alone, None)
+        place = "part", self._offset, grid.num_heads, grid.query_length, grid.key_length
+        return whole.form(place, lambda: BoundMask(part, grid, is_kept=True))
 
     def parts(self) -> tuple[Mask, ...]:
-        parts = self._mask.parts()
-        if len(parts) == 1:
+        masks = self._mask.parts()
+        if len(masks) == 1:
             return (self,)
         # Each part moves separately, so rules that fit every call keep their class and structure.
-        cut = (part_of(part, self._offset, self._full_grid, self._columns) for part in parts)
+        parts = masks if self._whole is None else self._whole.parts
+        cut = (part_of(part, self._offset, self._columns) for part in parts)
         return tuple(part for part in cut if part is not None)
 
     def _grid(self, grid: Grid) -> Grid:
         """The grid of the larger attention."""
-        if self._full_grid is not None:
-            return self._full_grid
-        # Stored with the call's grid, so that results for the larger grid are computed once. It has a memo of its own,
-        # because results of the two grids differ.
-        if self._offset.num_heads not in grid.memo:
-            grid.memo[self._offset.num_heads] = replace(grid, num_heads=self._offset.num_heads, memo={})
-        return grid.memo[self._offset.num_heads]
+        return replace(grid, num_heads=self._offset.num_heads) if self._whole is None else self._whole.grid
+
+    def _bound_whole(self, grid: Grid) -> BoundMask:
+        """The mask of the larger attention on its grid."""
+        return bind(self._mask, self._grid(grid)) if self._whole is None else self._whole
 
     def _chosen(self, grid: Grid) -> range:
         """The columns of the larger attention, which are no tensor."""

@@ -1,61 +1,27 @@
-"""Masks that are lowered once: prepared by the user for one grid, or shared by the layers of a stack."""
+"""Masks that keep what is found out about them: prepared for one grid, or shared by the layers of a stack."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from copy import deepcopy
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, cast, final
+from dataclasses import replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from .._environment import has_values, reads_values
-from ..errors import ArgumentError, DeviceError, ShapeError
-from ._base import Mask, Result
-from ._bound import BoundMask
+from ..errors import ArgumentError, ClearheadError, DeviceError, ShapeError
+from ._base import Mask
+from ._bound import BoundMask, bind
 from ._combined import And, Wrapping
-from ._coverage import COVERAGE, Coverage, coverage
+from ._coverage import Coverage, coverage
 from ._grid import Grid, Sizes
 from ._lowering import computed_sizes
-from ._structure import Structure
-
-
-class _LoweredOnce(Wrapping):
-    """A mask that stores its lowerings."""
-
-    def __init__(self, mask: Mask) -> None:
-        super().__init__(mask)
-        self._lowerings: dict[Hashable, Any] = {}
-
-    @abstractmethod
-    def _grid_key(self, grid: Grid) -> Hashable:
-        """Equal for grids with equal lowerings."""
-
-    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        """The result of `make`, which runs once per grid and key, and in every call while tracing."""
-        # A lowering of a graph or a transform is useless to later calls.
-        if not grid.has_values:
-            return make()
-        key = key, self._grid_key(grid)
-        if key not in self._lowerings:
-            # Autograd cannot save inference tensors for the backward pass of a later call.
-            with torch.inference_mode(False), torch.no_grad():
-                lowering = make()
-            # A mode may make other tensors, such as fake ones, which have no values after it.
-            if not all(type(tensor) is Tensor for tensor in _tensors_in(lowering)):
-                return lowering
-            self._lowerings[key] = lowering
-        return self._lowerings[key]
-
-    def structure(self, grid: Grid) -> Structure:
-        """The structure of the wrapped mask, computed once per grid."""
-        return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
 
 
 @final
-class PreparedMask(_LoweredOnce):
+class PreparedMask(Wrapping):
     """A snapshot of a mask for one grid, made by `Mask.prepare`. Kernels lower it once.
 
     `clearhead.attention` and the modules accept it like any mask. A kernel lowers it on first use (to a bias, blocks,
@@ -77,6 +43,7 @@ class PreparedMask(_LoweredOnce):
     _open_sizes: str
     _device: torch.device | None
     _coverage: Coverage | None
+    _bounds: dict[Hashable, BoundMask]
 
     def __init__(self, *_: object, **__: object) -> None:
         expected, got = "a mask and the sizes of its calls", "a call of the class"
@@ -87,28 +54,36 @@ class PreparedMask(_LoweredOnce):
     def of_grid(cls, mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> PreparedMask:
         """A mask, which is a snapshot, for one grid."""
         made = cls.__new__(cls)
-        _LoweredOnce.__init__(made, mask)
+        Wrapping.__init__(made, mask)
         made._grid, made._open_sizes = grid, open_sizes
         made._device = None if open_device else grid.device
-        made._coverage = None
+        made._coverage, made._bounds = None, {}
         return made
 
     def read_coverage(self) -> None:
         """Find out, once, whether every query sees a key and every key is seen. Calls then hide no more than needed."""
-        covered = coverage(BoundMask(self, self._grid))
+        covered = coverage(bind(self, self._grid))
         marks = covered.queries, covered.keys
         if all(each is None or type(each) is Tensor for each in marks):  # others, such as fake ones, have no values
             self._coverage = Coverage.of(*(None if each is None or bool(each.all()) else each for each in marks))
+            self._bounds = {}
 
-    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        """The result of `make`, which runs once per grid and key, and in every call while tracing."""
-        if key == COVERAGE and self._coverage is not None and grid.has_values:
-            return cast(Result, self._coverage)
-        return super().lowered(grid, key, make)
+    def _kept(self, grid: Grid) -> BoundMask | None:
+        if not grid.has_values:  # what a graph or a transform finds out is useless to later calls
+            return None
+        try:
+            self.validate(grid)
+        except ClearheadError:
+            return None  # `BoundMask.validate` raises it where it is due
+        key = grid.batch_size, grid.num_heads, grid.device  # those that can be open
+        if key not in self._bounds:
+            # With the positions of the snapshot: the call's may be written to.
+            own = replace(self._grid, batch_size=grid.batch_size, num_heads=grid.num_heads, device=grid.device)
+            self._bounds.setdefault(key, BoundMask(self._mask, own, is_kept=True)).covered = self._coverage
+        return self._bounds[key]
 
-    def _grid_key(self, grid: Grid) -> Hashable:
-        # Those that can be open. The lowerings depend on them.
-        return grid.batch_size, grid.num_heads, grid.device
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_bounds": {}}  # a copy of the mask finds out for itself
 
     def validate(self, grid: Grid) -> None:
         """Raise unless the call has the grid, the positions and the device for which the mask was prepared."""
@@ -149,34 +124,33 @@ class PreparedMask(_LoweredOnce):
 
 
 @final
-class _SharedMask(_LoweredOnce):
-    """The mask of a stack during one forward, lowered once for each grid of its layers."""
+class _SharedMask(Wrapping):
+    """The mask of a stack during one forward, bound once to each grid of its layers."""
 
     def __init__(self, mask: Mask) -> None:
         super().__init__(mask)
-        self._positions: dict[Hashable, tuple[object, object]] = {}
+        self._bounds: dict[Hashable, BoundMask] = {}
         self._combined: dict[Hashable, Mask] = {}
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
         return self._mask.__fx_create_arg__(tracer)  # a graph outlives the forward
 
-    def _grid_key(self, grid: Grid) -> Hashable:
-        positions = grid.query_positions, grid.key_positions
-        key = (
-            grid.batch_size,
-            grid.num_heads,
-            grid.query_length,
-            grid.key_length,
-            grid.device,
-            *map(_address, positions),
-        )
-        # Keeps them alive, so that no others get their address. Not the grid, whose memo may hold this mask.
-        self._positions.setdefault(key, positions)
-        return key
+    def _kept(self, grid: Grid) -> BoundMask | None:
+        if not grid.has_values:
+            return None
+        # The kept grid keeps positions alive, so that no others get their address.
+        places = map(_address, (grid.query_positions, grid.key_positions))
+        key = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length, grid.device, *places
+        kept = self._bounds.get(key)
+        return self._bounds.setdefault(key, BoundMask(self._mask, grid, is_kept=True)) if kept is None else kept
 
     def validate(self, grid: Grid) -> None:
         # Values do not change during one forward, so they are checked once for each grid.
-        self.lowered(grid, "valid", lambda: self._mask.validate(grid))
+        kept = self._kept(grid)
+        if kept is None:
+            self._mask.validate(grid)
+        else:
+            kept.validate()
 
     def after(self, parts: tuple[Mask, ...]) -> Mask:
         return self._with_rules(parts) or super().after(parts)
@@ -220,9 +194,9 @@ def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> Prep
         mask = And(tuple(map(_snapshot, mask.parts()))) if len(mask.parts()) > 1 else _snapshot(mask)
         positions = grid.query_positions, grid.key_positions
         queries, keys = (_copy(numbers) if isinstance(numbers, Tensor) else numbers for numbers in positions)
-        grid = replace(grid, query_positions=queries, key_positions=keys, memo={})
+        grid = replace(grid, query_positions=queries, key_positions=keys)
         # Two items and two heads show whether the mask differs between them.
-        two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={})
+        two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads))
         for batch, heads in computed_sizes(BoundMask(mask, two)):
             open_sizes = open_sizes.replace("B", "" if batch > 1 else "B").replace("H", "" if heads > 1 else "H")
     made = PreparedMask.of_grid(mask, grid, open_sizes, open_device)
@@ -233,10 +207,10 @@ def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> Prep
 
 
 def shared(mask: Mask | None) -> Mask | None:
-    """The mask for the layers of one forward, lowered once for each grid. Learned biases are not shared."""
-    if mask is None or isinstance(mask, _LoweredOnce) or not has_values():
+    """The mask for the layers of one forward, bound once to each grid. Learned biases are not shared."""
+    if mask is None or isinstance(mask, PreparedMask | _SharedMask) or not has_values():
         return mask
-    # Lowerings have no gradients, which a learned bias needs in every layer.
+    # What is kept has no gradients, which a learned bias needs in every layer.
     learned = [part for part in mask.parts() if any(tensor.requires_grad for tensor in part.bias_tensors())]
     fixed = tuple(part for part in mask.parts() if part not in learned)
     if not learned:
@@ -277,15 +251,3 @@ def _equal_positions(expected: Tensor | int | None, actual: Tensor | int | None)
             return expected.shape == actual.shape
         return torch.equal(expected, actual)
     return not isinstance(expected, Tensor) and not isinstance(actual, Tensor) and expected == actual
-
-
-def _tensors_in(lowering: object) -> Iterator[Tensor]:
-    """Every tensor of a lowering."""
-    if isinstance(lowering, Tensor):
-        yield lowering
-    elif isinstance(lowering, tuple | list | dict):
-        for item in lowering.values() if isinstance(lowering, dict) else lowering:
-            yield from _tensors_in(item)
-    elif is_dataclass(lowering):
-        for attribute in fields(lowering):
-            yield from _tensors_in(getattr(lowering, attribute.name))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import pairwise
 from operator import and_
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -235,11 +235,9 @@ class Structure:
 UNKNOWN = Structure(exact=False)
 
 
-def structure_of(mask: Any, grid: Grid) -> Structure:
-    """The structure of a mask for a grid, computed once for each call."""
-    if mask not in grid.memo:
-        grid.memo[mask] = mask.structure(grid)
-    return grid.memo[mask]
+def met(structures: Iterable[Structure]) -> Structure:
+    """The structure of masks combined with ``&``."""
+    return reduce(Structure.meet, structures, Structure(diagonal=True))
 
 
 def _layout_of(tensor: Tensor | None) -> Hashable:

@@ -15,6 +15,7 @@ from clearhead._call.call import Call, valid_call
 from clearhead.kernels import _flex_blocks, _flex_choice
 from clearhead.kernels._merging import gradients_of_some_keys, merge_some_keys
 from clearhead.masks import Mask
+from clearhead.masks._bound import bind
 from clearhead.masks._grid import Grid, Offset
 from clearhead.masks._part import part_of
 from tests.support.pretended_cuda.comparing import require_half_as_good, with_gradients
@@ -288,7 +289,7 @@ def test_gradients_of_some_keys_are_those_of_the_cpu(cuda: PretendedDevice, smal
     output, lse = torch.zeros(2, 2, SHORT, 16, device=CUDA), torch.full((2, 2, SHORT), -torch.inf, device=CUDA)
     calls = []
     for columns in (slice(0, 170), slice(170, SHORT)):
-        part = part_of(mask, Offset(2, column=columns.start), grid)
+        part = part_of(bind(mask, grid), Offset(2, column=columns.start))
         part_key, part_value = key[:, :, columns], value[:, :, columns]
         results = clearhead.attention(query, part_key, part_value, part, return_lse=True)
         merge_some_keys(output, lse, *results)

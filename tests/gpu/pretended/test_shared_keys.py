@@ -17,6 +17,7 @@ from clearhead.distributed._layout import Shards
 from clearhead.distributed._methods import SharedCall
 from clearhead.kernels import _flex_choice
 from clearhead.masks import Mask
+from clearhead.masks._bound import bind
 from clearhead.masks._grid import Grid, Offset
 from clearhead.masks._part import part_of
 from tests.support.pretended_cuda.comparing import require_half_as_good
@@ -127,7 +128,7 @@ def test_new_tokens_and_every_other_key_run_on_a_fused_kernel(
             for dtype in (torch.float64, torch.bfloat16)
         )
     query, key, value = (x.to(CUDA) for x in (query, key[:, :, 1::2], value[:, :, 1::2]))
-    part = part_of(mask, Offset(HEADS), Grid(2, HEADS, count, L, CUDA, first), columns)
+    part = part_of(bind(mask, Grid(2, HEADS, count, L, CUDA, first)), Offset(HEADS), columns)
     clearhead.explain(query, key, value, part, return_lse=True)  # the check of the device
     found: list[Tensor] = []
     seen = cuda.count(lambda: found.extend(clearhead.attention(query, key, value, part, return_lse=True)))

@@ -94,7 +94,7 @@ class Operands(NamedTuple):
 def operands_of(call: Call) -> Operands:
     """The operands of a call. Its mask is lowered without reading a value, and a prepared mask only once."""
     bound = call.bound
-    terms = bound.once("triton", lambda: lower(bound))
+    terms = bound.form("triton", lambda: lower(bound))
     return Operands(call.query, call.key, terms, call.layout.scale, call.layout.softcap or 0.0)
 
 
