@@ -21,9 +21,10 @@ from benchmarks.cpu_cases.ceilings import GEMM
 from benchmarks.cpu_cases.inspecting import ALONE
 from benchmarks.cpu_cases.inspecting import LINE as STATISTICS
 from benchmarks.cpu_cases.modules import THEIRS
+from benchmarks.cpu_cases.tiny import pairs_of
 from benchmarks.figures import ROOT, Figures
 from benchmarks.peers import SDPA
-from benchmarks.writing import ratio
+from benchmarks.writing import ratio, significant, table
 
 RATES, SPEED = ROOT / "docs" / "images" / "cpu-rates.svg", ROOT / "docs" / "images" / "speed.svg"
 MODULE = "module, B=8 L=512 E=768 H=12"
@@ -66,10 +67,20 @@ def lines(effort: Effort) -> list[Line]:
 
 
 def texts(measured: Figures) -> dict[str, str]:
+    """Of a part of the work, its tables alone."""
     results = {result.work: result for result in read_results(measured)}
+    tables = {"tables": markdown(list(results.values()))}
+    if tiny := [(result, *pair) for result in results.values() for pair in pairs_of(result)]:
+        rows = [
+            (result.work, ours, theirs, significant(figure * 1e3), significant(other * 1e3), ratio(other / figure))
+            for result, ours, theirs, figure, other in tiny
+        ]
+        header = ("call", "what", "beside", "µs", "beside, µs", "ratio (above 1×: faster)")
+        tables["tiny"] = table(header, rows, left=3)
+    if STATISTICS not in results or not {line for line, _ in RATIOS.values()} <= results.keys():
+        return tables
     statistics = results[STATISTICS]
-    return {
-        "tables": markdown(list(results.values())),
+    return tables | {
         **{name: ratio(results[line].ratios[theirs]) for name, (line, theirs) in RATIOS.items()},
         "statistics": ratio(statistics.figures[OURS] / statistics.figures[SDPA]),
         "statistics-added": ratio(statistics.figures[OURS] / statistics.figures[ALONE]),

@@ -11,6 +11,7 @@ from .inspecting import inspecting_cases
 from .memory import memory_cases
 from .modules import module_cases
 from .text import text_cases
+from .tiny import tiny_cases
 
 __all__ = ["all_cases"]
 
@@ -21,6 +22,7 @@ def all_cases(effort: Effort) -> list[Case]:
         *attention_cases(effort),
         *memory_cases(effort),
         *module_cases(effort),
+        *tiny_cases(effort),
         *decoding_cases(effort),
         *inspecting_cases(effort),
         *text_cases(effort),

@@ -16,7 +16,7 @@ from benchmarks.module import twins
 from benchmarks.peers import X_TRANSFORMERS
 from benchmarks.peers.work import Outputs, Unsupported, Way
 
-__all__ = ["THEIRS", "module_cases"]
+__all__ = ["DROP_IN", "THEIRS", "drop_in", "module_cases"]
 
 THEIRS = "nn.MultiheadAttention"
 DROP_IN = "Clearhead drop-in"
@@ -69,7 +69,7 @@ def _contest(shape: Shape, train: bool, need_weights: bool, peers: bool) -> Cont
         return output if need_weights else (output,)
 
     enter(contest, OURS, lambda: _way(run_ours, ours, x, train))
-    for name, module in ((THEIRS, theirs), (DROP_IN, _drop_in(theirs))):
+    for name, module in ((THEIRS, theirs), (DROP_IN, drop_in(theirs))):
         enter(
             contest, name, lambda module=module: _way(_torch_call(module, x, x, None, need_weights), module, x, train)
         )
@@ -97,7 +97,7 @@ def _tiny(shape: Shape, train: bool, cross: bool) -> Contest:
         return (ours(x, keys, mask=None if hidden is None else clearhead.masks.drop(keys=hidden)),)
 
     enter(contest, OURS, lambda: _way(run_ours, ours, x, train))
-    for name, module in ((THEIRS, theirs), (DROP_IN, _drop_in(theirs))):
+    for name, module in ((THEIRS, theirs), (DROP_IN, drop_in(theirs))):
         enter(contest, name, lambda module=module: _way(_torch_call(module, x, keys, hidden), module, x, train))
     return contest
 
@@ -131,7 +131,8 @@ def _way(run: Callable[[], Outputs], module: nn.Module, x: Tensor, train: bool) 
     return step if train else evaluate
 
 
-def _drop_in(theirs: nn.MultiheadAttention) -> nn.MultiheadAttention:
+def drop_in(theirs: nn.MultiheadAttention) -> nn.MultiheadAttention:
+    """Clearhead's replacement, with the same weights."""
     module = clearhead.nn.MultiheadAttention(theirs.embed_dim, theirs.num_heads, batch_first=True)
     module.load_state_dict(theirs.state_dict())
     return module
@@ -165,8 +166,8 @@ def _padded(shape: Shape) -> Contest:
     """Rows of 1/16, 3/16, … 15/16 of the length: half of all tokens. Real positions alone are compared."""
     torch.manual_seed(0)
     ours, theirs = twins(shape.embed_dim, shape.heads)
-    drop_in = _drop_in(theirs)
-    for module in (ours, theirs, drop_in):
+    replacement = drop_in(theirs)
+    for module in (ours, theirs, replacement):
         module.eval()
     x = torch.randn(shape.batch, shape.length, shape.embed_dim)
     lengths = (2 * torch.arange(shape.batch) + 1) * shape.length // (2 * shape.batch)
@@ -184,6 +185,6 @@ def _padded(shape: Shape) -> Contest:
     contest = Contest(kernel=_kernel(shape, train=False), compared=lambda outputs: (outputs[0][~hidden],))
     enter(contest, OURS, lambda: calling(lambda: ours(x, mask=keys)))
     enter(contest, UNPADDED_QUERIES, lambda: calling(lambda: ours(x, mask=both)))
-    for name, module in ((THEIRS, theirs), (DROP_IN, drop_in)):
+    for name, module in ((THEIRS, theirs), (DROP_IN, replacement)):
         enter(contest, name, lambda module=module: calling(lambda: module(x, x, x, hidden, need_weights=False)[0]))
     return contest
