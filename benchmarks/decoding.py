@@ -1,11 +1,13 @@
-"""Decoding with grouped heads: one query row beside `F.scaled_dot_product_attention`, and a thousand steps of a cache.
+"""Decoding: one query row beside `F.scaled_dot_product_attention`, a thousand steps of a cache, and steps of a module.
 
-    python -m benchmarks.decoding [--docs]
+    python -m benchmarks.decoding [--only PATTERN] [--docs]
 
-The first table times one query row against a full cache; all ways are timed in turn in one process. The second runs
-two decodings of 1,000 tokens, one from an empty cache and one that ends at 4,096. After each step (write the
-token, attend) the same cache is merely read, by summing keys and values; the steps are bound by reading the cache where
-the last column does not rise along a decoding.
+The first table times one query row of grouped heads against a full cache; all ways are timed in turn in one process.
+The second runs two decodings of 1,000 tokens, one from an empty cache and one that ends at 4,096. After each step
+(write the token, attend) the same cache is merely read, by summing keys and values; the steps are bound by reading the
+cache where the last column does not rise along a decoding. The third decodes with a whole module and a growing
+`KVCache`, token by token, beside a step written by hand: four `Linear`, two preallocated buffers, and SDPA over what
+they hold.
 """
 
 from __future__ import annotations
@@ -17,16 +19,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.figures import Figures
+from benchmarks.peers.by_hand import ByHand, ByHandCache
 from benchmarks.timing import interleaved
 from benchmarks.writing import ratio, significant, table
 from clearhead.caches import KVCache
 
 LENGTH, STEPS = 4096, 1000
+#: Whole modules, E and H, and their tokens: as many are cached before, and so many are decoded.
+MODULES, CACHED, DECODED = ((64, 4), (768, 12)), 512, 200
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+MODULE, BY_HAND = "clearhead.MultiHeadAttention", "by hand"
 OURS, THEIRS, READING = (
     "clearhead.attention",
     "F.scaled_dot_product_attention(enable_gqa=True)",
@@ -98,31 +105,90 @@ def decoding(start: int, count: int) -> list[list[object]]:
     return [*rows, ["more per 1,000 tokens", *(one * 1e3 for one in growths)]]
 
 
+@torch.no_grad()
+def module_steps(embed_dim: int, heads: int, cached: int, count: int, rounds: int) -> dict[str, float]:
+    """Seconds per token of both ways, each decoding all tokens in turn, and how much their last outputs differ."""
+    torch.manual_seed(0)
+    ours = clearhead.MultiHeadAttention(embed_dim, heads).eval()
+    theirs = ByHand(ours).eval()
+    cache = ours.make_cache(1, cached + count)
+    buffers = ByHandCache(1, heads, cached + count, embed_dim // heads)
+    tokens = torch.randn(cached + count, 1, 1, embed_dim)
+    mask = clearhead.masks.causal()
+    for token in tokens[:cached]:
+        ours(token, mask=mask, cache=cache)
+        theirs.step(token, buffers)
+    last: dict[str, Tensor] = {}
+
+    def decode_ours() -> None:
+        for token in tokens[cached:]:
+            last[MODULE] = ours(token, mask=mask, cache=cache)
+        cache.crop(cached)
+
+    def decode_by_hand() -> None:
+        for token in tokens[cached:]:
+            last[BY_HAND] = theirs.step(token, buffers)
+        buffers.length = cached
+
+    times = interleaved({MODULE: decode_ours, BY_HAND: decode_by_hand}, rounds=rounds, budget=15.0)
+    difference = float((last[MODULE] - last[BY_HAND]).abs().max() / last[BY_HAND].abs().max())
+    return {name: seconds / count for name, seconds in times.items()} | {"difference": difference}
+
+
+def module_line(embed_dim: int, heads: int) -> str:
+    return f"module, E={embed_dim} H={heads}, tokens {CACHED + 1} to {CACHED + DECODED}"
+
+
 def lines(effort: Effort) -> list[Line]:
     length, steps = effort.size(LENGTH), effort.size(STEPS, 8)
+    sizes = effort.size(CACHED, 8), effort.size(DECODED, 4)
     return [
         Line("one query row", lambda: row(effort)),
         Line("decoding from an empty cache", lambda: decoding(0, steps)),
         Line("decoding that ends at 4096", lambda: decoding(length - steps, steps)),
+        *(Line(module_line(*one), lambda one=one: module_steps(*one, *sizes, effort.rounds)) for one in MODULES),
     ]
 
 
 def texts(measured: Figures) -> dict[str, str]:
-    one = measured["one query row"]
-    rows = [[name, significant(time * 1e3), ratio(time / one[OURS])] for name, time in one.items()]
+    """Of a part of the work, its own tables."""
+    found: dict[str, str] = {}
+    if one := measured.get("one query row"):
+        rows = [[name, significant(time * 1e3), ratio(time / one[OURS])] for name, time in one.items()]
+        found["table"] = table(("what", "ms", "relative to Clearhead (less is faster)"), rows)
+        found["ratio"] = ratio(one[THEIRS] / one[OURS])
     steps = [
         [tokens, f"{step * 1e6:.0f}", f"{reading * 1e6:.0f}", f"{step / reading:.2f}" if reading else "–"]
         for name in ("decoding from an empty cache", "decoding that ends at 4096")
-        for tokens, step, reading in measured[name]
+        for tokens, step, reading in measured.get(name, ())
     ]
-    return {
-        "table": table(("what", "ms", "relative to Clearhead (less is faster)"), rows),
-        "steps": table(("tokens in the cache", "step, µs", "reading the cache, µs", "step / reading"), steps),
-        "ratio": ratio(one[THEIRS] / one[OURS]),
-    }
+    if steps:
+        found["steps"] = table(("tokens in the cache", "step, µs", "reading the cache, µs", "step / reading"), steps)
+    modules = [
+        [name, *(significant(times[way] * 1e6) for way in (MODULE, BY_HAND)), ratio(times[BY_HAND] / times[MODULE])]
+        for name, times in _module_times(measured)
+    ]
+    if modules:
+        header = ("one token at a time", "Clearhead, µs", "by hand, µs", "ratio (above 1×: faster)")
+        found["modules"] = table(header, modules)
+    return found
 
 
-BENCHMARK = Benchmark("decoding", __doc__, lines, texts, minutes=1, rounds=101)
+def wrong(measured: Figures) -> list[str]:
+    """Modules whose outputs differ by more than rounding."""
+    return [
+        f"{name}: the results differ by {times['difference']:.1e}"
+        for name, times in _module_times(measured)
+        if not times["difference"] <= 1e-5
+    ]
+
+
+def _module_times(measured: Figures) -> list[tuple[str, dict[str, float]]]:
+    names = [module_line(*sizes) for sizes in MODULES]
+    return [(name, measured[name]) for name in names if name in measured]
+
+
+BENCHMARK = Benchmark("decoding", __doc__, lines, texts, minutes=2, rounds=101, wrong=wrong)
 
 if __name__ == "__main__":
     BENCHMARK.main()
