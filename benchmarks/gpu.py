@@ -31,7 +31,7 @@ from benchmarks.gpu_statistics import (
     RECEIVED,
     WINDOW,
     long_record,
-    small_calls,
+    small_calls_times,
     statistics_times,
 )
 from benchmarks.machine import versions
@@ -63,7 +63,7 @@ def lines_on(device: str, effort: Effort, heads: int = HEADS) -> Iterator[Line]:
                 lambda setting=setting, eager=eager: statistics_times(setting, effort.rounds, eager),
             )
     yield Line(LONG, lambda: long_record(device, effort.size(131072, 128), heads))
-    yield Line(SMALL, lambda: small_calls(device))
+    yield Line(SMALL, lambda: small_calls_times(device))
     yield from lines_of(all_cases(device, lengths, HEAD_DIMS, heads, effort.peers), effort)
 
 

@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import clearhead
 from benchmarks.gpu_cases import Setting, operands, window_of
 from benchmarks.gpu_timing import device_samples, host_seconds
 from benchmarks.peers.work import Unsupported
-from clearhead import masks
+from benchmarks.small_calls import small_calls
 from clearhead.kernels._triton import Operands, Terms
 
 __all__ = [
@@ -29,7 +28,7 @@ __all__ = [
     "RECEIVED",
     "WINDOW",
     "long_record",
-    "small_calls",
+    "small_calls_times",
     "statistics_times",
 ]
 
@@ -180,33 +179,7 @@ def _once(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def small_calls(device: str) -> dict[str, float]:
+@torch.no_grad()
+def small_calls_times(device: str) -> dict[str, float]:
     """Microseconds that Python takes for calls that the device finishes sooner."""
-    torch.manual_seed(0)
-    query = torch.randn(2, 8, 128, 64, device=device).bfloat16()
-    x = torch.randn(2, 128, 512, device=device).bfloat16()
-    mask = masks.causal() & masks.lengths(torch.tensor([128, 90], device=device))
-    prepared = mask.prepare(128, 128, batch_size=2, num_heads=8, device=torch.device(device))
-    place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    ours = clearhead.MultiHeadAttention(512, 8, **place).eval()
-    theirs = nn.MultiheadAttention(512, 8, batch_first=True, **place).eval()
-    cache = ours.make_cache(2, 4096)
-    token = x[:, :1]
-
-    def step() -> object:
-        output = ours(token, mask=masks.causal(), cache=cache)
-        cache.crop(1)
-        return output
-
-    with torch.no_grad():
-        ours(x, cache=cache)
-        ways: Ways = {
-            "clearhead.attention": lambda: clearhead.attention(query, query, query),
-            "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(query, query, query),
-            "clearhead.attention, lengths and causal": lambda: clearhead.attention(query, query, query, mask),
-            "clearhead.attention, prepared": lambda: clearhead.attention(query, query, query, prepared),
-            "clearhead.MultiHeadAttention": lambda: ours(x),
-            "nn.MultiheadAttention": lambda: theirs(x, x, x, need_weights=False),
-            "clearhead.MultiHeadAttention, decoding step": step,
-        }
-        return {name: host_seconds(way) * 1e6 for name, way in ways.items()}
+    return {name: host_seconds(call) * 1e6 for name, call in small_calls(device).items()}
