@@ -32,6 +32,7 @@ NAMES = (
     "monitor",
     "page_size",
     "page_actions",
+    "call_counts",
     "varlen",
     "activated",
     "sentences",

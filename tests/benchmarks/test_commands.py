@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from benchmarks.comparing import OURS, Case, Result
 from benchmarks.encoder_peers import PEERS, Batch, Encode
 from benchmarks.figures import Figures, Kept, pages, read, texts_of
 from tests.support.chromium import IS_THERE
+from tests.support.pretended_cuda.build import compiler
 
 #: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
 #: test_gpu.py, `all` and `figures` here and in test_figures.py, aarch64 in tests/native. The sanitizers compile for
@@ -39,6 +41,8 @@ ELSEWHERE |= {"gpu", "gpu_compile", "gpu_kernels"}
 def test_the_smallest_work_gives_every_text(name: str, options: list[str], tmp_path: Path) -> None:
     if name == "page_actions" and not IS_THERE:
         pytest.skip("needs the package playwright and an installed chromium")
+    if name == "call_counts" and (sys.platform != "linux" or torch.version.cuda is not None or compiler() is None):
+        pytest.skip("the simulated GPU needs Linux, a C++ compiler and a build of PyTorch without CUDA")
     benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
     benchmark.main(["--smallest", *options, "--json", str(tmp_path / "kept.json")])
     texts = texts_of(name, read(tmp_path / "kept.json"))
