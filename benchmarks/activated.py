@@ -9,10 +9,8 @@ such calls and are not changed, and `torch.nn.attention.varlen.varlen_attn`, whi
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -24,6 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.figures import Figures
+from benchmarks.timing import in_blocks
 from benchmarks.writing import milliseconds, ratio, table
 
 THEIRS, OURS = "PyTorch's kernel", "activated"
@@ -201,23 +200,13 @@ def measured(ways: dict[str, Way], effort: Effort) -> dict[str, float]:
 
     Clearhead is activated for `OURS`, outside the clock.
     """
-    results: dict[str, Tensor] = {}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    repeats = 1
-    for done in range(effort.rounds + 1):
-        for name, way in ways.items():
-            with clearhead.activate() if name == OURS else nullcontext():
-                results[name] = way()  # warm
-                start = time.perf_counter()
-                for _ in range(repeats):
-                    way()
-                times[name].append((time.perf_counter() - start) / repeats)
-        if not done:  # the first round sets how often a short call is repeated
-            repeats = max(1, int(_CLOCK / max(times[THEIRS][0], 1e-7)))
-            times = {name: [] for name in ways}
+
+    def within(name: str) -> AbstractContextManager[object]:
+        return clearhead.activate() if name == OURS else nullcontext()
+
+    times, results = in_blocks(ways, rounds=effort.rounds, seconds=effort.least(_CLOCK), within=within)
     theirs, ours = (results[name].detach().double() for name in (THEIRS, OURS))
-    difference = float((ours - theirs).abs().max() / theirs.abs().max())
-    return {name: statistics.median(values) for name, values in times.items()} | {"difference": difference}
+    return times | {"difference": float((ours - theirs).abs().max() / theirs.abs().max())}
 
 
 def _both(way: Way, effort: Effort, no_grad: bool) -> dict[str, float]:

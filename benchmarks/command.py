@@ -44,6 +44,10 @@ class Effort:
         """A size of the real work, or the smallest that still shows all of it."""
         return min(full, smallest) if self.smallest else full
 
+    def least(self, seconds: float) -> float:
+        """How long one figure takes at least; the smallest work is called once."""
+        return 0.0 if self.smallest else seconds
+
     def in_a_process(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a process that starts from nothing; the smallest work stays in this one."""
         return function(*arguments) if self.smallest else in_a_process(function, *arguments)

@@ -11,9 +11,7 @@ Embeddings and scores are compared before timing. The programs are timed in turn
 from __future__ import annotations
 
 import random
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.figures import Figures
+from benchmarks.timing import in_blocks
 from benchmarks.writing import milliseconds, ratio, table
 
 THEIRS, OURS = "sdpa", "clearhead_flash"
@@ -125,21 +124,9 @@ def _step(model: Any, loss: Any, columns: list[list[str]]) -> Program:
 
 def compared(programs: dict[str, Program], effort: Effort, same: bool = True) -> dict[str, float]:
     """Median seconds of each program and, if they compute the same, the largest difference of the results."""
-    results = {name: np.asarray(program()) for name, program in programs.items()}
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    repeats = 1
-    for done in range(effort.rounds + 1):
-        for name, program in programs.items():
-            program()  # so that the threads of the other program no longer spin
-            start = time.perf_counter()
-            for _ in range(repeats):
-                program()
-            times[name].append((time.perf_counter() - start) / repeats)
-        if not done:  # the first round sets how often a short program is repeated
-            repeats = 1 if effort.smallest else max(1, int(_BLOCK / times[THEIRS][0]))
-            times = {name: [] for name in programs}
-    difference = float(np.abs(results[OURS] - results[THEIRS]).max()) if same else 0.0
-    return {name: statistics.median(values) for name, values in times.items()} | {"difference": difference}
+    times, results = in_blocks(programs, rounds=effort.rounds, seconds=effort.least(_BLOCK))
+    theirs, ours = (np.asarray(results[name]) for name in (THEIRS, OURS))
+    return times | {"difference": float(np.abs(ours - theirs).max()) if same else 0.0}
 
 
 def lines(effort: Effort) -> Iterator[Line]:

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.comparing import OURS, Case, Result
 from benchmarks.encoder_peers import PEERS, Batch, Encode
 from benchmarks.figures import Figures, Kept, pages, read, texts_of
+from benchmarks.timing import in_blocks
 from tests.support.chromium import IS_THERE
 from tests.support.pretended_cuda.build import compiler
 
@@ -216,3 +218,19 @@ def test_mixed_lengths_add_up_and_the_headings_name_them() -> None:
     assert f"{varlen.TOKENS // 256} documents of 256 tokens" == varlen.EQUAL
     count = len(varlen.mixed_lengths(varlen.TOKENS, 16, 1024))
     assert f"{count} documents of 16 to 1024 tokens" == varlen.MIXED
+
+
+def test_blocks_are_calls_within_the_context_of_their_way_behind_one_that_is_not_timed() -> None:
+    entered: list[str] = []
+
+    def within(name: str) -> AbstractContextManager[None]:
+        entered.append(name)
+        return nullcontext()
+
+    called: list[str] = []
+    ways = {name: lambda name=name: called.append(name) or len(called) for name in ("a", "b")}
+    times, results = in_blocks(ways, rounds=3, seconds=0.0, within=within)
+    assert entered == ["a", "b"] * 4
+    assert called == ["a", "a", "b", "b"] * 4
+    assert results == {"a": 13, "b": 15}
+    assert all(0 < seconds < 1 for seconds in times.values())
