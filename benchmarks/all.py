@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.figures import ROOT
+from benchmarks.figures import ROOT, command_of
 
 __all__ = ["NAMES", "main"]
 
@@ -32,6 +32,7 @@ NAMES = (
     "monitor",
     "page_size",
     "page_actions",
+    "call_counts",
     "varlen",
     "activated",
     "sentences",
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     failed = False
     for name in chosen.only:
         if name not in chosen.without:
-            status, seconds = _run(f"benchmarks.{name}", options)
+            status, seconds = _run(command_of(name), options)
             failed |= status != 0
             said.append(f"{name}: {seconds:.0f} s{'' if status == 0 else f', FAILED with {status}'}")
     if chosen.docs:

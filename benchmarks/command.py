@@ -44,6 +44,10 @@ class Effort:
         """A size of the real work, or the smallest that still shows all of it."""
         return min(full, smallest) if self.smallest else full
 
+    def least(self, seconds: float) -> float:
+        """How long one figure takes at least; the smallest work is called once."""
+        return 0.0 if self.smallest else seconds
+
     def in_a_process(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a process that starts from nothing; the smallest work stays in this one."""
         return function(*arguments) if self.smallest else in_a_process(function, *arguments)
@@ -71,10 +75,10 @@ def none_wrong(measured: Figures) -> list[str]:
 @final
 @dataclass(frozen=True)
 class Benchmark:
-    """A command ``python -m benchmarks.NAME`` and its result file.
+    """A command ``python -m benchmarks.FOLDER.NAME`` and its result file.
 
     Args:
-        name: of the module.
+        name: of the file, or of the folder whose main command it is.
         description: its docstring.
         lines: the work.
         texts: what the figures say, by marker; a line that was not measured is a KeyError.
@@ -98,6 +102,11 @@ class Benchmark:
         """The result file."""
         return figures.RESULTS / f"{self.name}.json"
 
+    @property
+    def command(self) -> str:
+        """What runs it."""
+        return f"python -m {figures.command_of(self.name)}"
+
     def main(self, arguments: list[str] | None = None) -> None:
         """Run the command.
 
@@ -118,7 +127,7 @@ class Benchmark:
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(
-            prog=f"python -m benchmarks.{self.name}",
+            prog=self.command,
             description=self.description,
             epilog=f"The whole takes about {self.minutes:g} minutes on two processors.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -146,7 +155,7 @@ class Benchmark:
             raise SystemExit(0)
         if not lines:
             raise SystemExit(f"--only {chosen.only!r} matches nothing; --list names the work")
-        about = (machine(), chosen.date, versions(self.peers), f"python -m benchmarks.{self.name}")
+        about = (machine(), chosen.date, versions(self.peers), self.command)
         kept = Kept(*about, self._before(about) if chosen.only else {})
         path = chosen.json or self._place(chosen, kept)
         torch.manual_seed(0)

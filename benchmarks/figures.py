@@ -3,7 +3,7 @@
     python -m benchmarks.figures
 
 fills every page from the kept results, without measuring. ``<!-- NAME.what -->text<!-- /NAME.what -->`` holds the text
-`what` of benchmarks/results/NAME.json. The function ``texts`` of benchmarks/NAME.py makes the texts of a result file,
+`what` of benchmarks/results/NAME.json. The function ``texts`` of the benchmark makes the texts of a result file,
 ``pictures`` its pictures, if it has some. A text that stands alone has empty lines around it. Within a sentence no
 marker begins a line: Markdown would take it for HTML.
 """
@@ -19,7 +19,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any, final
 
-__all__ = ["MARKED", "RESULTS", "ROOT", "Kept", "fill_pages", "filled", "pages", "pictures_of", "read", "texts_of"]
+__all__ = [
+    "MARKED",
+    "RESULTS",
+    "ROOT",
+    "Kept",
+    "command_of",
+    "fill_pages",
+    "filled",
+    "module_of",
+    "pages",
+    "pictures_of",
+    "read",
+    "texts_of",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -65,19 +78,37 @@ class Kept:
         return about | {"command": f"`{self.command}`", "measured": measured}
 
 
+def module_of(name: str) -> str:
+    """The module of a benchmark: that of a folder, ``benchmarks.cpu.__main__``, or a file, ``benchmarks.cpu.decoding``.
+
+    Raises:
+        ValueError: unless there is exactly one.
+    """
+    folder = ROOT / "benchmarks"
+    found = [*folder.glob(f"{name}/__main__.py"), *folder.glob(f"*/{name}.py")]
+    if len(found) != 1:
+        raise ValueError(f"expected one benchmark of the name {name}, got {[str(path) for path in found]}")
+    return ".".join(found[0].relative_to(ROOT).with_suffix("").parts)
+
+
+def command_of(name: str) -> str:
+    """What stands behind ``python -m`` for a benchmark: ``benchmarks.cpu``, or ``benchmarks.cpu.decoding``."""
+    return module_of(name).removesuffix(".__main__")
+
+
 def read(path: Path) -> Kept:
     """Read a result file."""
     return Kept(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def texts_of(name: str, kept: Kept) -> dict[str, str]:
-    """Every text of the result file of benchmarks/NAME.py, by what it says."""
-    return kept.texts | importlib.import_module(f"benchmarks.{name}").texts(kept.figures)
+    """Every text of a benchmark's result file, by what it says."""
+    return kept.texts | importlib.import_module(module_of(name)).texts(kept.figures)
 
 
 def pictures_of(name: str) -> dict[Path, str]:
-    """The SVG pictures of the kept results of benchmarks/NAME.py."""
-    draw = getattr(importlib.import_module(f"benchmarks.{name}"), "pictures", None)
+    """The SVG pictures of a benchmark's kept results."""
+    draw = getattr(importlib.import_module(module_of(name)), "pictures", None)
     return {} if draw is None else draw(read(RESULTS / f"{name}.json").figures)
 
 
@@ -93,7 +124,7 @@ def filled(page: str) -> tuple[str, list[str]]:
     def replace(found: re.Match[str]) -> str:
         name, what = found["file"], found["what"]
         if not (RESULTS / f"{name}.json").exists():
-            wrong.append(f"{name}.{what}: there is no benchmarks/results/{name}.json; python -m benchmarks.{name}")
+            wrong.append(f"{name}.{what}: there is no benchmarks/results/{name}.json")
             return found[0]
         try:
             text = _kept_texts(name)[what]

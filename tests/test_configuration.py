@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = [
     *("noxfile.py", "pyproject.toml", "setup.py", "MANIFEST.in", "constraints.txt", ".pre-commit-config.yaml"),
-    *("CONTRIBUTING.md", "README.md", "README.zh.md", "SECURITY.md", "benchmarks/mutants.py"),
+    *("CONTRIBUTING.md", "README.md", "README.zh.md", "SECURITY.md", "benchmarks/quality/mutants.py"),
     *sorted(str(path.relative_to(ROOT)) for folder in (".ci", ".github") for path in (ROOT / folder).rglob("*.*")),
     *(".ci/run", ".ci/coverage", ".ci/interface", ".ci/site", ".ci/sysroot", ".ci/wheels"),
 ]

@@ -15,7 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from benchmarks.eviction import POLICIES, compare, held_out_passages
+from benchmarks.quality.eviction import POLICIES, compare, held_out_passages
 from docs.notebooks import lessons, notebook
 from examples.character_model import LENGTH, read_corpus, trained
 

@@ -6,6 +6,7 @@ import gc
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import final
 
@@ -87,6 +88,7 @@ class TimedCase(Case):
         rate_scale: how much work per second is one of `rate_unit`.
         budget: seconds after which no further round starts.
         sample: times the ways, as `benchmarks.timing.samples` does. The load of the processors matters to that alone.
+        within: makes a context, such as `torch.no_grad`, in which everything is called.
     """
 
     section: str
@@ -99,8 +101,13 @@ class TimedCase(Case):
     rate_scale: float = 1e9
     budget: float = 40.0
     sample: Callable[..., dict[str, list[float]]] = samples
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def measure(self, effort: Effort) -> Result:
+        with self.within():
+            return self._measure(effort)
+
+    def _measure(self, effort: Effort) -> Result:
         contest = self.prepare()
         rest = 0.0 if effort.smallest else REST
         differences = self._compare(contest)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.architectures` without its loop: naming, showing, and processes that fail."""
+"""`python -m benchmarks.quality.architectures` without its loop: naming, showing, and processes that fail."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import architectures, figures
-from benchmarks.architectures_cases.report import markdown
-from benchmarks.architectures_cases.results import Finding, Outcome, Run, read, write
-from benchmarks.architectures_cases.running import run_all
-from benchmarks.architectures_cases.summary import summarize
-from benchmarks.architectures_cases.types import Architecture
+from benchmarks import figures
 from benchmarks.figures import read as read_kept
+from benchmarks.quality import architectures
+from benchmarks.quality.architectures_cases.report import markdown
+from benchmarks.quality.architectures_cases.results import Finding, Outcome, Run, read, write
+from benchmarks.quality.architectures_cases.running import run_all
+from benchmarks.quality.architectures_cases.summary import summarize
+from benchmarks.quality.architectures_cases.types import Architecture
 
 LLAMA = Architecture("llama", "llama", "LlamaModel")
 AGREES = Outcome("llama", "LlamaModel", calls={"from_config": 3}, compared=5, largest=1e-6)
@@ -23,7 +24,7 @@ NOT_BUILT = Outcome("dinat", "DinatModel", not_built="ImportError: DinatModel re
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmarks.architectures", *arguments])
+    monkeypatch.setattr(sys, "argv", ["benchmarks.quality.architectures", *arguments])
     architectures.main()
 
 
@@ -156,7 +157,7 @@ def test_a_process_that_ends_or_has_no_result_is_an_outcome_and_the_next_archite
 def test_sparse_attention_that_is_refused_is_not_listed_as_not_built(name: str) -> None:
     pytest.importorskip("transformers.models.mistral_large4")
     import clearhead.integrations.transformers  # noqa: F401  (registers the implementation)
-    from benchmarks.architectures_cases.comparing import compare
+    from benchmarks.quality.architectures_cases.comparing import compare
 
     (architecture,) = architectures.chosen_architectures([name])
     outcome = compare(architecture)

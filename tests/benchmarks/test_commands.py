@@ -8,6 +8,9 @@ import json
 import re
 import shlex
 import subprocess
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,18 +18,27 @@ import pytest
 import torch
 
 from benchmarks import all as every
-from benchmarks import cpu_cases, encoders, figures, varlen
+from benchmarks import figures
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.comparing import OURS, Case, Result
-from benchmarks.encoder_peers import PEERS, Batch, Encode
-from benchmarks.figures import Figures, Kept, pages, read, texts_of
+from benchmarks.cpu import cases as cpu_cases
+from benchmarks.cpu import varlen
+from benchmarks.encoders import __main__ as encoders
+from benchmarks.encoders.peers import PEERS, Batch, Encode
+from benchmarks.figures import Figures, Kept, command_of, module_of, pages, read, texts_of
+from benchmarks.timing import in_blocks
 from tests.support.chromium import IS_THERE
+from tests.support.pretended_cuda.build import compiler
 
 #: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
 #: test_gpu.py, `all` and `figures` here and in test_figures.py, aarch64 in tests/native. The sanitizers compile for
 #: minutes.
-ELSEWHERE = {"all", "architectures", "figures", "mutants", "native_aarch64", "native_sanitizers"}
-ELSEWHERE |= {"gpu", "gpu_compile", "gpu_kernels"}
+ELSEWHERE = {"all", "figures", "gpu", "gpu.compile", "gpu.kernels"}
+ELSEWHERE |= {f"quality.{name}" for name in ("architectures", "mutants", "native_aarch64", "native_sanitizers")}
+
+
+def benchmark_of(name: str) -> Benchmark:
+    return importlib.import_module(module_of(name)).BENCHMARK
 
 
 @pytest.mark.parametrize(
@@ -39,7 +51,9 @@ ELSEWHERE |= {"gpu", "gpu_compile", "gpu_kernels"}
 def test_the_smallest_work_gives_every_text(name: str, options: list[str], tmp_path: Path) -> None:
     if name == "page_actions" and not IS_THERE:
         pytest.skip("needs the package playwright and an installed chromium")
-    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    if name == "call_counts" and (sys.platform != "linux" or torch.version.cuda is not None or compiler() is None):
+        pytest.skip("the simulated GPU needs Linux, a C++ compiler and a build of PyTorch without CUDA")
+    benchmark = benchmark_of(name)
     benchmark.main(["--smallest", *options, "--json", str(tmp_path / "kept.json")])
     texts = texts_of(name, read(tmp_path / "kept.json"))
     assert all(texts.values())
@@ -53,18 +67,29 @@ def test_the_smallest_work_gives_every_text(name: str, options: list[str], tmp_p
 
 
 #: A command of a benchmark on a page, with its options, as far as a shell reads it.
-COMMAND = re.compile(r"(?:^|`)python -m benchmarks\.([a-z0-9_]+)((?: [^\n#`]+)?)", re.M)
+COMMAND = re.compile(r"(?:^|`)python -m benchmarks\.([a-z0-9_.]+)((?: [^\n#`]+)?)", re.M)
+
+
+def is_command(module: str) -> bool:
+    """Whether ``python -m`` runs it: a file, or a folder with a main command."""
+    try:
+        return find_spec(f"{module}.__main__") is not None
+    except ModuleNotFoundError:  # it is no folder
+        return find_spec(module) is not None
 
 
 def test_every_benchmark_and_option_that_a_page_names_is_one() -> None:
     texts = [page.read_text(encoding="utf-8") for page in pages()]
-    named = {name for text in texts for name in re.findall(r"python -m benchmarks\.([a-z0-9_]+)", text)}
-    assert named - ELSEWHERE == set(every.NAMES) & named
+    named = {
+        name for text in texts for name in re.findall(r"python -m benchmarks\.([a-z0-9_]+(?:\.[a-z0-9_]+)?)", text)
+    }
+    names = {command_of(name).removeprefix("benchmarks."): name for name in every.NAMES}
+    assert named - ELSEWHERE <= names.keys()
     assert len(named) > 10
-    assert all((figures.ROOT / "benchmarks" / f"{name}.py").exists() for name in named)
+    assert all(is_command(f"benchmarks.{name}") for name in named)
     commands = [(match[1], match[2]) for text in texts for match in COMMAND.finditer(text) if match[1] not in ELSEWHERE]
     for name, options in commands:
-        benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+        benchmark = benchmark_of(names[name])
         chosen = benchmark._parser().parse_args(shlex.split(options))
         lines = [line.name for line in benchmark.lines(Effort(3, False, True))]
         assert any(re.search(chosen.only, line, re.IGNORECASE) for line in lines), (name, options)
@@ -93,7 +118,7 @@ def test_what_was_measured_is_kept_where_a_line_fails(benchmark: Benchmark) -> N
     assert stopped.value.code == "failed: second: TypeError: read_model() missing 1 required positional argument"
     kept = read(benchmark.results)
     assert kept.figures == {"first": 7.123, "third": {"a": 3.0}}
-    assert kept.command == "python -m benchmarks.module"
+    assert kept.command == "python -m benchmarks.cpu.module"
 
 
 def test_a_part_joins_the_results_of_the_same_day(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,13 +146,13 @@ def test_something_wrong_makes_the_command_fail(tmp_path: Path) -> None:
     different = Result("decoding", "one row", "ms", {OURS: 2.0, "SDPA": 3.0}, differences={"SDPA": 0.5}, tolerance=1e-5)
     kept = Kept("a machine", "2026-01-02", "torch", "python", {different.work: different.kept()})
     kept.write(tmp_path / "kept.json")
-    benchmark = importlib.import_module("benchmarks.varlen").BENCHMARK
+    benchmark = benchmark_of("varlen")
     with pytest.raises(SystemExit, match=r"DIFFERENT RESULT: decoding: one row: SDPA is 5\.0e-01 away"):
         benchmark.main(["--show", "--json", str(tmp_path / "kept.json")])
 
 
 def test_the_work_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark = importlib.import_module("benchmarks.cpu").BENCHMARK
+    benchmark = benchmark_of("cpu")
     with pytest.raises(SystemExit, match="0"):
         benchmark.main(["--list", "--only", "FORWARD, fp32: L=512"])
     assert capsys.readouterr().out.splitlines() == ["attention forward, fp32: L=512", "causal forward, fp32: L=512"]
@@ -140,12 +165,12 @@ def test_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: py
 
     def run(command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
         ran.append(command[1:])
-        return subprocess.CompletedProcess(command, 1 if "benchmarks.window" in command else 0)
+        return subprocess.CompletedProcess(command, 1 if "benchmarks.cpu.window" in command else 0)
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(SystemExit, match="1"):
         every.main(["--only", "window", "linear", "look", "--without", "look", "--rounds", "3"])
-    assert [command[1] for command in ran] == ["benchmarks.window", "benchmarks.linear"]
+    assert [command[1] for command in ran] == ["benchmarks.cpu.window", "benchmarks.cpu.linear"]
     assert ran[0][2] == "--date"
     assert ran[0][4:] == ["--rounds", "3"]
     said = capsys.readouterr().out
@@ -212,3 +237,19 @@ def test_mixed_lengths_add_up_and_the_headings_name_them() -> None:
     assert f"{varlen.TOKENS // 256} documents of 256 tokens" == varlen.EQUAL
     count = len(varlen.mixed_lengths(varlen.TOKENS, 16, 1024))
     assert f"{count} documents of 16 to 1024 tokens" == varlen.MIXED
+
+
+def test_blocks_are_calls_within_the_context_of_their_way_behind_one_that_is_not_timed() -> None:
+    entered: list[str] = []
+
+    def within(name: str) -> AbstractContextManager[None]:
+        entered.append(name)
+        return nullcontext()
+
+    called: list[str] = []
+    ways = {name: lambda name=name: called.append(name) or len(called) for name in ("a", "b")}
+    times, results = in_blocks(ways, rounds=3, seconds=0.0, within=within)
+    assert entered == ["a", "b"] * 4
+    assert called == ["a", "a", "b", "b"] * 4
+    assert results == {"a": 13, "b": 15}
+    assert all(0 < seconds < 1 for seconds in times.values())

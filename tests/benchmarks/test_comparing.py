@@ -30,7 +30,7 @@ from benchmarks.comparing import (
 from benchmarks.comparing.load import with_load
 from benchmarks.comparing.pictures import draw_rates, draw_speed
 from benchmarks.comparing.tables import grid, remarks
-from benchmarks.cpu_cases.attention import ours
+from benchmarks.cpu.cases.attention import ours
 from benchmarks.peers import PEERS, AttentionWork, Unsupported
 from benchmarks.peers.work import Outputs, Way, draw
 

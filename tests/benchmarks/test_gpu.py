@@ -13,19 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_check
 from benchmarks.command import Effort
 from benchmarks.figures import read
-from benchmarks.gpu_check_cases import Check
-from benchmarks.gpu_probe import Seen
-from benchmarks.gpu_statistics import ALL, ATTENTION, RECEIVED
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import check as gpu_check
+from benchmarks.gpu.check_cases import Check
+from benchmarks.gpu.probe import Seen
+from benchmarks.gpu.statistics import ALL, ATTENTION, RECEIVED
 
 ROOT = Path(__file__).parents[2]
 OTHERS = """
 import os, sys
-from benchmarks import gpu_check
+from benchmarks.gpu import check as gpu_check
 from benchmarks.figures import read
-from benchmarks.gpu_check_cases import Check
+from benchmarks.gpu.check_cases import Check
 known = {check.name: check for check in gpu_check.all_checks()}
 def dies(device): os.abort()
 def raises(device): raise ValueError("first\\nthe last line of an error")

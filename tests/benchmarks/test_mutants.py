@@ -1,4 +1,4 @@
-"""`python -m benchmarks.mutants` on one mutant of a package of one function, and its faults in C++."""
+"""`python -m benchmarks.quality.mutants` on one mutant of a package of one function, and its faults in C++."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutation.native import FAULTS, FOLDER
+from benchmarks.quality.mutation.native import FAULTS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,8 +51,8 @@ def test_a_mutant_is_caught(
 ) -> None:
     pytest.importorskip("cosmic_ray")
     pytest.importorskip("coverage")
-    from benchmarks import mutants
-    from benchmarks.mutation import drawing, forking
+    from benchmarks.quality import mutants
+    from benchmarks.quality.mutation import drawing, forking
 
     monkeypatch.setattr(mutants, "ROOT", checkout)
     drawn = drawing.draw(checkout, "src/clearhead/masks", 1, seed=1)
@@ -73,7 +73,7 @@ def test_mutants_of_chosen_files(
     """Of a package that is none of the six, with the tests of that package alone."""
     pytest.importorskip("cosmic_ray")
     pytest.importorskip("coverage")
-    from benchmarks import mutants
+    from benchmarks.quality import mutants
 
     monkeypatch.setattr(mutants, "ROOT", checkout)
     files = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import clearhead
-from benchmarks.distributed import Live
+from benchmarks.cpu.distributed import Live
 from clearhead import masks
 from clearhead.distributed import context_parallel, shard_sequence
 from clearhead.errors import ShapeError

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import eviction
+from benchmarks.quality import eviction
 from clearhead import masks
 from clearhead.caches import HeavyHitters, RandomEviction
 from examples.character_model import LENGTH, CharacterModel, read_corpus

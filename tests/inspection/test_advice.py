@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
-from benchmarks.architectures_cases.building import build
-from benchmarks.architectures_cases.inputs import find_inputs
-from benchmarks.architectures_cases.types import Architecture, architectures
+from benchmarks.quality.architectures_cases.building import build
+from benchmarks.quality.architectures_cases.inputs import find_inputs
+from benchmarks.quality.architectures_cases.types import Architecture, architectures
 from clearhead.errors import RecordError
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""Architectures of transformers beside eager attention: the checks of `python -m benchmarks.architectures`."""
+"""Architectures of transformers beside eager attention: the checks of `python -m benchmarks.quality.architectures`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, T5Config, T5Model
 
 import clearhead.integrations.transformers  # noqa: F401  (registers the implementation)
-from benchmarks.architectures_cases.comparing import ROUTES, compare
-from benchmarks.architectures_cases.results import LIMIT
-from benchmarks.architectures_cases.types import Architecture, architectures
+from benchmarks.quality.architectures_cases.comparing import ROUTES, compare
+from benchmarks.quality.architectures_cases.results import LIMIT
+from benchmarks.quality.architectures_cases.types import Architecture, architectures
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import clearhead
-from benchmarks.architectures_cases.building import build_config
-from benchmarks.architectures_cases.types import architectures
+from benchmarks.quality.architectures_cases.building import build_config
+from benchmarks.quality.architectures_cases.types import architectures
 from clearhead.errors import DTypeError
 from clearhead.integrations.transformers import attention_forward
 from tests.integrations.architectures import relative_error

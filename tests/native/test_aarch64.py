@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.native_aarch64 import COMPILER, EMULATOR, build, run
+from benchmarks.quality.native_aarch64 import COMPILER, EMULATOR, build, run
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.page_model import structured
+from benchmarks.seeing.page_model import structured
 from clearhead.plot import given
 from tests.support.models import vision_model
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.page_model import structured
+from benchmarks.seeing.page_model import structured
 from clearhead.plot import Tokens, given, page
 
 from .browsing import OpenPage, needs_chromium, text_of, token, wait_until

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from benchmarks.kernel_checks import MASKS, errors_of
+from benchmarks.gpu.kernel_checks import MASKS, errors_of
 from clearhead.kernels._triton import Operands, Terms
 from clearhead.kernels._triton._calls import pooled
 

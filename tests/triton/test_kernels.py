@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is installed with PyTorch for CUDA, and with [test] on Linux")
 
-from benchmarks.kernel_checks import wrong_numbers
+from benchmarks.gpu.kernel_checks import wrong_numbers
 from tests.triton.interpreted import CASES, THOROUGH
 
 
@@ -50,6 +50,6 @@ def test_nan_stays_in_its_own_line_of_a_map(interpreted: dict[str, Any]) -> None
 
 def test_machine_code_spills_nothing_and_multiplies_as_it_should() -> None:
     options = ["--capability", "80", "90", "--dim", "64", "--dtype", "bf16", "fp32", "--mask", "causal"]
-    lines = output_of("benchmarks.gpu_compile", *options).splitlines()[1:]
+    lines = output_of("benchmarks.gpu.compile", *options).splitlines()[1:]
     assert len(lines) == 40
     assert all(line.endswith(" ok") for line in lines)

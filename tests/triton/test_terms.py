@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_formulas import scores
+from benchmarks.gpu.kernel_formulas import scores
 from clearhead import masks
 from clearhead.kernels._triton import Operands, Terms, available
 from clearhead.kernels._triton._terms import lower

@@ -183,7 +183,7 @@ def describe_backend() -> str:
     """Which GEMM the projections use on this machine, and why, in a line.
 
     The rule goes by the processor's maker, how PyTorch was built, and the sizes, and never by measurements, so that two
-    runs give the same bits. ``python -m benchmarks.linear`` measures what it stands on.
+    runs give the same bits. ``python -m benchmarks.cpu.linear`` measures what it stands on.
 
     Example:
         >>> import clearhead

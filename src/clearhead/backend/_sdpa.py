@@ -30,7 +30,7 @@ _pytorchs_backward = get_kernel(f"aten::{FORWARD}_backward", "CPU").call_boxed
 class _Least(NamedTuple):
     """Multiplications of queries with keys from which Clearhead's kernel is faster. PyTorch's calls cost less.
 
-    Measured by ``python -m benchmarks.activated``.
+    Measured by ``python -m benchmarks.cpu.activated``.
     """
 
     plain: float = math.inf

@@ -181,7 +181,7 @@ def _fold_mask(mask: Tensor, call: Call) -> Tensor:
 def _share_worth_skipping(bound: BoundMask) -> float | None:
     """Which part of the scores a mask leaves, if another kernel had better skip the rest; else ``None``.
 
-    `benchmarks.window` measures where `chunked` overtakes on a CPU; on accelerators its many small steps cost more.
+    `benchmarks.cpu.window` measures where `chunked` overtakes on a CPU; on accelerators its many small steps cost more.
     """
     grid = bound.grid
     if grid.batch_size * grid.num_heads * grid.query_length * grid.key_length < _WORTH_SKIPPING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_check import all_checks, checked
-from benchmarks.gpu_check_cases import Check
+from benchmarks.gpu.check import all_checks, checked
+from benchmarks.gpu.check_cases import Check
 from tests.support.pretended_cuda.mode import PretendedDevice
 
 #: A pretended device captures and compiles nothing, and has no dropout.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from benchmarks import kernel_formulas
+from benchmarks.gpu import kernel_formulas
 from clearhead.kernels._triton import Operands
 
 from .memory import bytes_of, device

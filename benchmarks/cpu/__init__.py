@@ -1,0 +1,1 @@
+"""Speed and memory of attention on a CPU."""

@@ -1,0 +1,1 @@
+"""Whole encoders of transformers, and sentence-transformers."""

@@ -1,1 +1,0 @@
-"""The parts of ``python -m benchmarks.mutants``: the changes of sources, and the tests each is tried with."""

@@ -1,0 +1,1 @@
+"""Right results, on every architecture and processor, and tests that notice wrong ones."""

@@ -1,0 +1,1 @@
+"""What it takes to look inside: records, monitors, pictures and pages."""
