@@ -19,7 +19,7 @@ from clearhead import masks
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, RelativeBias
-from tests.state import test_prepared_masks as prepared_masks
+from tests.plans import test_prepared_masks as prepared_masks
 from tests.support.budgets import in_turn
 from tests.support.exact import exact_attention, near
 from tests.support.forgetting import forget

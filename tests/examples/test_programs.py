@@ -1,6 +1,6 @@
 """The programs in examples/ run, in a few steps here and in full with ``pytest -m slow``; so do all notebooks.
 
-What the programs are made of is tested in tests/examples.
+What the programs are made of is tested in the files beside this one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.eviction import POLICIES, compare, held_out_passages
 from docs.notebooks import lessons, notebook
 from examples.character_model import LENGTH, read_corpus, trained
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LARGEST = 300_000  # bytes, so that it opens at once where code is read
 
 
