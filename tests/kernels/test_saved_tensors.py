@@ -16,7 +16,22 @@ from torch.utils.flop_counter import FlopCounterMode
 import clearhead
 from clearhead import masks
 from tests.support.native import needs_native
-from tests.support.saved_calls import KERNELS, MASKS, B, D, H, L, S, attend, derived, exact, factors, leaf, leaves, near
+from tests.support.saved_calls import (
+    KERNELS,
+    MASKS,
+    B,
+    D,
+    H,
+    L,
+    S,
+    derived,
+    exact,
+    factors,
+    leaf,
+    leaves,
+    near,
+    output_of,
+)
 from tests.support.saving import EXACT, ROUNDED, Tagged
 
 exact_hooks = pytest.mark.parametrize("hooks", EXACT)
@@ -28,7 +43,7 @@ exact_hooks = pytest.mark.parametrize("hooks", EXACT)
 def test_gradients(hooks: str, name: str, kernel: str) -> None:
     inputs = leaves(name, kernel)
     with {**EXACT, **ROUNDED}[hooks]():
-        output = attend(name, kernel, inputs)
+        output = output_of(name, kernel, inputs)
     found = derived(output, inputs)
     near(found, exact(name, kernel), 1e-5 if hooks in EXACT else 5e-3)
     assert all(x.dtype == torch.float32 for x in found.values())
@@ -39,9 +54,9 @@ def test_gradients(hooks: str, name: str, kernel: str) -> None:
 @pytest.mark.parametrize("hooks", ["save_on_cpu", "permuted", "gaps", "float64"])
 def test_half_precision_is_what_it_is_without_hooks(hooks: str, dtype: torch.dtype) -> None:
     inputs = leaves("causal", "native", dtype)
-    plain = derived(attend("causal", "native", inputs), inputs)
+    plain = derived(output_of("causal", "native", inputs), inputs)
     with EXACT[hooks]():
-        output = attend("causal", "native", inputs)
+        output = output_of("causal", "native", inputs)
     found = derived(output, inputs)
     assert all(x.dtype == dtype for x in found.values())
     near(found, plain, 2e-2)
@@ -105,7 +120,7 @@ def test_second_derivatives(hooks: str, kernel: str) -> None:
 
     def second(around: AbstractContextManager[Any]) -> tuple[Tensor, ...]:
         with around:
-            output = attend("causal", kernel, inputs)
+            output = output_of("causal", kernel, inputs)
         first = torch.autograd.grad((output * factors(output)).sum(), list(inputs.values()), create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in first), list(inputs.values()))
 
@@ -117,7 +132,7 @@ def test_second_derivatives(hooks: str, kernel: str) -> None:
 def test_batched_gradients(kernel: str) -> None:
     inputs = leaves("causal", kernel)
     with EXACT["gaps"]():
-        output = attend("causal", kernel, inputs)
+        output = output_of("causal", kernel, inputs)
     vectors = torch.stack([factors(output), factors(output).flip(0)])
     found = torch.autograd.grad(output, inputs["query"], vectors, is_grads_batched=True, retain_graph=True)[0]
     for gradient, vector in zip(found, vectors, strict=True):
@@ -133,7 +148,7 @@ def test_with_activation_checkpointing(hooks: str, kernel: str, reentrant: bool)
 
     def block(*tensors: Tensor) -> Tensor:
         with EXACT[hooks]():
-            return attend("bias", kernel, dict(zip(inputs, tensors, strict=True)))
+            return output_of("bias", kernel, dict(zip(inputs, tensors, strict=True)))
 
     with save_on_cpu():
         output = checkpoint(block, *inputs.values(), use_reentrant=reentrant)
@@ -149,7 +164,7 @@ def derived_by_backward(output: Tensor, inputs: dict[str, Tensor]) -> dict[str, 
 def test_where_hooks_are_forbidden(kernel: str) -> None:
     inputs = leaves("bias", kernel)
     with disable_saved_tensors_hooks("no hooks here"):
-        output = attend("bias", kernel, inputs)
+        output = output_of("bias", kernel, inputs)
     near(derived(output, inputs), exact("bias", kernel))
 
 
@@ -181,7 +196,7 @@ def test_writes_are_refused_without_hooks() -> None:
 def test_the_operator_of_dispatch_modes(hooks: str) -> None:
     inputs = leaves("bias", "native")
     with EXACT[hooks](), FlopCounterMode(display=False):
-        output = attend("bias", "native", {**inputs, "bias": inputs["bias"].detach()})
+        output = output_of("bias", "native", {**inputs, "bias": inputs["bias"].detach()})
     del inputs["bias"]
     found = derived(output, inputs)
     near(found, {name: x for name, x in exact("bias", "native").items() if name != "bias"})
@@ -193,7 +208,7 @@ def test_compiled_graphs(hooks: str) -> None:
     inputs = leaves("keep", "native")
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda *x: attend("keep", "native", dict(zip(inputs, x, strict=True))), backend="aot_eager"
+        lambda *x: output_of("keep", "native", dict(zip(inputs, x, strict=True))), backend="aot_eager"
     )
     with {**EXACT, **ROUNDED}[hooks]():
         output = compiled(*inputs.values())
@@ -217,7 +232,7 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("change", GRADIENTS)
 def test_incoming_gradients(change: str, kernel: str) -> None:
     inputs = leaves("causal", kernel)
-    output = attend("causal", kernel, inputs)
+    output = output_of("causal", kernel, inputs)
     gradient = GRADIENTS[change](factors(output))
     written = torch.zeros(output.shape).copy_(gradient)
     found = torch.autograd.grad(output, list(inputs.values()), gradient, retain_graph=True)

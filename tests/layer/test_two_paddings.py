@@ -18,6 +18,7 @@ from clearhead.masks import Mask
 from clearhead.positions import Rotary
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward
 from tests.support.budgets import in_turn
+from tests.support.derivatives import derivatives
 from tests.support.exact import Exact, exact_attention, near
 from tests.support.randomised import randomised
 
@@ -183,10 +184,6 @@ def made(part: str) -> clearhead.MultiHeadAttention:
     return randomised(module, 0.4)
 
 
-def gradients(output: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True))
-
-
 @in_turn(
     {"keys": KEYS, "queries": QUERIES, "rule": RULES}, {"part": PARTS, "inputs": ["self", "cross", "values apart"]}
 )
@@ -196,7 +193,7 @@ def test_outputs_and_gradients(keys: str, queries: str, rule: str, part: str, in
     expected, _ = solved(module, call)
     output = module(call.query, call.key, call.value, mask=call.mask)
     leaves = [*call.leaves, *module.parameters()]
-    near([output, *gradients(output, leaves)], [expected, *gradients(expected, leaves)])
+    near(derivatives(output, leaves, unused=True), derivatives(expected, leaves, unused=True))
 
 
 @in_turn({"keys": KEYS, "queries": QUERIES}, {"rule": RULES, "inputs": ["self", "cross"]})
@@ -301,7 +298,7 @@ def test_autocast(keys: str, queries: str, rule: str, train: bool) -> None:
         output = module(x, mask=call.mask)
     assert output.dtype == torch.bfloat16
     found = [output, *torch.autograd.grad(output.float().square().sum(), [x, *module.parameters()])]
-    wanted = [expected, *gradients(expected, [call.query, *exact.parameters()])]
+    wanted = derivatives(expected, [call.query, *exact.parameters()], unused=True)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.isfinite().all()
         assert (ours.double() - theirs).norm() < 0.04 * theirs.norm() + 1e-3
@@ -328,7 +325,7 @@ def test_nan_in_either_padding(side: str) -> None:
     pairs = zip((call.query, call.key), real, strict=True)
     inputs = [x.detach().masked_fill(~each[..., None], torch.nan).requires_grad_() for x, each in pairs]
     output, expected = module(*inputs, mask=call.mask), solved(module, call)[0]
-    near([output, *gradients(output, inputs)], [expected, *gradients(expected, [call.query, call.key])])
+    near(derivatives(output, inputs, unused=True), derivatives(expected, [call.query, call.key], unused=True))
 
 
 def test_both_paddings_of_jagged_inputs() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import clearhead
 import clearhead.nn
+from tests.support.derivatives import derivatives
 from tests.support.torch_oracle import Meant, assert_equal, explicit_bias, gradients, hidden_rows
 
 ATTN_MASKS = ("none", "(L, S)", "(N·H, L, S)", "(N, L, S)", "(N, H, L, S)", "the causal one")
@@ -236,13 +237,13 @@ def with_bias(kind: type[nn.MultiheadAttention], dtypes: tuple[torch.dtype, torc
     return module
 
 
-def derivatives(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, Any]) -> list[Tensor]:
+def numbers(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, Any]) -> list[Tensor]:
     leaves = (*(x.detach().requires_grad_() for x in inputs), *module.parameters())
     query, key, value = (leaves[min(i, len(inputs) - 1)] for i in range(3))
     results = [x for x in module(query, key, value, **call) if x is not None]
-    gradients = torch.autograd.grad(sum(x.square().sum() for x in results), leaves, materialize_grads=True)
-    assert [x.dtype for x in gradients] == [x.dtype for x in leaves]
-    return [x.detach() for x in (*results, *gradients)]
+    found = derivatives(results, leaves, unused=True)
+    assert [x.dtype for x in found[len(results) :]] == [x.dtype for x in leaves]
+    return [x.detach() for x in found]
 
 
 def require_close(tensors: list[Tensor], expected: list[Tensor]) -> None:
@@ -267,7 +268,7 @@ def test_as_pytorchs_class(dtypes: tuple[torch.dtype, torch.dtype], call: str) -
     count = {"self": 1, "memory": 2}.get(call, 3)
     inputs = tuple(torch.randn(N, *size).to(dtypes[0]) for size in sizes[:count])
     ours, theirs = (
-        derivatives(with_bias(kind, dtypes, batch_first=True, **options), inputs, CALLS[call])
+        numbers(with_bias(kind, dtypes, batch_first=True, **options), inputs, CALLS[call])
         for kind in (clearhead.nn.MultiheadAttention, nn.MultiheadAttention)
     )
     require_close(ours, theirs)
