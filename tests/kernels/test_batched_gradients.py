@@ -15,7 +15,7 @@ from clearhead import masks
 from clearhead.positions import ALiBi, RelativeBias
 from tests.support.attending import attend
 from tests.support.budgets import in_turn
-from tests.support.comparing import TOLERANCES
+from tests.support.closeness import TOLERANCES
 from tests.support.derivatives import (
     batched_and_looped,
     check_batched,

@@ -14,7 +14,8 @@ import clearhead
 from clearhead import masks
 from clearhead._call.dropout import dropout_factors, philox4x32
 from tests.support.attending import attend
-from tests.support.comparing import require_close, require_half_as_good
+from tests.support.closeness import require_near
+from tests.support.comparing import require_half_as_good
 from tests.support.native import FLOAT_SETS, SETS, needs_native, use_instruction_set
 from tests.support.requests import ALL, Block, Grid, Offset, requested
 
@@ -193,7 +194,7 @@ def test_a_part_drops_what_the_whole_drops(
         result = part_numbers(kernel, part, dtype)
     exact = part_numbers(None, part, dtype)
     if dtype == torch.float32:
-        require_close(result, exact)
+        require_near(result, exact, together=True)
     else:
         require_half_as_good(result, part_numbers("reference", part, dtype), exact, dtype)
 

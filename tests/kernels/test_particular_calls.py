@@ -16,7 +16,8 @@ from clearhead.errors import KernelError
 from clearhead.positions import ALiBi
 from tests.support.attending import attend
 from tests.support.budgets import in_turn
-from tests.support.comparing import KERNELS, TOLERANCES
+from tests.support.closeness import TOLERANCES
+from tests.support.comparing import KERNELS
 from tests.support.derivatives import derivatives, sines, squares
 from tests.support.native import needs_native
 from tests.support.oracle import Problem, solve

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
 from clearhead import masks
+from tests.support.closeness import require_near
 from tests.support.native import needs_native
 from tests.support.saved_calls import (
     KERNELS,
@@ -29,7 +30,6 @@ from tests.support.saved_calls import (
     factors,
     leaf,
     leaves,
-    near,
     output_of,
 )
 from tests.support.saving import EXACT, ROUNDED, Tagged
@@ -45,7 +45,7 @@ def test_gradients(hooks: str, name: str, kernel: str) -> None:
     with {**EXACT, **ROUNDED}[hooks]():
         output = output_of(name, kernel, inputs)
     found = derived(output, inputs)
-    near(found, exact(name, kernel), 1e-5 if hooks in EXACT else 5e-3)
+    require_near(found, exact(name, kernel), 1e-5 if hooks in EXACT else 5e-3, least=0)
     assert all(x.dtype == torch.float32 for x in found.values())
 
 
@@ -59,7 +59,7 @@ def test_half_precision_is_what_it_is_without_hooks(hooks: str, dtype: torch.dty
         output = output_of("causal", "native", inputs)
     found = derived(output, inputs)
     assert all(x.dtype == dtype for x in found.values())
-    near(found, plain, 2e-2)
+    require_near(found, plain, 2e-2, least=0)
 
 
 @exact_hooks
@@ -152,7 +152,7 @@ def test_with_activation_checkpointing(hooks: str, kernel: str, reentrant: bool)
 
     with save_on_cpu():
         output = checkpoint(block, *inputs.values(), use_reentrant=reentrant)
-    near(derived_by_backward(output, inputs), exact("bias", kernel))
+    require_near(derived_by_backward(output, inputs), exact("bias", kernel), least=0)
 
 
 def derived_by_backward(output: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def test_where_hooks_are_forbidden(kernel: str) -> None:
     inputs = leaves("bias", kernel)
     with disable_saved_tensors_hooks("no hooks here"):
         output = output_of("bias", kernel, inputs)
-    near(derived(output, inputs), exact("bias", kernel))
+    require_near(derived(output, inputs), exact("bias", kernel), least=0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -180,7 +180,7 @@ def test_masks_that_are_written_to_after_the_forward_pass(name: str, kernel: str
         output = clearhead.attention(inputs["query"], inputs["key"], inputs["value"], mask, **options)
     for x in written:
         x.copy_(torch.zeros_like(x) if name == "keep" else x.flip(0))
-    near(derived(output, inputs), exact(name, kernel))
+    require_near(derived(output, inputs), exact(name, kernel), least=0)
 
 
 def test_writes_are_refused_without_hooks() -> None:
@@ -199,7 +199,7 @@ def test_the_operator_of_dispatch_modes(hooks: str) -> None:
         output = output_of("bias", "native", {**inputs, "bias": inputs["bias"].detach()})
     del inputs["bias"]
     found = derived(output, inputs)
-    near(found, {name: x for name, x in exact("bias", "native").items() if name != "bias"})
+    require_near(found, {name: x for name, x in exact("bias", "native").items() if name != "bias"}, least=0)
 
 
 @needs_native
@@ -212,7 +212,7 @@ def test_compiled_graphs(hooks: str) -> None:
     )
     with {**EXACT, **ROUNDED}[hooks]():
         output = compiled(*inputs.values())
-    near(derived(output, inputs), exact("keep", "native"), 1e-5 if hooks in EXACT else 5e-3)
+    require_near(derived(output, inputs), exact("keep", "native"), 1e-5 if hooks in EXACT else 5e-3, least=0)
 
 
 GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {

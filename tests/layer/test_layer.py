@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clearhead
 from clearhead import masks
 from tests.support.budgets import in_turn
+from tests.support.closeness import require_near
 from tests.support.derivatives import derivatives
 
 B, L, S, H, D = 3, 5, 7, 2, 7
@@ -126,12 +127,10 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def require_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def require_as_exact(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """To 1e-5 of the largest number, since the gradient of a key's bias is nothing but rounding."""
     for group in (slice(0, 1), slice(1, None)):
-        largest = max((float(item.detach().abs().max()) for item in expected[group]), default=1.0)
-        for x, y in zip(found[group], expected[group], strict=True):
-            assert (x.double() - y).abs().max() < 1e-5 * largest
+        require_near(found[group], expected[group], least=0, together=True)
 
 
 def nothing(*_: object) -> None:
@@ -147,7 +146,7 @@ def test_against_float64_and_with_hooks(kind: str, mask: str, count: int) -> Non
         alone = output_of(module, [1.5 * x for x in inputs], given)
     assert torch.equal(alone, result[0])
     wide = {name: x.double() if isinstance(x, Tensor) and x.dtype.is_floating_point else x for name, x in given.items()}
-    require_close(result, numbers(copy.deepcopy(module).double(), drawn(count, torch.float64), wide))
+    require_as_exact(result, numbers(copy.deepcopy(module).double(), drawn(count, torch.float64), wide))
     for child in module.children():
         child.register_forward_hook(nothing)
         child.register_full_backward_hook(nothing)

@@ -22,8 +22,8 @@ from clearhead._layer.plan import _plans_of
 from clearhead.kernels._reference import ReferenceKernel
 from clearhead.masks import Mask
 from tests.support.attending import attend
+from tests.support.closeness import require_near
 from tests.support.derivatives import derivatives, squares
-from tests.support.exact import near
 from tests.support.forgetting import forget
 
 B, H, L, S, D = 2, 3, 5, 7, 11
@@ -104,7 +104,7 @@ def test_masks_of_one_signature_and_other_values(name: str, first: int) -> None:
     numbers(drawn(0), MASKS[name](first))
     for seed in (4, 5):
         inputs, mask = drawn(seed), MASKS[name](seed)
-        near(numbers(inputs, mask), exact(inputs, mask))
+        require_near(numbers(inputs, mask), exact(inputs, mask))
 
 
 @pytest.mark.parametrize("kind", ["keep", "bias", "lengths"])
@@ -117,7 +117,7 @@ def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
         "lengths": torch.tensor([S, S]),
     }[kind]
     mask = {"keep": masks.keep, "bias": masks.bias, "lengths": masks.lengths}[kind](tensor)
-    near(numbers(inputs, mask), exact(inputs))
+    require_near(numbers(inputs, mask), exact(inputs))
     target: Any = {"version counter": tensor, "numpy": tensor.numpy(), "data": tensor.data}[through]
     target[..., 1] = {"keep": False, "bias": -torch.inf, "lengths": 2}[kind]
     hidden = torch.ones(B, L, S, dtype=torch.bool)
@@ -126,7 +126,7 @@ def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
     else:
         hidden[..., 1] = False
         inputs[1][:, :, 1] = torch.nan  # the coverage changes too
-    near(numbers(inputs, mask), exact(inputs, masks.keep(hidden)))
+    require_near(numbers(inputs, mask), exact(inputs, masks.keep(hidden)))
 
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -15,8 +15,9 @@ from clearhead import masks
 from clearhead.errors import DTypeError, KernelError, ShapeError
 from tests.support.attending import attend
 from tests.support.budgets import in_turn
+from tests.support.closeness import require_near
 from tests.support.derivatives import derivatives
-from tests.support.exact import exact_attention, near
+from tests.support.exact import exact_attention
 from tests.support.models import VIT
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
@@ -51,7 +52,7 @@ def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, lea
     inputs = [drawn(B, H, L, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype)]
     inputs[0][:, :, 1] = torch.nan
     result = numbers(lambda *x: attend(*x, masks.keep(marks), kernel=kernel), inputs, learns)
-    near(result, numbers(lambda *x: exact_attention(*x, marks[None, None]).output, doubles(inputs), learns))
+    require_near(result, numbers(lambda *x: exact_attention(*x, marks[None, None]).output, doubles(inputs), learns))
 
 
 @pytest.mark.parametrize("kernel", ["native", "chunked", "reference", None])
@@ -74,7 +75,7 @@ def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, A
         range(len(inputs)),
     )
     assert result[1].abs().max() > 0.01
-    near(result, expected)
+    require_near(result, expected)
 
 
 @in_turn({"kernel": KERNELS, "more": [1, 3], "learns": [False, True]}, {"poison": [torch.nan, torch.inf]})
@@ -86,7 +87,7 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
     marks = (torch.arange(L)[:, None] >= torch.arange(L))[None, None]
     learning, seen = range(3 if learns else 0), [x[:, :, :L] for x in doubles(inputs)]
     result = numbers(lambda *x: attend(*x, masks.causal(), kernel=kernel), inputs, learning)
-    near([x[:, :, :L] for x in result], numbers(lambda *x: exact_attention(*x, marks).output, seen, learning))
+    require_near([x[:, :, :L] for x in result], numbers(lambda *x: exact_attention(*x, marks).output, seen, learning))
     assert not any(x[:, :, L:].any() for x in result)
 
 
@@ -94,7 +95,7 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
 def test_a_sparse_tensor_after_an_expanded_one(place: int) -> None:
     """PyTorch says of both that their strides are zero."""
     inputs = [drawn(1, 1, 1, 1).expand(B, H, L, D) for _ in range(3)]
-    near(clearhead.attention(*inputs), inputs[2])
+    require_near(clearhead.attention(*inputs), inputs[2])
     inputs[place] = drawn(B, H, L, D).to_sparse()
     name = ("query", "key", "value")[place]
     with pytest.raises(DTypeError, match=rf"^{name}: expected a torch.Tensor, got a tensor of layout torch.sparse_coo"):

@@ -66,10 +66,3 @@ def factors(output: Tensor) -> Tensor:
 def exact(name: str, kernel: str) -> dict[str, Tensor]:
     inputs = leaves(name, kernel, torch.float64)
     return derived(output_of(name, "reference", inputs), inputs)
-
-
-def near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
-        largest = float(expected[name].abs().max())
-        torch.testing.assert_close(x.double(), expected[name].double(), rtol=0, atol=tolerance * largest, msg=name)
