@@ -25,9 +25,9 @@ WHOLE = {("3.11", "2.12.1"): "oldest", ("3.11", "2.13.0"): "pinned", ("3.14", "2
 SMOKE = (
     "tests/test_public_surface.py",
     "tests/test_torch_private.py",
-    "tests/test_plans.py",
-    "tests/test_linear.py",
-    "tests/test_packed.py",
+    "tests/plans/test_calls_in_a_row.py",
+    "tests/layer/test_linear.py",
+    "tests/call/test_packed.py",
     "tests/test_readme.py",
     "tests/caches/test_policies.py",
     "tests/checkpoints/test_recognise.py",

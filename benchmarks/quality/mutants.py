@@ -50,9 +50,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 NATIVE_TESTS = (
     "tests/native",
     "tests/kernels",
-    "tests/inspection/test_statistics",
-    "tests/state",
-    "tests/test_packed.py",
+    "tests/statistics",
+    "tests/plans",
+    "tests/call/test_packed.py",
 )
 
 

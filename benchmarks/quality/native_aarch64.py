@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNEL = ROOT / "src" / "clearhead" / "_native"
 DRIVER = ROOT / "tests" / "native" / "aarch64" / "driver.cpp"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-FLAGS = ["-std=gnu++17", "-O3", "-fopenmp", "-w"]
+FLAGS = ["-std=gnu++17", "-fopenmp", "-w"]
 
 
-def build(compiler: str, folder: Path, *options: str) -> Path:
-    """Compile kernel and driver into one programme, which is linked with `options`, and return it."""
+def build(compiler: str, folder: Path, *options: str, level: str = "-O3") -> Path:
+    """Compile kernel and driver at a level of optimization into one programme, linked with `options`, and return it."""
     # The driver compares the sets that every processor has. Python's module and the other sets are not linked.
     skipped = {"module.cpp", "instruction_sets.cpp"}
     skipped |= {"isa_amx.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_avx512_bf16.cpp"}
@@ -35,7 +35,7 @@ def build(compiler: str, folder: Path, *options: str) -> Path:
 
     def compile_one(source: Path) -> str:
         target = str(folder / f"{source.stem}.o")
-        subprocess.run([compiler, *FLAGS, f"-I{KERNEL}", "-c", str(source), "-o", target], check=True)
+        subprocess.run([compiler, *FLAGS, level, f"-I{KERNEL}", "-c", str(source), "-o", target], check=True)
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -28,7 +28,7 @@ TESTS = [
     "tests/kernels/test_native_blocks.py",
     "tests/kernels/test_saved_tensors.py",
     "tests/kernels/test_saved_tensors_refused.py",
-    "tests/inspection/test_statistics_native.py",
+    "tests/statistics/test_native.py",
 ]
 SKIPPED = "forked or threads"  # the sanitizers do not follow a fork, and cannot see OpenMP's own synchronisation
 

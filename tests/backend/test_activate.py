@@ -41,7 +41,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return shapes
 
 
-def attend(seed: int = 0) -> Tensor:
+def sdpa(seed: int = 0) -> Tensor:
     query, key, value = torch.randn(3, 2, 3, 7, 16, generator=torch.Generator().manual_seed(seed))
     return functional.scaled_dot_product_attention(query, key, value)
 
@@ -64,15 +64,15 @@ def test_it_warns_of_nothing() -> None:
 
 def test_pytorchs_own_functions_switch_it(computed: list[tuple[int, ...]]) -> None:
     assert "clearhead" in list_flash_attention_impls()
-    attend()
+    sdpa()
     activate_flash_attention_impl("clearhead")
     try:
-        attend()
+        sdpa()
         assert current_flash_attention_impl() == "clearhead"
         assert len(computed) == 1
     finally:
         restore_flash_attention_impl()
-    attend()
+    sdpa()
     assert len(computed) == 1
     assert current_flash_attention_impl() is None
 
@@ -80,10 +80,10 @@ def test_pytorchs_own_functions_switch_it(computed: list[tuple[int, ...]]) -> No
 def test_a_block_restores_and_an_inner_one_leaves_the_outer_active(computed: list[tuple[int, ...]]) -> None:
     with clearhead.activate():
         with clearhead.activate():
-            attend()
-        attend()
+            sdpa()
+        sdpa()
         assert len(computed) == 2
-    attend()
+    sdpa()
     assert len(computed) == 2
 
 
@@ -95,10 +95,10 @@ def test_an_error_restores() -> None:
 
 def test_without_a_block_it_holds_until_it_is_removed(computed: list[tuple[int, ...]]) -> None:
     activation = clearhead.activate()
-    attend()
+    sdpa()
     activation.remove()
     activation.remove()
-    attend()
+    sdpa()
     assert len(computed) == 1
 
 
@@ -137,9 +137,9 @@ def test_another_implementation_is_not_replaced() -> None:
 def test_restored_within_a_forward_pass(computed: list[tuple[int, ...]]) -> None:
     class Model(nn.Module):
         def forward(self) -> Tensor:
-            first = attend()
+            first = sdpa()
             activation.remove()
-            return first - attend()
+            return first - sdpa()
 
     activation = clearhead.activate()
     assert Model()().abs().max() <= 1e-5
@@ -147,10 +147,10 @@ def test_restored_within_a_forward_pass(computed: list[tuple[int, ...]]) -> None
 
 
 def test_threads_and_forks_share_it(active: None) -> None:
-    expected, differences = attend(), list[float]()
+    expected, differences = sdpa(), list[float]()
 
     def difference() -> None:
-        differences.append(float((attend() - expected).abs().max()))
+        differences.append(float((sdpa() - expected).abs().max()))
 
     threads = [threading.Thread(target=difference) for _ in range(5)]
     for thread in threads:
@@ -160,7 +160,7 @@ def test_threads_and_forks_share_it(active: None) -> None:
     assert differences == [0.0] * 5
     child = os.fork()
     if child == 0:  # no test framework in the child
-        os._exit(int(not torch.equal(attend(), expected)))
+        os._exit(int(not torch.equal(sdpa(), expected)))
     assert os.waitpid(child, 0)[1] == 0
 
 

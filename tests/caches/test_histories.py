@@ -15,7 +15,7 @@ from clearhead import MultiHeadAttention, MultiHeadLatentAttention, masks
 from clearhead.caches import EvictingKVCache, SinksAndRecent
 from clearhead.errors import CacheError
 from clearhead.positions import ALiBi, Rotary
-from tests.support.exact import close
+from tests.support.closeness import require_near
 
 from .decoding import ALL_CACHES, DIM, EMBED, HEADS, KV_HEADS, MAX_CROP, make_cache, module, rule
 
@@ -101,7 +101,7 @@ class Rows:
                 alone = torch.stack([token for token in tokens if token is not None])[None]
                 with torch.no_grad():
                     expected = self.attend(alone, mask=self.rule)[0, -int(real[row].sum()) :]
-                close(output[row][real[row]], expected)
+                require_near(output[row][real[row]], expected, 1e-13)
 
     def crop(self, length: int | Tensor, kept: list[int]) -> None:
         self.cache.crop(length)

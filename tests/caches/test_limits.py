@@ -124,12 +124,12 @@ def test_inference_mode(kind: Any) -> None:
     require_refusal(lambda: within.reorder(torch.tensor([1, 0])), CacheError, text)
 
 
-def attend(**options: Any) -> MultiHeadAttention:
+def module(**options: Any) -> MultiHeadAttention:
     return MultiHeadAttention(12, 3, **options)
 
 
 def with_cache(cache: Any, *shapes: tuple[int, ...], **options: Any) -> Callable[[], object]:
-    return lambda: attend(**options)(*(torch.randn(shape) for shape in shapes), cache=cache)
+    return lambda: module(**options)(*(torch.randn(shape) for shape in shapes), cache=cache)
 
 
 def filled_memory() -> CrossKVCache:
@@ -146,19 +146,19 @@ def unrotated(q: Tensor, k: Tensor, positions: object) -> tuple[Tensor, Tensor]:
 
 
 IN_MODULES: dict[str, Refused] = {
-    "other batch": (with_cache(attend().make_cache(3, 7), (2, 1, 12)), ShapeError, "module.make_cache(...)"),
+    "other batch": (with_cache(module().make_cache(3, 7), (2, 1, 12)), ShapeError, "module.make_cache(...)"),
     "memory, batch": (with_cache(filled_memory(), (3, 1, 12)), ShapeError, "equal batch sizes"),
     "gradients": (with_cache(CrossKVCache(), X), CacheError, "kept keys would hold on to their graph, got a key"),
     "int": (with_cache(3, (2, 1, 12)), DTypeError, "cache: expected a cache of clearhead.caches, got int"),
     "class": (with_cache(KVCache, (2, 1, 12)), DTypeError, "expected a cache of clearhead.caches, got KVCache"),
     # Else the first call would rotate its queries, and later ones would not.
     "positions": (with_cache(CrossKVCache(), X, X, position=unrotated), ArgumentError, "one of self-attention"),
-    "lengths": (lambda: attend(position=unrotated)(ones(2, 5, 12), ones(2, 7, 12)), ShapeError, "query's length 5"),
-    "position": (lambda: attend(position=3), DTypeError, "position: expected a callable (q, k, positions)"),
-    "mask as position": (lambda: attend(position=masks.causal()), MaskTypeError, "pass it as mask="),
-    "norm": (lambda: attend(k_norm=torch.relu), DTypeError, "k_norm: expected a torch.nn.Module"),
-    "mask": (lambda: attend(mask=ones(3, 3).bool()), MaskTypeError, "mask: expected a clearhead Mask, got Tensor"),
-    "softcap": (lambda: attend(softcap=0.0), ArgumentError, "softcap: expected a number > 0"),
+    "lengths": (lambda: module(position=unrotated)(ones(2, 5, 12), ones(2, 7, 12)), ShapeError, "query's length 5"),
+    "position": (lambda: module(position=3), DTypeError, "position: expected a callable (q, k, positions)"),
+    "mask as position": (lambda: module(position=masks.causal()), MaskTypeError, "pass it as mask="),
+    "norm": (lambda: module(k_norm=torch.relu), DTypeError, "k_norm: expected a torch.nn.Module"),
+    "mask": (lambda: module(mask=ones(3, 3).bool()), MaskTypeError, "mask: expected a clearhead Mask, got Tensor"),
+    "softcap": (lambda: module(softcap=0.0), ArgumentError, "softcap: expected a number > 0"),
     "policy": (lambda: EvictingKVCache(B, HEADS, 7, DIM, policy="h2o"), DTypeError, "policy: expected an Ev"),
     "sinks": (lambda: SinksAndRecent(-1), ArgumentError, "sinks: expected an int ≥ 0, got -1"),
     "share below 0": (lambda: HeavyHitters(-0.1), ArgumentError, "recent: expected a share in [0, 1]"),
@@ -197,9 +197,9 @@ WRONG_POSITIONS: dict[str, Refused] = {
 def test_positions(name: str, cached: bool) -> None:
     given, error, text = WRONG_POSITIONS[name]
     text = text if cached or name != "too few" else "positions"
-    cache = attend().make_cache(2, 7) if cached else None
+    cache = module().make_cache(2, 7) if cached else None
     with torch.no_grad():
-        require_refusal(lambda: attend()(torch.randn(2, 3, 12), positions=given, cache=cache), error, text)
+        require_refusal(lambda: module()(torch.randn(2, 3, 12), positions=given, cache=cache), error, text)
 
 
 @each_kind

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead.caches import EvictingKVCache, EvictionPolicy, HeavyHitters, Held, RandomEviction, SinksAndRecent
-from tests.support.exact import close
+from tests.support.closeness import require_near
 
 from .decoding import DIM, EMBED, HEADS, KV_HEADS, fed, module
 
@@ -74,7 +74,7 @@ def test_what_is_left_is_attended_to_exactly() -> None:
     visible[:, :, 11].scatter_(2, stayed, True)
     with torch.no_grad():
         expected = attend(x, mask=masks.keep(visible))[:, 11:]
-    close(fed(attend, x[:, 11:], cache, [1]), expected)
+    require_near(fed(attend, x[:, 11:], cache, [1]), expected, 1e-13)
 
 
 def test_a_window_looks_at_where_keys_stood() -> None:
@@ -83,4 +83,4 @@ def test_a_window_looks_at_where_keys_stood() -> None:
     x = torch.randn(B, 14, EMBED, dtype=torch.float64)
     found = fed(attend, x, cache, [9, *[1] * 5])
     with torch.no_grad():
-        close(found, attend(x, mask=masks.causal()))
+        require_near(found, attend(x, mask=masks.causal()), 1e-13)

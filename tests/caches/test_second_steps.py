@@ -15,7 +15,8 @@ import clearhead
 from clearhead import caches, masks
 from clearhead.caches import CrossKVCache, EvictingKVCache, HeavyHitters, KVCache, SinksAndRecent, SlidingKVCache
 from tests.support.budgets import in_turn
-from tests.support.exact import exact_attention, near
+from tests.support.closeness import require_near
+from tests.support.exact import exact_attention
 from tests.support.randomised import randomised
 
 B, E, H, KV, D = 2, 14, 6, 3, 5
@@ -87,7 +88,7 @@ def test_evictions_by_hand(steps: str, policy: str, rule: str, budget: int) -> N
                 inside[item, heads] = each.output[0]
                 own.received = own.received + each.weights.sum((0, 1, 2))
                 own.keep(policy, budget)
-        near(found, made.out_proj(clearhead.merge_heads(inside)))
+        require_near(found, made.out_proj(clearhead.merge_heads(inside)))
         for item in range(B):
             for head, own in enumerate(held[item]):
                 slots = cache.positions[item, head].sort()
@@ -143,7 +144,7 @@ def test_histories_by_hand(kind: str, history: str) -> None:
                 q = clearhead.split_heads(made.q_proj(x[item : item + 1]), H)
                 k, v = (clearhead.split_heads(p(all_tokens), KV) for p in (made.k_proj, made.v_proj))
                 inside = exact_attention(q, k, v, ((gap >= 0) & (gap <= window))[None, None])
-                near(found[item], made.out_proj(clearhead.merge_heads(inside.output))[0])
+                require_near(found[item], made.out_proj(clearhead.merge_heads(inside.output))[0])
         if kind != "all":
             require_keys_at_positions(cache, made, tokens)
     expected = [each[-1][1] + 1 for each in tokens]
@@ -161,23 +162,23 @@ def require_keys_at_positions(
             for slot in (own >= 0).nonzero()[:, 0].tolist():
                 token = next(x for x, place in each if place == int(own[slot]))
                 key = clearhead.split_heads(made.k_proj(token)[None, None], KV)[0, head, 0]
-                near(cache.key[item, head, slot], key)
+                require_near(cache.key[item, head, slot], key)
 
 
 @pytest.mark.parametrize("order", [[1, 0], [1, 1], [0, 1, 1], [1]], ids=str)
 def test_a_memory_in_another_order(order: list[int]) -> None:
     made, cache = attention(), CrossKVCache()
     x, memory = torch.randn(B, 3, E, dtype=torch.float64), torch.randn(B, 7, E, dtype=torch.float64)
-    near(made(x, memory, cache=cache), made(x, memory))
+    require_near(made(x, memory, cache=cache), made(x, memory))
     cache.reorder(torch.tensor(order))
     more = torch.randn(len(order), 2, E, dtype=torch.float64)
-    near(made(more, cache=cache), made(more, memory[order]))
+    require_near(made(more, cache=cache), made(more, memory[order]))
     keys = torch.arange(7) < torch.tensor([[3], [6]])
-    near(
+    require_near(
         made(more, mask=masks.keep(keys=keys[order]), cache=cache),
         made(more, memory[order], mask=masks.keep(keys=keys[order])),
     )
     cache.reset()
     other = torch.randn(len(order), 4, E, dtype=torch.float64)
-    near(made(more, other, cache=cache), made(more, other))
+    require_near(made(more, other, cache=cache), made(more, other))
     assert isinstance(cache, caches.Cache)

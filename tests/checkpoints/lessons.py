@@ -16,7 +16,7 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)), key
 
 
-def attend(
+def textbook_attention(
     q: Tensor, k: Tensor, v: Tensor, heads: int, visible: Tensor | None = None, fill: float = float("-inf")
 ) -> Tensor:
     """Heads of projected queries, keys and values; scores where `visible` is 0 become `fill`."""
@@ -37,7 +37,9 @@ class SelfAttentionLesson(nn.Module):
         self.att_dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        return self.o_proj(attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.nums_head, attention_mask))
+        return self.o_proj(
+            textbook_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.nums_head, attention_mask)
+        )
 
 
 class TransformerLesson(nn.Module):
@@ -49,7 +51,7 @@ class TransformerLesson(nn.Module):
         self.w_q, self.w_k, self.w_v, self.w_o = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.w_o(attend(self.w_q(query), self.w_k(key), self.w_v(value), self.num_heads, mask, -1e9))
+        return self.w_o(textbook_attention(self.w_q(query), self.w_k(key), self.w_v(value), self.num_heads, mask, -1e9))
 
 
 class AnnotatedLesson(nn.Module):
@@ -61,7 +63,7 @@ class AnnotatedLesson(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, _ = (linear(x) for linear, x in zip(self.linears, (query, key, value, value), strict=True))
-        return self.linears[3](attend(q, k, v, self.h, mask))
+        return self.linears[3](textbook_attention(q, k, v, self.h, mask))
 
 
 class DiveLesson(nn.Module):
@@ -79,7 +81,9 @@ class DiveLesson(nn.Module):
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor) -> Tensor:
         limits = valid_lens[:, None] if valid_lens.dim() == 1 else valid_lens  # (B, 1 or L)
         visible = torch.arange(keys.shape[1]) < limits[:, None, :, None]  # (B, 1, 1 or L, S)
-        return self.W_o(attend(self.W_q(queries), self.W_k(keys), self.W_v(values), self.num_heads, visible, -1e6))
+        return self.W_o(
+            textbook_attention(self.W_q(queries), self.W_k(keys), self.W_v(values), self.num_heads, visible, -1e6)
+        )
 
 
 class VisionLesson(nn.Module):
@@ -93,7 +97,7 @@ class VisionLesson(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, -1)).unbind(2)
-        return self.proj(attend(q, k, v, self.num_heads))
+        return self.proj(textbook_attention(q, k, v, self.num_heads))
 
 
 class NanoLesson(nn.Module):
@@ -107,7 +111,7 @@ class NanoLesson(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         visible = self.get_buffer("bias")[..., : x.shape[1], : x.shape[1]]
-        return self.c_proj(attend(*self.c_attn(x).chunk(3, dim=-1), self.n_head, visible))
+        return self.c_proj(textbook_attention(*self.c_attn(x).chunk(3, dim=-1), self.n_head, visible))
 
 
 class ConcatLesson(nn.Module):
@@ -119,7 +123,7 @@ class ConcatLesson(nn.Module):
         self.w_q, self.w_k, self.w_v, self.w_concat = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.w_concat(attend(self.w_q(q), self.w_k(k), self.w_v(v), self.n_head, mask, -1e4))
+        return self.w_concat(textbook_attention(self.w_q(q), self.w_k(k), self.w_v(v), self.n_head, mask, -1e4))
 
 
 class TensorFlowLesson(nn.Module):
@@ -131,7 +135,7 @@ class TensorFlowLesson(nn.Module):
         self.wq, self.wk, self.wv, self.dense = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.dense(attend(self.wq(q), self.wk(k), self.wv(v), self.num_heads, mask, -1e9))
+        return self.dense(textbook_attention(self.wq(q), self.wk(k), self.wv(v), self.num_heads, mask, -1e9))
 
 
 class NormedLesson(nn.Module):
@@ -145,7 +149,7 @@ class NormedLesson(nn.Module):
         self.layer_norm = nn.LayerNorm(d_model, eps=1e-6)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        attended = attend(self.w_qs(q), self.w_ks(k), self.w_vs(v), self.n_head, mask, -1e9)
+        attended = textbook_attention(self.w_qs(q), self.w_ks(k), self.w_vs(v), self.n_head, mask, -1e9)
         return self.layer_norm(self.fc(attended) + q)
 
 
@@ -165,7 +169,7 @@ class CrossLesson(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
         k, v = self.to_kv(context).chunk(2, -1) if self.fused else (self.to_k(context), self.to_v(context))
-        return self.to_out(attend(self.to_q(x), k, v, self.heads))
+        return self.to_out(textbook_attention(self.to_q(x), k, v, self.heads))
 
 
 class PatchLesson(nn.Module):
@@ -178,7 +182,7 @@ class PatchLesson(nn.Module):
         self.to_out = nn.Sequential(out, nn.Dropout(0.0)) if last else out
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.to_out(attend(*self.to_qkv(x).chunk(3, -1), self.heads))
+        return self.to_out(textbook_attention(*self.to_qkv(x).chunk(3, -1), self.heads))
 
 
 class FusedLesson(nn.Module):
@@ -197,7 +201,7 @@ class FusedLesson(nn.Module):
             q, k, v = (part.flatten(-2) for part in heads)
         else:
             q, k, v = mixed.chunk(3, -1)
-        return self.dense(attend(q, k, v, self.num_attention_heads))
+        return self.dense(textbook_attention(q, k, v, self.num_attention_heads))
 
 
 class Head(nn.Module):
@@ -212,7 +216,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         visible = self.get_buffer("tril")[: x.shape[1], : x.shape[1]]
-        return attend(*(self.get_submodule(name)(x) for name in self.names), 1, visible)
+        return textbook_attention(*(self.get_submodule(name)(x) for name in self.names), 1, visible)
 
 
 class HeadsLesson(nn.Module):

@@ -16,7 +16,7 @@ from clearhead.errors import ArgumentError
 from clearhead.integrations.transformers import register
 from clearhead.positions import rotary_from_config
 from tests.inspection.small_models import small
-from tests.support.exact import near
+from tests.support.closeness import require_near
 
 from .architectures import CASES, Case, L, assert_close, token_ids
 
@@ -136,10 +136,10 @@ def test_a_walkthrough_and_a_record_of_a_loaded_layer(name: str) -> None:
         ours, x = case.load(model, layer), seen.x[layer][0][:2, :7]
         with clearhead.record(ours, ("rows", "max_logit"), keep="queries_keys") as rec:
             output, weights = ours(x, mask=case.mask, need_weights=True, average_attn_weights=False)
-        near([rec[""][0].rows, rec.weights(0)], [weights, weights])
+        require_near([rec[""][0].rows, rec.weights(0)], [weights, weights])
         steps = clearhead.walkthrough(ours, x, mask=case.mask)
-        near(steps["softmax"].tensor, weights)
-        near(steps.output, output)
+        require_near(steps["softmax"].tensor, weights)
+        require_near(steps.output, output)
 
 
 # Modules that `load` reads, and whole models after `upgrade`, with a scale of their own.
@@ -159,16 +159,16 @@ def test_a_scale_of_the_models_own(scaling: float) -> None:
     for implementation in ("sdpa", "clearhead"):
         model.set_attn_implementation(implementation)
         with clearhead.record(model, ("rows", "raw_max_logit"), keep="queries_keys") as rec:
-            near(model(ids).logits, expected.logits)
+            require_near(model(ids).logits, expected.logits)
         for name, weights in zip(rec, expected.attentions, strict=True):
-            near([rec[name][0].rows, rec.weights(name)], [weights, weights])
+            require_near([rec[name][0].rows, rec.weights(name)], [weights, weights])
     loaded = load(blocks[0], 6)
     assert loaded.scale == pytest.approx(scaling)
     assert (loaded.head_dim, loaded.num_heads, loaded.num_kv_heads) == (10, 6, 2)
     x = torch.randn(2, 5, 24)
     q, k = clearhead.split_heads(blocks[0].q_proj(x), 6), clearhead.split_heads(blocks[0].k_proj(x), 2)
     weights = loaded(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)[1]
-    near(weights, clearhead.attention_weights(q, k, masks.causal(), scale=scaling))
+    require_near(weights, clearhead.attention_weights(q, k, masks.causal(), scale=scaling))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_scale_of_the_models_own(scaling: float) -> None:
 def test_a_module_of_ours_is_loaded_with_its_settings(settings: dict[str, Any]) -> None:
     made = clearhead.MultiHeadAttention(12, 4, **settings).eval()
     loaded, x = load(made), torch.randn(2, 5, 12)
-    near(loaded(x), made(x))
+    require_near(loaded(x), made(x))
     assert (loaded.scale, loaded.head_dim, loaded.num_kv_heads) == (made.scale, made.head_dim, made.num_kv_heads)
 
 
@@ -191,7 +191,7 @@ def test_rotary_parameters_of_each_kind_of_layer() -> None:
     q, k = torch.randn(1, 2, 9, 10), torch.randn(1, 2, 9, 10)
     for kind, rope in nested.items():
         alone = rotary_from_config(dict(rope), 10, max_position_embeddings=16)
-        near(rotary_from_config(nested[kind], 10, max_position_embeddings=16)(q, k, 3), alone(q, k, 3))
+        require_near(rotary_from_config(nested[kind], 10, max_position_embeddings=16)(q, k, 3), alone(q, k, 3))
 
 
 @pytest.mark.parametrize("name", _ROPE)
@@ -209,7 +209,7 @@ def test_rotary_embeddings_of_texts_of_other_lengths(name: str, longest: int | N
         fresh = rotary_from_config(
             rope | {"factor": 2.0} if "factor" in _ROPE[name] else rope, 6, max_position_embeddings=longest
         )
-        near(list(made(q, q, start)), list(fresh(q, q, start)))
+        require_near(list(made(q, q, start)), list(fresh(q, q, start)))
 
 
 def test_settings_of_one_layer_are_not_those_of_another() -> None:

@@ -17,6 +17,7 @@ import clearhead
 from clearhead import masks, positions
 from clearhead.errors import ClearheadError
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
+from tests.support.closeness import require_near
 
 HEADS, DIM, EMBED = 8, 4, 32
 METHODS = ("heads", "gather", "ring")
@@ -157,7 +158,7 @@ def require_within(found: Tensor, expected: Tensor, tolerance: float, what: str)
 
 def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
     """Raise unless the largest error is within the tolerance of the largest number, or of 1 if that is more."""
-    require_within(found, expected, tolerance * max(1.0, largest(expected)), what)
+    require_near({what: found}, {what: expected}, tolerance)
 
 
 def sequences(*lengths: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -36,7 +36,7 @@ class Run(nn.Module):
         return self.function(x)
 
 
-def attend(x: Tensor) -> Tensor:
+def sdpa(x: Tensor) -> Tensor:
     return scaled_dot_product_attention(x, x, x)
 
 
@@ -52,9 +52,9 @@ def jagged(_: Tensor) -> Tensor:
 NESTED, VMAP, SOFTMAX = "attention over nested tensors", "attention under torch.vmap", "a softmax over four dimensions"
 #: A function of a module, and its description in the error and in the warning.
 UNREADABLE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "jagged": (lambda x: attend(jagged(x)), NESTED),
-    "nested": (lambda x: attend(torch.nested.nested_tensor(list(x.unbind(0)))), NESTED),
-    "batched": (lambda x: torch.func.vmap(attend)(x[None]), VMAP),
+    "jagged": (lambda x: sdpa(jagged(x)), NESTED),
+    "nested": (lambda x: sdpa(torch.nested.nested_tensor(list(x.unbind(0)))), NESTED),
+    "batched": (lambda x: torch.func.vmap(sdpa)(x[None]), VMAP),
     "batched, Clearhead's": (lambda x: torch.func.vmap(lambda y: clearhead.attention(y, y, y))(x[None]), VMAP),
     "another library's kernel": (lambda x: others_kernel(x), "the kernel clearhead_tests.flash_attn_forward.default"),
     "below PyTorch's function": (
@@ -71,7 +71,7 @@ UNREADABLE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 class Both(nn.Module):
     def __init__(self, odd: nn.Module) -> None:
         super().__init__()
-        self.odd, self.plain = odd, Run(attend)
+        self.odd, self.plain = odd, Run(sdpa)
 
     def forward(self, x: Tensor) -> Tensor:
         self.odd(x)
@@ -88,7 +88,7 @@ def test_it_is_an_error_alone_and_a_warning_beside_others(case: str) -> None:
     error = re.escape(f"{what[0].upper()}{what[1:]} was computed by {name}. ")
     with pytest.raises(RecordError, match=f"no attention was seen.*{error}"):
         recorded(model, x)
-    model.plain.function = attend
+    model.plain.function = sdpa
     expected = model(x)
     warning = re.escape(f"record: {what} that is not in the record was computed by {name}.")
     with pytest.warns(UnseenAttentionWarning, match=warning), clearhead.record(model) as rec:
@@ -109,7 +109,7 @@ def test_an_empty_record_is_an_error(model: Stack, x: Tensor) -> None:
 
 def test_gradients_of_functions_are_recorded() -> None:
     """`torch.func.grad` wraps tensors without a batch. The native pass refuses them, so rounding differs."""
-    model, x = Run(attend), tensor()
+    model, x = Run(sdpa), tensor()
     with clearhead.record(model) as rec:
         torch.func.grad(lambda y: model(y).sum())(x)
     torch.testing.assert_close(rec[""].entropy, recorded(model, x)[""].entropy, rtol=0, atol=1e-6)
@@ -122,9 +122,9 @@ def test_compiled_code_is_recorded_uncompiled(where: str) -> None:
         return torch.compile(function, backend="eager")
 
     class Attend(nn.Module):
-        forward = compiled(lambda self, x: attend(x)) if where == "class" else lambda self, x: attend(x)
+        forward = compiled(lambda self, x: sdpa(x)) if where == "class" else lambda self, x: sdpa(x)
 
-    model = nn.Sequential(Run(compiled(attend)) if where == "function" else Attend(), Run(attend))
+    model = nn.Sequential(Run(compiled(sdpa)) if where == "function" else Attend(), Run(sdpa))
     if where == "forward":
         model[0].forward = compiled(model[0].forward)
     if where == "in place":
@@ -143,8 +143,8 @@ def test_compiled_code_is_recorded_uncompiled(where: str) -> None:
 
 def test_a_full_graph_cannot_be_recorded() -> None:
     torch._dynamo.reset()  # code that was compiled with graph breaks before would run with them again
-    full_graph = torch.compile(attend, backend="eager", fullgraph=True)
-    model = nn.Sequential(Run(lambda x: full_graph(x)), Run(attend))
+    full_graph = torch.compile(sdpa, backend="eager", fullgraph=True)
+    model = nn.Sequential(Run(lambda x: full_graph(x)), Run(sdpa))
     with pytest.raises(RecordError, match=r"set_stance\('force_eager'\)"):
         recorded(model, tensor())
     with torch.compiler.set_stance("force_eager"):
@@ -152,7 +152,7 @@ def test_a_full_graph_cannot_be_recorded() -> None:
 
 
 def test_torchscript_is_refused_by_name() -> None:
-    model = nn.Sequential(Run(attend), torch.jit.trace(Run(attend), tensor()))
+    model = nn.Sequential(Run(sdpa), torch.jit.trace(Run(sdpa), tensor()))
     with pytest.raises(
         ArgumentError, match="model: expected modules that run in Python, got '1', which is TorchScript"
     ):

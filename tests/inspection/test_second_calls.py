@@ -19,7 +19,7 @@ from clearhead.errors import ClearheadError
 from clearhead.integrations.transformers import register
 from clearhead.masks import Mask
 from tests.support.budgets import in_turn
-from tests.support.exact import near
+from tests.support.closeness import require_near
 from tests.support.randomised import randomised
 from tests.support.statistics_oracle import EVERY
 
@@ -94,9 +94,11 @@ def test_every_call_of_a_record(name: str) -> None:
         alone = recorded(model, [call])
         for layer, module in enumerate(("first", "second")):
             require_same_statistics(rec[module][number], alone[module][0])
-            near(rec.weights(layer, call=number), alone.weights(module))
-            near(rec.weights(module, 3, call=number), alone.weights(layer)[:, 3])
-            near(rec.weights(module, -1, queries=[-1, 0], call=number - len(calls)), alone.weights(layer, -1, [-1, 0]))
+            require_near(rec.weights(layer, call=number), alone.weights(module))
+            require_near(rec.weights(module, 3, call=number), alone.weights(layer)[:, 3])
+            require_near(
+                rec.weights(module, -1, queries=[-1, 0], call=number - len(calls)), alone.weights(layer, -1, [-1, 0])
+            )
             assert rec.kept_call(module, number).grid.query_length == call["x"].shape[1]
         for item in range(len(call["x"])):
             ranked = rec.rank_heads(-1, 0, item=item, call=number)
@@ -156,7 +158,7 @@ def test_some_of_the_heads(heads: list[int], name: str) -> None:
         folded, of_all = (each.reduce()[module] for each in (rec, alone))
         assert folded.heads == tuple(numbers)
         torch.testing.assert_close(folded.entropy, of_all.entropy[:, numbers], rtol=0, atol=1e-6)
-        near(rec.weights(module, count - 1), alone.weights(module)[:, count - 1])
+        require_near(rec.weights(module, count - 1), alone.weights(module)[:, count - 1])
         assert rec.summary().heads_of[module] == tuple(numbers)
         header, row = str(
             clearhead.Summary({"x": {module: torch.zeros(len(heads))}}, (), rec.summary().heads_of)
@@ -174,7 +176,7 @@ def test_some_of_the_key_value_heads(heads: list[int]) -> None:
     whole = recorded(model, calls, statistics=names)
     for ours, theirs, each in zip(rec[""], alone[""], whole[""], strict=True):
         require_same_statistics(ours, theirs, heads)
-        near(ours.confidence.double(), each.confidence.double().unflatten(1, (KV, H // KV)).mean(2)[:, heads])
+        require_near(ours.confidence.double(), each.confidence.double().unflatten(1, (KV, H // KV)).mean(2)[:, heads])
 
 
 @pytest.mark.parametrize("layers", [[1], ["second"], [0, "second"], ["first"]], ids=str)
@@ -188,7 +190,7 @@ def test_some_of_the_layers(layers: list[int | str]) -> None:
             require_same_statistics(ours, theirs)
         number = ("first", "second").index(name)
         assert rec.name_of(number) == name
-        near(rec.weights(number, 1, call=2), alone.weights(name, 1, call=2))
+        require_near(rec.weights(number, 1, call=2), alone.weights(name, 1, call=2))
     ranked = [each for each in alone.rank_heads(2, 1) if each.layer in names]
     assert rec.rank_heads(2, 1) == ranked
 
@@ -198,7 +200,7 @@ def test_chosen_queries_of_calls_of_other_lengths(choice: Any) -> None:
     model, calls = Two(), [inputs(2, n) for n in (7, 3, 11)]
     rec, alone = recorded(model, calls, queries=choice), recorded(model, calls)
     for module, number in itertools.product(("first", "second"), range(3)):
-        near(rec[module][number].rows, alone[module][number].rows[:, :, choice])
+        require_near(rec[module][number].rows, alone[module][number].rows[:, :, choice])
 
 
 # Rollout over some layers, and its call.
@@ -280,7 +282,7 @@ def test_grouped_heads_of_transformers(heads: tuple[int, int], padded: bool) -> 
             assert (found.num_heads, found.num_kv_heads) == heads
             sees = (found.rows.sum(-1) > 0)[..., None]
             assert bool(sees.all()) or padded
-            near([found.rows, rec.weights(layer, call=number)], [weights.where(sees, 0)] * 2)
+            require_near([found.rows, rec.weights(layer, call=number)], [weights.where(sees, 0)] * 2)
 
 
 # Monitors measure each step as if it were the first.

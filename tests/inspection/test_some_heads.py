@@ -13,7 +13,8 @@ from clearhead import masks
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi
 from tests.support.budgets import in_turn
-from tests.support.exact import exact_attention, near
+from tests.support.closeness import require_near
+from tests.support.exact import exact_attention
 
 from .test_second_calls import KV, D, E, H, Two, inputs, recorded
 
@@ -48,7 +49,7 @@ def test_an_intervention_on_some_heads(name: str, mask: str, heads: tuple[int, .
         output[:, head] = own
     for _ in range(2):
         with clearhead.intervene(module, {("", head): INTERVENTIONS[name] for head in heads}):
-            near(module(x, mask=given), module.out_proj(clearhead.merge_heads(output)))
+            require_near(module(x, mask=given), module.out_proj(clearhead.merge_heads(output)))
 
 
 def test_the_importance_of_every_head_of_batches_that_differ() -> None:

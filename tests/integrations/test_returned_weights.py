@@ -168,7 +168,7 @@ def operands(name: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Ten
     return query, key, value
 
 
-def attend(
+def forward(
     name: str, inputs: tuple[Tensor, ...], *, dropout: float = 0.0, **more: Any
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """The output, the weights, and the tensors that gradients are asked for."""
@@ -191,8 +191,8 @@ def test_with_weights_a_call_has_the_same_output_and_gradients(name: str, dropou
     """Under dropout too, whose mask both draw: without a forced kernel in float32, on the native kernel where it is."""
     inputs = operands(name, torch.float32 if kernel is None else torch.float64)
     with clearhead.use_kernel(kernel) if kernel else torch.enable_grad():
-        output, weights, leaves = attend(name, inputs, dropout=dropout, output_attentions=True)
-        expected, _, expected_leaves = attend(name, inputs, dropout=dropout)
+        output, weights, leaves = forward(name, inputs, dropout=dropout, output_attentions=True)
+        expected, _, expected_leaves = forward(name, inputs, dropout=dropout)
         assert weights is not None
         assert torch.equal(output, expected)
         direction = torch.randn_like(output)
@@ -210,7 +210,7 @@ def test_with_weights_a_call_has_the_same_output_and_gradients(name: str, dropou
 def test_the_gradient_of_weights_flows_on_into_query_and_key() -> None:
     """A loss that reads both, against the textbook formula."""
     query, key, value = operands("plain")
-    output, weights, _ = attend("plain", (query, key, value), output_attentions=True)
+    output, weights, _ = forward("plain", (query, key, value), output_attentions=True)
     repeated = [each.repeat_interleave(H // HKV, 1) for each in (key, value)]
     right = (query @ repeated[0].mT / D**0.5).softmax(-1)
     losses = [
@@ -238,7 +238,7 @@ def test_nan_in_padding_reaches_no_gradient() -> None:
     query, key, value = operands("padding")
     with torch.no_grad():
         key[:, :, 4:], value[:, :, 4:] = torch.nan, torch.inf
-    output, weights, leaves = attend("padding", (query, key, value), output_attentions=True)
+    output, weights, leaves = forward("padding", (query, key, value), output_attentions=True)
     for gradient in torch.autograd.grad(output.square().sum(), (*leaves, weights)):
         assert gradient.isfinite().all()
 
@@ -247,7 +247,7 @@ def test_derivatives_of_derivatives_and_transforms() -> None:
     inputs = operands("plain")
 
     def loss(query: Tensor, *, weighted: bool) -> Tensor:
-        return attend("plain", (query, *inputs[1:]), output_attentions=weighted)[0].square().sum()
+        return forward("plain", (query, *inputs[1:]), output_attentions=weighted)[0].square().sum()
 
     second = []
     for weighted in (False, True):
@@ -262,11 +262,11 @@ def test_derivatives_of_derivatives_and_transforms() -> None:
 def test_under_autocast_weights_are_in_the_graph_too(dtype: torch.dtype) -> None:
     inputs = operands("plain", torch.float32)
     with torch.autocast("cpu", dtype=dtype):
-        output, weights, leaves = attend("plain", inputs, output_attentions=True)
+        output, weights, leaves = forward("plain", inputs, output_attentions=True)
     assert weights is not None
     assert (output.dtype, weights.dtype) == (dtype, dtype)
     found = torch.autograd.grad(output.float().square().sum(), (*leaves, weights))
-    exact, exact_weights, exact_leaves = attend("plain", operands("plain"), output_attentions=True)
+    exact, exact_weights, exact_leaves = forward("plain", operands("plain"), output_attentions=True)
     expected = torch.autograd.grad(exact.square().sum(), (*exact_leaves, exact_weights))
     for actual, right in zip(found, expected, strict=True):
         assert (actual - right).abs().max() <= 0.03 * right.abs().max()
@@ -276,7 +276,7 @@ def test_under_autocast_weights_are_in_the_graph_too(dtype: torch.dtype) -> None
 @torch.no_grad()
 def test_without_gradients_and_while_tracing() -> None:
     inputs = operands("plain", torch.float32)
-    output, weights, _ = attend("plain", inputs, output_attentions=True)
+    output, weights, _ = forward("plain", inputs, output_attentions=True)
     assert not output.requires_grad
 
     def traced(query: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -10,9 +10,10 @@ import pytest
 from torch._dynamo.exc import Unsupported
 
 from clearhead.errors import ArgumentError, ClearheadError, RecordError
+from tests.support.closeness import require_near
 
 from .entries import BY_NAME, ENTRIES, NEEDS, Entry
-from .subject import Numbers, require_near
+from .subject import Numbers
 from .tools import GROUPS, Tool
 
 
@@ -75,7 +76,8 @@ class Cell:
                 self.tool.found(self.entry.build(self.case))
             return
         found = self.tool.found(self.entry.build(self.case))
-        require_near(found, self._expected(), self.tool.tolerance or self.entry.tolerance)
+        assert found, "the tool returned nothing to compare"
+        require_near(found, self._expected(), self.tool.tolerance or self.entry.tolerance, together=True)
 
     def _expected(self) -> Numbers:
         return _expected(self.entry.name, self.case, self.tool.expected)

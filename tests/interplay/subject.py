@@ -112,21 +112,3 @@ def inference(subject: Subject, call: Callable[..., Any] | None = None) -> Numbe
     """Outputs alone, with nothing recorded."""
     with torch.no_grad():
         return named("output", forward(subject, subject.inputs, call))
-
-
-def require_near(found: Numbers, expected: Numbers, tolerance: float) -> None:
-    """Each found tensor is within the tolerance of the largest number of the call, or of 1 if that is more."""
-    assert found, "the tool returned nothing to compare"
-    assert found.keys() == expected.keys(), f"missing or not expected: {sorted(found.keys() ^ expected.keys())}"
-    limit = tolerance * max(1.0, *(_largest(tensor) for tensor in expected.values()))
-    for name, tensor in found.items():
-        right = expected[name]
-        assert tensor.shape == right.shape, f"{name}: {tuple(tensor.shape)}, expected {tuple(right.shape)}"
-        assert tensor.isfinite().equal(right.isfinite()), f"{name}: other numbers are finite"
-        error = _largest(tensor.double() - right.double())
-        assert error <= limit, f"{name}: off by {error:.3g}, allowed {limit:.3g}"
-
-
-def _largest(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0

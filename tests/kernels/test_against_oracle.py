@@ -12,12 +12,12 @@ from hypothesis import given
 
 import clearhead
 from tests.support.calls import Call, calls
+from tests.support.closeness import require_near
 from tests.support.comparing import (
     KERNELS,
     eval_output,
     expected_numbers,
     kernel_numbers,
-    require_close,
     require_half_as_good,
 )
 from tests.support.native import FLOAT_SETS, SETS, fewer_unless_best, use_instruction_set
@@ -72,11 +72,11 @@ def test_kernel_equals_oracle(kernel: tuple[str, str], dtype: torch.dtype, fusab
         with torch.no_grad():
             forward_runs = not refused(call, name)
         if forward_runs:
-            require_close({"output": eval_output(call, name)}, {"output": expected["output"]})
+            require_near(eval_output(call, name), expected["output"])
         runs = not refused(call, name)
         ran[runs] += 1
         if runs:
-            require_close(kernel_numbers(call, name), expected)
+            require_near(kernel_numbers(call, name), expected, together=True)
 
     compare()
     if name in ("chunked", "reference"):
@@ -89,7 +89,7 @@ def test_kernel_equals_oracle(kernel: tuple[str, str], dtype: torch.dtype, fusab
 def test_chunked_equals_oracle_in_many_blocks(dtype: torch.dtype, small_blocks: None) -> None:
     @given(calls(dtype))
     def compare(call: Call) -> None:
-        require_close(kernel_numbers(call, "chunked"), expected_numbers(call))
+        require_near(kernel_numbers(call, "chunked"), expected_numbers(call), together=True)
 
     compare()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -15,15 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import masks
+from tests.support.attending import attend
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 autocast_to = pytest.mark.parametrize("to", DTYPES[2:], ids=str)
 kernels = pytest.mark.parametrize("kernel", [None, "chunked", "reference"])
-
-
-def forced(kernel: str | None, *args: object, **options: object) -> Tensor:
-    with clearhead.use_kernel(kernel) if kernel else nullcontext():
-        return clearhead.attention(*args, **options)
 
 
 @autocast_to
@@ -32,7 +28,7 @@ def forced(kernel: str | None, *args: object, **options: object) -> Tensor:
 def test_dtypes_are_those_of_pytorchs_attention(kernel: str | None, dtype: torch.dtype, to: torch.dtype) -> None:
     ours, theirs = (torch.ones(2, 3, 7, 5, dtype=dtype, requires_grad=True) for _ in range(2))
     with torch.autocast("cpu", dtype=to):
-        output = forced(kernel, ours, ours, ours)
+        output = attend(ours, ours, ours, kernel=kernel)
         expected = F.scaled_dot_product_attention(theirs, theirs, theirs)
     assert output.dtype == expected.dtype
     output.sum().backward()
@@ -44,17 +40,17 @@ def test_mixed_dtypes_are_brought_together(kernel: str | None) -> None:
     """A float32 query with a bfloat16 cache is an error, but not under autocast."""
     query, cached = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 11, 5, dtype=torch.bfloat16)
     with pytest.raises(clearhead.errors.DTypeError, match="key: expected query's dtype"):
-        forced(kernel, query, cached, cached)
+        attend(query, cached, cached, kernel=kernel)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert forced(kernel, query, cached, cached).dtype == torch.bfloat16
+        assert attend(query, cached, cached, kernel=kernel).dtype == torch.bfloat16
 
 
 @kernels
 def test_numbers_are_those_of_half_inputs(kernel: str | None) -> None:
     query, key, value = (torch.randn(2, 3, 7, 5) for _ in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = forced(kernel, query, key, value, masks.causal())
-    expected = forced(kernel, query.bfloat16(), key.bfloat16(), value.bfloat16(), masks.causal())
+        output = attend(query, key, value, masks.causal(), kernel=kernel)
+    expected = attend(query.bfloat16(), key.bfloat16(), value.bfloat16(), masks.causal(), kernel=kernel)
     assert torch.equal(output, expected)
 
 
@@ -79,7 +75,7 @@ def test_backward_inside_autocast_is_that_outside(forward_inside: bool, kernel: 
 
     def gradients(*, inside: bool) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_inside):
-            loss = forced(kernel, x, x, x, masks.bias(bias)).float().square().sum()
+            loss = attend(x, x, x, masks.bias(bias), kernel=kernel).float().square().sum()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
             return torch.autograd.grad(loss, (x, bias))
 
@@ -98,10 +94,8 @@ def test_backward_inside_autocast_is_that_outside(forward_inside: bool, kernel: 
 def test_checkpointing_changes_no_gradient(kernel: str | None, options: dict[str, object], reentrant: bool) -> None:
     inputs = [torch.randn(2, 3, 7, 5, requires_grad=True) for _ in range(3)]
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return forced(kernel, query, key, value, **options)
-
-    found, expected = gradients_of(inputs, attend, reentrant), gradients_of(inputs, attend, None)
+    call = partial(attend, kernel=kernel, **options)
+    found, expected = gradients_of(inputs, call, reentrant), gradients_of(inputs, call, None)
     assert all(map(torch.equal, found, expected))
 
 
@@ -124,7 +118,7 @@ def test_checkpointing_lets_go_of_the_activations(kernel: str | None, reentrant:
     def layer(x: Tensor) -> Tensor:
         query = 2 * x
         queries.append(weakref.ref(query))
-        return forced(kernel, query, query, query, masks.sliding_window(2, 2))
+        return attend(query, query, query, masks.sliding_window(2, 2), kernel=kernel)
 
     x = torch.randn(2, 3, 7, 5, requires_grad=True)
     output = checkpoint(layer, x, use_reentrant=reentrant)

@@ -13,8 +13,9 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.positions import ALiBi, RelativeBias
+from tests.support.attending import attend
 from tests.support.budgets import in_turn
-from tests.support.comparing import TOLERANCES
+from tests.support.closeness import TOLERANCES
 from tests.support.derivatives import (
     batched_and_looped,
     check_batched,
@@ -93,10 +94,9 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def attend(name: str, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+def with_option(name: str, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` with an option, dropping the same entries in every call."""
-    torch.manual_seed(3)
-    return clearhead.attention(query, key, value, **OPTIONS[name].arguments(*rest))
+    return attend(query, key, value, seed=3, **OPTIONS[name].arguments(*rest))
 
 
 OF_ATTENTION_ALONE = ("dropout", "lse", "lse, fully masked rows", "sinks, fully masked rows", "everything")
@@ -114,7 +114,7 @@ def inputs(name: str, dtype: torch.dtype = torch.float64, kv_heads: int = 1) -> 
 @in_turn({"name": OPTIONS}, {"kernel": KERNELS}, indirect=["kernel"])
 @pytest.mark.usefixtures("kernel")
 def test_float64(name: str) -> None:
-    check_derivatives(lambda *given: finite(attend(name, *given)), *inputs(name), fast=True)
+    check_derivatives(lambda *given: finite(with_option(name, *given)), *inputs(name), fast=True)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_float64(name: str) -> None:
 def test_float64_on_pytorchs_kernel(name: str) -> None:
     query, key, _ = inputs(name, kv_heads=H)
     with clearhead.use_kernel("sdpa"):
-        check_derivatives(lambda *given: attend(name, *given), query, key, random(B, H, S, D), fast=True)
+        check_derivatives(lambda *given: with_option(name, *given), query, key, random(B, H, S, D), fast=True)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -144,7 +144,7 @@ def test_vectorized_jacobian_and_hessian(with_weights: bool) -> None:
 def test_float32_as_one_by_one(name: str) -> None:
     """On `native` where it was built and does not refuse."""
     given = inputs(name, torch.float32)
-    check_batched(attend(name, *given), given)
+    check_batched(with_option(name, *given), given)
 
 
 @pytest.mark.parametrize("name", ["causal", "bias (1, H, L, S)", "sinks, fully masked rows", "everything"])
@@ -154,9 +154,9 @@ def test_bfloat16(name: str) -> None:
     given = inputs(name, torch.bfloat16)
     exact = tuple(tensor.detach().double().requires_grad_() for tensor in given)
     with clearhead.use_kernel("reference"):
-        _, reference = batched_and_looped(attend(name, *given), given)
-        _, expected = batched_and_looped(attend(name, *exact), exact)
-    found, looped = batched_and_looped(attend(name, *given), given)
+        _, reference = batched_and_looped(with_option(name, *given), given)
+        _, expected = batched_and_looped(with_option(name, *exact), exact)
+    found, looped = batched_and_looped(with_option(name, *given), given)
     for of_reference, right, *gradients in zip(reference, expected, found, looped, strict=True):
         rounding = torch.finfo(torch.bfloat16).eps * float(right.abs().max())
         for gradient in gradients:
@@ -184,7 +184,7 @@ def test_weights(name: str, average: bool) -> None:
 def test_mapped_by_torch_func() -> None:
     """`torch.vmap` over a backward pass whose forward pass ran outside of it."""
     given = inputs("everything")
-    output, lse = attend("everything", *given)
+    output, lse = with_option("everything", *given)
     expected = batched_and_looped((output, lse), given)[1]
     generator = torch.Generator().manual_seed(1)
     vectors = tuple(torch.randn(3, *x.shape, generator=generator).to(x.dtype) for x in (output, lse))
@@ -253,7 +253,7 @@ def gradients_of(function: Callable[..., Results], name: str, given: list[Tensor
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("function", [attend, weights_of])
+@pytest.mark.parametrize("function", [with_option, weights_of])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_input_alone(name: str, function: Callable[..., Results], dtype: torch.dtype) -> None:
     shapes = ((B, H, L, D), (B, 1, S, D), (B, 1, S, Dv), *OPTIONS[name].shapes)

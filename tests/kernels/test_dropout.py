@@ -13,7 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import clearhead
 from clearhead import masks
 from clearhead._call.dropout import dropout_factors, philox4x32
-from tests.support.comparing import require_close, require_half_as_good
+from tests.support.attending import attend
+from tests.support.closeness import require_near
+from tests.support.comparing import require_half_as_good
 from tests.support.native import FLOAT_SETS, SETS, needs_native, use_instruction_set
 from tests.support.requests import ALL, Block, Grid, Offset, requested
 
@@ -33,17 +35,11 @@ PARTS = {
 }
 
 
-def attend(kernel: str, *args: object, seed: int = 5, **options: object) -> Tensor:
-    torch.manual_seed(seed)
-    with clearhead.use_kernel(kernel):
-        return clearhead.attention(*args, **options)
-
-
 def dropped_weights(kernel: str, query: Tensor, key: Tensor, p: float, seed: int = 5, mask: object = None) -> Tensor:
     """The weights after dropout, read off as the output for values that are the unit vectors."""
     *lead, count, _ = key.shape
     units = torch.eye(count, dtype=key.dtype).expand(*lead, count, count)
-    return attend(kernel, query, key, units, mask, seed=seed, dropout_p=p)
+    return attend(query, key, units, mask, kernel=kernel, seed=seed, dropout_p=p)
 
 
 def uniform(*shape: int) -> Tensor:
@@ -113,7 +109,7 @@ def test_probability_zero_is_no_dropout_and_draws_nothing(kernel: str) -> None:
 @OURS
 def test_probability_one_drops_everything(kernel: str) -> None:
     x = torch.randn(2, 3, 7, 5, requires_grad=True)
-    output = attend(kernel, x, x, x, dropout_p=1.0)
+    output = attend(x, x, x, kernel=kernel, dropout_p=1.0)
     output.sum().backward()
     assert not output.any()
     assert not x.grad.any()
@@ -198,7 +194,7 @@ def test_a_part_drops_what_the_whole_drops(
         result = part_numbers(kernel, part, dtype)
     exact = part_numbers(None, part, dtype)
     if dtype == torch.float32:
-        require_close(result, exact)
+        require_near(result, exact, together=True)
     else:
         require_half_as_good(result, part_numbers("reference", part, dtype), exact, dtype)
 

@@ -26,6 +26,7 @@ from clearhead.masks._documents import Documents
 from clearhead.masks._structure import UNKNOWN
 from clearhead.positions import ALiBi
 from tests.masks.test_coverage import cases, visible
+from tests.support.attending import attend
 from tests.support.forgetting import forget
 from tests.support.requests import BoundMask, Grid
 
@@ -71,17 +72,12 @@ def qkv(batch: int = 2, length: int = 307, count: int = 389) -> tuple[Tensor, Te
     )
 
 
-def forced(*inputs: Tensor, kernel: str = "flex", **options: object) -> Tensor:
-    with clearhead.use_kernel(kernel):
-        return clearhead.attention(*inputs, **options)
-
-
 def expected(*inputs: Tensor, **options: object) -> Tensor:
-    return forced(*(tensor.double() for tensor in inputs), kernel="reference", **options)
+    return attend(*(tensor.double() for tensor in inputs), kernel="reference", **options)
 
 
 def require_equal(*inputs: Tensor, **options: object) -> None:
-    exact, found = expected(*inputs, **options), forced(*inputs, **options)
+    exact, found = expected(*inputs, **options), attend(*inputs, kernel="flex", **options)
     assert found.dtype == inputs[0].dtype
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5 * max(1.0, float(exact.abs().max())))
 
@@ -108,7 +104,7 @@ def test_rows_that_see_nothing_are_zero_and_padding_does_not_leak() -> None:
     exact = expected(query, key, value, mask=mask)
     key[0], value[0], key[1, :, 211:], value[1, :, 211:] = torch.nan, torch.inf, torch.inf, torch.nan
     query[0] = torch.nan
-    found = forced(query, key, value, mask=mask)
+    found = attend(query, key, value, mask=mask, kernel="flex")
     assert not found[0].any()
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
 
@@ -120,13 +116,13 @@ def test_positions_and_inputs_laid_out_otherwise() -> None:
     require_equal(query, key, value, mask=masks.causal(), query_positions=82)
     places = torch.randperm(389)
     require_equal(query, key, value, mask=masks.causal(), query_positions=82, key_positions=places)
-    alone = forced(query[1], key[1], value[1], mask=masks.causal())
-    torch.testing.assert_close(alone, forced(query, key, value, mask=masks.causal())[1])
+    alone = attend(query[1], key[1], value[1], mask=masks.causal(), kernel="flex")
+    torch.testing.assert_close(alone, attend(query, key, value, mask=masks.causal(), kernel="flex")[1])
 
 
 @runs_here
 def test_one_kind_is_compiled_once_for_all_sizes_and_numbers() -> None:
-    forced(*qkv(), mask=masks.causal())
+    attend(*qkv(), mask=masks.causal(), kernel="flex")
     before = counters["stats"]["unique_graphs"]
     for batch, length, count in [(3, 211, 401), (5, 499, 499), (2, 149, 157), (6, 256, 1024)]:
         for mask in (masks.causal(), masks.sliding_window(length // 3, 5), masks.prefix(count - 20), None):

@@ -14,8 +14,11 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
 from clearhead.positions import ALiBi
+from tests.support.attending import attend
 from tests.support.budgets import in_turn
-from tests.support.comparing import KERNELS, TOLERANCES
+from tests.support.closeness import TOLERANCES
+from tests.support.comparing import KERNELS
+from tests.support.derivatives import derivatives, sines, squares
 from tests.support.native import needs_native
 from tests.support.oracle import Problem, solve
 
@@ -227,14 +230,12 @@ SHARED: dict[str, tuple[list[tuple[int, ...]], Callable[..., Inputs]]] = {
 }
 
 
-def derivatives(kernel: str, given: Inputs, leaves: Inputs, **options: Any) -> list[Tensor]:
+def numbers(kernel: str | None, given: Inputs, leaves: Inputs, **options: Any) -> list[Tensor]:
     """Output, first derivatives, the same under ``create_graph=True``, and second ones."""
-    with clearhead.use_kernel(kernel) if kernel != "chosen" else torch.enable_grad():
-        output = clearhead.attention(*given, **options)
-    first = torch.autograd.grad(output.sin().sum(), leaves, retain_graph=True)
-    again = torch.autograd.grad(output.sin().sum(), leaves, create_graph=True)
-    second = torch.autograd.grad(sum((x.square().sum() for x in again), torch.zeros(())), leaves)
-    return [x.detach() for x in (output, *first, *again, *second)]
+    output = attend(*given, kernel=kernel, **options)
+    first = derivatives(output, leaves, [sines], retain_graph=True)
+    _, *again_and_second = derivatives(output, leaves, (sines, squares))
+    return [x.detach() for x in (*first, *again_and_second)]
 
 
 def copies(given: Inputs) -> Inputs:
@@ -247,17 +248,17 @@ def of_copies(name: str, mask: masks.Mask | None, dtype: torch.dtype) -> tuple[I
     shapes, inputs = SHARED[name]
     exact = tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     leaves = tuple(x.detach().to(dtype).requires_grad_() for x in exact)
-    expected, reference = (derivatives("reference", copies(inputs(*x)), x, mask=mask) for x in (exact, leaves))
+    expected, reference = (numbers("reference", copies(inputs(*x)), x, mask=mask) for x in (exact, leaves))
     return leaves, expected, reference
 
 
-@in_turn({"name": SHARED, "kernel": (*KERNELS, "chosen"), "mask": [None, masks.causal(), BLIND]}, {"dtype": TOLERANCES})
-def test_shared_memory(name: str, mask: masks.Mask | None, kernel: str, dtype: torch.dtype) -> None:
+@in_turn({"name": SHARED, "kernel": (*KERNELS, None), "mask": [None, masks.causal(), BLIND]}, {"dtype": TOLERANCES})
+def test_shared_memory(name: str, mask: masks.Mask | None, kernel: str | None, dtype: torch.dtype) -> None:
     """Differentiated twice, float32 may cost four times the rounding errors that `reference` has of copies, if more."""
     inputs = SHARED[name][1]
     leaves, expected, reference = of_copies(name, mask, dtype)
     try:
-        runs = [derivatives(kernel, inputs(*leaves), leaves, mask=mask) for _ in range(2)]  # planned, and cached
+        runs = [numbers(kernel, inputs(*leaves), leaves, mask=mask) for _ in range(2)]  # planned, and cached
     except KernelError:
         assert kernel == "sdpa"
         pytest.skip("PyTorch has no fused kernel for this call")

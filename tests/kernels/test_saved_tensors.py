@@ -15,8 +15,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
 from clearhead import masks
+from tests.support.closeness import require_near
 from tests.support.native import needs_native
-from tests.support.saved_calls import KERNELS, MASKS, B, D, H, L, S, attend, derived, exact, factors, leaf, leaves, near
+from tests.support.saved_calls import (
+    KERNELS,
+    MASKS,
+    B,
+    D,
+    H,
+    L,
+    S,
+    derived,
+    exact,
+    factors,
+    leaf,
+    leaves,
+    output_of,
+)
 from tests.support.saving import EXACT, ROUNDED, Tagged
 
 exact_hooks = pytest.mark.parametrize("hooks", EXACT)
@@ -28,9 +43,9 @@ exact_hooks = pytest.mark.parametrize("hooks", EXACT)
 def test_gradients(hooks: str, name: str, kernel: str) -> None:
     inputs = leaves(name, kernel)
     with {**EXACT, **ROUNDED}[hooks]():
-        output = attend(name, kernel, inputs)
+        output = output_of(name, kernel, inputs)
     found = derived(output, inputs)
-    near(found, exact(name, kernel), 1e-5 if hooks in EXACT else 5e-3)
+    require_near(found, exact(name, kernel), 1e-5 if hooks in EXACT else 5e-3, least=0)
     assert all(x.dtype == torch.float32 for x in found.values())
 
 
@@ -39,12 +54,12 @@ def test_gradients(hooks: str, name: str, kernel: str) -> None:
 @pytest.mark.parametrize("hooks", ["save_on_cpu", "permuted", "gaps", "float64"])
 def test_half_precision_is_what_it_is_without_hooks(hooks: str, dtype: torch.dtype) -> None:
     inputs = leaves("causal", "native", dtype)
-    plain = derived(attend("causal", "native", inputs), inputs)
+    plain = derived(output_of("causal", "native", inputs), inputs)
     with EXACT[hooks]():
-        output = attend("causal", "native", inputs)
+        output = output_of("causal", "native", inputs)
     found = derived(output, inputs)
     assert all(x.dtype == dtype for x in found.values())
-    near(found, plain, 2e-2)
+    require_near(found, plain, 2e-2, least=0)
 
 
 @exact_hooks
@@ -105,7 +120,7 @@ def test_second_derivatives(hooks: str, kernel: str) -> None:
 
     def second(around: AbstractContextManager[Any]) -> tuple[Tensor, ...]:
         with around:
-            output = attend("causal", kernel, inputs)
+            output = output_of("causal", kernel, inputs)
         first = torch.autograd.grad((output * factors(output)).sum(), list(inputs.values()), create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in first), list(inputs.values()))
 
@@ -117,7 +132,7 @@ def test_second_derivatives(hooks: str, kernel: str) -> None:
 def test_batched_gradients(kernel: str) -> None:
     inputs = leaves("causal", kernel)
     with EXACT["gaps"]():
-        output = attend("causal", kernel, inputs)
+        output = output_of("causal", kernel, inputs)
     vectors = torch.stack([factors(output), factors(output).flip(0)])
     found = torch.autograd.grad(output, inputs["query"], vectors, is_grads_batched=True, retain_graph=True)[0]
     for gradient, vector in zip(found, vectors, strict=True):
@@ -133,11 +148,11 @@ def test_with_activation_checkpointing(hooks: str, kernel: str, reentrant: bool)
 
     def block(*tensors: Tensor) -> Tensor:
         with EXACT[hooks]():
-            return attend("bias", kernel, dict(zip(inputs, tensors, strict=True)))
+            return output_of("bias", kernel, dict(zip(inputs, tensors, strict=True)))
 
     with save_on_cpu():
         output = checkpoint(block, *inputs.values(), use_reentrant=reentrant)
-    near(derived_by_backward(output, inputs), exact("bias", kernel))
+    require_near(derived_by_backward(output, inputs), exact("bias", kernel), least=0)
 
 
 def derived_by_backward(output: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -149,8 +164,8 @@ def derived_by_backward(output: Tensor, inputs: dict[str, Tensor]) -> dict[str, 
 def test_where_hooks_are_forbidden(kernel: str) -> None:
     inputs = leaves("bias", kernel)
     with disable_saved_tensors_hooks("no hooks here"):
-        output = attend("bias", kernel, inputs)
-    near(derived(output, inputs), exact("bias", kernel))
+        output = output_of("bias", kernel, inputs)
+    require_near(derived(output, inputs), exact("bias", kernel), least=0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -165,7 +180,7 @@ def test_masks_that_are_written_to_after_the_forward_pass(name: str, kernel: str
         output = clearhead.attention(inputs["query"], inputs["key"], inputs["value"], mask, **options)
     for x in written:
         x.copy_(torch.zeros_like(x) if name == "keep" else x.flip(0))
-    near(derived(output, inputs), exact(name, kernel))
+    require_near(derived(output, inputs), exact(name, kernel), least=0)
 
 
 def test_writes_are_refused_without_hooks() -> None:
@@ -181,10 +196,10 @@ def test_writes_are_refused_without_hooks() -> None:
 def test_the_operator_of_dispatch_modes(hooks: str) -> None:
     inputs = leaves("bias", "native")
     with EXACT[hooks](), FlopCounterMode(display=False):
-        output = attend("bias", "native", {**inputs, "bias": inputs["bias"].detach()})
+        output = output_of("bias", "native", {**inputs, "bias": inputs["bias"].detach()})
     del inputs["bias"]
     found = derived(output, inputs)
-    near(found, {name: x for name, x in exact("bias", "native").items() if name != "bias"})
+    require_near(found, {name: x for name, x in exact("bias", "native").items() if name != "bias"}, least=0)
 
 
 @needs_native
@@ -193,11 +208,11 @@ def test_compiled_graphs(hooks: str) -> None:
     inputs = leaves("keep", "native")
     torch.compiler.reset()
     compiled = torch.compile(
-        lambda *x: attend("keep", "native", dict(zip(inputs, x, strict=True))), backend="aot_eager"
+        lambda *x: output_of("keep", "native", dict(zip(inputs, x, strict=True))), backend="aot_eager"
     )
     with {**EXACT, **ROUNDED}[hooks]():
         output = compiled(*inputs.values())
-    near(derived(output, inputs), exact("keep", "native"), 1e-5 if hooks in EXACT else 5e-3)
+    require_near(derived(output, inputs), exact("keep", "native"), 1e-5 if hooks in EXACT else 5e-3, least=0)
 
 
 GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -217,7 +232,7 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("change", GRADIENTS)
 def test_incoming_gradients(change: str, kernel: str) -> None:
     inputs = leaves("causal", kernel)
-    output = attend("causal", kernel, inputs)
+    output = output_of("causal", kernel, inputs)
     gradient = GRADIENTS[change](factors(output))
     written = torch.zeros(output.shape).copy_(gradient)
     found = torch.autograd.grad(output, list(inputs.values()), gradient, retain_graph=True)

@@ -13,7 +13,7 @@ import clearhead
 from clearhead._call.saved import restored
 from clearhead.errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError
 from tests.support.native import needs_native
-from tests.support.saved_calls import KERNELS, B, D, H, L, attend, derived, leaf, leaves
+from tests.support.saved_calls import KERNELS, B, D, H, L, derived, leaf, leaves, output_of
 from tests.support.saving import LOSING, of_floats, returning
 
 ERRORS = {"shape": ShapeError, "a tensor on meta": DeviceError}
@@ -25,7 +25,7 @@ def test_what_holds_other_numbers_is_an_error(change: str, kernel: str) -> None:
     change_one, got = LOSING[change]
     inputs = leaves("none", kernel)
     with of_floats(change_one)():
-        output = attend("none", kernel, inputs)
+        output = output_of("none", kernel, inputs)
     with pytest.raises(ERRORS.get(got, DTypeError), match=r"^saved .*: expected .*, got .*\. A hook on saved tensors"):
         derived(output, inputs)
 
@@ -79,7 +79,7 @@ def test_every_tensor_counts(which: str) -> None:
         return x[..., 1:] if index == number or (which == "mask" and index > number) else x
 
     with saved_tensors_hooks(pack, unpack):
-        output = attend("bias", "native", inputs)
+        output = output_of("bias", "native", inputs)
     with pytest.raises(ShapeError, match=f"^saved {which}"):
         derived(output, inputs)
 

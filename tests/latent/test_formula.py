@@ -13,8 +13,8 @@ from clearhead.caches import CrossKVCache
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, RelativeBias
 from tests.support.budgets import in_turn
+from tests.support.closeness import require_near
 from tests.support.derivatives import WEIGHTS, check_derivatives, check_module, random
-from tests.support.exact import close
 
 from .by_hand import CAUSAL, FEW, LOW, NOPE, ROPE, VALUE, B, E, H, L, by_hand, fed, module, tokens
 
@@ -32,38 +32,42 @@ MASKS = [
 def test_it_computes_the_formula(low: int | None, mask: Mask | None) -> None:
     attend, x = module(low, bias=True), tokens()
     output, weights = by_hand(attend, x, mask)
-    close(attend(x, mask=mask), output)
+    require_near(attend(x, mask=mask), output, 1e-13)
     result, per_head = attend(x, mask=mask, need_weights=True, average_attn_weights=False)
-    close(result, output)
-    close(per_head, weights)
-    close(attend(x, mask=mask, need_weights=True)[1], weights.mean(1))
+    require_near(result, output, 1e-13)
+    require_near(per_head, weights, 1e-13)
+    require_near(attend(x, mask=mask, need_weights=True)[1], weights.mean(1), 1e-13)
 
 
 @pytest.mark.parametrize("options", [{"mask": masks.sliding_window(2, 0)}, {"scale": 0.7}], ids=["mask", "scale"])
 def test_settings_of_a_module(options: dict[str, Any]) -> None:
     attend, x = module(**options), tokens()
-    close(attend(x, mask=CAUSAL), by_hand(attend, x, CAUSAL & options["mask"] if "mask" in options else CAUSAL)[0])
-    close(fed(attend, x, attend.make_cache(B, L), [FEW + 1, 1, 4]), attend(x, mask=CAUSAL))
+    require_near(
+        attend(x, mask=CAUSAL), by_hand(attend, x, CAUSAL & options["mask"] if "mask" in options else CAUSAL)[0], 1e-13
+    )
+    require_near(fed(attend, x, attend.make_cache(B, L), [FEW + 1, 1, 4]), attend(x, mask=CAUSAL), 1e-13)
 
 
 def test_another_source_of_keys() -> None:
     attend, x, memory = module(position=None), tokens(), torch.randn(B, 19, E).double()
     expected, _ = by_hand(attend, x, memory=memory)
-    close(attend(x, memory), expected)
-    close(attend(x, memory, memory), expected)
+    require_near(attend(x, memory), expected, 1e-13)
+    require_near(attend(x, memory, memory), expected, 1e-13)
     cache = CrossKVCache()
     with torch.no_grad():
-        close(attend(x[:, :8], memory, cache=cache), expected[:, :8])
-        close(attend(x[:, 8:], cache=cache), expected[:, 8:])
-        close(attend(x[:, 8:], x, cache=cache), expected[:, 8:])  # what later calls bring is not looked at
+        require_near(attend(x[:, :8], memory, cache=cache), expected[:, :8], 1e-13)
+        require_near(attend(x[:, 8:], cache=cache), expected[:, 8:], 1e-13)
+        require_near(
+            attend(x[:, 8:], x, cache=cache), expected[:, 8:], 1e-13
+        )  # what later calls bring is not looked at
 
 
 def test_without_a_batch() -> None:
     attend, x = module(), tokens()
     output, weights = attend(x[0], mask=CAUSAL, need_weights=True, average_attn_weights=False)
     expected, theirs = by_hand(attend, x, CAUSAL)
-    close(output, expected[0])
-    close(weights, theirs[0])
+    require_near(output, expected[0], 1e-13)
+    require_near(weights, theirs[0], 1e-13)
 
 
 def test_the_default_scale() -> None:
@@ -74,9 +78,9 @@ def test_nothing_seen_gives_the_output_of_zero() -> None:
     attend, x = module(out_bias=True), tokens()
     nothing = attend.out_proj(torch.zeros(H * VALUE).double())
     hidden = masks.keep(torch.zeros(1, 1, 1, 1).bool())
-    close(attend(x, mask=hidden)[0, 0], nothing)
+    require_near(attend(x, mask=hidden)[0, 0], nothing, 1e-13)
     with torch.no_grad():
-        close(attend(x[:, :1], mask=hidden, cache=attend.make_cache(B, 1))[0, 0], nothing)
+        require_near(attend(x[:, :1], mask=hidden, cache=attend.make_cache(B, 1))[0, 0], nothing, 1e-13)
 
 
 # Derivatives of latent attention over its options: first, second and many at once.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import MultiHeadLatentAttention, masks
 from clearhead.errors import ArgumentError, DTypeError, MaskTypeError, ShapeError
-from tests.support.exact import close
+from tests.support.closeness import require_near
 
 from .by_hand import CAUSAL, FEW, NOPE, RANK, SIZES, VALUE, B, E, H, L, by_hand, fed, module, tokens
 
@@ -56,7 +56,8 @@ def test_what_takes_the_place_of_a_projection_is_heard_in_both_forms(
     change(attend)
     expected = attend(x, mask=CAUSAL)
     assert not torch.allclose(before, expected)
-    close(fed(attend, x, attend.make_cache(B, L), [FEW + 1, 1, 4]), expected)
+    found = fed(attend, x, attend.make_cache(B, L), [FEW + 1, 1, 4])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)  # of numbers above 10
 
 
 @pytest.mark.parametrize("wrap", [False, True])
@@ -73,7 +74,7 @@ def test_a_bias_where_there_can_be_none(wrap: bool) -> None:
 
 def test_other_norms() -> None:
     attend, x = module(q_norm=nn.Identity(), kv_norm=nn.LayerNorm(RANK, dtype=torch.float64)), tokens()
-    close(fed(attend, x, attend.make_cache(B, L), [1] * L), attend(x, mask=CAUSAL))
+    require_near(fed(attend, x, attend.make_cache(B, L), [1] * L), attend(x, mask=CAUSAL), 1e-13)
     assert isinstance(attend.kv_norm, nn.LayerNorm)
     assert not torch.allclose(attend(x), module()(x))
 
@@ -84,7 +85,7 @@ def test_dropout_is_for_training() -> None:
     attend.train()
     assert not torch.equal(attend(x), attend(x))
     weights = attend(x, need_weights=True)[1]
-    close(weights.sum(-1), torch.ones(B, L).double())  # those before dropout
+    require_near(weights.sum(-1), torch.ones(B, L).double(), 1e-13)  # those before dropout
 
 
 @torch.no_grad()
@@ -95,7 +96,7 @@ def test_who_watches_sees_heads_with_a_cache_and_without() -> None:
     changes: dict[tuple[str, int], Any] = {("", 0): 0.5, ("", 1): patch, ("", 2): lambda output: output.relu()}
     with clearhead.intervene(attend, changes):
         expected = attend(x, mask=CAUSAL)
-        close(fed(attend, x, attend.make_cache(B, L), [1] * L), expected)
+        require_near(fed(attend, x, attend.make_cache(B, L), [1] * L), expected, 1e-13)
     assert not torch.allclose(expected, attend(x, mask=CAUSAL))
     cache = attend.make_cache(B, L)
     fed(attend, x[:, :-1], cache, [L - 1])
@@ -103,8 +104,8 @@ def test_who_watches_sees_heads_with_a_cache_and_without() -> None:
         attend(x[:, -1:], mask=CAUSAL, cache=cache)
         attend(x, mask=CAUSAL)
     step, whole = rec[""]
-    close(step.rows, by_hand(attend, x, CAUSAL)[1][:, :, -1:])
-    close(step.output_norm, whole.output_norm[:, :, -1:])
+    require_near(step.rows, by_hand(attend, x, CAUSAL)[1][:, :, -1:], 1e-13)
+    require_near(step.output_norm, whole.output_norm[:, :, -1:], 1e-13)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of PyTorch's norm

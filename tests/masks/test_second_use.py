@@ -19,9 +19,10 @@ from clearhead import masks
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, RelativeBias
-from tests.state import test_prepared_masks as prepared_masks
+from tests.plans import test_prepared_masks as prepared_masks
 from tests.support.budgets import in_turn
-from tests.support.exact import exact_attention, near
+from tests.support.closeness import require_near
+from tests.support.exact import exact_attention
 from tests.support.forgetting import forget
 from tests.support.randomised import randomised
 from tests.support.requests import BoundMask, Grid, Offset, bind, document_ids, part_of, requested, shared
@@ -132,7 +133,7 @@ def test_parts_of_a_larger_attention(name: str, wrapped: str, positions: str, ke
                 pytest.skip(str(error))
         visible, bias = split(shown[:, heads][:, :, rows][..., chosen])
         expected = exact_attention(*operands, visible, bias=bias)
-        near(found.output, expected.output)
+        require_near(found.output, expected.output)
         if found.lse is not None:
             torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=1e-10)
 
@@ -153,7 +154,7 @@ def test_heads_of_a_module_that_is_split(name: str, wrapped: str, kernel: str | 
             except KernelError as error:
                 pytest.skip(str(error))
         visible, bias = split(shown[:, heads])
-        near(found, exact_attention(*operands, visible, bias=bias).output)
+        require_near(found, exact_attention(*operands, visible, bias=bias).output)
 
 
 def test_gradients_of_biases_in_parts() -> None:
@@ -175,7 +176,7 @@ def test_gradients_of_biases_in_parts() -> None:
             part = part_of(bind(mask, full), Offset(H, heads.start, rows.start))
             found = requested(query[:, heads][:, :, rows], key[:, kv], value[:, kv], mask=part).output
             total += torch.autograd.grad(found.square().sum(), leaf)[0]
-        near(total, expected)
+        require_near(total, expected)
 
 
 # A mask that the layers of a stack share: each of its calls as with a mask of its own.
@@ -198,7 +199,7 @@ def test_a_shared_mask_in_calls_that_differ(name: str, field: str, kernel: str |
             found = prepared_masks.outcome(fixed, (first, second)[number])
             assert (found is REFUSED) == (alone[number] is REFUSED), (first, second)[number]
             if found is not REFUSED:
-                near(found, alone[number])
+                require_near(found, alone[number])
 
 
 RULES: dict[str, Callable[[], Mask]] = {
@@ -226,7 +227,7 @@ def test_a_shared_mask_with_the_rules_of_layers(first: bool, kernel: str | None)
         visible, bias = split(alone.dense(L, S, batch_size=B, num_heads=H))
         with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
             found = clearhead.attention(query, key, value, mask)
-        near(found, exact_attention(query, key, value, visible, bias=bias).output)
+        require_near(found, exact_attention(query, key, value, visible, bias=bias).output)
 
 
 # Texts that come piece by piece: a mask means the same at absolute positions, whatever part of a text a call has.
@@ -254,13 +255,15 @@ def test_a_text_in_pieces(name: str, cuts: tuple[int, ...], kernel: str | None) 
                 try:
                     places: dict[str, Any] = {"query_positions": start, "key_positions": first}
                     if kernel == "sdpa":
-                        near(clearhead.attention(*parts, mask, **places), _piece(parts, visible, bias, start, first))
+                        require_near(
+                            clearhead.attention(*parts, mask, **places), _piece(parts, visible, bias, start, first)
+                        )
                         continue
                     pieces.append(clearhead.attention(*parts, mask, **places, return_lse=True))
                 except KernelError as error:
                     pytest.skip(str(error))
         if pieces:
-            near(joined(pieces), expected.output[:, :, start:stop])
+            require_near(joined(pieces), expected.output[:, :, start:stop])
 
 
 def _piece(

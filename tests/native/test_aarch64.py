@@ -28,8 +28,9 @@ def output_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_the_driver_finds_the_kernel_of_this_machine_right(tmp_path: Path) -> None:
+    """At a level that compiles in half the time: which code the compiler makes for this machine is not the question."""
     require("g++")
-    assert "all errors are at most 1e-05" in output_of(run(str(build("g++", tmp_path))))
+    assert "all errors are at most 1e-05" in output_of(run(str(build("g++", tmp_path, level="-O1"))))
 
 
 @pytest.mark.slow

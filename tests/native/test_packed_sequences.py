@@ -10,7 +10,8 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from tests.support.comparing import require_close, require_half_as_good
+from tests.support.closeness import require_near
+from tests.support.comparing import require_half_as_good
 from tests.support.native import SETS, NativeArguments, needs_native, plan_of
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
@@ -57,9 +58,10 @@ def numbers(
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_equal_a_loop_over_the_sequences(mask: masks.Mask | None, options: dict[str, Any], instructions: str) -> None:
-    require_close(
+    require_near(
         numbers("native", torch.float32, mask, **options),
         numbers("reference", torch.float32, mask, exact=True, **options),
+        together=True,
     )
 
 

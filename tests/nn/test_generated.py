@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 import clearhead
 import clearhead.nn
+from tests.support.closeness import require_near
+from tests.support.derivatives import derivatives
 from tests.support.torch_oracle import Meant, assert_equal, explicit_bias, gradients, hidden_rows
 
 ATTN_MASKS = ("none", "(L, S)", "(N·H, L, S)", "(N, L, S)", "(N, H, L, S)", "the causal one")
@@ -236,21 +238,21 @@ def with_bias(kind: type[nn.MultiheadAttention], dtypes: tuple[torch.dtype, torc
     return module
 
 
-def derivatives(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, Any]) -> list[Tensor]:
+def numbers(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, Any]) -> list[Tensor]:
     leaves = (*(x.detach().requires_grad_() for x in inputs), *module.parameters())
     query, key, value = (leaves[min(i, len(inputs) - 1)] for i in range(3))
     results = [x for x in module(query, key, value, **call) if x is not None]
-    gradients = torch.autograd.grad(sum(x.square().sum() for x in results), leaves, materialize_grads=True)
-    assert [x.dtype for x in gradients] == [x.dtype for x in leaves]
-    return [x.detach() for x in (*results, *gradients)]
+    found = derivatives(results, leaves, unused=True)
+    assert [x.dtype for x in found[len(results) :]] == [x.dtype for x in leaves]
+    return [x.detach() for x in found]
 
 
-def require_close(tensors: list[Tensor], expected: list[Tensor]) -> None:
+def require_as_exact(tensors: list[Tensor], expected: list[Tensor]) -> None:
     """Relative to the largest number: as exact as the coarser of its own dtype and the output's, the first result's."""
     for x, y in zip(tensors, expected, strict=True):
         assert x.dtype == y.dtype
         allowed = max(_tolerance(x.dtype), _tolerance(tensors[0].dtype))
-        assert (x.double() - y.double()).abs().max() <= allowed * max(1.0, float(y.abs().max()))
+        require_near(x, y, allowed)
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -267,10 +269,10 @@ def test_as_pytorchs_class(dtypes: tuple[torch.dtype, torch.dtype], call: str) -
     count = {"self": 1, "memory": 2}.get(call, 3)
     inputs = tuple(torch.randn(N, *size).to(dtypes[0]) for size in sizes[:count])
     ours, theirs = (
-        derivatives(with_bias(kind, dtypes, batch_first=True, **options), inputs, CALLS[call])
+        numbers(with_bias(kind, dtypes, batch_first=True, **options), inputs, CALLS[call])
         for kind in (clearhead.nn.MultiheadAttention, nn.MultiheadAttention)
     )
-    require_close(ours, theirs)
+    require_as_exact(ours, theirs)
 
 
 @dtypes
@@ -281,5 +283,5 @@ def test_length_first_and_without_a_batch_too(dtypes: tuple[torch.dtype, torch.d
     with torch.no_grad():
         output, weights = first(x, x, x)
         transposed, same_weights = last(*(x.transpose(0, 1).contiguous(),) * 3)
-        require_close([transposed.transpose(0, 1), same_weights], [output, weights])
-        require_close(list(last(x[0], x[0], x[0])), [output[0], weights[0]])
+        require_as_exact([transposed.transpose(0, 1), same_weights], [output, weights])
+        require_as_exact(list(last(x[0], x[0], x[0])), [output[0], weights[0]])

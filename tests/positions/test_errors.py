@@ -34,7 +34,7 @@ def rotary(q: Any = Q, k: Any = K, positions: Any = 0) -> Callable[[], object]:
     return lambda: Rotary(8)(q, k, positions)
 
 
-def attend(mask: masks.Mask) -> Callable[[], object]:
+def masked(mask: masks.Mask) -> Callable[[], object]:
     return lambda: attention(Q, K, K, mask & masks.causal())
 
 
@@ -94,8 +94,8 @@ REFUSED: list[tuple[type[ClearheadError], Callable[[], object], str]] = [
     (DTypeError, rotary(positions=torch.arange(5.0)), f"{POSITIONS} torch.float32."),
     (DTypeError, rotary(positions=None), f"{POSITIONS} NoneType."),
     (DTypeError, rotary(positions=True), f"{POSITIONS} bool."),
-    (ShapeError, attend(ALiBi(3)), f"mask ALiBi{HEADS}"),
-    (ShapeError, attend(RelativeBias(3)), f"mask RelativeBias{HEADS}"),
+    (ShapeError, masked(ALiBi(3)), f"mask ALiBi{HEADS}"),
+    (ShapeError, masked(RelativeBias(3)), f"mask RelativeBias{HEADS}"),
     (ShapeError, rotary(Q[..., :6]), f"q: {SHAPE} (2, 6, 5, 6)."),
     (ShapeError, rotary(k=K[..., :6]), f"k: {SHAPE} (2, 3, 5, 6)."),
     (ShapeError, rotary(Q[0]), "got (6, 5, 8). clearhead.split_heads turns"),
@@ -103,7 +103,7 @@ REFUSED: list[tuple[type[ClearheadError], Callable[[], object], str]] = [
     (ShapeError, rotary(positions=ints(4)), "shape (5,) or (2, 5), one position per token, got (4,)."),
     (ShapeError, rotary(positions=ints(3, 5)), "got (3, 5)."),
     (ShapeError, rotary(positions=ints(2, 1, 5)), "got (2, 1, 5)."),
-    (DeviceError, attend(RelativeBias(6, device="meta")), f"mask RelativeBias(...): {DEVICE}"),
+    (DeviceError, masked(RelativeBias(6, device="meta")), f"mask RelativeBias(...): {DEVICE}"),
     (DeviceError, rotary(k=K.to("meta")), "k: expected q's device cpu, got meta. Move it with .to('cpu')"),
     (DeviceError, rotary(positions=ints(5).to("meta")), "positions: expected q's device cpu, got meta. Move them with"),
 ]

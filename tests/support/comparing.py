@@ -8,11 +8,10 @@ from torch import Tensor
 import clearhead
 
 from .calls import Call
+from .closeness import TOLERANCES
 from .oracle import gradients, solve
 
 KERNELS = ("sdpa", "chunked", "reference")
-
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 Numbers = dict[str, Tensor]
 _GRADIENT = "gradient of "
@@ -52,15 +51,6 @@ def expected_numbers(call: Call) -> Numbers:
         if tensor.requires_grad:
             numbers[_GRADIENT + name] = gradient
     return numbers
-
-
-def require_close(found: Numbers, expected: Numbers) -> None:
-    """1e-10 in float64, 1e-5 in float32, relative to the largest number of the call; infinities at the same places."""
-    assert found.keys() == expected.keys()
-    largest = max(1.0, *(_largest(tensor) for tensor in expected.values()))
-    for name, error in _errors(found, expected).items():
-        limit = largest * TOLERANCES[found[name].dtype]
-        assert error <= limit, f"{name}: off by {error:.3g}, allowed {limit:.3g}"
 
 
 def require_half_as_good(found: Numbers, reference: Numbers, expected: Numbers, dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
-"""Derivatives against finite differences, alone and many at once."""
+"""Derivatives of results, and derivatives against finite differences, alone and many at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.functional import hessian, jacobian
 
-Outputs = Tensor | tuple[Tensor, ...]
+Outputs = Tensor | Sequence[Tensor]
 Function = Callable[..., Outputs]
+Loss = Callable[[Sequence[Tensor]], Tensor]
 
 #: Arguments of a module's call.
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -32,6 +33,47 @@ def finite(outputs: Outputs) -> Outputs:
     return tuple(output.masked_fill(output.isinf(), 0) for output in outputs)
 
 
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all numbers."""
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
+
+
+def sines(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the sines of all numbers."""
+    return torch.stack([tensor.sin().sum() for tensor in tensors]).sum()
+
+
+def derivatives(
+    results: Outputs,
+    wanted: Sequence[Tensor],
+    losses: Sequence[Loss] = (squares,),
+    *,
+    unused: bool = False,
+    retain_graph: bool = False,
+) -> list[Tensor]:
+    """Results and their gradients in tensors.
+
+    Args:
+        results: of a function, one or several.
+        wanted: the tensors to differentiate in.
+        losses: the first is of the results, and each one after it of the gradients of the one before: two losses give
+            second derivatives too.
+        unused: return zeros for a tensor on which no loss depends, instead of raising.
+        retain_graph: keep the graph of the results for another backward pass.
+
+    Returns:
+        The results, and for each loss a gradient of every tensor.
+    """
+    last = _listed(results)
+    found = [*last]
+    for number, loss in enumerate(losses, 1):
+        options = {"create_graph": number < len(losses), "allow_unused": unused, "materialize_grads": unused}
+        kept = retain_graph or number < len(losses)
+        last = list(torch.autograd.grad(loss(last), wanted, retain_graph=kept, **options))
+        found += last
+    return found
+
+
 def check_derivatives(function: Function, *inputs: Tensor, fast: bool = False) -> None:
     """First derivatives, the same first derivatives under ``create_graph=True``, and second ones, batched too.
 
@@ -42,7 +84,7 @@ def check_derivatives(function: Function, *inputs: Tensor, fast: bool = False) -
     """
     assert gradcheck(function, inputs, check_batched_grad=True, fast_mode=fast)
     # gradgradcheck is content with a wrong first derivative, as long as the second one is consistent with it.
-    loss = _square(function(*inputs))
+    loss = squares(_listed(function(*inputs)))
     plain = torch.autograd.grad(loss, inputs, retain_graph=True, materialize_grads=True)
     again = torch.autograd.grad(loss, inputs, create_graph=True, materialize_grads=True)
     torch.testing.assert_close(again, plain, rtol=0, atol=1e-10)
@@ -52,7 +94,7 @@ def check_derivatives(function: Function, *inputs: Tensor, fast: bool = False) -
 def check_vectorized(function: Function, *inputs: Tensor) -> None:
     """``vectorize=True`` gives the Jacobian and the Hessian that one gradient after another gives."""
     leaves = tuple(tensor.detach() for tensor in inputs)
-    for derivative, of in ((jacobian, function), (hessian, lambda *given: _square(function(*given)))):
+    for derivative, of in ((jacobian, function), (hessian, lambda *given: squares(_listed(function(*given))))):
         result, expected = derivative(of, leaves, vectorize=True), derivative(of, leaves)
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
 
@@ -102,6 +144,5 @@ def _is_bias(option: Any) -> bool:
     return isinstance(option, Tensor) and option.is_floating_point()
 
 
-def _square(outputs: Outputs) -> Tensor:
-    squares = [output.square().sum() for output in ([outputs] if isinstance(outputs, Tensor) else outputs)]
-    return torch.stack(squares).sum()
+def _listed(outputs: Outputs) -> list[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,20 +60,3 @@ def exact_attention(
     weights = (scores.masked_fill(~seen, 0) - finite).exp().masked_fill(~seen, 0)
     kept = weights if dropout is None else weights * dropout
     return Exact(kept @ v, lse, weights, hidden)
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    """1e-12 in float64; in float32 1e-5 relative to the largest output. Dtypes are equal, or `expected` is float64."""
-    atol = 1e-12 if found.dtype == torch.float64 else 1e-5 * float(expected.detach().abs().max())
-    if expected.dtype == torch.float64:
-        expected = expected.to(found.dtype)
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-
-
-def near(found: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]) -> None:
-    """1e-10 in float64, else 1e-5; relative to the largest finite number of each tensor where that is above 1."""
-    pairs = [(found, expected)] if isinstance(found, Tensor) else zip(found, expected, strict=True)
-    for x, y in pairs:
-        largest = float(y.detach().masked_fill(y.isinf(), 0).abs().max())
-        limit = (1e-10 if x.dtype == torch.float64 else 1e-5) * max(1.0, largest)
-        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=limit)

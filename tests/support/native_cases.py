@@ -12,7 +12,7 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 
-from .comparing import require_close
+from .closeness import require_near
 
 LENGTH, COUNT = 211, 307  # more than four tiles of 48, more than two blocks of 128
 
@@ -80,7 +80,7 @@ def close_to_exact(case: Case, kernel: str) -> None:
     """1e-5 of the largest number of each kind, against `reference` in float64."""
     exact = exact_numbers(case)
     for name, result in numbers(case, kernel, case.inputs()).items():
-        require_close({name: result}, {name: exact[name]})
+        require_near({name: result}, {name: exact[name]})
 
 
 def _tensor(*shape: int) -> Tensor:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import clearhead
 from clearhead import masks
+from tests.support.attending import attend
 from tests.support.native import needs_native
 
 B, H, HKV, L, S, D = 2, 6, 3, 7, 11, 5
@@ -47,11 +47,10 @@ def leaves(name: str, kernel: str, dtype: torch.dtype = torch.float32) -> dict[s
     return inputs
 
 
-def attend(name: str, kernel: str, inputs: dict[str, Tensor]) -> Tensor:
+def output_of(name: str, kernel: str, inputs: dict[str, Tensor]) -> Tensor:
     options: dict[str, Any] = {"sinks": inputs["sinks"]} if "sinks" in inputs else {}
     mask = MASKS[name](inputs.get("bias", torch.zeros(1, H, L, S)))
-    with clearhead.use_kernel(kernel):
-        return clearhead.attention(inputs["query"], inputs["key"], inputs["value"], mask, **options)
+    return attend(inputs["query"], inputs["key"], inputs["value"], mask, kernel=kernel, **options)
 
 
 def derived(output: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -66,11 +65,4 @@ def factors(output: Tensor) -> Tensor:
 @cache
 def exact(name: str, kernel: str) -> dict[str, Tensor]:
     inputs = leaves(name, kernel, torch.float64)
-    return derived(attend(name, "reference", inputs), inputs)
-
-
-def near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
-        largest = float(expected[name].abs().max())
-        torch.testing.assert_close(x.double(), expected[name].double(), rtol=0, atol=tolerance * largest, msg=name)
+    return derived(output_of(name, "reference", inputs), inputs)

@@ -16,8 +16,8 @@ from clearhead.errors import ArgumentError, CacheError, CheckpointError, Clearhe
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 from clearhead.transformer import load_transformer as load
+from tests.support.closeness import require_near
 from tests.support.compiling import compiled_steps
-from tests.support.exact import close
 
 B, L, S, E, H, KV_HEADS, DIM, LAYERS = 2, 11, 7, 13, 6, 3, 4, 3
 F64 = torch.float64
@@ -70,7 +70,7 @@ def test_a_decoder_layer_needs_the_memory_once(norm_first: bool, sizes: list[int
         for n, part in enumerate(x.split(sizes, 1))  # some later calls bring the memory again
     ]
     assert len(calls) == 1
-    close(torch.cat(result, 1), layer(x, memory, mask=causal, memory_mask=memory_mask))
+    require_near(torch.cat(result, 1), layer(x, memory, mask=causal, memory_mask=memory_mask), 1e-13)
     assert (cache.length, cache.cross_attention.length) == (L, S)
 
 
@@ -87,7 +87,7 @@ def test_beams_are_reordered_in_every_layer() -> None:
         new = normal(4, 1, E)
         result = stack(new, None, mask=causal, cache=caches)
         history = torch.cat((history, new), 1)
-        close(result, stack(history, memory, mask=causal)[:, -1:])
+        require_near(result, stack(history, memory, mask=causal)[:, -1:], 1e-13)
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def test_rejected_tokens_are_cropped_and_the_memory_stays() -> None:
     stack(normal(B, 4, E), None, mask=causal, cache=caches)
     for cache in caches:
         cache.crop(5)
-    close(stack(x[:, 5:], None, mask=causal, cache=caches), stack(x, memory, mask=causal)[:, 5:])
+    require_near(stack(x[:, 5:], None, mask=causal, cache=caches), stack(x, memory, mask=causal)[:, 5:], 1e-13)
     for cache in caches:
         cache.reset()
         assert (cache.length, cache.cross_attention.length) == (0, 0)
@@ -115,13 +115,13 @@ def test_left_padding_by_positions(kind: str) -> None:
     later = () if memory is None else (None,)
     alone = stack(x[1:, padding:], *(part[1:] for part in source), mask=causal)
     together = stack(x, *source, mask=causal, positions=positions)
-    close(together[1:, padding:], alone)
+    require_near(together[1:, padding:], alone, 1e-13)
     caches = stack.make_cache(B, L)
     prompt = stack(x[:, :6], *source, mask=causal, positions=positions[:, :6], cache=caches)
     steps = [
         stack(x[:, [n]], *later, mask=causal, cache=caches) for n in range(6, L)
     ]  # each row goes on from its own end
-    close(torch.cat((prompt, *steps), 1)[1:, padding:], alone)
+    require_near(torch.cat((prompt, *steps), 1)[1:, padding:], alone, 1e-13)
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def test_swiglu_is_its_formula() -> None:
     part, x = SwiGLU(5, 7, bias=True, dtype=F64), normal(2, 3, 5)
     gate, up = (x @ linear.weight.T + linear.bias for linear in (part.gate_proj, part.up_proj))
     expected = (gate / (1 + torch.exp(-gate)) * up) @ part.down_proj.weight.T + part.down_proj.bias
-    close(part(x), expected)
+    require_near(part(x), expected, 1e-13)
     assert [name for name, _ in SwiGLU(5, 7).named_parameters()] == [
         "gate_proj.weight",
         "up_proj.weight",
@@ -275,9 +275,10 @@ def randomised(module: Any) -> Any:
 def test_a_stack_of_any_attention_writes_step_by_step(attention: Callable[[], nn.Module]) -> None:
     model, x = stack(attention), normal(B, L, E)
     caches = model.make_cache(B, L)
-    close(
+    require_near(
         torch.cat([model(part, mask=causal, cache=caches) for part in x.split([4] + [1] * (L - 4), 1)], 1),
         model(x, mask=causal),
+        1e-13,
     )
 
 
@@ -293,7 +294,7 @@ def test_jagged_rows_are_what_each_is_alone() -> None:
     model, rows = stack(ATTENTIONS["rotary"]), [normal(length, E) for length in (3, 7, 1)]
     result = model(torch.nested.nested_tensor(rows, layout=torch.jagged), mask=causal)
     for one, row in zip(result.unbind(), rows, strict=True):
-        close(one, model(row, mask=causal))
+        require_near(one, model(row, mask=causal), 1e-13)
 
 
 @torch.no_grad()
@@ -307,6 +308,6 @@ def test_a_step_of_a_stack_compiles_without_breaks_and_once_more_at_most() -> No
         x,
         lambda token: model(token, memory, mask=causal, cache=caches),
     )
-    close(output, model(x, memory, mask=causal))
+    require_near(output, model(x, memory, mask=causal), 1e-13)
     assert counts[0] == 1
     assert counts[1] == counts[-1] <= 2

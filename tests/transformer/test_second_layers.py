@@ -16,7 +16,7 @@ from clearhead.positions import ALiBi, Rotary
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward
 from tests.masks.test_second_use import B, L, S, marks, numbers, relative_bias
 from tests.support.budgets import in_turn
-from tests.support.exact import near
+from tests.support.closeness import require_near
 from tests.support.randomised import randomised
 
 E = 24
@@ -57,7 +57,7 @@ def test_an_encoder_of_different_layers(layers: str, name: str, positions: Any) 
         once = layer(once, mask=STACK_MASKS[name](), positions=positions)
     expected = once if stack.norm is None else stack.norm(once)
     for _ in range(2):
-        near(stack(x, mask=STACK_MASKS[name](), positions=positions), expected)
+        require_near(stack(x, mask=STACK_MASKS[name](), positions=positions), expected)
 
 
 MEMORY_MASKS: dict[str, Callable[[], Mask | None]] = {
@@ -85,7 +85,7 @@ def test_a_decoder_of_different_layers(of_memory: str, name: str, layers: str) -
         once = layer(once, memory, mask=STACK_MASKS[name](), memory_mask=MEMORY_MASKS[of_memory]())
     expected = once if stack.norm is None else stack.norm(once)
     for _ in range(2):
-        near(stack(x, memory, mask=STACK_MASKS[name](), memory_mask=MEMORY_MASKS[of_memory]()), expected)
+        require_near(stack(x, memory, mask=STACK_MASKS[name](), memory_mask=MEMORY_MASKS[of_memory]()), expected)
 
 
 class Halving(nn.Module):
@@ -120,4 +120,4 @@ def test_a_stack_with_layers_of_other_sizes(rule: str) -> None:
         once = x
         for layer in stack.layers:
             once = layer(once, mask=make(), positions=positions)
-        near(stack(x, mask=make(), positions=positions), once if stack.norm is None else stack.norm(once))
+        require_near(stack(x, mask=make(), positions=positions), once if stack.norm is None else stack.norm(once))

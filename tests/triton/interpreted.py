@@ -14,8 +14,10 @@ from clearhead.kernels._triton._calls import pooled
 OTHERS = [("causal", "bfloat16", 40), ("drop keys", "float16", 16), ("causal", "float32", 72)]
 CASES = [*((name, "float32", 16) for name in MASKS), *OTHERS]
 THOROUGH = ("causal", "float32", 16)
-#: Masks that skip no tile, or all: two tiles show what three would.
-SPREAD = ("none", "no keys", "mixed documents", "keep", "bias", "drop keys", "scale 0")
+#: Masks that skip tiles on both sides of a row of tiles, which takes three. Two show the same of all others.
+BANDS = ("window", "lengths", "documents")
+#: Masks that are the same for every batch item; other masks show how kernels find an item.
+SHARED = ("none", "causal", "window", "ALiBi", "bias", "prefix")
 
 
 def maps_with_nan() -> dict[str, list[float]]:
@@ -29,9 +31,9 @@ def maps_with_nan() -> dict[str, list[float]]:
     return {pooling: numbers.flatten().tolist() for pooling, numbers in maps.items()}
 
 
-def _length(name: str, dtype: str) -> int:
+def _length(name: str, dtype: str, dim: int) -> int:
     """More than one tile of queries and of keys, and no multiple of a tile."""
-    return 45 if name in SPREAD and dtype == "float32" else 70
+    return 70 if name in BANDS or (dtype, dim) != ("float32", 16) else 45
 
 
 def main() -> None:
@@ -43,9 +45,10 @@ def main() -> None:
             getattr(torch, dtype),
             dim,
             torch.device("cpu"),
-            length=_length(name, dtype),
+            length=_length(name, dtype, dim),
             heads=2,
             thorough=(name, dtype, dim) == THOROUGH,
+            batch=1 if name in SHARED and (name, dtype, dim) != THOROUGH else 2,
         )
         for name, dtype, dim in CASES
     }

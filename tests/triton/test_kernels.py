@@ -36,7 +36,7 @@ def interpreted() -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "dtype", "dim"), CASES)
 def test_statistics_are_those_of_float64(interpreted: dict[str, Any], name: str, dtype: str, dim: int) -> None:
     errors = interpreted["errors"][f"{name}, {dtype}, D={dim}"]
-    assert len(errors) == (27 if (name, dtype, dim) == THOROUGH else 20)
+    assert len(errors) == (27 if (name, dtype, dim) == THOROUGH else 19)
     assert wrong_numbers(errors) == {}
 
 

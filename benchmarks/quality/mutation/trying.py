@@ -22,36 +22,26 @@ SOURCES = ("_call", "_layer", "kernels", "masks", "_statistics", "caches")
 #: Tests that reach the sources, less those of whole models, of pages in a browser and of several processes.
 TESTS = (
     *("tests/masks", "tests/caches", "tests/kernels", "tests/native", "tests/nn", "tests/latent", "tests/positions"),
-    *("tests/transformer", "tests/malformed", "tests/state", "tests/test_*.py"),
-    *(
-        "tests/inspection/test_statistics*.py",
-        "tests/inspection/test_rollout.py",
-        "tests/inspection/test_intervene.py",
-    ),
+    *("tests/transformer", "tests/malformed", "tests/call", "tests/layer", "tests/plans", "tests/test_*.py"),
+    *("tests/statistics", "tests/inspection/test_rollout.py", "tests/inspection/test_intervene.py"),
     *("tests/inspection/test_record.py", "tests/inspection/test_monitor.py", "tests/inspection/test_refusals.py"),
 )
 #: Where a package is tested itself: of these tests, all that run a changed line are tried, however long they take.
 HOMES = {
-    "_call": ("tests/state", "tests/test_packed.py", "tests/masks/test_meaning.py", "tests/kernels/test_dropout.py"),
-    "_layer": (
-        "tests/state",
-        "tests/test_layer.py",
-        "tests/test_linear.py",
-        "tests/test_padding.py",
-        "tests/test_plans.py",
-    ),
+    "_call": ("tests/call", "tests/plans", "tests/masks/test_meaning.py", "tests/kernels/test_dropout.py"),
+    "_layer": ("tests/layer", "tests/plans"),
     "kernels": ("tests/kernels", "tests/native"),
     "masks": ("tests/masks",),
-    "_statistics": ("tests/inspection",),
+    "_statistics": ("tests/statistics", "tests/inspection"),
     "caches": ("tests/caches",),
 }
 #: Of packages that have no folder of tests named after them, or more than that.
 HOMES_OF_FILES = HOMES | {
-    "": ("tests/test_", "tests/state", "tests/kernels/test_particular_calls.py"),
-    "nn": ("tests/nn", "tests/test_layer.py", "tests/test_padding.py"),
+    "": ("tests/test_", "tests/call", "tests/layer", "tests/plans", "tests/kernels/test_particular_calls.py"),
+    "nn": ("tests/nn", "tests/layer/test_layer.py", "tests/layer/test_padding.py"),
     "transformer": ("tests/transformer", "tests/masks/test_second_use.py"),
 }
-SKIPPED = ("test_builds.py", "test_docs.py", "test_examples.py", "test_public_surface.py")
+SKIPPED = ("test_builds.py", "test_docs.py", "test_public_surface.py")
 #: Tests of whole models, of a browser and of several processes.
 LONG = ("test_architectures.py", "test_pretended.py", "in_browser", "tests/distributed", "test_look_in", "aarch64")
 FIRST_SECONDS, MOST_SECONDS = 6, 60  # of tests that a mutant is tried with, first and altogether

@@ -32,7 +32,7 @@ def packed(count: int, device: str, dtype: torch.dtype = torch.bfloat16, kv_head
     return [*(x.to(dtype).to(device).requires_grad_() for x in rounded), bounds.int().to(device)]
 
 
-def attend(inputs: list[Tensor], mask: Mask | None) -> list[Tensor]:
+def with_gradients(inputs: list[Tensor], mask: Mask | None) -> list[Tensor]:
     """The output and its gradients."""
     query, key, value, bounds = inputs
     output = clearhead.attention_varlen(
@@ -47,8 +47,8 @@ def test_one_kernel_computes_all_sequences(cuda: PretendedDevice, name: str) -> 
     seen: list[Seen] = []
     for count in (2, 64):
         inputs = packed(count, "cuda")
-        attend(inputs, MASKS[name])
-        seen.append(cuda.count(lambda inputs=inputs: attend(inputs, MASKS[name])))
+        with_gradients(inputs, MASKS[name])
+        seen.append(cuda.count(lambda inputs=inputs: with_gradients(inputs, MASKS[name])))
     assert [each.backends for each in seen] == [["flash, variable lengths"]] * 2
     assert seen[0].operators == seen[1].operators
     # The gradient that the test draws is moved to the device.

@@ -1,6 +1,6 @@
 """The programs in examples/ run, in a few steps here and in full with ``pytest -m slow``; so do all notebooks.
 
-What the programs are made of is tested in tests/examples.
+What the programs are made of is tested in the files beside this one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.quality.eviction import POLICIES, compare, held_out_passages
 from docs.notebooks import lessons, notebook
 from examples.character_model import LENGTH, read_corpus, trained
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LARGEST = 300_000  # bytes, so that it opens at once where code is read
 
 
@@ -120,12 +121,12 @@ def _printed(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
-def execute(notebook: Any, folder: Path) -> None:
-    """Run a notebook of `nbformat`, or skip the test where nothing can run it."""
+def execute(notebook: Any, folder: Path, **options: Any) -> None:
+    """Run a notebook of `nbformat` with options of nbclient, or skip the test where nothing can run it."""
     nbclient: Any = pytest.importorskip("nbclient", reason="executing notebooks needs nbclient and ipykernel")
     pytest.importorskip("ipykernel", reason="executing notebooks needs a kernel: ipykernel")
     resources = {"metadata": {"path": str(folder)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources, **options).execute()
 
 
 def test_the_notebook_runs_its_claims_hold_and_it_is_committed_as_it_ran(tmp_path: Path) -> None:
@@ -145,9 +146,31 @@ def test_the_notebook_runs_its_claims_hold_and_it_is_committed_as_it_ran(tmp_pat
     assert [bool(text) for text in found] == [bool(text) for text in committed], "printed where it is committed as such"
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """A lesson's committed notebook, executed in a folder."""
+
+    cells: list[Any]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Lesson]:
+    """All lessons, one after the other in one kernel without names of the one before: starting one takes longest."""
+    found: dict[Path, Lesson] = {}
+    together = nbformat.v4.new_notebook()
+    for page in lessons():
+        cells = nbformat.read(page.with_suffix(".ipynb"), as_version=4).cells
+        found[page] = Lesson([cell for cell in cells if cell.cell_type == "code"], tmp_path_factory.mktemp("lesson"))
+        start = f"%reset -f\nimport os\nos.chdir({str(found[page].folder)!r})\ndel os"
+        together.cells += [nbformat.v4.new_code_cell(start), *found[page].cells]
+    execute(together, tmp_path_factory.mktemp("kernel"), allow_errors=True)
+    return found
+
+
 @pytest.mark.parametrize("page", lessons(), ids=lambda page: str(page.relative_to(EXAMPLES.parent)))
 def test_the_committed_notebook_of_a_lesson_is_made_from_its_page_runs_and_shows_its_heads(
-    page: Path, tmp_path: Path
+    page: Path, executed: dict[Path, Lesson]
 ) -> None:
     file = page.with_suffix(".ipynb")
     assert file.read_text(encoding="utf-8") == notebook(page), "run `python -m docs.notebooks`"
@@ -157,8 +180,10 @@ def test_the_committed_notebook_of_a_lesson_is_made_from_its_page_runs_and_shows
     assert not any(cell.outputs for cell in cells)
     assert "\n".join(cell.source for cell in cells).count("rec.page(") == 2, "one saves the page and one shows it"
     assert f"[{'notebook' if 'en' in page.parts else '笔记本'}]({file.name})" in page.read_text(encoding="utf-8")
-    execute(made, tmp_path)
-    outputs = [output for cell in cells for output in cell.outputs]
-    assert not [output for output in outputs if output.get("name") == "stderr"]
+    lesson = executed[page]
+    assert [cell.source for cell in lesson.cells] == [cell.source for cell in cells]
+    assert all(cell.execution_count for cell in lesson.cells)
+    outputs = [output for cell in lesson.cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     assert [output for output in outputs if "clearhead-page" in output.get("data", {}).get("text/html", "")]
-    assert (tmp_path / "heads.html").is_file()
+    assert (lesson.folder / "heads.html").is_file()

@@ -16,6 +16,7 @@ import clearhead
 from clearhead import masks
 from clearhead._layer import layer, unpadding
 from clearhead.positions import DynamicNTKScaling, Rotary
+from tests.support.derivatives import derivatives
 from tests.support.randomised import randomised
 
 B, L, E, H, KV, D = 5, 13, 24, 6, 3, 4
@@ -59,9 +60,8 @@ def mask() -> masks.Mask:
     return masks.lengths(LENGTHS, LENGTHS) & masks.causal()
 
 
-def derivatives(module: nn.Module, x: Tensor) -> list[Tensor]:
-    output = module(x, mask=mask())
-    return [output, *torch.autograd.grad(output.square().sum(), [x, *module.parameters()])]
+def numbers(module: nn.Module, x: Tensor) -> list[Tensor]:
+    return derivatives(module(x, mask=mask()), [x, *module.parameters()])
 
 
 def noting(part: nn.Module, seen: list[tuple[int, ...]]) -> Callable[..., None]:
@@ -108,12 +108,12 @@ HOOKS: dict[str, Callable[[Any, Callable[..., None]], Any]] = {
 def test_hooks_see_whole_batches(name: str, kind: str, unpadded: list[bool]) -> None:
     module, seen = made(), []
     x = torch.randn(B, L, E, requires_grad=True)
-    before = derivatives(module, x)
+    before = numbers(module, x)
     part = module.get_submodule(name)
     handle = HOOKS[kind](part, noting(part, seen))
-    hooked = derivatives(module, x)
+    hooked = numbers(module, x)
     handle.remove()
-    after = derivatives(module, x)
+    after = numbers(module, x)
     shape = PARTS[name]
     if "backward" in kind and "before" in kind and name in ("k_proj", "v_proj"):
         shape = (B, L, KV * D)  # gradients of the output

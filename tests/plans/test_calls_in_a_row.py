@@ -21,7 +21,9 @@ from clearhead import masks
 from clearhead._layer.plan import _plans_of
 from clearhead.kernels._reference import ReferenceKernel
 from clearhead.masks import Mask
-from tests.support.exact import near
+from tests.support.attending import attend
+from tests.support.closeness import require_near
+from tests.support.derivatives import derivatives, squares
 from tests.support.forgetting import forget
 
 B, H, L, S, D = 2, 3, 5, 7, 11
@@ -35,25 +37,18 @@ def drawn(seed: int = 0, dtype: torch.dtype = torch.float32, kv_heads: int = H, 
     return [torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def attend(given: Given, mask: Any = None, **options: Any) -> Any:
-    query, key, value = given
-    return clearhead.attention(query, key, value, mask, **options)
-
-
-def derivatives(given: Given, mask: Any = None, **options: Any) -> list[Tensor]:
+def numbers(given: Given, mask: Any = None, **options: Any) -> list[Tensor]:
     """Output with and without a graph, first and second derivatives, and first ones from a transposed gradient."""
     leaves = [x.detach().requires_grad_() for x in given]
-    output = attend(leaves, mask, **options)
-    first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
-    second = torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), leaves)
-    turned = torch.autograd.grad(attend(leaves, mask, **options).transpose(1, 2).sum(), leaves)
+    output, *gradients = derivatives(attend(*leaves, mask, **options), leaves, (squares, squares))
+    turned = torch.autograd.grad(attend(*leaves, mask, **options).transpose(1, 2).sum(), leaves)
     with torch.no_grad():
-        return [output, attend(leaves, mask, **options), *first, *second, *turned]
+        return [output, attend(*leaves, mask, **options), *gradients, *turned]
 
 
 def exact(given: Given, mask: Any = None, **options: Any) -> list[Tensor]:
     with clearhead.use_kernel("reference"):
-        return derivatives([x.double() for x in given], mask, **options)
+        return numbers([x.double() for x in given], mask, **options)
 
 
 def marks(seed: int, *shape: int) -> Tensor:
@@ -106,10 +101,10 @@ every_mask = pytest.mark.parametrize("name", MASKS)
 @every_mask
 @pytest.mark.parametrize("first", [2, 3], ids=["all visible first", "hidden first"])
 def test_masks_of_one_signature_and_other_values(name: str, first: int) -> None:
-    derivatives(drawn(0), MASKS[name](first))
+    numbers(drawn(0), MASKS[name](first))
     for seed in (4, 5):
         inputs, mask = drawn(seed), MASKS[name](seed)
-        near(derivatives(inputs, mask), exact(inputs, mask))
+        require_near(numbers(inputs, mask), exact(inputs, mask))
 
 
 @pytest.mark.parametrize("kind", ["keep", "bias", "lengths"])
@@ -122,7 +117,7 @@ def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
         "lengths": torch.tensor([S, S]),
     }[kind]
     mask = {"keep": masks.keep, "bias": masks.bias, "lengths": masks.lengths}[kind](tensor)
-    near(derivatives(inputs, mask), exact(inputs))
+    require_near(numbers(inputs, mask), exact(inputs))
     target: Any = {"version counter": tensor, "numpy": tensor.numpy(), "data": tensor.data}[through]
     target[..., 1] = {"keep": False, "bias": -torch.inf, "lengths": 2}[kind]
     hidden = torch.ones(B, L, S, dtype=torch.bool)
@@ -131,7 +126,7 @@ def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
     else:
         hidden[..., 1] = False
         inputs[1][:, :, 1] = torch.nan  # the coverage changes too
-    near(derivatives(inputs, mask), exact(inputs, masks.keep(hidden)))
+    require_near(numbers(inputs, mask), exact(inputs, masks.keep(hidden)))
 
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -147,23 +142,23 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["none", "causal"])
 def test_what_surrounds_a_call_counts_for_that_call(around: str, mask: Any) -> None:
     inputs, tolerance = drawn(), 2e-2 if around == "autocast" else 1e-5
-    before = derivatives(inputs, mask)
+    before = numbers(inputs, mask)
     with AROUND[around]():
         for _ in range(2):
-            output = attend(inputs, mask)
+            output = attend(*inputs, mask)
             assert output.dtype == (torch.bfloat16 if around == "autocast" else torch.float32)
             torch.testing.assert_close(output.float(), before[0], rtol=tolerance, atol=tolerance)
-    assert all(torch.equal(*pair) for pair in zip(derivatives(inputs, mask), before, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(numbers(inputs, mask), before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_forward_mode_between_calls(dtype: torch.dtype) -> None:
     query, key, value = drawn(dtype=dtype)
-    attend((query, key, value), masks.causal())
+    attend(query, key, value, masks.causal())
     with forward_ad.dual_level():
-        output = attend((forward_ad.make_dual(query, torch.ones_like(query)), key, value), masks.causal())
+        output = attend(forward_ad.make_dual(query, torch.ones_like(query)), key, value, masks.causal())
         result = forward_ad.unpack_dual(output).tangent
-    ends = [attend([query.double() + d, key.double(), value.double()], masks.causal()) for d in (1e-6, -1e-6)]
+    ends = [attend(query.double() + d, key.double(), value.double(), masks.causal()) for d in (1e-6, -1e-6)]
     assert result is not None
     torch.testing.assert_close(result.double(), (ends[0] - ends[1]) / 2e-6, rtol=1e-4, atol=1e-5)
 
@@ -173,7 +168,7 @@ def test_forward_mode_between_calls(dtype: torch.dtype) -> None:
 def test_recorded_and_checkpointed_calls_save_the_same(name: str, seed: int) -> None:
     """Checkpointing compares what is saved; a recorder sees the first pass and not the second."""
     leaves, mask, module = [x.requires_grad_() for x in drawn()], MASKS[name](seed), Calling()
-    expected = torch.autograd.grad(attend(leaves, mask).sum(), leaves)
+    expected = torch.autograd.grad(attend(*leaves, mask).sum(), leaves)
     with clearhead.record(module) as seen:
         output = checkpoint(lambda *inputs: module(inputs, mask), *leaves, use_reentrant=False)
     assert [len(seen[name]) for name in seen] == [1]
@@ -183,7 +178,7 @@ def test_recorded_and_checkpointed_calls_save_the_same(name: str, seed: int) -> 
 
 class Calling(torch.nn.Module):
     def forward(self, given: Given, mask: Any) -> Tensor:
-        return attend(given, mask)
+        return attend(*given, mask)
 
 
 @pytest.mark.parametrize("kernel", [None, "native", "sdpa", "chunked", "reference"])
@@ -194,8 +189,8 @@ def test_plans_hold_no_tensor_of_a_call(kernel: str | None) -> None:
     outputs: list[Tensor] = []
     with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
         for item in (None, masks.causal(), mask):
-            outputs.append(attend([x.requires_grad_() for x in inputs], item))
-            attend([x.detach() for x in inputs], item)
+            outputs.append(attend(*(x.requires_grad_() for x in inputs), item))
+            attend(*(x.detach() for x in inputs), item)
     seen = [weakref.ref(item) for item in (*inputs, *tensors, mask, *outputs)]
     # Calls with gradients, with those of a bias too, and without: the plans of each by their masks.
     assert _plans_of.cache_info().currsize == 3
@@ -210,13 +205,13 @@ def test_a_training_plan_survives_many_decoding_lengths() -> None:
         clearhead.use_kernel("reference"),
         mock.patch.object(ReferenceKernel, "plan", autospec=True, side_effect=ReferenceKernel.plan) as planned,
     ):
-        attend(training)
+        attend(*training)
         for length in range(S + 1, S + 601):
-            attend(drawn(keys=length))
+            attend(*drawn(keys=length))
             if length % 200 == 0:
-                attend(training)
+                attend(*training)
         assert planned.call_count == 601
-        attend(drawn(keys=S + 1))  # whose plan made room for others
+        attend(*drawn(keys=S + 1))  # whose plan made room for others
         assert planned.call_count == 602
 
 
@@ -226,11 +221,11 @@ def test_threads_share_plans() -> None:
     def work(number: int) -> None:
         for keys in range(1, 200):
             with clearhead.use_kernel("reference") if number % 2 else nullcontext():
-                result = attend(drawn(number, keys=keys))
+                result = attend(*drawn(number, keys=keys))
             torch.testing.assert_close(result, expected[number][keys - 1], rtol=1e-5, atol=1e-5)
 
     expected = [
-        [attend(drawn(number, torch.float64, keys=keys)).float() for keys in range(1, 200)] for number in range(3)
+        [attend(*drawn(number, torch.float64, keys=keys)).float() for keys in range(1, 200)] for number in range(3)
     ]
     list(ThreadPoolExecutor(3).map(work, range(3)))
 
@@ -245,9 +240,9 @@ def test_threads_share_plans() -> None:
 )
 def test_biases_that_memory_does_not_show_as_they_are(make: Callable[[], Mask]) -> None:
     x, mask = torch.randn(1, 2, 5, 8), make()
-    output = attend((x, x, x), mask)
+    output = attend(x, x, x, mask)
     with clearhead.use_kernel("reference"):
-        torch.testing.assert_close(output, attend((x, x, x), mask), rtol=0, atol=2e-6)
+        torch.testing.assert_close(output, attend(x, x, x, mask), rtol=0, atol=2e-6)
 
 
 # The structure of a mask is computed once in each call: by the layer, or by the kernels.
@@ -256,7 +251,7 @@ def test_biases_that_memory_does_not_show_as_they_are(make: Callable[[], Mask]) 
 @pytest.mark.parametrize("kernel", ["native", "chunked", "sdpa"])
 @pytest.mark.parametrize("length", [5, 512])  # the second is long enough to leave padding out
 def test_once_in_a_first_call_and_in_later_ones(kernel: str, length: int) -> None:
-    attend = clearhead.MultiHeadAttention(16, 2).eval()
+    module = clearhead.MultiHeadAttention(16, 2).eval()
     x, lengths = torch.randn(3, length, 16), torch.tensor([2, 4, length])
     rules = [type(masks.causal()), type(masks.lengths(lengths))]
     with torch.no_grad(), clearhead.use_kernel(kernel):
@@ -266,19 +261,19 @@ def test_once_in_a_first_call_and_in_later_ones(kernel: str, length: int) -> Non
                 mock.patch.object(rules[0], "structure", autospec=True, side_effect=rules[0].structure) as of_causal,
                 mock.patch.object(rules[1], "structure", autospec=True, side_effect=rules[1].structure) as of_lengths,
             ):
-                attend(x, mask=mask)
+                module(x, mask=mask)
             assert of_lengths.call_count == 1
             assert of_causal.call_count <= 2  # packed sequences are another call
 
 
 @pytest.mark.parametrize("length", [5, 512])  # the second is long enough to look for padding, of which it has little
 def test_a_module_that_keeps_padding_validates_its_mask_once(length: int) -> None:
-    attend = clearhead.MultiHeadAttention(16, 2).eval()
+    module = clearhead.MultiHeadAttention(16, 2).eval()
     x, mask = torch.randn(3, length, 16), masks.lengths(torch.tensor([length - 1, length, length]))
     rule = type(mask)
     for _ in range(2):
         with mock.patch.object(rule, "validate", autospec=True, side_effect=rule.validate) as validated:
-            attend(x, mask=mask)
+            module(x, mask=mask)
         assert validated.call_count == 1
     with pytest.raises(clearhead.errors.ArgumentError, match=f"at most S = {length} keys"):
-        attend(x, mask=masks.lengths(torch.tensor([length + 1, length, length])))
+        module(x, mask=masks.lengths(torch.tensor([length + 1, length, length])))

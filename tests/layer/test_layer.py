@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import clearhead
 from clearhead import masks
 from tests.support.budgets import in_turn
+from tests.support.closeness import require_near
+from tests.support.derivatives import derivatives
 
 B, L, S, H, D = 3, 5, 7, 2, 7
 E = H * D
@@ -72,7 +74,7 @@ def as_bias(hidden: Tensor) -> Tensor:
     return torch.linspace(-1, 1, hidden.numel()).view(hidden.shape).masked_fill(hidden, -torch.inf)
 
 
-#: Arguments of the drop-in; `attend` translates them for the other module.
+#: Arguments of the drop-in; `output_of` translates them for the other module.
 MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
     "none": lambda keys: {},
     "causal": lambda keys: {"is_causal": True},
@@ -101,7 +103,7 @@ def own_mask(given: dict[str, Any]) -> Any:
     return functools.reduce(operator.and_, masks_of) if masks_of else None
 
 
-def attend(module: Any, inputs: Sequence[Tensor], given: dict[str, Any] | None = None) -> Any:
+def output_of(module: Any, inputs: Sequence[Tensor], given: dict[str, Any] | None = None) -> Any:
     """The output (B, L, E) of inputs (B, length, E)."""
     query, key, value = inputs[0], inputs[min(1, len(inputs) - 1)], inputs[-1]
     if not isinstance(module, nn.MultiheadAttention):
@@ -113,24 +115,22 @@ def attend(module: Any, inputs: Sequence[Tensor], given: dict[str, Any] | None =
     return module(*(first[id(x)] for x in (query, key, value)), **arguments)[0].transpose(0, 1)
 
 
-def derivatives(module: nn.Module, inputs: Sequence[Tensor], given: dict[str, Any] | None = None) -> list[Tensor]:
+def numbers(module: nn.Module, inputs: Sequence[Tensor], given: dict[str, Any] | None = None) -> list[Tensor]:
     """Output, and gradients of inputs and parameters; the inputs are no leaves and are used beside the layer too."""
     computed = [1.5 * x for x in inputs]
-    output = attend(module, computed, given)
+    output = output_of(module, computed, given)
     loss = (output + computed[0]).tanh().square().sum()
-    return [output, *torch.autograd.grad(loss, [*inputs, *module.parameters()])]
+    return derivatives(output, [*inputs, *module.parameters()], [lambda _: loss])
 
 
 def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def require_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def require_as_exact(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """To 1e-5 of the largest number, since the gradient of a key's bias is nothing but rounding."""
     for group in (slice(0, 1), slice(1, None)):
-        largest = max((float(item.detach().abs().max()) for item in expected[group]), default=1.0)
-        for x, y in zip(found[group], expected[group], strict=True):
-            assert (x.double() - y).abs().max() < 1e-5 * largest
+        require_near(found[group], expected[group], least=0, together=True)
 
 
 def nothing(*_: object) -> None:
@@ -141,31 +141,31 @@ def nothing(*_: object) -> None:
 def test_against_float64_and_with_hooks(kind: str, mask: str, count: int) -> None:
     """A hook makes a layer call its submodules, which compute the same bits."""
     module, inputs, given = made(kind), drawn(count), MASKS[mask](L if count == 1 else S)
-    result = derivatives(module, inputs, given)
+    result = numbers(module, inputs, given)
     with torch.no_grad():
-        alone = attend(module, [1.5 * x for x in inputs], given)
+        alone = output_of(module, [1.5 * x for x in inputs], given)
     assert torch.equal(alone, result[0])
     wide = {name: x.double() if isinstance(x, Tensor) and x.dtype.is_floating_point else x for name, x in given.items()}
-    require_close(result, derivatives(copy.deepcopy(module).double(), drawn(count, torch.float64), wide))
+    require_as_exact(result, numbers(copy.deepcopy(module).double(), drawn(count, torch.float64), wide))
     for child in module.children():
         child.register_forward_hook(nothing)
         child.register_full_backward_hook(nothing)
-    assert same(derivatives(module, inputs, given), result)
+    assert same(numbers(module, inputs, given), result)
     with torch.no_grad():
-        assert torch.equal(attend(module, [1.5 * x for x in inputs], given), alone)
+        assert torch.equal(output_of(module, [1.5 * x for x in inputs], given), alone)
 
 
 @both
 def test_changes_in_place(kind: str) -> None:
     """The output may be written to; what was saved, a bias too, may not."""
     module, (x,) = made(kind), drawn()
-    output = attend(module, [x])
+    output = output_of(module, [x])
     output += x
     torch.testing.assert_close(
-        torch.autograd.grad(output.sum(), x), torch.autograd.grad((attend(module, [x]) + x).sum(), x)
+        torch.autograd.grad(output.sum(), x), torch.autograd.grad((output_of(module, [x]) + x).sum(), x)
     )
     y, bias = x * 2, as_bias(blind(L))
-    for changed, output in ((y, attend(module, [y])), (bias, attend(module, [x], {"attn_mask": bias}))):
+    for changed, output in ((y, output_of(module, [y])), (bias, output_of(module, [x], {"attn_mask": bias}))):
         with torch.no_grad():
             changed.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -176,7 +176,7 @@ def test_changes_in_place(kind: str) -> None:
 @pytest.mark.parametrize("mask", ["none", "both"])
 def test_the_output_is_contiguous(kind: str, mask: str) -> None:
     module, x = made(kind), drawn()[0].detach()
-    output = attend(module, [x], MASKS[mask](L))
+    output = output_of(module, [x], MASKS[mask](L))
     assert (output.transpose(0, 1) if getattr(module, "batch_first", True) is False else output).is_contiguous()
 
 
@@ -184,8 +184,8 @@ def test_a_query_that_is_the_value_too() -> None:
     x, key = (item[:, :L].detach() for item in drawn(2))
     for kind in ("own", "drop-in", "drop-in, length first"):
         module = made(kind)
-        assert torch.equal(attend(module, [x, key, x]), attend(module, [x, key, x.clone()]))
-        assert (attend(module, [x, key, x]) - attend(module, [x, key, key])).abs().max() > 1e-3
+        assert torch.equal(output_of(module, [x, key, x]), output_of(module, [x, key, x.clone()]))
+        assert (output_of(module, [x, key, x]) - output_of(module, [x, key, key])).abs().max() > 1e-3
 
 
 # What is changed on a layer, or stands around it.
@@ -273,11 +273,11 @@ OWN_CHANGES: dict[str, Callable[[Any], object]] = {
 def test_a_layer_that_is_changed_between_two_calls(change: str, train: bool) -> None:
     module, (x,) = made("own"), drawn()
     with torch.set_grad_enabled(train):
-        before = [attend(module, [x]).detach() for _ in range(2)][1]
+        before = [output_of(module, [x]).detach() for _ in range(2)][1]
         torch.testing.assert_close(before, by_hand(module, x).detach())
         with torch.enable_grad():
             OWN_CHANGES[change](module)
-        after = attend(module, [x])
+        after = output_of(module, [x])
         torch.testing.assert_close(after, by_hand(module, x))
     assert (after - before).abs().max() > 0.01, "the change has to be seen"
 
@@ -303,7 +303,7 @@ DROP_IN_CHANGES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("change", DROP_IN_CHANGES)
 def test_a_drop_in_that_is_changed_between_two_calls(change: str) -> None:
     module, (x,) = made("drop-in"), drawn()
-    before = [attend(module, [x]) for _ in range(2)][1].detach()
+    before = [output_of(module, [x]) for _ in range(2)][1].detach()
     DROP_IN_CHANGES[change](module)
     after = module(x, x, x, need_weights=False)[0]
     assert (after - before).abs().max() > 0.01, "the change has to be seen"
@@ -319,7 +319,7 @@ def test_a_drop_in_that_is_changed_between_two_calls(change: str) -> None:
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
 def test_every_kind_of_hook_is_called_once(name: str) -> None:
     module, (x,) = made("own"), drawn()
-    attend(module, [x])
+    output_of(module, [x])
     child, seen = module.get_submodule(name), []
     registers = [
         child.register_forward_pre_hook,
@@ -333,7 +333,7 @@ def test_every_kind_of_hook_is_called_once(name: str) -> None:
     ]
     for register in registers:
         handle = register(lambda called, *_: seen.append(called) if called is child else None)  # type: ignore[operator]
-        attend(module, [x]).sum().backward()
+        output_of(module, [x]).sum().backward()
         handle.remove()
         assert seen == [child]
         seen.clear()
@@ -358,9 +358,9 @@ class Dispatched(TorchDispatchMode):
 @pytest.mark.parametrize("mode_class", [Counting, Dispatched])
 def test_modes_see_every_projection(mode_class: type[Counting] | type[Dispatched]) -> None:
     module, (x,) = made("own"), drawn()
-    expected = attend(module, [x])
+    expected = output_of(module, [x])
     with mode_class() as mode:
-        assert torch.equal(attend(module, [x]), expected)
+        assert torch.equal(output_of(module, [x]), expected)
     assert mode.products == 4
 
 
@@ -369,12 +369,12 @@ class Logged(Tensor):
 
 
 OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "another length": lambda m, x: attend(m, [torch.cat([x, x], 1)])[:, :L],
-    "not contiguous": lambda m, x: attend(m, [x.transpose(0, 1).contiguous().transpose(0, 1)]),
-    "no batch": lambda m, x: torch.stack([attend(m, [item]) for item in x]),
-    "a subclass": lambda m, x: attend(m, [x.as_subclass(Logged)]),
-    "mapped over": lambda m, x: torch.vmap(lambda item: attend(m, [item]))(x[None])[0],
-    "inference mode": lambda m, x: torch.inference_mode()(attend)(m, [x]),
+    "another length": lambda m, x: output_of(m, [torch.cat([x, x], 1)])[:, :L],
+    "not contiguous": lambda m, x: output_of(m, [x.transpose(0, 1).contiguous().transpose(0, 1)]),
+    "no batch": lambda m, x: torch.stack([output_of(m, [item]) for item in x]),
+    "a subclass": lambda m, x: output_of(m, [x.as_subclass(Logged)]),
+    "mapped over": lambda m, x: torch.vmap(lambda item: output_of(m, [item]))(x[None])[0],
+    "inference mode": lambda m, x: torch.inference_mode()(output_of)(m, [x]),
 }
 
 
@@ -382,7 +382,7 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_other_inputs_after_the_usual_ones(name: str) -> None:
     """Every token twice changes no average."""
     module, (x,) = made("own"), [x.detach() for x in drawn()]
-    expected = attend(module, [x])
+    expected = output_of(module, [x])
     output = OTHERS[name](module, x)
     assert type(output) is (Logged if name == "a subclass" else Tensor)
     torch.testing.assert_close(output.as_subclass(Tensor), expected)
@@ -391,14 +391,14 @@ def test_other_inputs_after_the_usual_ones(name: str) -> None:
 def test_functional_call_uses_the_given_parameters() -> None:
     for kind in ("own", "drop-in"):
         module, (x,) = made(kind), drawn()
-        before = attend(module, [x])
+        before = output_of(module, [x])
         doubled = {name: (2 * item).detach().requires_grad_() for name, item in module.named_parameters()}
         arguments = (x,) if kind == "own" else (x, x, x, None, False)
         result = torch.func.functional_call(module, doubled, arguments)
         result = result if kind == "own" else result[0]
         gradients = torch.autograd.grad(result.square().sum(), list(doubled.values()))
         module.load_state_dict(doubled)
-        after = attend(module, [x])
+        after = output_of(module, [x])
         torch.testing.assert_close(result, after)
         torch.testing.assert_close(gradients, torch.autograd.grad(after.square().sum(), list(module.parameters())))
         assert (after - before).abs().max() > 0.01
@@ -406,10 +406,10 @@ def test_functional_call_uses_the_given_parameters() -> None:
 
 def test_parts_that_are_given_to_a_layer_between_calls() -> None:
     module, (x,) = made("own"), [x.detach() for x in drawn()]
-    before = attend(module, [x])
+    before = output_of(module, [x])
     module.dropout = 0.5
-    assert not torch.equal(attend(module, [x]), attend(module, [x]))
-    assert torch.equal(attend(module.eval(), [x]), before)
+    assert not torch.equal(output_of(module, [x]), output_of(module, [x]))
+    assert torch.equal(output_of(module.eval(), [x]), before)
     for name, part in (
         ("mask", masks.sliding_window(1, 1)),
         ("softcap", 0.5),
@@ -420,6 +420,6 @@ def test_parts_that_are_given_to_a_layer_between_calls() -> None:
     ):
         kept = getattr(module, name)
         setattr(module, name, part)
-        assert (attend(module, [x]) - before).abs().max() > 1e-3, name
+        assert (output_of(module, [x]) - before).abs().max() > 1e-3, name
         setattr(module, name, kept)
-        assert torch.equal(attend(module, [x]), before)
+        assert torch.equal(output_of(module, [x]), before)

@@ -18,6 +18,7 @@ from clearhead import masks
 from clearhead._layer import layer, unpadding
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, Rotary
+from tests.support.derivatives import derivatives
 from tests.support.randomised import randomised
 
 B, L, S, E, H, KV = 5, 13, 11, 24, 6, 3
@@ -65,21 +66,15 @@ def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[unpadding.Unpadded]:
     return result
 
 
-def derivatives(call: Callable[[], Tensor], wanted: list[Tensor]) -> list[Tensor]:
-    output = call()
-    result = torch.autograd.grad(output.square().sum(), wanted, allow_unused=True, materialize_grads=True)
-    return [output, *result]
-
-
 def with_and_without(
     call: Callable[[], Tensor], wanted: list[Tensor], unpadded: list[Any], expected_times: int = 1
 ) -> None:
     """Unpadded, once or not at all, and as a whole batch."""
-    result = derivatives(call, wanted)
+    result = derivatives(call(), wanted, unused=True)
     assert len(unpadded) == expected_times
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(unpadding, "_WORTH_UNPADDING", 1 << 40)
-        expected = derivatives(call, wanted)
+        expected = derivatives(call(), wanted, unused=True)
     assert len(unpadded) == expected_times
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-10)
 

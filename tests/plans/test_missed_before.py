@@ -13,8 +13,11 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead.errors import DTypeError, KernelError, ShapeError
+from tests.support.attending import attend
 from tests.support.budgets import in_turn
-from tests.support.exact import exact_attention, near
+from tests.support.closeness import require_near
+from tests.support.derivatives import derivatives
+from tests.support.exact import exact_attention
 from tests.support.models import VIT
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
@@ -25,23 +28,17 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(dtype)
 
 
-def attend(kernel: str | None, *operands: Tensor, **options: Any) -> Any:
-    """Skips the test if the forced kernel refuses the call."""
+def numbers(function: Callable[..., Tensor], inputs: Sequence[Tensor], learns: Sequence[int]) -> list[Tensor]:
+    """The result of a function of copies of the inputs, and its derivatives in those that learn.
+
+    Skips the test if the forced kernel refuses the call.
+    """
+    leaves = [x.detach().requires_grad_(n in learns) for n, x in enumerate(inputs)]
     try:
-        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
-            return clearhead.attention(*operands, **options)
+        result = function(*leaves)
     except KernelError as error:
         pytest.skip(str(error))
-
-
-def derivatives(function: Callable[..., Tensor], inputs: Sequence[Tensor], learns: Sequence[int]) -> list[Tensor]:
-    """The result of a function of the inputs, and the gradients of the sum of its squares."""
-    leaves = [x.detach().requires_grad_(n in learns) for n, x in enumerate(inputs)]
-    result = function(*leaves)
-    wanted = [leaves[n] for n in learns]
-    if not wanted:
-        return [result]
-    return [result, *torch.autograd.grad(result.square().sum(), wanted, allow_unused=True, materialize_grads=True)]
+    return derivatives(result, [leaves[n] for n in learns], unused=True) if learns else [result]
 
 
 def doubles(inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -54,8 +51,8 @@ def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, lea
     marks[1] = False
     inputs = [drawn(B, H, L, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype)]
     inputs[0][:, :, 1] = torch.nan
-    result = derivatives(lambda *x: attend(kernel, *x, mask=masks.keep(marks)), inputs, learns)
-    near(result, derivatives(lambda *x: exact_attention(*x, marks[None, None]).output, doubles(inputs), learns))
+    result = numbers(lambda *x: attend(*x, masks.keep(marks), kernel=kernel), inputs, learns)
+    require_near(result, numbers(lambda *x: exact_attention(*x, marks[None, None]).output, doubles(inputs), learns))
 
 
 @pytest.mark.parametrize("kernel", ["native", "chunked", "reference", None])
@@ -67,18 +64,18 @@ def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, A
     def options(sinks: Sequence[Tensor]) -> dict[str, Any]:
         return extras | ({"sinks": sinks[0]} if sinks else {})
 
-    result = derivatives(
-        lambda q, k, v, *sinks: attend(kernel, q, k, v, mask=masks.causal(), return_lse=True, **options(sinks))[1],
+    result = numbers(
+        lambda q, k, v, *sinks: attend(q, k, v, masks.causal(), kernel=kernel, return_lse=True, **options(sinks))[1],
         inputs,
         range(len(inputs)),
     )
-    expected = derivatives(
+    expected = numbers(
         lambda q, k, v, *sinks: exact_attention(q, k, v, marks, **options(sinks)).lse,
         doubles(inputs),
         range(len(inputs)),
     )
     assert result[1].abs().max() > 0.01
-    near(result, expected)
+    require_near(result, expected)
 
 
 @in_turn({"kernel": KERNELS, "more": [1, 3], "learns": [False, True]}, {"poison": [torch.nan, torch.inf]})
@@ -89,8 +86,8 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
         x[:, :, L:] = poison
     marks = (torch.arange(L)[:, None] >= torch.arange(L))[None, None]
     learning, seen = range(3 if learns else 0), [x[:, :, :L] for x in doubles(inputs)]
-    result = derivatives(lambda *x: attend(kernel, *x, mask=masks.causal()), inputs, learning)
-    near([x[:, :, :L] for x in result], derivatives(lambda *x: exact_attention(*x, marks).output, seen, learning))
+    result = numbers(lambda *x: attend(*x, masks.causal(), kernel=kernel), inputs, learning)
+    require_near([x[:, :, :L] for x in result], numbers(lambda *x: exact_attention(*x, marks).output, seen, learning))
     assert not any(x[:, :, L:].any() for x in result)
 
 
@@ -98,7 +95,7 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
 def test_a_sparse_tensor_after_an_expanded_one(place: int) -> None:
     """PyTorch says of both that their strides are zero."""
     inputs = [drawn(1, 1, 1, 1).expand(B, H, L, D) for _ in range(3)]
-    near(clearhead.attention(*inputs), inputs[2])
+    require_near(clearhead.attention(*inputs), inputs[2])
     inputs[place] = drawn(B, H, L, D).to_sparse()
     name = ("query", "key", "value")[place]
     with pytest.raises(DTypeError, match=rf"^{name}: expected a torch.Tensor, got a tensor of layout torch.sparse_coo"):
@@ -106,13 +103,13 @@ def test_a_sparse_tensor_after_an_expanded_one(place: int) -> None:
 
 
 def test_a_key_projection_that_fits_no_input_beside_one_for_queries_and_values() -> None:
-    attend = clearhead.MultiHeadAttention(12, 4)
-    attend.v_proj = attend.q_proj
-    attend.k_proj = nn.Linear(13, 12)
+    module = clearhead.MultiHeadAttention(12, 4)
+    module.v_proj = module.q_proj
+    module.k_proj = nn.Linear(13, 12)
     x = drawn(2, 5, 12)
     for _ in range(2):
         with pytest.raises(ShapeError, match=r"^key: expected .*13"):
-            attend(x)
+            module(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -29,10 +29,9 @@ MASKS: dict[str, Callable[[], masks.Mask | Tensor]] = {
 }
 
 
-def attend(mask: masks.Mask | Tensor) -> Tensor:
+def gradient(mask: masks.Mask | Tensor) -> Tensor:
     x = torch.randn(B, H, L, D, requires_grad=True)
-    (gradient,) = torch.autograd.grad(clearhead.attention(x, x, x, mask).sum(), x)
-    return gradient
+    return torch.autograd.grad(clearhead.attention(x, x, x, mask).sum(), x)[0]
 
 
 def large_module(mask: masks.Mask | Tensor) -> Tensor:
@@ -49,7 +48,7 @@ def statistics(mask: masks.Mask | Tensor) -> Tensor:
     return clearhead.attention_statistics(x, x, mask, statistics=("entropy",)).entropy
 
 
-CALLS = {"attend": attend, "large module": large_module, "weights": weights, "statistics": statistics}
+CALLS = {"gradient": gradient, "large module": large_module, "weights": weights, "statistics": statistics}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -80,4 +79,4 @@ def test_make_fx_holds_for_other_values(mode: str) -> None:
 @pytest.mark.parametrize("mask", ["lengths", "keys", "documents", "prefix"])
 def test_masks_on_meta_say_what_they_need(mask: str) -> None:
     with torch.device("meta"), pytest.raises(clearhead.errors.DeviceError, match="Move it to a real device"):
-        attend(MASKS[mask]())
+        gradient(MASKS[mask]())

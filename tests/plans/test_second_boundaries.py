@@ -18,7 +18,8 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ClearheadError, KernelError
 from tests.support.budgets import in_turn
-from tests.support.exact import exact_attention, near
+from tests.support.closeness import require_near
+from tests.support.exact import exact_attention
 from tests.support.forgetting import forget
 from tests.support.randomised import randomised
 
@@ -192,7 +193,7 @@ def require(found: list[Tensor] | str, call: Call) -> None:
             continue
         assert torch.equal(ours.isinf(), theirs.isinf())
         if ours.numel():
-            near(ours.masked_fill(ours.isinf(), 0), theirs.masked_fill(theirs.isinf(), 0))
+            require_near(ours.masked_fill(ours.isinf(), 0), theirs.masked_fill(theirs.isinf(), 0))
 
 
 @in_turn({"field": ALTERNATIVES}, {"base": BASES, "kernel": KERNELS}, always=1)
@@ -208,7 +209,7 @@ def test_calls_that_differ_in_one_thing(field: str, base: str, kernel: str | Non
         found = outcome(alternatives[number], kernel)
         assert (found is REFUSED) == (alone[number] is REFUSED), alternatives[number]
         if found is not REFUSED:
-            near(_finite(found), _finite(alone[number]))
+            require_near(_finite(found), _finite(alone[number]))
 
 
 def _finite(results: list[Tensor] | str) -> list[Tensor]:
@@ -256,7 +257,7 @@ def test_jagged_inputs_in_turn(mask: Any, share: bool) -> None:
         found = module(*inputs, mask=mask).unbind()
         for n, output in enumerate(found):
             alone = module(*(x.unbind()[n][None] for x in inputs), mask=mask)
-            near(output, alone[0])
+            require_near(output, alone[0])
 
 
 @pytest.mark.parametrize(("keys", "values"), [((3, 4), (7, 4)), ((7, 4), (3, 4)), ((3, 4), (3, 5)), ((3, 4), (2, 4))])

@@ -23,6 +23,7 @@ from clearhead import use_linear
 from clearhead._layer.linear import describe_backend, linear
 from clearhead.errors import ArgumentError, ClearheadError, KernelError
 from clearhead.nn import Linear
+from tests.support.derivatives import derivatives, squares
 from tests.support.saving import EXACT, LOSING, returning
 
 #: rows, in_features, out_features
@@ -56,12 +57,9 @@ def error(got: Tensor, exact: Tensor) -> float:
     return float(((got.double() - exact).abs().max() / exact.abs().max()).detach())
 
 
-def derivatives(product: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def numbers(product: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """Output, gradients, and the gradients of their squares."""
-    output = product(*inputs)
-    first = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
-    second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), inputs)
-    return [output, *first, *second]
+    return derivatives(product(*inputs), inputs, (squares, squares))
 
 
 @needs_onednn
@@ -71,9 +69,9 @@ def test_outputs_and_derivatives_against_float64(sizes: tuple[int, int, int], bi
     rows, inner, outer = sizes
     # Positive numbers, so that no sum cancels out and errors are relative to what was added up.
     inputs = [torch.rand(rows, inner), torch.rand(outer, inner), torch.rand(outer)][: 3 if bias else 2]
-    exact = derivatives(F.linear, [x.double().requires_grad_() for x in inputs])
+    exact = numbers(F.linear, [x.double().requires_grad_() for x in inputs])
     with use_linear("onednn"):
-        got = derivatives(linear, [x.clone().requires_grad_() for x in inputs])
+        got = numbers(linear, [x.clone().requires_grad_() for x in inputs])
     for mine, theirs in zip(got, exact, strict=True):
         assert mine.shape == theirs.shape
         assert mine.dtype == torch.float32
@@ -186,8 +184,8 @@ def test_saved_tensors_that_come_back_otherwise(hooks: str, onednn_preferred: li
         with EXACT[hooks]():
             return linear(*tensors)
 
-    exact = derivatives(F.linear, [x.detach().double().requires_grad_() for x in inputs])
-    for mine, theirs in zip(derivatives(with_hooks, inputs), exact, strict=True):
+    exact = numbers(F.linear, [x.detach().double().requires_grad_() for x in inputs])
+    for mine, theirs in zip(numbers(with_hooks, inputs), exact, strict=True):
         assert mine.dtype == torch.float32
         assert error(mine, theirs) < 1e-5
     assert len(onednn_preferred) > 2

@@ -13,7 +13,8 @@ from clearhead import masks
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask, PreparedMask
 from clearhead.positions import ALiBi
-from tests.support.exact import exact_attention, near
+from tests.support.closeness import require_near
+from tests.support.exact import exact_attention
 from tests.support.forgetting import GRID_FIELDS, forget
 
 L, S, D = 5, 7, 11
@@ -139,7 +140,7 @@ def _require(found: Any, alone: Any, name: str, setting: Setting) -> None:
     if found[0].is_meta:
         assert found[0].shape == alone[0].shape
         return
-    near(found, expected(MASKS[name](), setting))
+    require_near(found, expected(MASKS[name](), setting))
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -18,7 +18,9 @@ from clearhead.masks import Mask
 from clearhead.positions import Rotary
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward
 from tests.support.budgets import in_turn
-from tests.support.exact import Exact, exact_attention, near
+from tests.support.closeness import require_near
+from tests.support.derivatives import derivatives
+from tests.support.exact import Exact, exact_attention
 from tests.support.randomised import randomised
 
 B, L, S, E, H, KV, D = 5, 7, 11, 20, 6, 3, 4
@@ -183,10 +185,6 @@ def made(part: str) -> clearhead.MultiHeadAttention:
     return randomised(module, 0.4)
 
 
-def gradients(output: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    return list(torch.autograd.grad(output.square().sum(), leaves, allow_unused=True, materialize_grads=True))
-
-
 @in_turn(
     {"keys": KEYS, "queries": QUERIES, "rule": RULES}, {"part": PARTS, "inputs": ["self", "cross", "values apart"]}
 )
@@ -196,7 +194,7 @@ def test_outputs_and_gradients(keys: str, queries: str, rule: str, part: str, in
     expected, _ = solved(module, call)
     output = module(call.query, call.key, call.value, mask=call.mask)
     leaves = [*call.leaves, *module.parameters()]
-    near([output, *gradients(output, leaves)], [expected, *gradients(expected, leaves)])
+    require_near(derivatives(output, leaves, unused=True), derivatives(expected, leaves, unused=True))
 
 
 @in_turn({"keys": KEYS, "queries": QUERIES}, {"rule": RULES, "inputs": ["self", "cross"]})
@@ -207,15 +205,15 @@ def test_a_record_and_weights(keys: str, queries: str, rule: str, inputs: str) -
     with clearhead.record(
         module, names, query_mask=torch.ones(call.query.shape[:2]).bool(), keep="queries_keys"
     ) as rec:
-        near(module(call.query, call.key, call.value, mask=call.mask), expected)
+        require_near(module(call.query, call.key, call.value, mask=call.mask), expected)
     found = rec[""][0]
-    near(found.rows, inside.weights)
-    near(rec.weights(0), inside.weights)
-    near(found.received, inside.weights.sum(2))
-    near(found.output, inside.output)
+    require_near(found.rows, inside.weights)
+    require_near(rec.weights(0), inside.weights)
+    require_near(found.received, inside.weights.sum(2))
+    require_near(found.output, inside.output)
     torch.testing.assert_close(found.max_logit, inside.scores.amax((-1, -2)), rtol=0, atol=1e-9)
     output, weights = module(call.query, call.key, call.value, mask=call.mask, need_weights=True)
-    near([output, weights], [expected, inside.weights.mean(1)])
+    require_near([output, weights], [expected, inside.weights.mean(1)])
 
 
 @in_turn({"keys": KEYS}, {"queries": QUERIES, "rule": RULES, "inputs": ["self", "cross"]})
@@ -226,7 +224,7 @@ def test_one_module_in_call_after_call(keys: str, queries: str, rule: str, input
     removed: list[bool] = []
     for call in (first, *others, first):
         unpadded.clear()
-        near(module(call.query, call.key, call.value, mask=call.mask), solved(module, call)[0])
+        require_near(module(call.query, call.key, call.value, mask=call.mask), solved(module, call)[0])
         removed.append(len(unpadded) == 1)
     # A window counts positions from the beginnings of the items, so padding there stays.
     assert removed[1:-1] == [rule != "window", True, queries != "none"]
@@ -256,7 +254,7 @@ def test_the_drop_in(batch_first: bool, kdim: int | None, keys: str, causal: boo
     visible = real[:, None] & (torch.ones(S, S).tril().bool() if causal else True)
     sees = visible.expand(B, S, S).any(-1)
     found, expected = (x if batch_first else x.transpose(0, 1) for x in (found, expected))
-    near(found.where(sees[..., None], 0), expected.where(sees[..., None], 0))
+    require_near(found.where(sees[..., None], 0), expected.where(sees[..., None], 0))
     assert torch.equal(found[~sees], theirs.out_proj.bias.expand_as(found[~sees]))
 
 
@@ -277,7 +275,7 @@ def test_a_decoder_reads_a_padded_memory(of_memory: str, of_text: str, causal: b
     assert text[0] is not None
     found = stack(x, memory, mask=rule & text[0], memory_mask=of_keys[0])
     dense = masks.keep(seen), masks.keep(of_keys[1][:, None, None].expand(B, 1, L, S))
-    near(found, stack(x, memory, mask=dense[0], memory_mask=dense[1]))
+    require_near(found, stack(x, memory, mask=dense[0], memory_mask=dense[1]))
 
 
 @in_turn({"keys": KEYS}, {"queries": QUERIES})
@@ -285,7 +283,7 @@ def test_an_encoder(keys: str, queries: str) -> None:
     layers = [EncoderLayer(E, made(part), FeedForward(E, 7)) for part in ("rotary", "plain", "softcap, sinks")]
     stack, call = randomised(Encoder(layers).double(), 0.3), padded(keys, queries, "causal", "self")
     dense = masks.keep(call.visible.expand(B, 1, S, S))
-    near(stack(call.query, mask=call.mask), stack(call.query, mask=dense))
+    require_near(stack(call.query, mask=call.mask), stack(call.query, mask=dense))
 
 
 @in_turn({"keys": KEYS}, {"queries": QUERIES, "rule": RULES, "train": [True, False]})
@@ -301,7 +299,7 @@ def test_autocast(keys: str, queries: str, rule: str, train: bool) -> None:
         output = module(x, mask=call.mask)
     assert output.dtype == torch.bfloat16
     found = [output, *torch.autograd.grad(output.float().square().sum(), [x, *module.parameters()])]
-    wanted = [expected, *gradients(expected, [call.query, *exact.parameters()])]
+    wanted = derivatives(expected, [call.query, *exact.parameters()], unused=True)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.isfinite().all()
         assert (ours.double() - theirs).norm() < 0.04 * theirs.norm() + 1e-3
@@ -328,7 +326,7 @@ def test_nan_in_either_padding(side: str) -> None:
     pairs = zip((call.query, call.key), real, strict=True)
     inputs = [x.detach().masked_fill(~each[..., None], torch.nan).requires_grad_() for x, each in pairs]
     output, expected = module(*inputs, mask=call.mask), solved(module, call)[0]
-    near([output, *gradients(output, inputs)], [expected, *gradients(expected, [call.query, call.key])])
+    require_near(derivatives(output, inputs, unused=True), derivatives(expected, [call.query, call.key], unused=True))
 
 
 def test_both_paddings_of_jagged_inputs() -> None:
@@ -342,8 +340,8 @@ def test_both_paddings_of_jagged_inputs() -> None:
     for n, item in enumerate(found.unbind()):
         if queries[n] == 0:
             continue
-        near(item, padded_result[n, : queries[n]])
+        require_near(item, padded_result[n, : queries[n]])
         alone = module(
             rows[0][n][None], F.pad(rows[1][n], (0, 0, 0, 1))[None], mask=masks.lengths(torch.tensor(keys[n : n + 1]))
         )
-        near(item, alone[0])
+        require_near(item, alone[0])

@@ -15,7 +15,8 @@ import clearhead
 from clearhead import MultiHeadAttention, caches, masks
 from clearhead.positions import Rotary
 from clearhead.transformer import Encoder, EncoderLayer, FeedForward
-from tests.support.exact import Exact, exact_attention, near
+from tests.support.closeness import require_near
+from tests.support.exact import Exact, exact_attention
 from tests.support.randomised import randomised
 
 B, L, E, H, KV, D = 2, 7, 24, 6, 3, 4
@@ -115,11 +116,11 @@ _KERNELS = (None, "reference", "chunked")
 @every_option
 def test_the_module_and_its_weights(name: str) -> None:
     module, x, item, expected, inside = made(name)
-    near(module(x, **item.given), expected)
+    require_near(module(x, **item.given), expected)
     for average in (False, True):
         output, weights = module(x, **item.given, need_weights=True, average_attn_weights=average)
-        near(output, expected)
-        near(weights, inside.weights.mean(1) if average else inside.weights)
+        require_near(output, expected)
+        require_near(weights, inside.weights.mean(1) if average else inside.weights)
 
 
 @every_option
@@ -130,8 +131,8 @@ def test_training_and_checkpointing(name: str) -> None:
     (gradient,) = torch.autograd.grad(solved(module, leaf, item)[0].square().sum(), leaf)
     for run in (module.train(), lambda *args, **inputs: checkpoint(module, *args, **inputs, use_reentrant=False)):
         output = run(leaf, **item.given)
-        near(output, expected)
-        near(torch.autograd.grad(output.square().sum(), leaf)[0], gradient)
+        require_near(output, expected)
+        require_near(torch.autograd.grad(output.square().sum(), leaf)[0], gradient)
 
 
 @every_option
@@ -139,17 +140,19 @@ def test_a_record(name: str) -> None:
     module, x, item, expected, inside = made(name)
     names = ("rows", "received", "max_logit", "entropy", "head_average", "output", "confidence")
     with clearhead.record(module, names, keep="queries_keys") as rec:
-        near(module(x, **item.given), expected)
+        require_near(module(x, **item.given), expected)
     result = rec[""][0]
     logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
-    near(result.rows, inside.weights)
-    near(result.entropy, -(inside.weights * logs).sum(-1))
-    near(result.received, (inside.weights * counted(item)[:, None, :, None]).sum(-2))
-    near(result.head_average, inside.weights.mean(1))
-    near(result.output, inside.output)
-    near(result.confidence, inside.weights.amax(-1))
-    near(result.max_logit, inside.scores.masked_fill(~counted(item)[:, None, :, None], -torch.inf).amax((-1, -2)))
-    near(rec.weights(0), inside.weights)
+    require_near(result.rows, inside.weights)
+    require_near(result.entropy, -(inside.weights * logs).sum(-1))
+    require_near(result.received, (inside.weights * counted(item)[:, None, :, None]).sum(-2))
+    require_near(result.head_average, inside.weights.mean(1))
+    require_near(result.output, inside.output)
+    require_near(result.confidence, inside.weights.amax(-1))
+    require_near(
+        result.max_logit, inside.scores.masked_fill(~counted(item)[:, None, :, None], -torch.inf).amax((-1, -2))
+    )
+    require_near(rec.weights(0), inside.weights)
 
 
 @every_option
@@ -161,8 +164,8 @@ def test_an_observer_that_may_change_outputs(name: str) -> None:
         return lambda output: seen.setdefault(head, output)
 
     with clearhead.intervene(module, {("", head): noted(head) for head in range(H)}):
-        near(module(x, **item.given), expected)
-    near(torch.stack([seen[head] for head in range(H)], 1), inside.output)
+        require_near(module(x, **item.given), expected)
+    require_near(torch.stack([seen[head] for head in range(H)], 1), inside.output)
 
 
 @every_option
@@ -171,7 +174,7 @@ def test_a_monitor(name: str) -> None:
     module.dropout = 0.0
     told: dict[str, float] = {}
     with clearhead.monitor(module.train(), 1, ("entropy", "max_logit"), to=lambda step, values: told.update(values)):
-        near(module(x, **item.given), expected)
+        require_near(module(x, **item.given), expected)
     logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
     real = counted(item)[:, None]
     entropy, sees = -(inside.weights * logs).sum(-1) * real, (inside.weights.sum(-1) > 0) & real
@@ -194,10 +197,10 @@ def test_the_functions(name: str) -> None:
         forced = torch.no_grad() if kernel is None else clearhead.use_kernel(kernel)
         with forced:
             output, lse = clearhead.attention(q, k, v, mask, return_lse=True, **options)
-        near(output, inside.output)
-        near(lse, inside.lse)
-    near(clearhead.attention_weights(q, k, mask, **options), inside.weights)
-    near(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, inside.weights)
+        require_near(output, inside.output)
+        require_near(lse, inside.lse)
+    require_near(clearhead.attention_weights(q, k, mask, **options), inside.weights)
+    require_near(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, inside.weights)
 
 
 @every_option
@@ -208,9 +211,9 @@ def test_the_layers_of_an_encoder(name: str) -> None:
         nn.init.zeros_(parameter)
     stack = Encoder([layer])
     for part in (layer, stack):
-        near(part(x, **item.given), x + expected)
+        require_near(part(x, **item.given), x + expected)
         weights = part(x, **item.given, need_weights=True, average_attn_weights=False)[1]
-        near(weights[0] if isinstance(weights, list) else weights, inside.weights)
+        require_near(weights[0] if isinstance(weights, list) else weights, inside.weights)
 
 
 CACHES: dict[str, Callable[[], caches.Cache]] = {
@@ -227,7 +230,7 @@ def test_a_cache(name: str, kind: str, step: int) -> None:
     module, x, item, expected, _ = made(name)
     cache = CACHES[kind]()
     outputs = [module(part, **item.given, cache=cache) for part in x.split(step, 1)]
-    near(torch.cat(outputs, 1), expected)
+    require_near(torch.cat(outputs, 1), expected)
 
 
 @pytest.mark.parametrize(("recent", "latest"), [(0.0, 1), (0.7, 2)])
@@ -257,4 +260,4 @@ def test_jagged_rows(name: str) -> None:
     for row, output in zip(rows, result, strict=True):
         n = len(row)
         alone = Option(item.parts, item.given, None if item.visible is None else item.visible[..., :n, :n])
-        near(output, solved(module, row[None], alone)[0][0])
+        require_near(output, solved(module, row[None], alone)[0][0])
