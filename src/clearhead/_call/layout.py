@@ -27,7 +27,6 @@ class Layout(NamedTuple):
         subclass: name of the tensor subclass among them, or ``None``.
         negative: whether one of them is a lazily negated view.
         masked: whether there is a mask.
-        query_positions, key_positions: ``None``, an int, or the shape of a tensor.
         scale: factor of q·k.
         softcap: c in s ← c·tanh(s/c), or ``None``.
         sinks: whether there are sinks.
@@ -51,8 +50,6 @@ class Layout(NamedTuple):
     subclass: str | None
     negative: bool
     masked: bool
-    query_positions: int | tuple[int, ...] | None
-    key_positions: int | tuple[int, ...] | None
     scale: float
     softcap: float | None
     sinks: bool
@@ -114,7 +111,6 @@ def layout_of(call: Call) -> Layout:
     """The layout of a call that was read. Its sizes and numbers need not be valid yet."""
     query, key, value, mask, sequences = call.query, call.key, call.value, call.mask, call.sequences
     scale, softcap, dropout_p, lse, environment = call.scale, call.softcap, call.dropout_p, call.lse, call.environment
-    q_positions, k_positions = call.query_positions, call.key_positions
     operands, tracing = (query, key, value), environment.tracing
     query_shape, key_shape, value_shape = (x.shape for x in operands)
     # In a graph strides are symbols, which a comparison would tie to these strides.
@@ -137,8 +133,6 @@ def layout_of(call: Call) -> Layout:
         kinds[0] if kinds else None,
         not tracing and any(x.is_neg() for x in operands),
         mask is not None,
-        q_positions.shape if isinstance(q_positions, Tensor) else q_positions,
-        k_positions.shape if isinstance(k_positions, Tensor) else k_positions,
         scale if type(scale) is float else _float("scale", scale, "a finite number, or None for 1/√D"),
         None if softcap is None else _float("softcap", softcap, "a number > 0, or None"),
         call.sinks is not None,

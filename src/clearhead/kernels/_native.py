@@ -66,9 +66,9 @@ class NativeKernel(Kernel):
             return _run_operator
         planned = _native_plan(layout, layout.operand_strides, _lowered(bound))
         if layout.gradients:
-            return partial(_compute_with_gradients, planned, layout.weights)
+            return partial(_compute_with_gradients, planned, layout)
         if bound.band is None or layout.lse or layout.weights is not None:
-            return partial(_compute, planned, layout.weights)
+            return partial(_compute, planned, layout.weights, lse=layout.lse)
         return partial(_compute_output, planned)
 
 
@@ -111,13 +111,19 @@ def _compute_output(planned: NativePlan, call: Call) -> Results:
     limits = _NO_LIMITS if call.mask is None else cast(Band, call.bound.band)
     if call.sinks is call.seed is call.sequences is None:
         return Results(planned.compute(call.query, call.key, call.value, limits, ()))
-    arguments = arguments_of(call)
+    arguments = _addressed(call)
     return Results(planned.compute(*arguments[:3], limits, arguments.addresses_of_others()))
 
 
 def arguments_of(call: Call) -> NativeArguments:
     """The arguments of a call, whose mask is lowered."""
-    layout, sinks, sequences = call.layout, call.sinks, call.sequences
+    layout = call.layout
+    return _addressed(call)._replace(scale=layout.scale, softcap=layout.softcap or 0.0, dropout_p=layout.dropout_p)
+
+
+def _addressed(call: Call) -> NativeArguments:
+    """The arguments of a call but for the numbers that its plan has."""
+    sinks, sequences = call.sinks, call.sequences
     return NativeArguments(
         call.query,
         call.key,
@@ -126,40 +132,41 @@ def arguments_of(call: Call) -> NativeArguments:
         seed=call.seed,
         cu_seqlens_q=None if sequences is None else sequences.cu_seqlens_q,
         cu_seqlens_k=None if sequences is None else sequences.cu_seqlens_k,
-        scale=layout.scale,
-        softcap=layout.softcap or 0.0,
-        dropout_p=layout.dropout_p,
         offset=call.offset,
         **_lowered(call.bound),
     )
 
 
 def _plan_for(
-    planned: NativePlan, layout: Layout, arguments: NativeArguments, bias_gradient: tuple[int, ...] | None = None
+    planned: NativePlan, call: Call, arguments: NativeArguments, bias_gradient: tuple[int, ...] | None = None
 ) -> NativePlan:
     """The plan, or another one for tensors laid out otherwise, as hooks return them, or for the gradient of a bias."""
     if bias_gradient is None and planned.reads(arguments):
         return planned
     strides = [x.stride() for x in arguments[:3]]
-    return _native_plan(layout, strides, arguments._asdict(), bias_gradient)
+    return _native_plan(call.layout, strides, arguments._asdict(), bias_gradient)
 
 
-def _compute(planned: NativePlan, wanted: str | None, call: Call) -> Results:
+def _compute(
+    planned: NativePlan, wanted: str | None, call: Call, *, lse: bool, differentiable: bool = False
+) -> Results:
     """The results of a call. With gradients the output is float32, and lse, which is always returned then, float64."""
-    differentiable, arguments = bool(call.layout.gradients), arguments_of(call)
-    plan = _plan_for(planned, call.layout, arguments)
-    lse = plan.empty_lse(call.query) if differentiable or call.layout.lse else None
+    arguments = _addressed(call)
+    plan = _plan_for(planned, call, arguments)
+    found = plan.empty_lse(call.query) if lse or differentiable else None
     if wanted is None:
-        weights, output = None, plan.forward(arguments, lse)
+        weights, output = None, plan.forward(arguments, found)
     else:
         weights = empty_weights(call, average=wanted == "average")
-        output = plan.forward(arguments, lse, weights=weights, weights_strides=weights_strides(weights))
-    return Results(output, lse if lse is None or differentiable else lse.float(), weights)
+        output = plan.forward(arguments, found, weights=weights, weights_strides=weights_strides(weights))
+    return Results(output, found if found is None or differentiable else found.float(), weights)
 
 
-def _compute_with_gradients(planned: NativePlan, wanted: str | None, call: Call) -> Results:
-    output, lse, weights = cast(Any, _Native.apply(call, planned, wanted, *call.inputs))
-    return Results(output, lse if call.layout.lse else None, weights)
+def _compute_with_gradients(planned: NativePlan, layout: Layout, call: Call) -> Results:
+    if call.layout_ is None:  # that of every call of the plan, to which the number of keys belongs
+        call.layout_ = layout
+    output, lse, weights = cast(Any, _Native.apply(call, planned, layout.weights, *call.inputs))
+    return Results(output, lse if layout.lse else None, weights)
 
 
 def empty_weights(call: Call | NativeArguments, *, average: bool) -> Tensor:
@@ -189,7 +196,7 @@ class _Native(torch.autograd.Function):
         read_again = call.read_again
         ctx.rebuild, ctx.planned, ctx.wanted = call.rebuild(read_again), planned, wanted
         ctx.set_materialize_grads(False)
-        exact, lse, weights = _compute(planned, wanted, call)
+        exact, lse, weights = _compute(planned, wanted, call, lse=True, differentiable=True)
         ctx.save_for_backward(exact, lse, *inputs, *read_again)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), weights
 
@@ -263,8 +270,8 @@ def _gradients(
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
     bias_shape = learnt_shape(call.bound) if wanted else None
-    arguments = arguments_of(call)
-    plan = _plan_for(planned, call.layout, arguments, bias_shape)
+    arguments = _addressed(call)
+    plan = _plan_for(planned, call, arguments, bias_shape)
     if output_gradient is None:
         output_gradient = plan.empty_output_gradient(call.query)
     bias_gradient = plan.empty_bias_gradient(call.query) if wanted else None
