@@ -217,7 +217,7 @@ def test_one_tensor_in_two_places(name: str) -> None:
 
 def test_create_graph_with_a_dropout_that_cannot_be_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's CPU kernels have no dropout, so one that has is pretended."""
-    monkeypatch.setattr("clearhead.kernels._sdpa.SdpaKernel.refusals", lambda self, spec, mask, grid: ())
+    monkeypatch.setattr("clearhead.kernels._sdpa.SdpaKernel.refusals", lambda self, layout, bound: ())
     x = random(1, 2, 3, 2)
     with clearhead.use_kernel("sdpa"):
         output = clearhead.attention(x, x, x, dropout_p=0.5)

@@ -193,7 +193,8 @@ def test_plans_hold_no_tensor_of_a_call(kernel: str | None) -> None:
             attend(*(x.detach() for x in inputs), item)
     seen = [weakref.ref(item) for item in (*inputs, *tensors, mask, *outputs)]
     # Calls with gradients, with those of a bias too, and without: the plans of each by their masks.
-    assert _plans_of.cache_info().currsize == 3
+    # Kernels that are chosen by sizes have a key with them, too.
+    assert _plans_of.cache_info().currsize == (3 if kernel in (None, "native") else 6)
     del inputs, tensors, mask, outputs, item
     gc.collect()
     assert [item() for item in seen] == [None] * len(seen)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -68,6 +67,7 @@ class Call:
         offset: where the call lies in a larger call, for dropout. Default: it is a call of its own.
         heads: H and Hkv of merged operands, as projections give them. The output is then (B, L, H·Dv).
         bound_: the mask on the call's grid; see `bound`.
+        is_unbatched: whether the batch of one was added; `read` sets it.
         environment: of the call, or the layout of the call that it was made from; `read` sets it.
         plan_key: of its plan, but for the mask; ``None`` if no plan is cached; `read` sets it.
     """
@@ -90,6 +90,7 @@ class Call:
     heads: tuple[int, int] | None = None
     bound_: BoundMask | None = field(default=None, init=False, repr=False)
     environment: Environment | Layout = field(init=False, repr=False)
+    is_unbatched: bool = field(default=False, init=False, repr=False)
     plan_key: tuple[object, ...] | None = field(default=None, init=False, repr=False)
     layout_: Layout | None = field(default=None, init=False, repr=False)
     # Results of `zero_hidden` and `as_one_sequence`. Other tensors have other results.
@@ -103,22 +104,22 @@ class Call:
         """
         query, key, value = self.query, self.key, self.value
         # The key holds one dtype and one device, and no tensors without strides.
-        dtype, device, strided = query.dtype, query.device, torch.strided
         for x in (query, key, value):
-            is_plain = type(x) in PLAIN and x.layout is strided and not x.is_nested
-            if not is_plain or x.dtype is not dtype or x.device != device:
+            is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
+            if not is_plain or x.dtype is not query.dtype or x.device != query.device:
                 require_tensors(query, key, value)
                 break
         if self.heads is None and (query.dim() != 4 or key.dim() != 4 or value.dim() != 4):
             require_shapes(query, key, value)
             self.query, self.key, self.value = query[None], key[None], value[None]  # (1, H, L, D)
+            self.is_unbatched = True
         if self.query_positions is not None:
             self.query_positions = read_positions("query_positions", self.query_positions, self.query)
         if self.key_positions is not None:
             heads = self.query.shape[1]
             self.key_positions = read_positions("key_positions", self.key_positions, self.key, heads=heads)
         if self.sinks is not None:
-            self.sinks = read_sinks(self.sinks, self.query, query.shape[1] if self.heads is None else self.heads[0])
+            self.sinks = read_sinks(self.sinks, self.query, self.heads[0] if self.heads else self.query.shape[1])
         if self.sequences is not None and self.mask is not None:
             require_within(self.mask)
         self.environment = environment
@@ -208,10 +209,10 @@ class Call:
 
     def alike(self, **changes: Any) -> Call:
         """A copy with other tensors of the same sizes. Its layout and its mask are the same."""
-        other = copy(self)
-        other.zeroed_ = other.as_one_ = None
-        for name, value in changes.items():
-            setattr(other, name, value)
+        bound, layout = changes.pop("bound_", self.bound_), changes.pop("layout_", self.layout_)
+        other = replace(self, **changes)
+        other.bound_, other.layout_, other.environment = bound, layout, self.environment
+        other.plan_key, other.is_unbatched = self.plan_key, self.is_unbatched
         return other
 
     def with_option(self, **changes: Any) -> Call:

@@ -68,7 +68,8 @@ class Layout(NamedTuple):
     @property
     def reads_merged(self) -> bool:
         """Whether a kernel can read merged operands in place, and the results besides the output have no rows in it."""
-        return self.weights is None and all(strides[3] == 1 for strides in self.strides)
+        whole_rows = all(strides[3] == 1 for strides in self.strides)
+        return whole_rows and self.weights is None and not self.dispatching
 
     @property
     def operand_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -42,18 +42,17 @@ def attend(call: Call, environment: Environment, show: Show | None = None) -> Re
         call.query, call.key, call.value = cast_for_autocast(call.query, call.key, call.value)
         with autocast_off(call.query):
             return attend(call, environment._replace(autocast=False), show)
-    unbatched = call.heads is None and call.query.dim() == 3
     plan = _plan_of(call.read(environment), environment)
     results = _observed(call, plan, show) if environment.observed else plan(call)
-    return results if results.lse is None and not unbatched else _returned(results, call, unbatched)
+    return _returned(results, call) if call.is_unbatched or results.lse is not None else results
 
 
-def _returned(results: Results, call: Call, unbatched: bool) -> Results:
+def _returned(results: Results, call: Call) -> Results:
     """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
     output, lse, weights = results
-    if lse is not None and call.layout.sinks:
+    if lse is not None and call.sinks is not None:
         lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
-    if unbatched:
+    if call.is_unbatched:
         squeezed = [None if tensor is None else tensor.squeeze(0) for tensor in (output, lse, weights)]
         return Results(*cast(Any, squeezed))
     return Results(output, lse, weights)
@@ -136,7 +135,7 @@ def _with_sizes(environment: Environment) -> Plan:
     return lambda call: _plan_of(call, environment, checked=True, sized=True)(call)
 
 
-@lru_cache(256)
+@lru_cache(512)
 def _plans_of(key: tuple[object, ...], forced: Kernel | None) -> dict[Hashable, Plan]:
     return {}
 

@@ -113,10 +113,10 @@ def inputs_fit(query: Tensor, key: Tensor, value: Tensor, weights: tuple[Any, An
         if type(x) is not Tensor or type(weight) not in PLAIN or x.layout is not torch.strided or x.is_nested:
             return False
         shape = x.shape
+        if len(shape) != 3 and len(shape) != 2:
+            return False
         # A dtype is one object, which `is` compares faster than `!=`.
         if x.dtype is not weight.dtype or x.device != weight.device or shape[-1] != weight.shape[1]:
-            return False
-        if len(shape) != 3 and len(shape) != 2:
             return False
     if itself:
         return True

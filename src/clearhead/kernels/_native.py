@@ -117,8 +117,10 @@ def _compute_output(planned: NativePlan, call: Call) -> Results:
 
 def arguments_of(call: Call) -> NativeArguments:
     """The arguments of a call, whose mask is lowered."""
-    layout = call.layout
-    return _addressed(call)._replace(scale=layout.scale, softcap=layout.softcap or 0.0, dropout_p=layout.dropout_p)
+    layout, arguments = call.layout, _addressed(call)
+    band = Band.whole(call.grid)._asdict() if arguments.low is None else {}
+    numbers = {"scale": layout.scale, "softcap": layout.softcap or 0.0, "dropout_p": layout.dropout_p, **band}
+    return arguments._replace(**numbers)
 
 
 def _addressed(call: Call) -> NativeArguments:
