@@ -18,7 +18,8 @@ from benchmarks.gpu_cases import Setting, operands, window_of
 from benchmarks.gpu_timing import device_samples, host_seconds
 from benchmarks.peers.work import Unsupported
 from clearhead import masks
-from clearhead.kernels._triton import Operands, Terms
+from clearhead.kernels._triton import Operands
+from clearhead.masks._terms import Terms
 
 __all__ = [
     "ALL",

@@ -98,9 +98,11 @@ class RowRanges:
         return RowRanges(joined(self.first, other.first, torch.maximum), torch.minimum(self.stop, other.stop))
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        """First and one past the last column that is visible to these rows; all columns if values cannot be read."""
+        """First and one past the last column that is visible to these rows; all columns if values are not read."""
         # If all rows of an item have one range, every block has the same columns, and reading it saves nothing.
-        if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop or not grid.has_values:
+        if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop:
+            return 0, grid.key_length
+        if not self.stop.is_cpu or not grid.has_values:  # an accelerator would be waited for
             return 0, grid.key_length
         first, stop, ordered = self._bounds
         # Packed sequences in order and causal rows need no search.
@@ -132,9 +134,12 @@ class Structure:
         keys: bool (1 or B, S), false for keys masked for every query.
         tensors: bool (1 or B, 1 or H, 1 or L, 1 or S) each.
         biases: floats of such shapes that are added to the scores; −∞ hides.
-        either: one of the two structures must allow the key.
+        either: one of the two structures must allow the key. If both are exact, the mask is these two.
         diagonal: whether key i is known to be visible to query i, for every i that both L and S exceed.
         keyed: whether `keys` is known to have a visible key in every batch item.
+        documents: ids of the queries (1 or B, L) and of the keys (1 or B, S). The mask shows equal ones, whether or not
+            the other fields are exact. That of masks combined with ``&`` has none, and no slopes.
+        slopes: makes the slopes m (H,) of a mask that is no more than the bias −m · |distance|.
 
     Example:
         >>> import torch
@@ -154,6 +159,8 @@ class Structure:
     either: tuple[Structure, ...] = ()
     diagonal: bool = False
     keyed: bool = False
+    documents: tuple[Tensor, Tensor] | None = None
+    slopes: Callable[[], Tensor] | None = None
 
     def meet(self, other: Structure) -> Structure:
         """The structure of the two masks combined with ``&``."""
@@ -178,6 +185,23 @@ class Structure:
         if self.rows is not None or self.queries is not None or self.keys is not None:
             return None
         return Band.whole(grid) if self.band is None else self.band
+
+    def run(self, grid: Grid) -> tuple[Tensor | None, Tensor] | None:
+        """The one run of keys that it shows to each query; ``None`` if it is no run, or not exact.
+
+        Returns:
+            The first key, ``None`` for 0, and one past the last key, integers (1 or B, L) each. They may lie outside
+            the keys.
+        """
+        if not self.exact or self.queries is not None or self.keys is not None or self.tensors or self.biases:
+            return None
+        band, queries = self.band or Band.whole(grid), torch.arange(grid.query_length, device=grid.device)[None]
+        first, last = None, (queries + (band.high + 1)).clamp(max=band.stop)
+        if band.low > 1 - grid.query_length:
+            first = queries + band.low
+        if self.rows is not None:
+            first, last = joined(first, self.rows.first, torch.maximum), torch.minimum(last, self.rows.stop)
+        return first, last
 
     def real_tokens(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
         """The queries and keys that are not padding, bool (1 or B, L) and (1 or B, S). ``None`` is true everywhere.
