@@ -203,30 +203,6 @@ class Structure:
             first, last = joined(first, self.rows.first, torch.maximum), torch.minimum(last, self.rows.stop)
         return first, last
 
-    def real_tokens(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-        """The queries and keys that are not padding, bool (1 or B, L) and (1 or B, S). ``None`` is true everywhere.
-
-        Returns ``None`` instead of the pair if the mask hides more than padding. Reads the values of a bias, because a
-        bias of 0 and −∞ can be padding.
-        """
-        # Bands and tensors hide some keys from some queries.
-        if not self.exact or self.band is not None or self.tensors or len(self.biases) > 1:
-            return None
-        keys = self.keys
-        if self.rows is not None:
-            if self.rows.first is not None or self.rows.stop.shape[1] != 1:
-                return None
-            keys = joined(torch.arange(grid.key_length, device=grid.device) < self.rows.stop, keys, and_)
-        # A bias of 0 and −∞ for each key is padding, unless it requires grad.
-        for bias in self.biases:
-            if bias.requires_grad or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
-                return None
-            is_zero = bias[:, 0, 0] == 0  # (1 or B, S)
-            if not bool((is_zero | (bias[:, 0, 0] == float("-inf"))).all()):
-                return None
-            keys = joined(is_zero, keys, and_)
-        return self.queries, keys
-
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
         """A range that contains all columns that are visible to these rows."""
         start, stop = 0, grid.key_length
