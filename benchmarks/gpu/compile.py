@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from clearhead.kernels._triton import Operands
 from clearhead.kernels._triton._gradients_launch import key_gradient_launch, query_gradient_launch
 from clearhead.kernels._triton._launch import (
     Launch,
@@ -29,9 +30,9 @@ from clearhead.kernels._triton._launch import (
     rows_launch,
     weights_launch,
 )
-from clearhead.kernels._triton._terms import Operands, Terms
 from clearhead.kernels._triton._tiles import tiles_of
 from clearhead.kernels._triton._top_launch import best_launch, groups_launch
+from clearhead.masks._terms import Terms
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 DIMS = (64, 128, 256)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from benchmarks.gpu import kernel_formulas
 from clearhead import masks
-from clearhead.kernels._triton import Operands, Terms, _calls
+from clearhead.kernels._triton import Operands, _calls
 from clearhead.kernels._triton._launch import rows_launch
-from clearhead.kernels._triton._terms import lower
 from clearhead.kernels._triton._tiles import tiles_for, tiles_over
 from clearhead.kernels._triton._top_launch import GROUP_KEYS, best_launch, groups_launch
+from clearhead.masks._bound import bind
 from clearhead.masks._grid import Grid
+from clearhead.masks._terms import terms_of
 from clearhead.positions import ALiBi
 
 BAR = 1e-5  # relative above 1, and for a received mass 10 times as much, relative to itself
@@ -89,7 +90,7 @@ def errors_of(
     query = torch.randn(batch, length, heads, dim, device=device, generator=draw).to(dtype).transpose(1, 2)
     key = torch.randn(batch, length, heads // 2, dim, device=device, generator=draw).to(dtype).transpose(1, 2)
     grid = Grid(batch, heads, length, length, device)
-    terms = Terms(-length, length, length) if mask is None else lower(mask, grid)
+    terms = terms_of(bind(mask, grid)).with_all_ranges()
     operands = Operands(query, key, terms, **{"scale": dim**-0.5} | options)
     first = (torch.arange(length, device=device) < 4).expand(batch, 1, length)
     counted = random(batch, length) > 0.2

@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.kernel_checks import MASKS, errors_of, wrong_numbers
-from clearhead.kernels._triton import Operands, Terms
+from clearhead.kernels._triton import Operands
 from clearhead.kernels._triton._calls import rows, weights, weights_gradients
 from clearhead.kernels._triton._launch import Launch, columns_launch, rows_launch
 from clearhead.kernels._triton._tiles import Tiles, tiles_of
+from clearhead.masks._terms import Terms
 
 HEADS = 16
 WANT = ("lse", "entropy", "max_logit", "confidence")

@@ -17,7 +17,8 @@ from benchmarks.gpu.cases import Setting, operands, window_of
 from benchmarks.gpu.small_calls import small_calls
 from benchmarks.gpu.timing import device_samples, host_seconds
 from benchmarks.peers.work import Unsupported
-from clearhead.kernels._triton import Operands, Terms
+from clearhead.kernels._triton import Operands
+from clearhead.masks._terms import Terms
 
 __all__ = [
     "ALL",

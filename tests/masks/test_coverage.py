@@ -69,7 +69,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_fully_masked_rows_and_keys(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
-        monkeypatch.setattr("clearhead.masks._coverage.extension", None)
+        monkeypatch.setattr("clearhead._native.coverage.extension", None)
     mask, grid = MASKS[name](), Grid(B, H, L, S, torch.device("cpu"))
     covered, shown = coverage(BoundMask(mask, grid)), visible(mask, grid)
     require_coverage(mask, grid, covered)
@@ -128,7 +128,7 @@ def test_fully_masked_rows_and_keys_are_exact(case: tuple[Mask, Grid], edge: int
     mask, grid = case
     with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be evaluated first
         if not native:
-            patch.setattr("clearhead.masks._coverage.extension", None)
+            patch.setattr("clearhead._native.coverage.extension", None)
         patch.setattr("clearhead.masks._coverage._EDGE_ROWS", edge)
         patch.setattr("clearhead.masks._coverage._EDGE_COLUMNS", edge)
         patch.setattr("clearhead.masks._coverage._FEW_CELLS", few_cells)

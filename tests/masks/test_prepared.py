@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import final
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError, DeviceError, ShapeError
 from clearhead.masks import Mask, PreparedMask, mask_mod
+from clearhead.masks._structure import Structure
 from clearhead.positions import ALiBi, RelativeBias
 from tests.support.allocations import CountOperations
+from tests.support.requests import Block, Grid
 
 B, H, L, S, D = 2, 3, 5, 7, 4
 
@@ -148,6 +153,54 @@ def test_batch_and_heads_stay_open_where_the_mask_is_the_same_for_all() -> None:
             clearhead.attention(query, key, value, each, query_positions=positions) for each in (fixed, mask)
         )
         assert torch.allclose(found, expected, atol=1e-6)
+
+
+@final
+class Counted(Mask):
+    """Hides nothing, and counts its structures."""
+
+    def __init__(self) -> None:
+        self.structures = 0
+
+    def visible(self, block: Block) -> None:
+        return None
+
+    def structure(self, grid: Grid) -> Structure:
+        self.structures += 1
+        return Structure()
+
+    def describe(self) -> str:
+        return "counted()"
+
+
+@pytest.mark.parametrize("kernel", ["native", "chunked", "sdpa"])
+def test_one_structure_serves_all_calls_their_backward_passes_and_threads(kernel: str) -> None:
+    fixed = (Counted() & masks.bias(torch.randn(L, S)) & masks.lengths(torch.tensor([7, 2]))).prepare(L, S)
+    counted, *_ = fixed.parts()
+    assert isinstance(counted, Counted)
+    started = counted.structures  # to find out which sizes stay open
+    drawn = operands()
+
+    def call(_: int) -> Tensor:
+        query, key, value = (x.clone().requires_grad_() for x in drawn)
+        with clearhead.use_kernel(kernel):
+            clearhead.attention(query, key, value, fixed).sum().backward()
+        assert query.grad is not None
+        return query.grad
+
+    first = call(0)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(torch.equal(each, first) for each in pool.map(call, range(16)))
+    assert counted.structures == started + 1
+
+
+def test_a_pickled_copy_finds_out_for_itself() -> None:
+    fixed = (masks.causal() & masks.lengths(torch.tensor([7, 2]))).prepare(L, S)
+    query, key, value = operands()
+    before = clearhead.attention(query, key, value, fixed)
+    copy = pickle.loads(pickle.dumps(fixed))
+    assert isinstance(copy, PreparedMask)
+    assert torch.equal(clearhead.attention(query, key, value, copy), before)
 
 
 def test_combined_it_is_an_ordinary_mask() -> None:

@@ -25,7 +25,7 @@ from tests.support.closeness import require_near
 from tests.support.exact import exact_attention
 from tests.support.forgetting import forget
 from tests.support.randomised import randomised
-from tests.support.requests import BoundMask, Grid, Offset, bind, document_ids, part_of, requested, shared
+from tests.support.requests import Grid, Offset, bind, part_of, requested, shared
 
 B, H, KV, L, S, D = 2, 6, 3, 11, 13, 5
 KERNELS = (None, "native", "sdpa", "chunked", "reference")
@@ -293,7 +293,7 @@ def test_the_documents_of_a_part(name: str, positions: str) -> None:
         chosen = None if columns.step == 1 else columns
         part = part_of(bind(MASKS[name](), full), Offset(H, heads.start, rows.start, columns.start), chosen)
         assert part is not None
-        found = document_ids(BoundMask(part, Grid(B, len(heads), len(rows), len(columns), torch.device("cpu"))))
+        found = part.structure(Grid(B, len(heads), len(rows), len(columns), torch.device("cpu"))).documents
         assert found is not None
         of_queries, of_keys = found
         same = (of_queries[:, :, None] == of_keys[:, None]).expand(B, -1, -1)

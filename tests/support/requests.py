@@ -11,7 +11,7 @@ from clearhead._environment import read_environment
 from clearhead._layer.plan import attend
 from clearhead.masks._bound import BoundMask, bind
 from clearhead.masks._grid import ALL, Block, Grid, Offset
-from clearhead.masks._part import document_ids, part_of
+from clearhead.masks._part import part_of
 from clearhead.masks._prepared import shared
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Grid",
     "Offset",
     "bind",
-    "document_ids",
     "part_of",
     "requested",
     "shared",

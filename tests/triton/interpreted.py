@@ -8,8 +8,9 @@ import warnings
 import torch
 
 from benchmarks.gpu.kernel_checks import MASKS, errors_of
-from clearhead.kernels._triton import Operands, Terms
+from clearhead.kernels._triton import Operands
 from clearhead.kernels._triton._calls import pooled
+from clearhead.masks._terms import Terms
 
 OTHERS = [("causal", "bfloat16", 40), ("drop keys", "float16", 16), ("causal", "float32", 72)]
 CASES = [*((name, "float32", 16) for name in MASKS), *OTHERS]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from benchmarks.gpu.kernel_formulas import scores
 from clearhead import masks
-from clearhead.kernels._triton import Operands, Terms, available
-from clearhead.kernels._triton._terms import lower
+from clearhead.kernels._triton import Operands, available
 from clearhead.masks._lowering import dense_mask
+from clearhead.masks._terms import Terms, terms_of
 from clearhead.positions import ALiBi
 from tests.support.requests import BoundMask, Grid
 
@@ -54,7 +54,7 @@ def test_terms_are_the_mask(name: str, positions: tuple[int | Tensor | None, int
     ours = [each[None] if isinstance(each, Tensor) else each for each in positions]
     grid = Grid(B, H, L, S, torch.device("cpu"), ours[0], ours[1])
     expected = _as_bias(dense_mask(BoundMask(MASKS[name], grid)))
-    torch.testing.assert_close(_terms_as_bias(lower(BoundMask(MASKS[name], grid)), grid), expected)
+    torch.testing.assert_close(_terms_as_bias(terms_of(BoundMask(MASKS[name], grid)).with_all_ranges(), grid), expected)
 
 
 @pytest.mark.parametrize("start", [None, 0, 4])
@@ -63,7 +63,7 @@ def test_terms_are_the_mask(name: str, positions: tuple[int | Tensor | None, int
 def test_documents_keep_their_ids(start: int | None, ids: Tensor, other: masks.Mask | None) -> None:
     mask = masks.documents(ids) if other is None else masks.documents(ids) & other
     grid = Grid(B, H, S if start is None else L, S, torch.device("cpu"), start, None if start is None else 0)
-    terms = lower(BoundMask(mask, grid))
+    terms = terms_of(BoundMask(mask, grid)).with_all_ranges()
     torch.testing.assert_close(_terms_as_bias(terms, grid), _as_bias(dense_mask(BoundMask(mask, grid))))
     if terms.first_query is not None and terms.last_query is not None:
         # No query outside the range of a key sees it.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._checks import PLAIN, flag, number
-
-if TYPE_CHECKING:
-    from .call import Call
 
 Placed = tuple[tuple[int, ...], tuple[int, ...]]  #: shape and strides of a tensor
 _NUMBERS = (float, int)
@@ -108,7 +105,7 @@ class Layout(NamedTuple):
         return 0 in self.query or 0 in self.key or 0 in self.value
 
 
-def layout_of(call: Call) -> Layout:
+def layout_of(call: Any) -> Layout:
     """The layout of a call that was read. Its sizes and numbers need not be valid yet."""
     query, key, value, mask, sequences = call.query, call.key, call.value, call.mask, call.sequences
     scale, softcap, dropout_p, lse, environment = call.scale, call.softcap, call.dropout_p, call.lse, call.environment
@@ -151,7 +148,7 @@ def layout_of(call: Call) -> Layout:
     )
 
 
-def key_of(call: Call) -> tuple[object, ...] | None:
+def key_of(call: Any) -> tuple[object, ...] | None:
     """What determines the plan of a call besides its mask; ``None`` if the plan is not cached.
 
     The number of keys counts only beside gradients and weights, whose sizes it determines: with a cache it grows from
@@ -206,13 +203,13 @@ def key_of(call: Call) -> tuple[object, ...] | None:
     )
 
 
-def sizes_of(call: Call) -> tuple[object, ...]:
+def sizes_of(call: Any) -> tuple[object, ...]:
     """What `key_of` leaves out."""
     positions = call.query_positions, call.key_positions
     return call.key.shape[-2], *(each.shape if isinstance(each, Tensor) else each for each in positions)
 
 
-def _is_part(call: Call) -> bool:
+def _is_part(call: Any) -> bool:
     """Whether a call drops the weights of a larger one, if it drops any."""
     # A packed sequence has an offset, but its call lies in a larger one only if the call of all sequences does.
     environment = call.environment
@@ -236,7 +233,7 @@ def _float(name: str, value: float, expected: str) -> float:
     return value if type(value) is float else number(name, value, expected, lambda _: True)
 
 
-def _gradients(call: Call) -> tuple[bool, ...]:
+def _gradients(call: Any) -> tuple[bool, ...]:
     # Where no input needs one, calls with and without `no_grad` share a plan.
     wanted = tuple([tensor.requires_grad for tensor in call.inputs])
     return wanted if True in wanted else ()

@@ -57,8 +57,9 @@ class PackedSequences:
     @cached_property
     def int32(self) -> tuple[Tensor, Tensor]:
         """The boundaries as PyTorch's kernels read them, converted once for all layers."""
-        of_queries = self.cu_seqlens_q.int()
-        return of_queries, of_queries if self.cu_seqlens_k is self.cu_seqlens_q else self.cu_seqlens_k.int()
+        with torch.inference_mode(False):  # a prepared mask keeps them for later calls
+            of_queries = self.cu_seqlens_q.int()
+            return of_queries, of_queries if self.cu_seqlens_k is self.cu_seqlens_q else self.cu_seqlens_k.int()
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each sequence."""

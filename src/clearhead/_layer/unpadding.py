@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, mul
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +43,14 @@ class Unpadded:
 
     Args:
         queries, keys: the tokens.
-        mask: of the batch.
+        bound: the mask of the batch.
         rest: the parts of the mask besides padding, which are rules about positions.
         sequences: the boundaries of the items among the tokens.
     """
 
     queries: RealTokens
     keys: RealTokens
-    mask: Mask
+    bound: BoundMask
     rest: Mask | None
     sequences: PackedSequences
 
@@ -67,8 +67,11 @@ class Unpadded:
         Only to those that leave outputs as they are: `unpad` takes no tokens out under others.
         """
         queries, keys = self.queries.put_back, self.keys.put_back
-        options: dict[str, Any] = {**call.options, "mask": self.mask, "sequences": None, "seed": None}
-        notify(build_call(Call(queries(call.query), keys(call.key), keys(call.value), **options)), queries(output))
+        options: dict[str, Any] = {**call.options, "mask": self.bound.mask, "sequences": None, "seed": None}
+        operands = queries(call.query), keys(call.key), keys(call.value)
+        padded = Call(*operands, **options)
+        padded.bound_ = self.bound
+        notify(build_call(padded), queries(output))
 
     def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
@@ -132,87 +135,109 @@ def unpad(
         return None
     # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
     bound.validate()
-    find = _find if on_cpu else _find_on_a_gpu
-    unpadded = find(bound, costs, batch * (cost_of_item - worth), side_by_side)
+    unpadded = _find(bound, costs, batch * (cost_of_item - worth), side_by_side)
     # Asked last, because most calls have no padding.
     return unpadded if unpadded is not None and all(map(takes_packed, parts)) else None
 
 
+class _Padding(NamedTuple):
+    """The padding of a batch by its mask.
+
+    Args:
+        of_queries, of_keys: of these, the first tokens of each item are real.
+        queries, keys: bool (1 or B, length), the real ones by the other parts of the mask; ``None`` for all.
+        rules: the parts that hide no padding. They mean the same for a run of tokens as for the whole item.
+    """
+
+    of_queries: list[Counts]
+    of_keys: list[Counts]
+    queries: Tensor | None
+    keys: Tensor | None
+    rules: list[Mask]
+
+
 def _find(bound: BoundMask, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
-    """The real tokens of a batch on the CPU, by the values of its mask, if they cost at most that."""
-    mask, grid = cast(Mask, bound.mask), bound.grid
-    batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
-    real_queries, real_keys, rules = _real_tokens(bound)
-    if rules is None or (real_queries is None and real_keys is None):
+    """The real tokens of a batch, if they cost at most that. On a GPU only by lengths that lie on the CPU."""
+    grid, padding = bound.grid, bound.form("padding", lambda: _padding_of(bound))
+    if padding is None:
         return None
-    if real_keys is not None and Causal in map(type, rules):
-        # Queries before the first key are fully masked; without them left-padded items begin with a key each.
-        after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
-        real_queries = after if real_queries is None else real_queries & after
-    keys, queries = find_tokens(real_keys, batch, keys_length), find_tokens(real_queries, batch, length)
-    real = sum(queries.counts), sum(keys.counts), sum(map(mul, queries.counts, keys.counts))
-    if sum(map(mul, costs, real)) > most:
+    rules, by_lengths = padding.rules, padding.queries is None and padding.keys is None
+    counts = [
+        _known_counts(parts, grid.batch_size, length)
+        for parts, length in ((padding.of_queries, grid.query_length), (padding.of_keys, grid.key_length))
+    ]
+    same = by_lengths and grid.query_length == grid.key_length and counts[0] == counts[1]
+    if by_lengths and _cost(costs, *counts) > most:
+        return None
+    # A GPU's kernel aligns rules at the last tokens of an item, which are beside each other if there are as many of
+    # both. It takes no empty tensors.
+    fits_gpu = same or not (rules or side_by_side)
+    if grid.device.type != "cpu" and not (fits_gpu and all(map(any, counts))):
+        return None
+    queries, keys, sequences = bound.form("tokens", lambda: _tokens(padding, counts, same, grid))
+    if not by_lengths and _cost(costs, queries.counts, keys.counts) > most:
         return None
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
-    queries = _unless_equal(queries, keys)
     if side_by_side and queries is not keys:
         return None
-    return Unpadded(queries, keys, mask, all_of([*rules]), sequences_between(queries, keys, grid.device))
+    return Unpadded(queries, keys, bound, all_of([*rules]), sequences)
 
 
-def _find_on_a_gpu(bound: BoundMask, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
-    """The real tokens of a batch, if the lengths of its items lie on the CPU, so that nothing waits for the device."""
-    mask, grid = cast(Mask, bound.mask), bound.grid
-    of_queries: list[Counts] = []
-    of_keys: list[Counts] = []
-    rules: list[Mask] = []
-    for part in mask.parts():
-        if isinstance(part, Counts):
-            (of_queries if isinstance(part, QueryLengths) else of_keys).append(part)
-        elif part.holds_for_runs:
-            rules.append(part)
-        else:
+def _padding_of(bound: BoundMask) -> _Padding | None:
+    """The padding; ``None`` if there is none, or if a part of the mask is neither padding nor a rule."""
+    padding, on_cpu = _Padding([], [], None, None, []), bound.grid.device.type == "cpu"
+    queries, keys = None, None
+    for part in bound.parts:
+        mask = cast(Mask, part.mask)
+        if isinstance(mask, Counts) and mask.known(bound.grid.batch_size) is not None:
+            (padding.of_queries if isinstance(mask, QueryLengths) else padding.of_keys).append(mask)
+        elif mask.holds_for_runs:
+            padding.rules.append(mask)
+        elif not on_cpu or part.real_tokens is None:
             return None
-    queries = _known_counts(of_queries, grid.batch_size, grid.query_length)
-    keys = _known_counts(of_keys, grid.batch_size, grid.key_length)
-    if queries is None or keys is None or not (any(queries) and any(keys)):
-        return None
-    real = sum(queries), sum(keys), sum(map(mul, queries, keys))
-    if sum(map(mul, costs, real)) > most:
-        return None
-    same = grid.query_length == grid.key_length and queries == keys
-    # The kernel aligns rules at the last tokens of an item, which are beside each other if there are as many of both.
-    if (rules or side_by_side) and not same:
-        return None
-
-    def make() -> tuple[RealTokens, RealTokens, PackedSequences]:
-        real_keys = _first_tokens(of_keys, keys, grid.key_length, grid)
-        real_queries = real_keys if same else _first_tokens(of_queries, queries, grid.query_length, grid)
-        return real_queries, real_keys, sequences_between(real_queries, real_keys, grid.device)
-
-    real_queries, real_keys, sequences = bound.form("tokens", make)
-    return Unpadded(real_queries, real_keys, mask, all_of([*rules]), sequences)
+        else:
+            queries, keys = joined(queries, part.real_tokens[0], and_), joined(keys, part.real_tokens[1], and_)
+    if keys is not None and Causal in map(type, padding.rules):
+        # Queries before the first key are fully masked; without them left-padded items begin with a key each.
+        rows = torch.arange(bound.grid.query_length, device=keys.device)
+        queries = joined(queries, rows >= keys.int().argmax(1, keepdim=True), and_)
+    is_padding = padding.of_queries or padding.of_keys or queries is not None or keys is not None
+    return padding._replace(queries=queries, keys=keys) if is_padding else None
 
 
-def _known_counts(parts: list[Counts], batch: int, length: int) -> list[int] | None:
-    """How many first tokens of each item are real; ``None`` if only the device has the numbers."""
+def _cost(costs: _Costs, queries: list[int], keys: list[int]) -> int:
+    """The multiplications of so many queries and keys of each item."""
+    return sum(map(mul, costs, (sum(queries), sum(keys), sum(map(mul, queries, keys)))))
+
+
+def _tokens(
+    padding: _Padding, counts: list[list[int]], same: bool, grid: Grid
+) -> tuple[RealTokens, RealTokens, PackedSequences]:
+    """The real queries and keys, one object where they are the same, and the sequences between them."""
+    keys = _real(padding.of_keys, padding.keys, counts[1], grid.key_length, grid)
+    queries = keys if same else _real(padding.of_queries, padding.queries, counts[0], grid.query_length, grid)
+    queries = _unless_equal(queries, keys)
+    return queries, keys, sequences_between(queries, keys, grid.device)
+
+
+def _known_counts(parts: list[Counts], batch: int, length: int) -> list[int]:
+    """How many first tokens of each item are real."""
     counts = [length] * batch
     for part in parts:
-        known = part.known(batch)
-        if known is None:
-            return None
-        counts = [*map(min, counts, known)]
+        counts = [*map(min, counts, cast("list[int]", part.known(batch)))]
     return counts
 
 
-def _first_tokens(parts: list[Counts], counts: list[int], length: int, grid: Grid) -> RealTokens:
-    """The tokens that these parts show, with the device's copy of their numbers."""
+def _real(parts: list[Counts], marks: Tensor | None, counts: list[int], length: int, grid: Grid) -> RealTokens:
+    """The first tokens of each item, as many as `counts` says, and of these the marked ones."""
     if not parts:
-        return find_tokens(None, len(counts), length)
+        return find_tokens(marks, grid.batch_size, length)
     lengths = reduce(torch.minimum, [part.on(grid) for part in parts])
-    real = torch.arange(length, device=grid.device) < lengths[:, None]
-    return find_tokens(real, len(counts), length, counts)
+    first = torch.arange(length, device=grid.device) < lengths[:, None]
+    if marks is None:
+        return find_tokens(first, grid.batch_size, length, counts)
+    return find_tokens(first & marks, grid.batch_size, length)
 
 
 def _begin_alike(queries: RealTokens, keys: RealTokens) -> bool:
@@ -223,28 +248,10 @@ def _begin_alike(queries: RealTokens, keys: RealTokens) -> bool:
     )
 
 
-def _real_tokens(bound: BoundMask) -> tuple[Tensor | None, Tensor | None, list[Mask] | None]:
-    """Queries and keys that are not padding by the bool masks, (1 or B, length) each; and the other parts.
-
-    ``None`` instead of the other parts, unless all of them mean the same for a run of tokens as for the whole item.
-    """
-    real_queries: Tensor | None = None
-    real_keys: Tensor | None = None
-    rules: list[Mask] = []
-    for part in bound.parts:
-        real, rule = part.structure.real_tokens(part.grid), cast(Mask, part.mask)
-        if real is None:
-            if not rule.holds_for_runs:
-                return None, None, None
-            rules.append(rule)
-        else:
-            real_queries = joined(real_queries, real[0], and_)
-            real_keys = joined(real_keys, real[1], and_)
-    return real_queries, real_keys, rules
-
-
 def _unless_equal(queries: RealTokens, keys: RealTokens) -> RealTokens:
     """The keys' tokens where the queries' are the same, so that both are taken once."""
-    if queries.indices is None or keys.indices is None or queries.shape != keys.shape:
+    if queries is keys or queries.indices is None or keys.indices is None or queries.shape != keys.shape:
+        return queries
+    if not keys.indices.is_cpu:  # they would be waited for
         return queries
     return keys if torch.equal(queries.indices, keys.indices) else queries

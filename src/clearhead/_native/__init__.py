@@ -1,6 +1,6 @@
 """The native CPU kernel: C++ without PyTorch's headers, built at install where there is a compiler.
 
-`kernels/_native_plan.py` calls the kernel, `masks/_coverage.py` the search for the coverage of a mask.
+`kernels/_native_plan.py` calls the kernel, `coverage.py` the search for the coverage of a mask.
 
 The environment variable ``CLEARHEAD_ISA`` forces an instruction set, one of `instruction_sets`; it is read once, when
 the extension is first used.

@@ -114,7 +114,7 @@ constexpr Argument<Statistics> STATISTICS[] = {
     ARGUMENT(exact),
 };
 
-// In order, as in masks/_coverage.py, which the import compares.
+// In order, as in _native/coverage.py, which the import compares.
 constexpr Argument<CoverageSearch> COVERAGE[] = {
     ARGUMENT(batch), ARGUMENT(heads), ARGUMENT(rows), ARGUMENT(keys), ARGUMENT(low), ARGUMENT(high), ARGUMENT(stop),
     ARGUMENT(rows_seen), ARGUMENT(keys_seen),

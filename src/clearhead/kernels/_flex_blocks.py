@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..masks._bound import BoundMask
-from ..masks._combined import Or
 from ..masks._grid import Block, Grid
 from ..masks._lowering import chosen_cell
-from ..masks._part import full_mask
 from ..masks._structure import Band, joined
+from ..masks._terms import Terms, terms_of_parts
 from ._flex_rule import PREFIXES, SIDE, Limits, numbers_on, table
-from ._triton._terms import Terms, conditions_of, longer, run_of, with_ranges
 
 _NO_LIMITS: Limits = (None, None)
 #: So many bands become constants of compiled kernels. Compiling takes seconds, and models have one band or two.
@@ -122,12 +120,12 @@ def term_blocks(bound: BoundMask) -> FlexMask:
     """The blocks of a mask by the extremes of its terms in each block, which reads no value."""
     parts, grid = bound.parts, bound.grid
     union, either = next(((each, ranges) for each in parts if (ranges := _ranges_of(each))), (None, []))
-    terms = conditions_of([each for each in parts if each is not union], grid)
+    terms = terms_of_parts([each for each in parts if each is not union], grid)
     for part in parts:
         if part.has_bias:  # NaN of a hidden key stays out only if its cells are hidden, whatever is added to them
             terms = terms._replace(visible=joined(terms.visible, part.visible(Block(grid)), and_))
     blocks = _band_blocks(Band(terms.low, terms.high, terms.stop), grid)
-    bounds = [(blocks.partial | blocks.full, blocks.full), *_bounds(with_ranges(terms), either, grid)]
+    bounds = [(blocks.partial | blocks.full, blocks.full), *_bounds(terms.with_ranges(), either, grid)]
     some, full = (reduce(and_, each) for each in zip(*bounds, strict=True))
     rule = dict(blocks.rule)
     for prefix, columns in zip(PREFIXES, [(terms.first, terms.last), *either], strict=False):
@@ -145,10 +143,7 @@ def term_blocks(bound: BoundMask) -> FlexMask:
 
 def _ranges_of(part: BoundMask) -> list[tuple[Tensor | None, Tensor]]:
     """The range of keys that each of two masks shows, joined with `|`. Empty for other masks, and single ranges."""
-    structure, grid = part.structure, part.grid
-    if not isinstance(full_mask(part.mask), Or) or longer(structure, grid) is not None:
-        return []
-    ranges = [run_of(each, grid) for each in structure.either]
+    ranges = [] if part.structure.exact else [each.run(part.grid) for each in part.structure.either]
     return [] if None in ranges else cast("list[tuple[Tensor | None, Tensor]]", ranges)
 
 

@@ -17,7 +17,6 @@ from .._environment import autocast_off
 from ..masks._base import Mask
 from ..masks._bound import BoundMask
 from ..masks._lowering import hides_nothing, is_plain_causal
-from ..masks._part import document_ids
 from ..masks._structure import Structure
 from ._base import Refusal
 from ._first_check import FirstCheck
@@ -68,9 +67,8 @@ def _has_rules_alone(bound: BoundMask) -> bool:
     """Whether a mask is made of rules about positions and of `documents`."""
     for part in bound.parts:
         structure = part.structure
-        if part.has_bias or not (
-            document_ids(part) is not None or all(map(_is_rule, structure.either or (structure,)))
-        ):
+        is_rule = structure.documents is not None or all(map(_is_rule, structure.either or (structure,)))
+        if part.has_bias or not is_rule:
             return False
     return True
 

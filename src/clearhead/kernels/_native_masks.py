@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from operator import add, and_
+from operator import and_
 from typing import Any
 
 import torch
 
 from ..masks._bound import BoundMask
-from ..masks._lowering import evaluated
-from ..masks._structure import Band, RowRanges, Structure, joined
+from ..masks._structure import joined
+from ..masks._terms import terms_of
 
 
 def lower_mask(bound: BoundMask) -> dict[str, Any]:
-    """A mask by the names of `NativeArguments`: a key is visible where all of them allow it.
-
-    A part that is neither a band nor ranges becomes a tensor.
-    """
-    structure, grid = Structure(), bound.grid
-    for part in bound.parts:
-        structure = structure.meet(part.structure if part.structure.exact else evaluated(part))
-    band = structure.band or Band.whole(grid)
-    tensors = [*structure.tensors]
-    if structure.keys is not None:
-        tensors.append(structure.keys[:, None, None, :])
-    rows = structure.rows
-    if structure.queries is not None:
-        # A fully masked row is an empty range, whose tiles the kernel skips.
-        unmasked = RowRanges(None, structure.queries * grid.key_length)
-        rows = unmasked if rows is None else rows.meet(unmasked)
-    # The kernel reads one bool tensor and one bias, so several are joined first.
-    visible, bias = None, None
-    for tensor in tensors:
-        visible = joined(visible, tensor, and_)
-    for added in structure.biases:  # written out, because the kernel reads memory
-        bias = joined(bias, added.float().resolve_neg(), add)
-    lowered: dict[str, Any] = {**band._asdict(), "visible": visible, "bias": bias}
-    if rows is not None:
-        last = rows.stop.long().clamp(0, grid.key_length).int()
-        first = torch.zeros_like(last) if rows.first is None else rows.first.clamp(0, grid.key_length).int()
-        first, last = torch.broadcast_tensors(first, last)
+    """A mask by the names of `NativeArguments`: a key is visible where all of them allow it."""
+    grid = bound.grid
+    terms = terms_of(bound).written(grid)
+    visible, bias, first, last = terms.visible, terms.bias, terms.first, terms.last
+    if terms.keys is not None:
+        visible = joined(visible, terms.keys[:, None, None, :], and_)
+    if bias is not None:  # written out, because the kernel reads memory
+        bias = bias.float().resolve_neg()
+    lowered: dict[str, Any] = {"low": terms.low, "high": terms.high, "stop": terms.stop, "visible": visible}
+    if last is not None:
+        last = last.long().clamp(0, grid.key_length).int()
+        first = torch.zeros_like(last) if first is None else first.clamp(0, grid.key_length).int()
         lowered.update(first=first.contiguous(), last=last.contiguous())
-    return lowered
+    return {**lowered, "bias": bias}

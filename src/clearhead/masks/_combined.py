@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid, Sizes
-from ._structure import Structure, joined, met
+from ._structure import RowRanges, Structure, joined, met
 
 
 class _Combined(Mask):
@@ -104,9 +104,14 @@ class Or(_Combined):
         return None if left is None or right is None else left | right
 
     def structure(self, grid: Grid) -> Structure:
-        # A bound: the visible keys are in one of the two structures.
         either = tuple([mask.structure(grid) for mask in self._masks])
-        return Structure(exact=False, either=either, diagonal=any(each.diagonal for each in either))
+        diagonal = any(each.diagonal for each in either)
+        # Two masks that show the first keys, as in ``causal() | prefix(n)``, are the longer run.
+        runs = [each.run(grid) if grid.has_values else None for each in either]
+        stops = [run[1] for run in runs if run is not None and run[0] is None]
+        if len(stops) < len(runs):
+            return Structure(exact=False, either=either, diagonal=diagonal)
+        return Structure(rows=RowRanges(None, reduce(torch.maximum, stops)), either=either, diagonal=diagonal)
 
     def describe(self) -> str:
         return f"({' | '.join(mask.describe() for mask in self._masks)})"

@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import PLAIN
-from .._native import extension, require_declared
-from .._torch_private import dispatch_modes
+from .._native.coverage import find_coverage
 from ._bound import BoundMask
 from ._grid import Block, Grid
 from ._lowering import chosen_cell, row_blocks
@@ -20,17 +18,6 @@ _ROWS_AT_A_TIME = 1 << 21  # elements of the mask that are evaluated at once
 _EDGE_ROWS, _EDGE_COLUMNS = 16, 8  # evaluated first at each border; columns take longer to read
 _CELLS_AT_ONCE = 1 << 28  # bools on an accelerator
 _FEW_CELLS = 1 << 16  # up to this size, evaluating all cells takes no longer
-
-#: The bytes of a cell, and the bits of a cell that hides, as a signed integer.
-_HIDING = {
-    torch.bool: (1, 0),
-    torch.float32: (4, 0xFF800000),
-    torch.bfloat16: (2, 0xFF80),
-    torch.float16: (2, 0xFC00),
-    torch.float64: (8, 0xFFF0000000000000 - (1 << 64)),
-}
-_ARGUMENTS = "batch heads rows keys low high stop rows_seen keys_seen data bytes hidden batch head row column"
-require_declared("coverage_arguments", *_ARGUMENTS.split())  # those of the search, then those of each tensor (`_cells`)
 
 
 @dataclass(frozen=True)
@@ -92,7 +79,9 @@ def _find_coverage(bound: BoundMask) -> Coverage:
     if grid.device.type != "cpu" and grid.batch_size * grid.query_length * grid.key_length <= _CELLS_AT_ONCE:
         return _coverage_at_once(bound)
     # The extension reads stored tensors in one pass. Computed masks are searched.
-    covered = _find_natively(structure, grid)
+    limits = structure.band or Band.whole(grid)
+    ends = limits.low, limits.high, limits.stop
+    covered = find_coverage(_tensors(structure), grid.query_length, grid.key_length, ends)
     if covered is not None:
         return Coverage.of(*(None if of_axis is None else of_axis[..., None] for of_axis in covered))
     return Coverage.of(*map(_unless_all, _search(bound)))
@@ -253,30 +242,6 @@ def _coverage_at_once(bound: BoundMask) -> Coverage:
     return Coverage.of(queries[..., None], keys[..., None])
 
 
-def _find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-    """The queries with a visible key, (1 or B, 1 or H, L), and the keys visible to a query, (1 or B, 1 or H, S).
-
-    Returns:
-        Two bool tensors, each ``None`` for all. Or ``None`` if the extension cannot read the mask: if the structure is
-        inexact or has ranges of columns per row, or if a tensor is not plain.
-    """
-    # The extension reads memory, so it needs plain tensors outside of modes.
-    if extension is None or grid.device.type != "cpu" or dispatch_modes() > 0:
-        return None
-    tensors = _tensors(structure)
-    if not tensors or len(tensors) > extension.MOST_MASKS or not all(map(_is_plain, tensors)):
-        return None
-    band = structure.band or Band.whole(grid)
-    # One result for all items and heads that share the mask.
-    batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
-    queries = tensors[0].new_empty((batch, heads, grid.query_length), dtype=torch.bool)
-    keys = tensors[0].new_empty((batch, heads, grid.key_length), dtype=torch.bool)
-    sizes = (batch, heads, grid.query_length, grid.key_length, band.low, band.high, band.stop)
-    numbers = [number for tensor in tensors for number in _cells(tensor)]
-    masked_row, masked_key = extension.coverage(*sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
-    return queries if masked_row else None, keys if masked_key else None
-
-
 def _tensors(structure: Structure) -> list[Tensor]:
     """All tensors of a structure, (1 or B, 1 or H, 1 or L, 1 or S) each; none if they are not all of the mask."""
     if not structure.exact or structure.rows is not None:
@@ -287,13 +252,3 @@ def _tensors(structure: Structure) -> list[Tensor]:
     if structure.keys is not None:
         tensors.append(structure.keys[:, None, None, :])
     return tensors
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _HIDING and not tensor.is_neg()
-
-
-def _cells(tensor: Tensor) -> tuple[int, ...]:
-    # A stride of 0 broadcasts, so one loop in C++ is enough.
-    strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.data_ptr(), *_HIDING[tensor.dtype], *strides)

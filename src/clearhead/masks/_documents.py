@@ -13,7 +13,7 @@ from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
 from ._of_tensor import OfTensor, broadcasts, require_integers
-from ._structure import RowRanges, Structure
+from ._structure import UNKNOWN, RowRanges, Structure
 
 
 def documents(ids: Tensor) -> Mask:
@@ -50,26 +50,18 @@ class Documents(OfTensor):
         super().__init__("documents", ids if ids.dim() == 2 else ids[None])  # (1 or B, T)
 
     def structure(self, grid: Grid) -> Structure:
-        # A position is in its own document.
-        unknown = Structure(exact=False, diagonal=grid.shift == 0)
-        # To read ids from an accelerator, or to move ranges to it, would wait for it.
-        if grid.shift is None or not grid.has_values or grid.device.type != "cpu":
-            return unknown
-        # Sequences that are not contiguous have no single range per row.
-        ranges = _row_ranges(self.on(grid))
-        if ranges is None:
-            return unknown
-        query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
-        # From positions to rows and columns of this call.
-        first, stop = (numbers[:, query : query + grid.query_length] - key for numbers in ranges)
-        return Structure(rows=RowRanges(first, stop), diagonal=grid.shift == 0)
-
-    def ids(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
-        """The document of each query (1 or B, L) and key (1 or B, S). ``None`` unless positions count up."""
         if grid.shift is None:
-            return None
+            return UNKNOWN
         ids, query, key = self.on(grid), int(grid.query_positions or 0), int(grid.key_positions or 0)
-        return ids[:, query : query + grid.query_length], ids[:, key : key + grid.key_length]
+        rows = slice(query, query + grid.query_length)
+        documents = ids[:, rows], ids[:, key : key + grid.key_length]
+        # Sequences that are not contiguous have no single range per row. To read ids from an accelerator, or to move
+        # ranges to it, would wait for it.
+        ranges = _row_ranges(ids) if grid.has_values and grid.device.type == "cpu" else None
+        # From positions to rows and columns of this call.
+        found = None if ranges is None else RowRanges(ranges[0][:, rows] - key, ranges[1][:, rows] - key)
+        # A position is in its own document.
+        return Structure(found is not None, rows=found, diagonal=grid.shift == 0, documents=documents)
 
     def visible(self, block: Block) -> Tensor:
         # At absolute positions: with a cache, the rows of the call are only the last tokens.

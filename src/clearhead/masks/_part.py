@@ -13,7 +13,6 @@ from ..errors import ShapeError
 from ._base import Mask
 from ._bound import BoundMask, bind
 from ._combined import Wrapping
-from ._documents import Documents
 from ._grid import Block, Grid, Index, Offset, Sizes, ends_of, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure, joined
 
@@ -40,20 +39,6 @@ def part_of(mask: Mask | BoundMask | None, offset: Offset, columns: Columns | No
     return mask if mask is None or mask.fits_any_call else PartMask(mask, offset, None, columns)
 
 
-def full_mask(mask: Mask | None) -> Mask | None:
-    """The mask of the larger attention, if a mask is a part of it; else the mask itself."""
-    return full_mask(mask.full) if isinstance(mask, PartMask) else mask
-
-
-def document_ids(bound: BoundMask) -> tuple[Tensor, Tensor] | None:
-    """The document of each query (1 or B, L) and key (1 or B, S), if a mask is `documents` or a part of it.
-
-    Each key is visible to the queries of its document. ``None`` unless positions count up.
-    """
-    mask = bound.mask
-    return mask.ids(bound.grid) if isinstance(mask, Documents | PartMask) else None
-
-
 @final
 class PartMask(Wrapping):
     """See `part_of`. It translates block coordinates, then delegates."""
@@ -61,19 +46,6 @@ class PartMask(Wrapping):
     def __init__(self, mask: Mask, offset: Offset, whole: BoundMask | None, columns: Columns | None) -> None:
         super().__init__(mask)
         self._offset, self._whole, self._columns = offset, whole, columns
-
-    @property
-    def full(self) -> Mask:
-        """The mask of the larger attention."""
-        return self._mask
-
-    def ids(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
-        """See `document_ids`."""
-        ids = None if isinstance(self._columns, Tensor) else document_ids(self._bound_whole(grid))
-        if ids is None:
-            return None
-        rows, columns = self._slices(grid)
-        return ids[0][:, rows], ids[1][:, columns]
 
     def inner_block(self, block: Block) -> Block:
         grid, offset = block.grid, self._offset
@@ -174,7 +146,7 @@ class PartMask(Wrapping):
         rows, columns = self._slices(grid)
         heads = slice(head, head + grid.num_heads)
         block = Block(grid, heads=heads, rows=rows, columns=columns)
-        band, ranges = structure.band, structure.rows
+        band, ranges, documents = structure.band, structure.rows, structure.documents
         if ranges is not None:
             first = None if ranges.first is None else _count_before(take(ranges.first, 1, rows), chosen)
             ranges = RowRanges(first, _count_before(take(ranges.stop, 1, rows), chosen))  # (1 or B, 1 or l) each
@@ -190,6 +162,7 @@ class PartMask(Wrapping):
             tuple(block.cut(tensor) for tensor in structure.tensors),
             tuple(block.cut(bias) for bias in structure.biases),
             tuple(self._cut(alternative, grid) for alternative in structure.either),
+            documents=documents and (documents[0][:, rows], documents[1][:, columns]),
         )
 
 

@@ -98,9 +98,11 @@ class RowRanges:
         return RowRanges(joined(self.first, other.first, torch.maximum), torch.minimum(self.stop, other.stop))
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        """First and one past the last column that is visible to these rows; all columns if values cannot be read."""
+        """First and one past the last column that is visible to these rows; all columns if values are not read."""
         # If all rows of an item have one range, every block has the same columns, and reading it saves nothing.
-        if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop or not grid.has_values:
+        if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop:
+            return 0, grid.key_length
+        if not self.stop.is_cpu or not grid.has_values:  # an accelerator would be waited for
             return 0, grid.key_length
         first, stop, ordered = self._bounds
         # Packed sequences in order and causal rows need no search.
@@ -132,9 +134,12 @@ class Structure:
         keys: bool (1 or B, S), false for keys masked for every query.
         tensors: bool (1 or B, 1 or H, 1 or L, 1 or S) each.
         biases: floats of such shapes that are added to the scores; −∞ hides.
-        either: one of the two structures must allow the key.
+        either: one of the two structures must allow the key. If both are exact, the mask is these two.
         diagonal: whether key i is known to be visible to query i, for every i that both L and S exceed.
         keyed: whether `keys` is known to have a visible key in every batch item.
+        documents: ids of the queries (1 or B, L) and of the keys (1 or B, S). The mask shows equal ones, whether or not
+            the other fields are exact. That of masks combined with ``&`` has none, and no slopes.
+        slopes: makes the slopes m (H,) of a mask that is no more than the bias −m · |distance|.
 
     Example:
         >>> import torch
@@ -154,6 +159,8 @@ class Structure:
     either: tuple[Structure, ...] = ()
     diagonal: bool = False
     keyed: bool = False
+    documents: tuple[Tensor, Tensor] | None = None
+    slopes: Callable[[], Tensor] | None = None
 
     def meet(self, other: Structure) -> Structure:
         """The structure of the two masks combined with ``&``."""
@@ -190,29 +197,22 @@ class Structure:
         band = self.band if sized else self.band is None
         return self.exact, band, len(ranges), len(self.tensors), (*layouts,), (*either,)
 
-    def real_tokens(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-        """The queries and keys that are not padding, bool (1 or B, L) and (1 or B, S). ``None`` is true everywhere.
+    def run(self, grid: Grid) -> tuple[Tensor | None, Tensor] | None:
+        """The one run of keys that it shows to each query; ``None`` if it is no run, or not exact.
 
-        Returns ``None`` instead of the pair if the mask hides more than padding. Reads the values of a bias, because a
-        bias of 0 and −∞ can be padding.
+        Returns:
+            The first key, ``None`` for 0, and one past the last key, integers (1 or B, L) each. They may lie outside
+            the keys.
         """
-        # Bands and tensors hide some keys from some queries.
-        if not self.exact or self.band is not None or self.tensors or len(self.biases) > 1:
+        if not self.exact or self.queries is not None or self.keys is not None or self.tensors or self.biases:
             return None
-        keys = self.keys
+        band, queries = self.band or Band.whole(grid), torch.arange(grid.query_length, device=grid.device)[None]
+        first, last = None, (queries + (band.high + 1)).clamp(max=band.stop)
+        if band.low > 1 - grid.query_length:
+            first = queries + band.low
         if self.rows is not None:
-            if self.rows.first is not None or self.rows.stop.shape[1] != 1:
-                return None
-            keys = joined(torch.arange(grid.key_length, device=grid.device) < self.rows.stop, keys, and_)
-        # A bias of 0 and −∞ for each key is padding, unless it requires grad.
-        for bias in self.biases:
-            if bias.requires_grad or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
-                return None
-            is_zero = bias[:, 0, 0] == 0  # (1 or B, S)
-            if not bool((is_zero | (bias[:, 0, 0] == float("-inf"))).all()):
-                return None
-            keys = joined(is_zero, keys, and_)
-        return self.queries, keys
+            first, last = joined(first, self.rows.first, torch.maximum), torch.minimum(last, self.rows.stop)
+        return first, last
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
         """A range that contains all columns that are visible to these rows."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from .._checks import integer
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid, Sizes
+from ..masks._structure import UNKNOWN, Structure
 from ._checks import require_heads
 
 
@@ -58,6 +59,15 @@ class ALiBi(Mask):
         """−slope · |i − j| for a block, with absolute positions: (1 or b, h, l, s)."""
         distances = (block.q - block.k).to(dtype).abs()  # (1 or b, 1 or h, l, s)
         return distances * -slopes_of(block.h, self.num_heads, dtype)
+
+    def structure(self, grid: Grid) -> Structure:
+        """The slopes, where positions count up."""
+        if grid.shift is None:
+            return UNKNOWN
+        count, device = self.num_heads, grid.device
+        return Structure(
+            exact=False, slopes=lambda: slopes_of(torch.arange(count, device=device), count, torch.float32)
+        )
 
     def validate(self, grid: Grid) -> None:
         """Raise unless the call has this number of heads."""

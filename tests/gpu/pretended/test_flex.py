@@ -137,7 +137,7 @@ def _rule(
     mask: Mask, length: int, query: int | None = None, key: int | None = None
 ) -> tuple[set[str], tuple[int | None, int | None]]:
     """The tensors and the constants of a mask's rule, where positions count up from these."""
-    blocks = _flex_blocks.lower_blocks(mask, Grid(1, 2, length, length, CUDA, query, key))
+    blocks = _flex_blocks.lower_blocks(bind(mask, Grid(1, 2, length, length, CUDA, query, key)))
     return set(blocks.rule), blocks.limits
 
 

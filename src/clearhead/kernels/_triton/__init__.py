@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ._available import available
-from ._terms import Operands, Terms, operands_of
+from ._operands import Operands, operands_of
 
-__all__ = ["Operands", "Terms", "available", "operands_of"]
+__all__ = ["Operands", "available", "operands_of"]

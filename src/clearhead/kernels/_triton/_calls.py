@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._gradients_launch import key_gradient_launch, query_gradient_launch
 from ._launch import ROWS, columns_launch, map_launch, rows_launch, weights_launch
-from ._terms import Operands
+from ._operands import Operands
 from ._top_launch import rows_and_top
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._gradients import key_gradient_kernel, query_gradient_kernel
 from ._launch import Launch, arguments_of, base_2, ranges_of_keys, registers
-from ._terms import Operands
+from ._operands import Operands
 from ._tiles import Tiles, tiles_for, tiles_over
 
 

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...masks._terms import Terms
 from ._columns import columns_kernel
 from ._maps import map_kernel, weights_kernel
+from ._operands import Operands
 from ._rows import rows_kernel
-from ._terms import Operands, Terms
 from ._tiles import Tiles, block_of, tiles_for, tiles_over
 
 #: The statistics of `rows_kernel`.

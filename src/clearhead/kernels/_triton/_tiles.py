@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._terms import Operands
+from ._operands import Operands
 
 #: Compute capabilities, beside 12.x, whose multiprocessors have 100 KB of shared memory; 8.0, 9.0 and 10.0 have more.
 _SMALL = ((8, 6), (8, 9))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._launch import Launch, rows_launch
-from ._terms import Operands
+from ._operands import Operands
 from ._tile import GROUP_KEYS as _GROUP_KEYS
 from ._tiles import power_of_two, tiles_for, tiles_over
 from ._top import RUN as _RUN
