@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from ..errors import MaskTypeError
 from ._grid import Block, Grid, Sizes
 from ._report import MaskReport
 from ._structure import UNKNOWN, Structure
-
-if TYPE_CHECKING:
-    from ._bound import BoundMask
 
 
 class Mask(ABC):
@@ -99,8 +96,8 @@ class Mask(ABC):
         """Deprecated: the result of `make`."""
         return make()
 
-    def _kept(self, grid: Grid) -> BoundMask | None:
-        """This mask on a grid, if it keeps what is found out about it for later calls. Use `bind`."""
+    def _kept(self, grid: Grid) -> Any:
+        """The `BoundMask` that it keeps for a grid, or ``None``. Use `bind`."""
         return None
 
     def parts(self) -> tuple[Mask, ...]:

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 def bind(mask: Mask | None, grid: Grid, is_kept: bool = False) -> BoundMask:
     """A mask on a grid: the one that the mask keeps, or a new one."""
-    kept = None if mask is None else mask._kept(grid)  # pyright: ignore[reportPrivateUsage]
+    kept: BoundMask | None = None if mask is None else mask._kept(grid)  # pyright: ignore[reportPrivateUsage]
     return BoundMask(mask, grid, is_kept) if kept is None else kept
 
 
