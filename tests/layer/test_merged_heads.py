@@ -152,8 +152,7 @@ def test_observers_and_interventions_see_heads() -> None:
     require_near(recorded, alone)
     (call,) = rec.values()
     assert call.entropy.shape == (B, H, L)
-    with torch.no_grad(), clearhead.intervene(made) as change:
-        change.ablate("", heads=[1])
+    with torch.no_grad(), clearhead.intervene(made, {("", 1): 0.0}):
         ablated = made(query, key, value)
     assert (ablated - alone).abs().amax() > 1e-3
 

@@ -151,7 +151,7 @@ def unchanged_if_refused(
         return nullcontext()
     count = x.shape[-2] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 else 0
     risky = len(written) > 1 or forced_kernels.value is not None or bool(state.observers)
-    risky = risky or not all(mask is None or (isinstance(mask, Mask) and mask.fits_any_call) for mask in masks)
+    risky = risky or not all(mask is None or (isinstance(mask, Mask) and mask.has_no_sizes) for mask in masks)
     return _undoing([cache.saved(count) for cache in written if cache.saves_cheaply or risky])
 
 

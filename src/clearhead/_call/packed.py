@@ -21,7 +21,7 @@ def each_sequence(call: Call) -> Iterator[Call]:
     """
     mask = call.mask
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
-    is_cut = mask is not None and not mask.fits_any_call
+    is_cut = mask is not None and not mask.has_no_sizes
     # Its positions take a pass over all tokens.
     all_sequences = bind(mask, as_one_sequence(call).grid) if is_cut else None
     start = call.offset or Offset(call.query.shape[1])
@@ -31,7 +31,7 @@ def each_sequence(call: Call) -> Iterator[Call]:
         if all_sequences is not None:
             place = Offset(all_sequences.grid.num_heads, 0, queries.start, keys.start)
             bounds = [(each, cast(Mask, each.mask)) for each in all_sequences.parts]
-            sequence_mask = all_of([mask if mask.fits_any_call else part_of(each, place) for each, mask in bounds])
+            sequence_mask = all_of([mask if mask.has_no_sizes else part_of(each, place) for each, mask in bounds])
         sequence = call.changed(*operands, mask=sequence_mask, sequences=None, offset=start._replace(item=number))
         if is_cut:  # its place keeps the plan from serving another call, so that no cache needs it
             sequence.plan_key = None
@@ -56,5 +56,5 @@ def as_one_sequence(call: Call) -> Call:
 
 def validate_mask_of_packed(call: Call) -> None:
     """Raise unless the mask, if any, fits the packed sequences of a call, and its values are valid."""
-    if call.mask is not None and not call.mask.fits_any_call:
+    if call.mask is not None and not call.mask.has_no_sizes:
         as_one_sequence(call).bound.validate()

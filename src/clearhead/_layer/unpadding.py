@@ -192,7 +192,7 @@ def _padding_of(bound: BoundMask) -> _Padding | None:
         mask = cast(Mask, part.mask)
         if isinstance(mask, Counts) and mask.known(bound.grid.batch_size) is not None:
             (padding.of_queries if isinstance(mask, QueryLengths) else padding.of_keys).append(mask)
-        elif mask.holds_for_runs:
+        elif mask.is_relative:
             padding.rules.append(mask)
         elif not on_cpu or part.real_tokens is None:
             return None

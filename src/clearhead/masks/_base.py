@@ -9,7 +9,7 @@ Files that define masks import `Mask` from here, so its methods import these fil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Mask(ABC):
     """
 
     #: Whether it means the same for a run of an item's tokens as for the whole item.
-    holds_for_runs: bool = False
+    is_relative: bool = False
 
     @abstractmethod
     def visible(self, block: Block) -> Tensor | None:
@@ -92,10 +92,6 @@ class Mask(ABC):
         """
         return None
 
-    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Deprecated: the result of `make`."""
-        return make()
-
     def _kept(self, grid: Grid) -> Any:
         """The `BoundMask` that it keeps for a grid, or ``None``. Use `bind`."""
         return None
@@ -110,7 +106,7 @@ class Mask(ABC):
         return type(self).bias is not Mask.bias
 
     @property
-    def fits_any_call(self) -> bool:
+    def has_no_sizes(self) -> bool:
         """Whether the mask fits every call, so that no call is refused because of it."""
         return False
 

@@ -83,8 +83,8 @@ class And(_Combined):
 
     # Not for `|` and `~`: packed sequences look only at parts for masks whose tensors line up with all sequences.
     @property
-    def fits_any_call(self) -> bool:
-        return all(part.fits_any_call for part in self._masks)
+    def has_no_sizes(self) -> bool:
+        return all(part.has_no_sizes for part in self._masks)
 
     def describe(self) -> str:
         return " & ".join(part.describe() for part in self._masks)

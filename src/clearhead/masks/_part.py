@@ -36,7 +36,7 @@ def part_of(mask: Mask | BoundMask | None, offset: Offset, columns: Columns | No
     """
     if isinstance(mask, BoundMask):
         return None if mask.mask is None else PartMask(mask.mask, offset, mask, columns)
-    return mask if mask is None or mask.fits_any_call else PartMask(mask, offset, None, columns)
+    return mask if mask is None or mask.has_no_sizes else PartMask(mask, offset, None, columns)
 
 
 @final

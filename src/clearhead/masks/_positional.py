@@ -127,7 +127,7 @@ class _Rule(Mask):
         return type(self).__name__, *vars(self).values()
 
     @property
-    def fits_any_call(self) -> bool:
+    def has_no_sizes(self) -> bool:
         return True
 
 
@@ -169,7 +169,7 @@ class Causal(_Diagonals):
 
     def __init__(self, align: Align) -> None:
         self.align = align
-        self.holds_for_runs = align == "top_left"
+        self.is_relative = align == "top_left"
 
     def limits(self, grid: Grid) -> tuple[int | None, int]:
         # Explicit positions need no alignment.
@@ -184,7 +184,7 @@ class Causal(_Diagonals):
 class SlidingWindow(_Diagonals):
     """See `sliding_window`."""
 
-    holds_for_runs = True
+    is_relative = True
 
     def __init__(self, left: int, right: int) -> None:
         self.left = left

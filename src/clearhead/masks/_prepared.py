@@ -163,7 +163,7 @@ class _SharedMask(Wrapping):
     def _with_rules(self, rules: tuple[Mask, ...]) -> Mask | None:
         """This mask and rules without tensors, such as a layer's sliding window, shared by layers with equal rules."""
         # Rules with equal signatures are equal, because they have no tensors.
-        signatures = tuple(rule.signature() if rule.fits_any_call else None for rule in rules)
+        signatures = tuple(rule.signature() if rule.has_no_sizes else None for rule in rules)
         if None in signatures:
             return None
         if signatures not in self._combined:
@@ -171,8 +171,8 @@ class _SharedMask(Wrapping):
         return self._combined[signatures]
 
     @property
-    def fits_any_call(self) -> bool:
-        return self._mask.fits_any_call
+    def has_no_sizes(self) -> bool:
+        return self._mask.has_no_sizes
 
 
 def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> PreparedMask:
