@@ -11,6 +11,8 @@ from torch import Tensor
 from .._checks import PLAIN, flag, number
 
 Placed = tuple[tuple[int, ...], tuple[int, ...]]  #: shape and strides of a tensor
+#: The optional parts of the formula, by their names in `Call`.
+FORMULA = ("softcap", "sinks")
 _NUMBERS = (float, int)
 
 
@@ -36,6 +38,7 @@ class Layout(NamedTuple):
         same_sequences: whether their queries and keys have the same boundaries.
         tracing, transformed, dispatching: of the environment.
         merged: whether the operands have no dimension of heads. Shapes and strides here are as if they had.
+        formula: which of `FORMULA` the call has. A kernel that does not declare one refuses the call.
     """
 
     query: tuple[int, ...]
@@ -61,6 +64,7 @@ class Layout(NamedTuple):
     transformed: bool
     dispatching: bool
     merged: bool = False
+    formula: frozenset[str] = frozenset()
 
     @property
     def reads_merged(self) -> bool:
@@ -145,6 +149,7 @@ def layout_of(call: Any) -> Layout:
         environment.transformed,
         environment.dispatching,
         call.heads is not None,
+        frozenset([name for name in FORMULA if getattr(call, name) is not None]),
     )
 
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from .._call.call import Call, Results
-from .._call.layout import Layout
+from .._call.layout import FORMULA, Layout
 from ..masks._bound import BoundMask
 from ..masks._grid import take
 from ..masks._lowering import computed_sizes
 from ..masks._structure import joined
 
+#: Parts of the formula whose names in messages are others.
+_PARTS = {"softcap": "soft-cap"}
 #: The computation of all calls of one layout.
 Plan = Callable[[Call], Results]
 
@@ -81,6 +83,8 @@ class Kernel(ABC):
     isolates_queries: ClassVar[bool] = False
     #: Whether one plan computes all packed sequences of a call (`Request.sequences`).
     takes_packed: ClassVar[bool] = False
+    #: The optional parts of the formula that it computes (`FORMULA`).
+    formula: ClassVar[frozenset[str]] = frozenset()
     #: Whether its plans serve every number of keys and every band, and whether it runs a call does not depend on them.
     fits_all_sizes: ClassVar[bool] = False
     #: Whether it takes merged operands (`Call.heads`), and gives a merged output. Others get them with heads.
@@ -141,6 +145,12 @@ def rows_of_mask(fields: Any, rows: Tensor, shape: tuple[int, int]) -> dict[str,
 def applicable(reasons: dict[str, bool]) -> list[Refusal]:
     """A refusal for each reason that applies."""
     return [Refusal(reason) for reason, applies in reasons.items() if applies]
+
+
+def refusals_of_formula(layout: Layout, computed: frozenset[str]) -> list[Refusal]:
+    """Refuse the parts of the formula that are not among the computed ones."""
+    missing = [name for name in FORMULA if name in layout.formula - computed]
+    return [Refusal("it has no {part}", part=_PARTS.get(name, name)) for name in missing]
 
 
 def refusals_of_heads(bound: BoundMask) -> list[Refusal]:

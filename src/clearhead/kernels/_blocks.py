@@ -15,11 +15,15 @@ import torch
 from torch import Tensor
 
 from .._call.call import Call
+from ..errors import KernelError
 from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ..masks._lowering import ENOUGH_ROWS, row_blocks
 from ..masks._structure import Band
+from ._base import refusals_of_formula
 
+#: The optional parts of the formula that `block_scores` and what follows it compute.
+BLOCK_FORMULA = frozenset({"softcap", "sinks"})
 #: Elements of the score matrix in memory. Four to six temporaries of this size exist together.
 BLOCK_ELEMENTS = 1 << 20
 #: The same on a GPU. There every operator costs a launch, and small blocks leave the GPU idle.
@@ -147,6 +151,8 @@ def _row_blocks(call: Call, matrices: int) -> Iterator[tuple[slice, tuple[int, i
 
 def head_spans(call: Call) -> Iterator[HeadSpan]:
     """Split batch and heads so that blocks of enough rows fit the budget."""
+    for refusal in refusals_of_formula(call.layout, BLOCK_FORMULA):
+        raise KernelError(f"blocks of scores, and statistics from them: {refusal}.")
     rows = _row_blocks(call, call.layout.group)
     cells = max((min(_ROWS, chunk.stop - chunk.start) * (stop - start) for chunk, (start, stop) in rows), default=0)
     return _spans(call, cells)

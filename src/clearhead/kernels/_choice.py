@@ -12,7 +12,7 @@ from .._checks import shown
 from .._environment import forced_kernels, forcing, is_activated
 from .._native import extension
 from ..errors import ArgumentError, KernelError
-from ._base import Kernel, Refusal
+from ._base import Kernel, Refusal, refusals_of_formula
 from ._chunked import ChunkedKernel
 from ._flex import FlexKernel
 from ._flex_choice import leaves_to_flex
@@ -124,7 +124,7 @@ def choose_for_packed(call: Call, forced: Kernel | None) -> Kernel | None:
     if forced is None:
         return _first((kernel for kernel in KERNELS if kernel.takes_packed), call)
     # It may refuse only packed sequences. Each sequence can then run as a separate call.
-    return forced if forced.takes_packed and not forced.refusals(call.layout, call.bound) else None
+    return forced if forced.takes_packed and not _against(forced, call) else None
 
 
 def _first(kernels: Iterable[Kernel], call: Call) -> Kernel | None:
@@ -132,7 +132,7 @@ def _first(kernels: Iterable[Kernel], call: Call) -> Kernel | None:
     # Gradients matter for a bias that learns, and on a GPU for a log-sum-exp (`return_lse`). All other calls run on the
     # same kernel when checkpointing computes them again.
     for kernel in kernels:
-        if not (kernel.refusals(call.layout, call.bound) or _reservations(kernel, call)):
+        if not (_against(kernel, call) or _reservations(kernel, call)):
             return kernel
     return None
 
@@ -154,11 +154,17 @@ def _reservations(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
     return ()
 
 
+def _against(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
+    """All reasons against a call on this kernel, whoever computes its weights."""
+    missing = refusals_of_formula(call.layout, kernel.formula)
+    return (*missing, *kernel.refusals(call.layout, call.bound))
+
+
 def _refusals(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
     """All reasons against a call on this kernel, if no other kernel computes its weights."""
-    request = call.layout, call.bound
-    against_weights = () if call.layout.weights is None else kernel.weights_refusals(*request)
-    return kernel.refusals(*request) + against_weights
+    layout, bound = call.layout, call.bound
+    against_weights = () if layout.weights is None else kernel.weights_refusals(layout, bound)
+    return _against(kernel, call) + against_weights
 
 
 def explain_call(call: Call, projections: str) -> Explanation:
@@ -167,7 +173,7 @@ def explain_call(call: Call, projections: str) -> Explanation:
     reasons: dict[str, tuple[str, ...]] = {}
     for kernel in KERNELS:
         reserved = () if kernel is forced else _reservations(kernel, call)
-        reasons[kernel.name] = tuple(map(str, kernel.refusals(*request) + reserved))
+        reasons[kernel.name] = tuple(map(str, _against(kernel, call) + reserved))
     kernel = choose(call, None) if forced is None else None if reasons[forced.name] else forced
     backend = None if kernel is None else kernel.backend(*request)
     explanation = Explanation(

@@ -18,6 +18,7 @@ from ..masks._grid import Block
 from ._base import Kernel, Plan, Refusal
 from ._block_weights import block_share, block_softmax, block_weights, product_gradient
 from ._blocks import (
+    BLOCK_FORMULA,
     HeadSpan,
     LongSum,
     Workspace,
@@ -36,6 +37,7 @@ class ChunkedKernel(Kernel):
 
     name: ClassVar[str] = "chunked"
     twice_differentiable: ClassVar[bool] = True
+    formula: ClassVar[frozenset[str]] = BLOCK_FORMULA
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         if layout.tracing:

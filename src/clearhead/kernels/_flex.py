@@ -37,6 +37,7 @@ class FlexKernel(Kernel):
     name: ClassVar[str] = "flex"
     twice_differentiable: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
+    formula: ClassVar[frozenset[str]] = frozenset({"softcap"})
     seeds_dropout: ClassVar[bool] = False
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
@@ -47,7 +48,6 @@ class FlexKernel(Kernel):
             {
                 "torch.func cannot transform it, or derive it forwards": layout.transformed,
                 "it gives out no log-sum-exp": layout.lse and layout.device.type != "cuda",
-                "it has no sinks": layout.sinks,
                 "it has no dropout": layout.dropout_p > 0,
                 "a size is 0": layout.empty,
                 "it computes in float32, not in float64": layout.dtype == torch.float64,

@@ -47,7 +47,7 @@ def leaves_to_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         is_large = bound.mask is not None and min(length, keys) >= FEWEST
     if not is_large or max(dim, value_dim) > _LARGEST_DIM or layout.dtype not in _DTYPES:
         return ()
-    if layout.softcap is not None or FlexKernel().refusals(layout, bound):
+    if layout.formula or FlexKernel().refusals(layout, bound):
         return ()
     fits = _has_rules_alone if layout.lse else _leaves_out
     if bound.mask is not None and not bound.form(fits.__name__, lambda: fits(bound)):

@@ -21,7 +21,7 @@ from ._native_arguments import FAR, NativeArguments
 from ._native_masks import lower_mask
 from ._native_operator import count_flops
 from ._native_plan import NativePlan, cached_plan, placed, plan_of
-from ._native_support import learnt_shape, native_refusals, refusals_of_statistics
+from ._native_support import NATIVE_FORMULA, learnt_shape, refusals_besides_formula, refusals_of_statistics
 from ._second_order import (
     Differentiable,
     OptionalTensors,
@@ -45,11 +45,12 @@ class NativeKernel(Kernel):
     isolates_hidden: ClassVar[bool] = True
     #: `NativePlan` computes packed sequences without a mask of their boundaries.
     takes_packed: ClassVar[bool] = True
+    formula: ClassVar[frozenset[str]] = NATIVE_FORMULA
     fits_all_sizes: ClassVar[bool] = True
     takes_merged: ClassVar[bool] = True
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
-        return native_refusals(layout, bound)
+        return refusals_besides_formula(layout, bound)
 
     def weights_refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         return () if layout.tracing else refusals_of_statistics(layout, bound)
@@ -243,7 +244,7 @@ def native_gradients_of_some_keys(
     """Gradients of query, key and value of a call that holds some of the keys of a larger one.
 
     Args:
-        call: without sinks and biases that learn, which `native_refusals` has nothing against.
+        call: without sinks and biases that learn, which `refusals_besides_formula` has nothing against.
         output: (B, H, L, Dv) of all keys, in float32.
         lse: (B, H, L) of all keys, sinks included, in float64.
         output_gradient: (B, H, L, Dv).

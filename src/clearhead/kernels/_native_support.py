@@ -7,14 +7,20 @@ import torch
 from .._call.layout import Layout
 from .._native import extension, why_missing
 from ..masks._bound import BoundMask
-from ._base import Refusal, refusals_of_heads
+from ._base import Refusal, refusals_of_formula, refusals_of_heads
 from ._native_arguments import DTYPES
 
+NATIVE_FORMULA = frozenset({"softcap", "sinks"})
 _MOST_CELLS = 1 << 26  # of a mask that has to be written to memory for statistics
 
 
 def native_refusals(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
-    """All reasons against a call, for `Kernel.refusals`."""
+    """All reasons against a call."""
+    return (*refusals_of_formula(layout, NATIVE_FORMULA), *refusals_besides_formula(layout, bound))
+
+
+def refusals_besides_formula(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+    """All reasons against a call whose formula it computes, for `Kernel.refusals`."""
     if extension is None:
         return (Refusal("{reason}", reason=why_missing),)
     reasons: list[Refusal] = []

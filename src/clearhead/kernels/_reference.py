@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._call.call import Call, Results
 from .._call.heads import fold_group, unfold_group
-from .._call.layout import Layout
+from .._call.layout import FORMULA, Layout
 from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ._base import Kernel, Plan, Refusal
@@ -21,6 +21,7 @@ class ReferenceKernel(Kernel):
 
     name: ClassVar[str] = "reference"
     twice_differentiable: ClassVar[bool] = True
+    formula: ClassVar[frozenset[str]] = frozenset(FORMULA)
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         return ()

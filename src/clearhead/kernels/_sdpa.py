@@ -45,9 +45,7 @@ class SdpaKernel(Kernel):
         reasons = applicable(
             {
                 "PyTorch does not give out the log-sum-exp": layout.lse and not gives_lse(layout, bound),
-                "it has no soft-cap": layout.softcap is not None,
                 "its causal path gives NaN for a scale of 0 or below": causal_nan,
-                "it has no sinks": layout.sinks,
                 "each process would drop different weights": layout.is_part,
                 "a size is 0": layout.empty,
                 "its fused kernels give no gradient for a bias": layout.learns_bias,

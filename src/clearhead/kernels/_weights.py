@@ -12,7 +12,7 @@ from .._call.call import Call
 from .._environment import autocast_off, is_tracing
 from ._base import Kernel
 from ._block_weights import block_weights
-from ._blocks import block_scores, exact_dtype, score_blocks
+from ._blocks import BLOCK_FORMULA, block_scores, exact_dtype, score_blocks
 from ._native_statistics import native_weights
 from ._second_order import Differentiable, backward_pass
 from ._triton_check import triton_refusals
@@ -29,7 +29,8 @@ def compute_weights(call: Call, rows: Tensor | None, average: bool, forced: Kern
         forced: the kernel of `use_kernel`, or ``None``.
     """
     name = None if forced is None else forced.name
-    if call.layout.tracing or call.layout.transformed or name == "reference":
+    in_blocks = not call.layout.formula - BLOCK_FORMULA
+    if call.layout.tracing or call.layout.transformed or name == "reference" or not in_blocks:
         return weights_by_operations(call, rows, average)
     # No other kernel may replace a forced one.
     chosen = _Chosen(_placed(rows, call), average, natively=name in (None, "native"))
