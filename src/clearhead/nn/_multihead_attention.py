@@ -179,7 +179,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         query, key, value = inputs  # (N, L or S, E)
         if unbatched and isinstance(key_padding_mask, Tensor) and key_padding_mask.dim() == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        appended = (self.bias_k is not None) + bool(self.add_zero_attn)
+        appended = (_parameter(self, "bias_k") is not None) + bool(self.add_zero_attn)
         mask = None
         if attn_mask is not None or key_padding_mask is not None or is_causal:
             grid = Grid(query.shape[0], self.num_heads, query.shape[1], key.shape[1], query.device)
@@ -188,9 +188,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         options = {"dropout_p": self.dropout if self.training else 0.0}
         # Appended keys belong to no token, so packed sequences cannot hold them.
         head_dim = None if appended else self.embed_dim // heads
-        layer = Layer(
-            projections, self.out_proj, heads, heads, None, options, head_dim=head_dim, batch_first=not sequence_first
-        )
+        out_proj = vars(self)["_modules"]["out_proj"]
+        settings: dict[str, Any] = {"head_dim": head_dim, "batch_first": not sequence_first}
+        layer = Layer(projections, out_proj, heads, heads, None, options, **settings)
         output, weights = layer.run(query, key, value, mask, environment, weights=wanted)
         if unbatched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -201,13 +201,21 @@ class MultiheadAttention(nn.MultiheadAttention):
         batched = inputs[0].dim() == 3
         if sequence_first and batched:  # as they are in memory
             inputs = _each(inputs, lambda x: x.transpose(0, 1))
-        separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-        q, k, v = project(*inputs, self.in_proj_weight, self.in_proj_bias, separate, environment)
+        weight, bias = _parameter(self, "in_proj_weight"), _parameter(self, "in_proj_bias")
+        separate = () if weight is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        q, k, v = project(*inputs, weight, bias, separate, environment)
         if sequence_first and batched:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if batched:
-            k, v = append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)  # (N, S′, E)
+            appended = _parameter(self, "bias_k"), _parameter(self, "bias_v")
+            k, v = append_keys(k, v, *appended, self.add_zero_attn)  # (N, S′, E)
         return q, k, v
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter, from the dictionary unless it is parametrized: attributes of modules are looked up slowly."""
+    parameters: dict[str, Any] = vars(module)["_parameters"]
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
