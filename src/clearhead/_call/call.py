@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -262,7 +262,7 @@ class Call:
 
 
 #: Every argument of a call but query, key and value.
-OPTIONS = tuple(Call.__dataclass_fields__)[3:16]
+OPTIONS = tuple(item.name for item in fields(Call) if item.init)[3:]
 
 
 def validate(call: Call) -> None:
