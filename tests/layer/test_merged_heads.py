@@ -170,3 +170,15 @@ def test_a_projection_that_gives_gaps_between_features(monkeypatch: pytest.Monke
     with_heads(monkeypatch)
     for found, expected in zip(merged, results(made, MASKS["window"], inputs), strict=True):
         require_near(found, expected)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_saved_projections_that_come_back_with_gaps_between_features(name: str) -> None:
+    made, inputs = module(num_kv_heads=3), drawn()
+    expected = results(made, MASKS[name], inputs)
+    with saved_tensors_hooks(lambda x: x.mT.contiguous() if x.dim() == 3 else x, lambda x: x.mT if x.dim() == 3 else x):
+        output = made(*inputs, mask=MASKS[name])
+    weight = torch.linspace(-1, 1, output.numel()).view(output.shape)
+    gradients = torch.autograd.grad((output.double() * weight).sum(), [*inputs, *made.parameters()])
+    for found, judge in zip((output, *gradients), expected, strict=True):
+        require_near(found, judge)

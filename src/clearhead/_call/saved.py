@@ -131,4 +131,4 @@ def with_saved(options: dict[str, Any], saved: Sequence[Tensor], returned: Seque
     biases = () if options["mask"] is None else options["mask"].bias_tensors()
     unchanged = {id(bias): bias for bias in biases}  # with their graphs, which cannot be copied
     names = ("mask", "query_positions", "key_positions")
-    return deepcopy({name: options[name] for name in names}, {**unchanged, **changed})
+    return deepcopy({name: options.get(name) for name in names}, {**unchanged, **changed})

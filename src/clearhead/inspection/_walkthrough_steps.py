@@ -184,8 +184,8 @@ def _attend(
         recorder.add("mask", _SCORES, "s_ij", scores, words="mask_none" if module_mask is None else "mask_own_only")
     call = zero_hidden(call_of())
     total, words = "Σ_j exp(s_ij)", "softmax"
-    if call.sinks is not None:
-        recorder.add("sinks", "(H,)", "sink_h", call.sinks)
+    if call.finite_sinks is not None:
+        recorder.add("sinks", "(H,)", "sink_h", call.finite_sinks)
         total, words = f"({total} + exp(sink_h))", "softmax_sinks"
     recorder.add("softmax", _SCORES, f"p_ij = exp(s_ij) / {total}", reference_weights(call)[0], words=words)
     mixed = reference_results(call).output

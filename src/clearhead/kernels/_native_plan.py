@@ -93,12 +93,13 @@ class NativePlan:
             operands = tuple(map(with_heads, operands, counts))
         (batch, num_heads, rows, dim), _, (_, _, _, value_dim) = [shape for shape, _ in operands]
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
-        self._contiguous = [not has_contiguous_rows(*each) for each in operands]
+        self._contiguous = [not has_contiguous_rows(*each) for each in given]
         self._copies = True in self._contiguous
-        read = [
-            contiguous_strides(shape) if copied else strides
-            for (shape, strides), copied in zip(operands, self._contiguous, strict=True)
+        in_rows = [
+            (shape, contiguous_strides(shape)) if copied else (shape, strides)
+            for (shape, strides), copied in zip(given, self._contiguous, strict=True)
         ]
+        read = [strides for _, strides in (in_rows if counts is None else map(with_heads, in_rows, counts))]
         of_inputs = gradients or [strides_of_gradient(*each) for each in given]
         self._gradients = tuple((shape, strides) for (shape, _), strides in zip(given, of_inputs, strict=True))
         if heads is None:
