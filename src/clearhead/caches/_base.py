@@ -56,12 +56,12 @@ class Buffered(Cache):
     @property
     def key(self) -> Tensor:
         """(B, Hkv, S, D), the stored keys: a view."""
-        return self._key[:, :, : self._slots_in_use]
+        return self._key.narrow(2, 0, self._slots_in_use)
 
     @property
     def value(self) -> Tensor:
         """(B, Hkv, S, Dv), the stored values: a view."""
-        return self._value[:, :, : self._slots_in_use]
+        return self._value.narrow(2, 0, self._slots_in_use)
 
     def next_positions(self, count: int) -> Positions:
         """The positions after the last token of each row, as `Cache.next_positions` describes."""

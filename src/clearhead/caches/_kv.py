@@ -91,7 +91,8 @@ class KVCache(Buffered):
         new_positions = self._new_positions(key, positions, counts_up=self._positions is None)
         if self._lengths is None:
             rows, columns = slice(None), slice(start, stop)
-            self._key[:, :, columns], self._value[:, :, columns] = key, value
+            self._key.narrow(2, start, count).copy_(key)  # in fewer steps than by an index
+            self._value.narrow(2, start, count).copy_(value)
         else:
             rows = torch.arange(key.shape[0], device=key.device)[:, None]
             columns = self._lengths[:, None] + torch.arange(count, device=key.device)  # (B, L)
