@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import clearhead
 from clearhead import masks
 from clearhead._layer.plan import _plans_of
+from clearhead.kernels._chunked import ChunkedKernel
 from clearhead.kernels._reference import ReferenceKernel
+from clearhead.kernels._sdpa import SdpaKernel
 from clearhead.masks import Mask
 from tests.support.attending import attend
 from tests.support.closeness import require_near
@@ -214,6 +216,21 @@ def test_a_training_plan_survives_many_decoding_lengths() -> None:
         assert planned.call_count == 601
         attend(*drawn(keys=S + 1))  # whose plan made room for others
         assert planned.call_count == 602
+
+
+def test_masks_that_leave_other_parts_of_the_scores_are_planned_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sdpa` leaves calls to `chunked` whose mask hides most scores, which only the lengths of each row tell."""
+    monkeypatch.setattr("clearhead.kernels._sdpa._WORTH_SKIPPING", 1)
+    query, key, value = drawn(dtype=torch.float64)
+    for lengths, expected in ((torch.full((B, L), S), "sdpa"), (torch.ones(B, L, dtype=torch.int64), "chunked")):
+        mask = masks.lengths(lengths)
+        assert clearhead.explain(query, key, value, mask).kernel == expected
+        kernel = {"sdpa": SdpaKernel, "chunked": ChunkedKernel}[expected]
+        with mock.patch.object(kernel, "plan", autospec=True, side_effect=kernel.plan) as planned:
+            found = [clearhead.attention(query, key, value, mask) for _ in range(2)]
+        assert planned.call_count == 1
+        with clearhead.use_kernel("reference"):
+            require_near(found, [clearhead.attention(query, key, value, mask)] * 2)
 
 
 def test_threads_share_plans() -> None:

@@ -22,6 +22,7 @@ from .._torch_private import sdpa_settings
 from ..kernels._base import Kernel, Plan
 from ..kernels._choice import choose, choose_for_packed
 from ..kernels._saved_by_pytorch import saved_as_given
+from ..kernels._sdpa import share_worth_skipping
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from .mixing import MIXED, MIXED_ONCE, plan_mixed
@@ -126,8 +127,13 @@ def _plans(key: tuple[object, ...], call: Call, environment: Environment, sized:
 def _key_of_mask(call: Call, sized: bool) -> Hashable | None:
     if call.mask is None:
         return ()
-    # The structure of a mask for packed sequences is that within one of them.
-    return call.bound.key(sized) if call.sequences is None else call.mask.signature()
+    if call.sequences is not None:  # within which the mask has another structure
+        return call.mask.signature()
+    key = call.bound.key(sized)
+    if key is None or not (sized and call.query.is_cpu):
+        return key
+    # The only values of a mask by which a kernel is chosen.
+    return key, share_worth_skipping(call.bound)
 
 
 def _with_sizes(environment: Environment) -> Plan:

@@ -125,7 +125,7 @@ def _reasons_of_values(layout: Layout, bound: BoundMask) -> list[Refusal]:
     if hides_nothing(bound) or _is_flagged_causal(layout, bound):
         return reasons
     reasons += refusals_of_heads(bound)
-    share = bound.form("share worth skipping", lambda: _share_worth_skipping(bound))
+    share = share_worth_skipping(bound)
     if share is not None:
         reasons.append(Refusal("the mask leaves {share:.0%} of the scores, and it would compute all", share=share))
     return reasons
@@ -176,7 +176,7 @@ def _fold_mask(mask: Tensor, call: Call) -> Tensor:
     return rows.flatten(2, 3)
 
 
-def _share_worth_skipping(bound: BoundMask) -> float | None:
+def share_worth_skipping(bound: BoundMask) -> float | None:
     """Which part of the scores a mask leaves, if another kernel had better skip the rest; else ``None``.
 
     `benchmarks.cpu.window` measures where `chunked` overtakes on a CPU; on accelerators its many small steps cost more.
@@ -184,7 +184,7 @@ def _share_worth_skipping(bound: BoundMask) -> float | None:
     grid = bound.grid
     if grid.batch_size * grid.num_heads * grid.query_length * grid.key_length < _WORTH_SKIPPING:
         return None
-    share = touched_share(bound)
+    share = bound.once("touched share", lambda: touched_share(bound))
     return share if share <= (_CPU_SHARE if grid.device.type == "cpu" else _OTHER_SHARE) else None
 
 
