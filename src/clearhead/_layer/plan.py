@@ -12,7 +12,7 @@ from torch import Tensor
 from .._call.call import Call, Results, validate, zero_hidden
 from .._call.dropout import draw_seed
 from .._call.heads import split_heads
-from .._call.layout import sizes_of
+from .._call.layout import Layout, sizes_of
 from .._call.observers import computing, notify
 from .._call.packed import as_one_sequence, each_sequence, validate_mask_of_packed
 from .._call.sequences import PackedSequences
@@ -29,6 +29,10 @@ from .mixing import MIXED, MIXED_ONCE, plan_mixed
 
 _MOST_MASKS = 64  # plans of one key, of masks that the kernels read differently
 
+#: A plan, and the layout of its calls if all sizes are in their key.
+Known = tuple[Plan, Layout | None]
+#: The plans of calls with one key, by the keys of their masks.
+Plans = dict[Hashable, Known]
 #: Shows a call and its output to the observers of this thread in another form than its own.
 Show = Callable[[Call, Tensor], None]
 
@@ -93,7 +97,7 @@ def _plan_of(call: Call, environment: Environment, *, checked: bool = False, siz
     key = call.plan_key
     if sized is None:
         sized = not call.query.is_cpu
-    plans = {} if key is None else _plans(key, call, environment, sized)
+    plans: Plans = {} if key is None else _plans(key, call, environment, sized)
     if not checked:
         if not plans:
             validate(call)
@@ -105,19 +109,30 @@ def _plan_of(call: Call, environment: Environment, *, checked: bool = False, siz
     of_mask = () if key is None else _key_of_mask(call, sized)
     if of_mask is None:  # another mask of its kind may need another plan
         return _new_plan(call, environment)[0]
-    plan = plans.get(of_mask)
-    if plan is None:
-        plan, fits_all = _new_plan(call, environment)
-        if len(plans) == _MOST_MASKS:
-            plans.clear()
-        plans[of_mask] = plan
-        if key is not None and not (sized or fits_all):
-            plans[of_mask] = _with_sizes(environment)
-            _plans(key, call, environment, True)[_key_of_mask(call, True)] = plan
+    known = plans.get(of_mask)
+    if known is None:
+        known = _put_plan(call, environment, plans, of_mask, sized)
+    plan, layout = known
+    if layout is not None:
+        call.layout_ = layout
     return plan
 
 
-def _plans(key: tuple[object, ...], call: Call, environment: Environment, sized: bool) -> dict[Hashable, Plan]:
+def _put_plan(call: Call, environment: Environment, plans: Plans, of_mask: Hashable, sized: bool) -> Known:
+    """A new plan, which the next call of the same key and mask gets."""
+    plan, fits_all = _new_plan(call, environment)
+    layout, key = call.layout, call.plan_key
+    known = plan, layout if sized or layout.gradients or layout.weights is not None else None
+    if len(plans) == _MOST_MASKS:
+        plans.clear()
+    plans[of_mask] = known
+    if key is not None and not (sized or fits_all):
+        plans[of_mask] = _with_sizes(environment), None
+        _plans(key, call, environment, True)[_key_of_mask(call, True)] = plan, layout
+    return known
+
+
+def _plans(key: tuple[object, ...], call: Call, environment: Environment, sized: bool) -> Plans:
     """The plans of calls with a key, by the keys of their masks."""
     if sized:
         key = key, sdpa_settings(), *sizes_of(call)
@@ -142,7 +157,7 @@ def _with_sizes(environment: Environment) -> Plan:
 
 
 @lru_cache(512)
-def _plans_of(key: tuple[object, ...], forced: Kernel | None) -> dict[Hashable, Plan]:
+def _plans_of(key: tuple[object, ...], forced: Kernel | None) -> Plans:
     return {}
 
 

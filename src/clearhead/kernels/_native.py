@@ -166,8 +166,6 @@ def _compute(
 
 
 def _compute_with_gradients(planned: NativePlan, layout: Layout, call: Call) -> Results:
-    if call.layout_ is None:  # that of every call of the plan, to which the number of keys belongs
-        call.layout_ = layout
     output, lse, weights = cast(Any, _Native.apply(call, planned, layout.weights, *call.inputs))
     return Results(output, lse if layout.lse else None, weights)
 

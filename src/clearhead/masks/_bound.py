@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, is_dataclass
 from operator import and_
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -34,12 +34,18 @@ class BoundMask:
             holds is then made outside inference mode, because autograd saves no inference tensors.
     """
 
-    __slots__ = ("_found", "_is_valid", "grid", "is_kept", "mask")
+    __slots__ = ("_band", "_found", "_is_valid", "_parts", "_structure", "grid", "is_kept", "mask")
 
     def __init__(self, mask: Mask | None, grid: Grid, is_kept: bool = False) -> None:
-        self.mask, self.grid, self.is_kept = mask, grid, is_kept
+        self.mask: Mask | None = mask
+        self.grid: Grid = grid
+        self.is_kept: bool = is_kept
         self._is_valid = False
         self._found: dict[Hashable, Any] = {}
+        # Of a mask that is not kept, found without a function: every call asks for them.
+        self._structure: Structure | None = None
+        self._band: Band | bool | None = False
+        self._parts: tuple[BoundMask, ...] | None = None
 
     def validate(self) -> None:
         """Raise if the mask does not fit the call. Values are checked once."""
@@ -51,17 +57,26 @@ class BoundMask:
     @property
     def structure(self) -> Structure:
         """The facts about the mask that need no evaluation."""
-        return self.once("structure", self._read_structure)
+        if self._structure is not None:
+            return self._structure
+        if self.is_kept:
+            return self.once("structure", self._read_structure)
+        self._structure = self._read_structure()
+        return self._structure
 
     @property
     def band(self) -> Band | None:
         """The band, if the mask is exactly this band."""
-        return self.once("band", self._read_band)
+        if self._band is False:
+            self._band = self.structure.only_band(self.grid)
+        return cast("Band | None", self._band)
 
     @property
     def parts(self) -> tuple[BoundMask, ...]:
         """The masks that must all allow a key; none of them is made of others that do."""
-        return self.once("parts", self._read_parts) or (self,)
+        if self._parts is None:
+            self._parts = self._read_parts()
+        return self._parts or (self,)
 
     @property
     def real_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
@@ -109,9 +124,6 @@ class BoundMask:
             return Structure()
         parts = self.parts
         return self.mask.structure(self.grid) if parts[0] is self else met(part.structure for part in parts)
-
-    def _read_band(self) -> Band | None:
-        return self.structure.only_band(self.grid)
 
     def _read_parts(self) -> tuple[BoundMask, ...]:
         """The parts; none if the mask itself is the only one, because no object should hold itself."""
@@ -162,9 +174,6 @@ class BoundMask:
 
         It has the layouts of tensors and, if `sized`, the numbers of the band.
         """
-        return self._once(("key", sized), lambda: self._read_key(sized))
-
-    def _read_key(self, sized: bool) -> Hashable | None:
         band = self.band
         if band is not None:
             return band if sized else "band"
