@@ -135,6 +135,7 @@ FIELDS: dict[str, list[Changes]] = {
 ELSEWHERE = {
     "device": "test_wrong_values_on_a_hit",
     "is_part": "kernels/test_dropout",
+    "formula": "kernels/test_formula",
     "merged": "layer/test_merged_heads",
     "same_sequences": "gpu/pretended/test_sequences",
 }
