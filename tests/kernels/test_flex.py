@@ -257,8 +257,8 @@ def test_blocks_by_terms_of_common_masks_are_exact_and_small(name: str) -> None:
     bound = BoundMask(mask, grid)
     for part in bound.parts:
         if isinstance(part.mask, Documents):
-            unread = Structure(exact=False, documents=part.mask.structure(grid).documents)
-            part.once("structure", lambda unread=unread: unread)  # as on a GPU, where ids are not read
+            # As on a GPU, where ids are not read.
+            part._structure = Structure(exact=False, documents=part.mask.structure(grid).documents)
     with blocks_of(side):
         blocks = term_blocks(bound)
     cells = cells_of_blocks(shown, side)

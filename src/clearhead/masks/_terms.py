@@ -89,7 +89,14 @@ class Terms(NamedTuple):
 
 def terms_of(bound: BoundMask) -> Terms:
     """The terms of a mask, which all kernels share."""
-    return bound.form("terms", lambda: terms_of_parts(bound.parts, bound.grid))
+    return bound.form("terms", lambda: _found_terms(bound))
+
+
+def _found_terms(bound: BoundMask) -> Terms:
+    # What was found out of the whole mask is what its parts would give.
+    if bound.structure.exact:
+        return _of_structure(bound.structure, bound.grid)
+    return terms_of_parts(bound.parts, bound.grid)
 
 
 def terms_of_parts(parts: Iterable[BoundMask], grid: Grid) -> Terms:
