@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -268,3 +269,15 @@ def test_shared_memory(name: str, mask: masks.Mask | None, kernel: str | None, d
             error, rounding = ((x.double() - right).abs().max() for x in (one, other))
             second = index >= len(found) - len(leaves)
             assert error <= (max(allowed, 4 * rounding) if second else allowed)
+
+
+@pytest.mark.parametrize("sink_dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_sink_of_minus_infinity_beside_no_key(dtype: torch.dtype, sink_dtype: torch.dtype) -> None:
+    x, sinks = torch.randn(1, 1, 2, 4, dtype=dtype), torch.tensor([-torch.inf], dtype=sink_dtype)
+    hidden = torch.zeros(2, 2, dtype=torch.bool)
+    for kernel in (None, "chunked", "reference"):
+        with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
+            output, lse = clearhead.attention(x, x, x, hidden, sinks=sinks, return_lse=True)
+        assert not output.any()
+        assert bool(lse.isneginf().all())

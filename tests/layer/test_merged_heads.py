@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import clearhead
 from clearhead import masks
 from clearhead._layer.layer import Layer
+from clearhead.errors import ShapeError
 from tests.support.closeness import require_near
 
 B, L, S, E, H = 2, 5, 7, 24, 6
@@ -182,3 +184,43 @@ def test_saved_projections_that_come_back_with_gaps_between_features(name: str) 
     gradients = torch.autograd.grad((output.double() * weight).sum(), [*inputs, *made.parameters()])
     for found, judge in zip((output, *gradients), expected, strict=True):
         require_near(found, judge)
+
+
+class Changed(nn.Linear):
+    """A projection with another number of tokens or items."""
+
+    change: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(super().forward(x))
+
+
+def changing(change: Callable[[Tensor], Tensor], *names: str) -> clearhead.MultiHeadAttention:
+    made = module().eval()
+    for name in names:
+        projection = Changed(E, E)
+        projection.change = change
+        setattr(made, name, projection)
+    return made
+
+
+def test_a_mask_is_checked_against_the_sizes_that_projections_give() -> None:
+    """A kernel would read beyond its tensors."""
+    made, x = changing(lambda y: y.repeat(1, 20, 1), "q_proj"), drawn()[0]
+    with torch.no_grad():
+        assert made(x, mask=masks.causal()).shape == (B, 20 * L, E)
+        for mask in (
+            masks.keep(torch.ones(L, L, dtype=torch.bool)),
+            masks.documents(torch.zeros(L, dtype=torch.int64)),
+        ):
+            with pytest.raises(ShapeError):
+                made(x, mask=mask)
+    made = changing(lambda y: y.repeat(3, 1, 1), "q_proj", "k_proj", "v_proj")
+    with torch.no_grad(), pytest.raises(ShapeError):
+        made(x, mask=masks.keep(torch.ones(B, 1, L, L, dtype=torch.bool)))
+
+
+def test_projections_without_a_batch() -> None:
+    made, x = changing(lambda y: y[0], "q_proj", "k_proj", "v_proj"), drawn()[0]
+    with torch.no_grad():
+        assert made(x).shape == (1, L, E)

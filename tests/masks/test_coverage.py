@@ -293,3 +293,13 @@ def test_another_default_device_changes_nothing() -> None:
         expected = clearhead.attention(x, x, x, mask)
         with torch.device("meta"):
             assert torch.equal(clearhead.attention(x, x, x, mask), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_items_beside_a_tensor_of_one_item(dtype: torch.dtype) -> None:
+    """Nothing reads an empty tensor as if it had an item."""
+    x, marks = torch.randn(0, 2, 5, 4, dtype=dtype), torch.ones(0, 1, 1, 5, dtype=torch.bool)
+    for mask in (masks.bias(torch.zeros(1, 2, 5, 5)) & masks.keep(marks), masks.prefix(0) & masks.keep(marks)):
+        for kernel in ("chunked", "reference"):
+            with clearhead.use_kernel(kernel):
+                assert clearhead.attention(x, x, x, mask).shape == x.shape

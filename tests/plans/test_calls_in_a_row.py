@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import clearhead
 from clearhead import masks
 from clearhead._layer.plan import _plans_of
+from clearhead.errors import KernelError
 from clearhead.kernels._chunked import ChunkedKernel
 from clearhead.kernels._reference import ReferenceKernel
 from clearhead.kernels._sdpa import SdpaKernel
@@ -27,6 +28,7 @@ from tests.support.attending import attend
 from tests.support.closeness import require_near
 from tests.support.derivatives import derivatives, squares
 from tests.support.forgetting import forget
+from tests.support.native import needs_native
 
 B, H, L, S, D = 2, 3, 5, 7, 11
 
@@ -231,6 +233,23 @@ def test_masks_that_leave_other_parts_of_the_scores_are_planned_apart(monkeypatc
         assert planned.call_count == 1
         with clearhead.use_kernel("reference"):
             require_near(found, [clearhead.attention(query, key, value, mask)] * 2)
+
+
+@needs_native
+@pytest.mark.parametrize("first", ["positions of all heads", "no keys"])
+def test_what_native_refuses_is_refused_after_a_call_that_it_runs(first: str) -> None:
+    """A mask that is evaluated for each head would have to be built whole."""
+    x, places = torch.randn(1, 2, 5, 4), torch.arange(5)
+    with clearhead.use_kernel("native"):
+        if first == "no keys":
+            mask: Mask = masks.causal() | masks.keep(torch.ones(1, 2, 5, 1, dtype=torch.bool))
+            at: dict[str, Any] = {}
+            clearhead.attention(x, x[:, :, :0], x[:, :, :0], mask)
+        else:
+            mask, at = masks.causal(), {"query_positions": 0, "key_positions": places.expand(1, 2, 5).contiguous()}
+            clearhead.attention(x, x, x, mask, query_positions=0, key_positions=places)
+        with pytest.raises(KernelError, match="differs between heads"):
+            clearhead.attention(x, x, x, mask, **at)
 
 
 def test_threads_share_plans() -> None:

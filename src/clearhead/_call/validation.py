@@ -13,7 +13,7 @@ from ..masks._grid import as_positions, require_fit
 from .layout import Layout
 
 #: As a logit its weight is 0 beside any score: a finite stand-in for −∞.
-NO_SINK = -1e38
+NO_SINK = -9.999999680285692e37
 _READ = (torch.float32, torch.float64)  # dtypes of sinks in kernels
 
 

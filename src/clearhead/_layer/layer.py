@@ -123,16 +123,20 @@ class Layer:
                 unpadded = unpad(bound, inputs, heads, environment, **options)
                 if unpadded is not None:
                     return self._run_unpadded(unpadded, *inputs, environment), None
-        # Where nothing is applied to heads, a kernel reads them in the projections as they are.
-        if self.is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing:
-            q, k, v = self.project(query, key, value)
-            form, heads, keys = None, (self.num_heads, self.num_kv_heads), k.shape[1]
+        q, k, v = self.project(query, key, value)
+        form, heads = None, None
+        merged = self.is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing
+        if merged and q.dim() == k.dim() == v.dim() == 3:
+            # Nothing is applied to heads, so a kernel reads them in the projections as they are.
+            heads, length, keys = (self.num_heads, self.num_kv_heads), q.shape[1], k.shape[1]
         else:
-            q, k, v = self.projected(query, key, value, 0, environment)
-            form, heads, keys = None if self.form is None else self.form(q, k, None), None, k.shape[2]
+            q, k, v = self._at_positions(q, k, v, 0, environment)
+            length, keys = q.shape[2], k.shape[2]
+            form = None if self.form is None else self.form(q, k, None)
         operands = (q, k, v) if form is None else (form.query, form.key, form.value)
         call = Call(*operands, mask, **self.options, weights=weights, heads=heads)
-        if bound is not None and bound.grid.key_length == keys:  # else the module has appended keys
+        # Projections may have changed the sizes, and the module may have appended keys.
+        if bound is not None and bound.grid.has_sizes(q.shape[0], length, keys):
             call.bound_ = bound
         results = attend(call, environment)
         return self.projected_out(results, environment, form, batched=query.dim() == 3)
@@ -212,7 +216,12 @@ class Layer:
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), at their positions."""
-        q, k, v = self.project(query, key, value)
+        return self._at_positions(*self.project(query, key, value), positions, environment)
+
+    def _at_positions(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, environment: Environment
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections with heads, norms and positions."""
         q, k = _heads(q, self.num_heads, self.q_norm), _heads(k, self.num_kv_heads, self.k_norm)
         v = _heads(v, self.num_kv_heads, None)
         if self.position is not None:

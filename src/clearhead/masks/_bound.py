@@ -182,7 +182,11 @@ class BoundMask:
             return structure.layout(sized)
         signature = None if self.mask is None else self.mask.signature()
         layout = structure.layout(sized)
-        return None if signature is None or layout is None else (layout, signature)
+        # Whether it is evaluated for each head, which native refuses, depends on these two.
+        grid = self.grid
+        empty = 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
+        of_heads = isinstance(grid.key_positions, Tensor) and grid.key_positions.dim() == 3
+        return None if signature is None or layout is None else (layout, signature, empty, of_heads)
 
 
 def _tensors_in(found: object) -> Iterator[Tensor]:

@@ -41,6 +41,10 @@ class Grid:
     key_positions: Tensor | int | None = None
     _has_values: bool | None = field(default=None, init=False, repr=False)
 
+    def has_sizes(self, batch: int, length: int, keys: int) -> bool:
+        """Whether it has these sizes."""
+        return self.batch_size == batch and self.query_length == length and self.key_length == keys
+
     @property
     def has_positions(self) -> bool:
         """Whether the caller passed positions of queries or keys."""
