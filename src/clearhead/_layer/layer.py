@@ -17,7 +17,7 @@ from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
 from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
-from ..masks._bound import bind
+from ..masks._bound import BoundMask, bind
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
@@ -115,31 +115,24 @@ class Layer:
             bound = bind(mask, grid)
             # Only a mask marks padding, and returned weights have rows and columns for it.
             if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
-                inputs, heads = (query, key, value), (self.num_heads, self.num_kv_heads, self.head_dim)
-                in_one_kernel = query.is_cuda and self._is_one_kernel(query, self.head_dim, environment)
-                parts = (*self.projections, self.q_norm, self.k_norm, self.position)
-                side_by_side = self.position is not None
-                options: dict[str, Any] = {"parts": parts, "side_by_side": side_by_side, "in_one_kernel": in_one_kernel}
-                unpadded = unpad(bound, inputs, heads, environment, **options)
+                unpadded = self._unpadded(bound, (query, key, value), self.head_dim, environment)
                 if unpadded is not None:
-                    return self._run_unpadded(unpadded, *inputs, environment), None
+                    return self._run_unpadded(unpadded, query, key, value, environment), None
         q, k, v = self.project(query, key, value)
         form, heads = None, None
         merged = self.is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing
         if merged and q.dim() == k.dim() == v.dim() == 3:
             # Nothing is applied to heads, so a kernel reads them in the projections as they are.
-            heads, length, keys = (self.num_heads, self.num_kv_heads), q.shape[1], k.shape[1]
+            heads = self.num_heads, self.num_kv_heads
         else:
             q, k, v = self._at_positions(q, k, v, 0, environment)
-            length, keys = q.shape[2], k.shape[2]
             form = None if self.form is None else self.form(q, k, None)
         operands = (q, k, v) if form is None else (form.query, form.key, form.value)
         call = Call(*operands, mask, **self.options, weights=weights, heads=heads)
         # Projections may have changed the sizes, and the module may have appended keys.
-        if bound is not None and bound.grid.has_sizes(q.shape[0], length, keys):
+        if bound is not None and bound.grid.has_sizes(q.shape[0], q.shape[-2], k.shape[-2]):
             call.bound_ = bound
-        results = attend(call, environment)
-        return self.projected_out(results, environment, form, batched=query.dim() == 3)
+        return self.projected_out(attend(call, environment), environment, form, batched=query.dim() == 3)
 
     @property
     def is_plain(self) -> bool:
@@ -261,6 +254,20 @@ class Layer:
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
         results = attend(Call(q, k, v, mask, **self.options, sequences=sequences), environment, show)
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
+
+    def _unpadded(
+        self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], head_dim: int, environment: Environment
+    ) -> Unpadded | None:
+        """The tokens of a padded batch, if leaving the padding out is faster."""
+        return unpad(
+            bound,
+            inputs,
+            (self.num_heads, self.num_kv_heads, head_dim),
+            environment,
+            parts=(*self.projections, self.q_norm, self.k_norm, self.position),
+            side_by_side=self.position is not None,
+            in_one_kernel=inputs[0].is_cuda and self._is_one_kernel(inputs[0], head_dim, environment),
+        )
 
     def _is_one_kernel(self, query: Tensor, head_dim: int, environment: Environment) -> bool:
         """Whether a CUDA device computes packed sequences of this module in one kernel."""
