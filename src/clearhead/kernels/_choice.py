@@ -157,7 +157,7 @@ def _reservations(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
 def _against(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
     """All reasons against a call on this kernel, whoever computes its weights."""
     missing = refusals_of_formula(call.layout, kernel.formula)
-    return (*missing, *kernel.refusals(call.layout, call.bound))
+    return (*kernel.refusals(call.layout, call.bound), *missing)
 
 
 def _refusals(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
