@@ -69,7 +69,7 @@ def scaled_dot_product_attention(
         output = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
     except ClearheadError as error:
         return recorded_call(scaled_dot_product_attention, also_pytorchs(error), locals())
-    return output.reshape(*leading, *output.shape[-2:])
+    return output if output.shape[:-2] == leading else output.reshape(*leading, *output.shape[-2:])
 
 
 def translate(
@@ -84,8 +84,10 @@ def translate(
         if strided(name, tensor).dim() < 2:
             raise ShapeError(name, expected="at least (length, features)", got=shape_text(tensor.shape))
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
+    outer = [tensor.shape[: -3 if enable_gqa else -2] for tensor in tensors]
     try:
-        leading = tuple(torch.broadcast_shapes(*(tensor.shape[: -3 if enable_gqa else -2] for tensor in tensors)))
+        same = outer[0] == outer[1] == outer[2]
+        leading = tuple(outer[0] if same else torch.broadcast_shapes(*outer))
     except RuntimeError as error:
         expected = "leading sizes that broadcast" if enable_gqa else "equal numbers of heads, and sizes that broadcast"
         fix = ""
@@ -121,6 +123,8 @@ def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:
 
 def _four_dimensional(tensor: Tensor, leading: tuple[int, ...], heads: int) -> Tensor:
     """(…, H, L, D) → (B, H, L, D), B the product of the leading sizes."""
+    if len(leading) == 1 and tensor.shape[:-2] == (*leading, heads):
+        return tensor
     full = tensor.expand(*leading, heads, *tensor.shape[-2:])
     return full.reshape(math.prod(leading), *full.shape[-3:])
 
