@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -94,6 +94,15 @@ def module_of(name: str) -> str:
 def command_of(name: str) -> str:
     """What stands behind ``python -m`` for a benchmark: ``benchmarks.cpu``, or ``benchmarks.cpu.decoding``."""
     return module_of(name).removesuffix(".__main__")
+
+
+def differing(figures: Figures, tolerance: Callable[[str], float]) -> list[str]:
+    """The lines whose two results differ by more than a line's tolerance, in words."""
+    return [
+        f"{line}: the results differ by {found['difference']:.1e}"
+        for line, found in figures.items()
+        if found["difference"] > tolerance(line)
+    ]
 
 
 def read(path: Path) -> Kept:

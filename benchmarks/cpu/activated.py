@@ -21,7 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
-from benchmarks.figures import Figures
+from benchmarks.figures import Figures, differing
 from benchmarks.timing import in_blocks
 from benchmarks.writing import milliseconds, ratio, table
 
@@ -254,11 +254,7 @@ def _gain(found: dict[str, float]) -> str:
 
 def wrong(figures: Figures) -> list[str]:
     """Results that differ by more than rounding."""
-    return [
-        f"{line}: the results differ by {found['difference']:.1e}"
-        for line, found in figures.items()
-        if found["difference"] > (2e-2 if "bf16" in line else 1e-5)
-    ]
+    return differing(figures, lambda line: 2e-2 if "bf16" in line else 1e-5)
 
 
 BENCHMARK = Benchmark("activated", __doc__, lines, texts, minutes=4, peers=("transformers",), wrong=wrong)

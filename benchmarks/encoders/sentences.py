@@ -20,7 +20,7 @@ import torch
 
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
-from benchmarks.figures import Figures
+from benchmarks.figures import Figures, differing
 from benchmarks.timing import in_blocks
 from benchmarks.writing import milliseconds, ratio, table
 
@@ -156,11 +156,7 @@ def _gain(found: dict[str, float]) -> str:
 
 def wrong(figures: Figures) -> list[str]:
     """Embeddings that differ by more than rounding."""
-    return [
-        f"{line}: the results differ by {found['difference']:.1e}"
-        for line, found in figures.items()
-        if found["difference"] > 1e-6
-    ]
+    return differing(figures, lambda _: 1e-6)
 
 
 BENCHMARK = Benchmark(
