@@ -183,20 +183,8 @@ class NativePlan:
         if self._copies:
             query, key, value = self._with_whole_rows(query, key, value)
         output = self.empty_output(query)
-        keys = key.shape[-2]
-        self._forward(
-            self._plan,
-            instruction_set_number(),
-            1 if keys <= self._most_keys_of_one else torch.get_num_threads(),
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            output.data_ptr(),
-            0,
-            keys,
-            *limits,
-            *others,
-        )
+        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), 0
+        self._call(self._forward, addresses, key.shape[-2], limits, others)
         return output
 
     def empty_output_gradient(self, like: Tensor) -> Tensor:
@@ -296,23 +284,33 @@ class NativePlan:
         *backward: int,
         **wanted: object,
     ) -> None:
-        """Call a compiled function with the plan, the instruction set, the number of threads, and addresses."""
+        """`_call` with the addresses of tensors, which it makes readable."""
         query, key, value = arguments[:3]
         # The kernel would read x where a negated view means −x.
         if self._copies or query.is_neg() or key.is_neg() or value.is_neg():
             resolved = self._with_whole_rows(query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
             query, key, value = resolved
             arguments = arguments._replace(query=query, key=key, value=value)
-        keys = key.shape[-2]
-        threads = 1 if keys <= self._most_keys_of_one else torch.get_num_threads()
         operands = query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)
         others = arguments.addresses_of_others()
         if backward:
             others = (*(others or _NO_OTHERS), *backward)
             if 0 in operands:
                 _require_memory(arguments, output, lse)
-        plan = self._plan
-        function(plan, instruction_set_number(), threads, *operands, keys, *arguments.limits, *others, **wanted)
+        self._call(function, operands, key.shape[-2], arguments.limits, others, **wanted)
+
+    def _call(
+        self,
+        function: Callable[..., None],
+        operands: tuple[int, ...],
+        keys: int,
+        limits: tuple[int, int, int],
+        others: tuple[int, ...],
+        **wanted: object,
+    ) -> None:
+        """Call a compiled function with the plan, the instruction set, the number of threads, and its arguments."""
+        threads = 1 if keys <= self._most_keys_of_one else torch.get_num_threads()
+        function(self._plan, instruction_set_number(), threads, *operands, keys, *limits, *others, **wanted)
 
     def _with_whole_rows(self, *operands: Tensor) -> list[Tensor]:
         """Copies of the operands whose rows have gaps. The kernel reads rows whose elements lie side by side."""
