@@ -97,15 +97,12 @@ class BoundMask:
         if covered is not None:
             self._found["covered"] = covered
 
-    def once(self, name: str, find: Callable[[], Result]) -> Result:
-        """A fact about the mask, found on first use."""
-        return self._once(name, find)
-
     def form(self, key: Hashable, make: Callable[[], Result]) -> Result:
         """What a kernel reads instead of the mask. Only a mask that is kept keeps it, as it may be large."""
-        return self._once(key, make) if self.is_kept else make()
+        return self.once(key, make) if self.is_kept else make()
 
-    def _once(self, key: Hashable, make: Callable[[], Result]) -> Result:
+    def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """A fact about the mask, found on first use."""
         found = self._found
         if key in found:
             return found[key]
