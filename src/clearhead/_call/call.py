@@ -17,7 +17,7 @@ from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
 from .heads import split_heads
-from .layout import Layout, key_of, layout_of
+from .layout import Layout, key_of, layout_of, read_numbers
 from .saved import restored, restored_biases, restored_sinks, with_saved
 from .sequences import PackedSequences, require_within
 from .validation import NO_SINK, read_positions, read_sinks, require_numbers, require_shapes, require_tensors
@@ -122,6 +122,7 @@ class Call:
             self.sinks = read_sinks(self.sinks, self.query, self.heads[0] if self.heads else self.query.shape[1])
         if self.sequences is not None and self.mask is not None:
             require_within(self.mask)
+        read_numbers(self)
         self.environment = environment
         self.plan_key = key_of(self)
         return self
@@ -139,9 +140,7 @@ class Call:
             return self
         num_heads, num_kv_heads = self.heads
         query, key = split_heads(self.query, num_heads), split_heads(self.key, num_kv_heads)
-        split = self.alike(query=query, key=key, value=split_heads(self.value, num_kv_heads), heads=None, layout_=None)
-        split.plan_key = key_of(split)
-        return split
+        return self.rekeyed(query=query, key=key, value=split_heads(self.value, num_kv_heads), heads=None)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -215,8 +214,8 @@ class Call:
         other.plan_key, other.is_unbatched = self.plan_key, self.is_unbatched
         return other
 
-    def with_option(self, **changes: Any) -> Call:
-        """A copy with other options, but the same mask, in the same environment."""
+    def rekeyed(self, **changes: Any) -> Call:
+        """A copy with changes that its key and its layout follow, in the same environment. The mask is the same."""
         other = self.alike(**changes, layout_=None)
         other.plan_key = key_of(other)
         return other

@@ -109,10 +109,23 @@ class Layout(NamedTuple):
         return 0 in self.query or 0 in self.key or 0 in self.value
 
 
+def read_numbers(call: Any) -> None:
+    """Give a call its numbers as Python's, by which plans are found. `validate` checks their ranges."""
+    # Numbers of other types are equal to floats that are valid.
+    if call.scale is not None and type(call.scale) is not float:
+        call.scale = number("scale", call.scale, "a finite number, or None for 1/√D", lambda _: True)
+    if call.softcap is not None and type(call.softcap) is not float:
+        call.softcap = number("softcap", call.softcap, "a number > 0, or None", lambda _: True)
+    if type(call.dropout_p) not in _NUMBERS:
+        call.dropout_p = number("dropout_p", call.dropout_p, "a probability in [0, 1]", lambda _: True)
+    if call.lse is not False and call.lse is not True:
+        call.lse = flag("return_lse", call.lse)
+
+
 def layout_of(call: Any) -> Layout:
     """The layout of a call that was read. Its sizes and numbers need not be valid yet."""
     query, key, value, mask, sequences = call.query, call.key, call.value, call.mask, call.sequences
-    scale, softcap, dropout_p, lse, environment = call.scale, call.softcap, call.dropout_p, call.lse, call.environment
+    scale, environment = call.scale, call.environment
     operands, tracing = (query, key, value), environment.tracing
     query_shape, key_shape, value_shape = (x.shape for x in operands)
     # In a graph strides are symbols, which a comparison would tie to these strides.
@@ -135,13 +148,13 @@ def layout_of(call: Any) -> Layout:
         kinds[0] if kinds else None,
         not tracing and any(x.is_neg() for x in operands),
         mask is not None,
-        scale if type(scale) is float else _float("scale", scale, "a finite number, or None for 1/√D"),
-        None if softcap is None else _float("softcap", softcap, "a number > 0, or None"),
+        scale,
+        call.softcap,
         call.sinks is not None,
-        dropout_p if type(dropout_p) in _NUMBERS else _float("dropout_p", dropout_p, "a probability in [0, 1]"),
-        bool(dropout_p) and _is_part(call),
+        call.dropout_p,
+        bool(call.dropout_p) and _is_part(call),
         _gradients(call) if environment.gradients else (),
-        lse if lse is False or lse is True else flag("return_lse", lse),
+        call.lse,
         call.weights,
         None if sequences is None else sequences.count,
         sequences is not None and sequences.cu_seqlens_q is sequences.cu_seqlens_k,
@@ -163,16 +176,6 @@ def key_of(call: Any) -> tuple[object, ...] | None:
     # A subclass may hold what no key does, and sizes of a graph are symbols.
     if environment.tracing or not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
-    scale, softcap, dropout_p, lse = call.scale, call.softcap, call.dropout_p, call.lse
-    # Numbers of other types are equal to floats that are valid.
-    if scale is not None and type(scale) is not float:
-        call.scale = scale = _float("scale", scale, "a finite number, or None for 1/√D")
-    if softcap is not None and type(softcap) is not float:
-        call.softcap = softcap = _float("softcap", softcap, "a number > 0, or None")
-    if type(dropout_p) not in _NUMBERS:
-        call.dropout_p = dropout_p = _float("dropout_p", dropout_p, "a probability in [0, 1]")
-    if lse is not False and lse is not True:
-        call.lse = lse = flag("return_lse", lse)
     gradients = _gradients(call) if environment.gradients else ()
     sized = bool(gradients) or call.weights is not None
     *key_outer, keys, dim = key.shape
@@ -193,10 +196,10 @@ def key_of(call: Any) -> tuple[object, ...] | None:
         query.dtype,
         query.device,
         query.is_neg() or key.is_neg() or value.is_neg(),
-        scale,
-        softcap,
-        dropout_p,
-        lse,
+        call.scale,
+        call.softcap,
+        call.dropout_p,
+        call.lse,
         call.weights,
         call.sinks is None,
         gradients,
@@ -204,7 +207,7 @@ def key_of(call: Any) -> tuple[object, ...] | None:
         environment.transformed,
         environment.dispatching,
         # Without dropout, seed and offset would only keep equal calls from sharing a plan.
-        dropout_p and _is_part(call),
+        call.dropout_p and _is_part(call),
     )
 
 
@@ -231,11 +234,6 @@ def with_heads(placed: Placed, heads: int) -> Placed:
 def has_contiguous_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether the elements of a row lie side by side."""
     return strides[-1] == 1 or shape[-1] <= 1
-
-
-def _float(name: str, value: float, expected: str) -> float:
-    """A number as a float. `validate` checks its range, which is in the layout."""
-    return value if type(value) is float else number(name, value, expected, lambda _: True)
 
 
 def _gradients(call: Any) -> tuple[bool, ...]:

@@ -34,7 +34,7 @@ def plan_mixed(run: Plan, forced: Kernel | None) -> Plan:
         layout = call.layout
         if layout.dropout_p > 0 and call.seed is None:
             call = call.alike(seed=draw_seed(call.query.device))
-        output = run(call.with_option(weights=None)).output
+        output = run(call.rekeyed(weights=None)).output
         with _saved_apart() if layout.weights == MIXED_ONCE and not _is_traced(call) else nullcontext():
             zeroed = zero_hidden(as_one_sequence(call))
             weights = compute_weights(zeroed, None, False, forced).to(call.query.dtype)
