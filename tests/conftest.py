@@ -63,7 +63,7 @@ def _emulate_machine() -> None:
         for better in sets[: sets.index(best)]:
             del clearhead._native.instruction_sets()[better]
     if vendor is not None:
-        clearhead._layer.linear._processor_maker = lambda: vendor
+        clearhead._layer.linear.processor_maker = lambda: vendor
 
 
 _require_installed()

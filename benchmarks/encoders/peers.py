@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import clearhead
 from benchmarks.comparing import OURS
 from benchmarks.peers.work import Unsupported
-from clearhead._layer.linear import _processor_maker
+from clearhead._layer.linear import processor_maker
 from clearhead.cli._demo import default_model_path
 
 __all__ = ["PADDED", "PEERS", "SDPA", "TRAINABLE", "Batch", "Eager", "Encode"]
@@ -87,7 +87,7 @@ def compiled(model: nn.Module) -> Eager:
 
 
 def zentorch(model: nn.Module) -> Encode:
-    if _processor_maker() != "AuthenticAMD":
+    if processor_maker() != "AuthenticAMD":
         raise Unsupported("it is for processors of AMD")
     import zentorch  # noqa: F401  # pyright: ignore  # registers the backend
 

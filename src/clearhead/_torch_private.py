@@ -40,6 +40,8 @@ _functorch: Any = _lookup("_C._functorch", None)
 _forward_level: Any = _lookup("autograd.forward_ad", None)
 _wrap: Callable[..., Tensor] | None = _lookup("Tensor._make_wrapper_subclass", None)
 _onednn: Any = _lookup("ops.mkldnn", None)
+_has_pairs: Callable[[], bool] = _lookup("cpu._is_avx512_bf16_supported", bool)
+_has_tiles: Callable[[], bool] = _lookup("cpu._is_amx_tile_supported", bool)
 _sdpa_flags: tuple[Callable[[], object], ...] = (
     _lookup("_C._get_flash_sdp_enabled", tuple),
     _lookup("_C._get_mem_efficient_sdp_enabled", tuple),
@@ -181,9 +183,19 @@ def has_onednn_linear() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(_onednn, "_linear_pointwise")
 
 
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """X Wᵀ + b on oneDNN's GEMM, without gradients."""
-    return _onednn._linear_pointwise(x, weight, bias, "none", [], "")
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "none", kind: str = "") -> Tensor:
+    """f(X Wᵀ + b) on oneDNN's GEMM, without gradients. The weight may be one of `onednn_weight`."""
+    return _onednn._linear_pointwise(x, weight, bias, activation, [], kind)
+
+
+def onednn_weight(weight: Tensor) -> Tensor:
+    """A copy of a weight (out, in), laid out as oneDNN's GEMM reads it fastest."""
+    return _onednn._reorder_linear_weight(weight.contiguous())
+
+
+def has_bfloat16_products() -> bool:
+    """Whether the processor multiplies pairs or tiles of bfloat16 (AVX512-BF16, AMX)."""
+    return bool(_has_pairs() or _has_tiles())
 
 
 def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> Wrapper:

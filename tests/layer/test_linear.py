@@ -29,7 +29,7 @@ from tests.support.saving import EXACT, LOSING, returning
 #: rows, in_features, out_features
 SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]
 
-MAKER = clearhead._layer.linear._processor_maker
+MAKER = clearhead._layer.linear.processor_maker
 
 needs_onednn = pytest.mark.skipif(
     not clearhead._layer.linear.has_onednn_linear(), reason="this build of PyTorch has no oneDNN"
@@ -282,7 +282,7 @@ RULES = [
 def test_the_rule(
     maker: str, mkl: bool, onednn: bool, capability: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clearhead._layer.linear, "_processor_maker", lambda: maker)
+    monkeypatch.setattr(clearhead._layer.linear, "processor_maker", lambda: maker)
     monkeypatch.setattr(clearhead._layer.linear, "has_onednn_linear", lambda: onednn)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)

@@ -210,7 +210,7 @@ def _why_pytorchs() -> str | None:
         return _NO_ONEDNN
     if not torch.backends.mkl.is_available():
         return "this build of PyTorch has no MKL to be faster than"
-    maker = _processor_maker()
+    maker = processor_maker()
     if maker != "AuthenticAMD":
         return f"oneDNN is not known to be faster than MKL on this processor ({maker})"
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
@@ -218,7 +218,7 @@ def _why_pytorchs() -> str | None:
     return None
 
 
-def _processor_maker() -> str:
+def processor_maker() -> str:
     """The processor's own name for its maker, such as ``GenuineIntel``. The architecture where there is none."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:

@@ -2,6 +2,7 @@
 // is true on processors with it.
 #pragma once
 #include "backward.h"
+#include "encoder.h"
 #include "statistics.h"
 
 namespace clearhead::ISA {
@@ -16,7 +17,8 @@ constexpr Kernels table(const char* name) {
             forward_scratch, BY_TYPE(forward),
             decode_scratch, partial_size, BY_TYPE(decode), BY_TYPE(merge),
             backward_scratch, sums_size, BY_TYPE(backward), BY_TYPE(write_sums),
-            statistics_scratch, BY_TYPE(statistics), false};
+            statistics_scratch, BY_TYPE(statistics),
+            BY_TYPE(norm_rows), BY_TYPE(rotate_rows), false};
 }
 // clang-format on
 

@@ -123,6 +123,16 @@ constexpr Argument<Cells> CELLS[] = {
     ARGUMENT(data), ARGUMENT(bytes), ARGUMENT(hidden), ARGUMENT(batch), ARGUMENT(head), ARGUMENT(row), ARGUMENT(column),
 };
 
+// In order, as in _lean/steps.py, which the import compares. The first is the number of an instruction set.
+constexpr Argument<RowNorm> NORM[] = {
+    ARGUMENT(type), ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(features), ARGUMENT(x), ARGUMENT(residual),
+    ARGUMENT(total), ARGUMENT(weight), ARGUMENT(bias), ARGUMENT(epsilon), ARGUMENT(centers),
+};
+constexpr Argument<Rotation> ROTATION[] = {
+    ARGUMENT(type), ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(heads), ARGUMENT(dim), ARGUMENT(row), ARGUMENT(head),
+    ARGUMENT(positions), ARGUMENT(x), ARGUMENT(cosine), ARGUMENT(sine),
+};
+
 // Assigns arguments by name, except None. Returns false with a Python error.
 template <class Target, size_t COUNT>
 bool read_named(const Argument<Target> (&arguments)[COUNT], PyObject* names, PyObject* const* values, Target& to) {
@@ -222,6 +232,29 @@ PyObject* coverage(PyObject*, PyObject* const* items, Py_ssize_t count) {
     return Py_BuildValue("(NN)", PyBool_FromLong(masked.rows), PyBool_FromLong(masked.keys));
 }
 
+// Runs a pass over rows: the number of an instruction set, and the arguments in their order.
+template <class Rows, size_t COUNT>
+PyObject* run_rows(const Argument<Rows> (&arguments)[COUNT], void (*run)(const Kernels&, const Rows&), PyObject* const* items) {
+    Rows rows = {};
+    const Kernels* kernels = INSTRUCTION_SETS[PyLong_AsLongLong(*items)];
+    for (const Argument<Rows>& argument : arguments) argument.assign(rows, *++items);
+    return PyErr_Occurred() ? nullptr : run_without_gil([&] { run(*kernels, rows); });
+}
+
+PyObject* norm(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(NORM, run_norm, items); }
+PyObject* rotate(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(ROTATION, run_rotation, items); }
+
+// Takes the addresses of tensors as the bytes of an array, and their sizes in bytes in the same way.
+PyObject* digest_of(PyObject*, PyObject* const* items, Py_ssize_t) {
+    char *addresses, *sizes;
+    Py_ssize_t count, others;
+    if (PyBytes_AsStringAndSize(items[0], &addresses, &count) || PyBytes_AsStringAndSize(items[1], &sizes, &others))
+        return nullptr;
+    const int64_t tensors = smaller(count, others) / static_cast<int64_t>(sizeof(int64_t));
+    return PyLong_FromUnsignedLongLong(
+        digest(reinterpret_cast<int64_t*>(addresses), reinterpret_cast<int64_t*>(sizes), tensors));
+}
+
 // (number, name) of each instruction set of this processor, those with more features first.
 PyObject* instruction_sets(PyObject*, PyObject*) {
     PyObject* sets = PyList_New(0);
@@ -245,6 +278,9 @@ PyMethodDef methods[] = {
     method("backward", backward, METH_FASTCALL),
     method("statistics", statistics, METH_FASTCALL | METH_KEYWORDS),
     method("coverage", coverage, METH_FASTCALL),
+    method("norm", norm, METH_FASTCALL),
+    method("rotate", rotate, METH_FASTCALL),
+    method("digest", digest_of, METH_FASTCALL),
     method("instruction_sets", instruction_sets, METH_NOARGS),
     {},
 };
@@ -271,6 +307,8 @@ bool add_constants(PyObject* module) {
     const std::string of_coverage = names_of(COVERAGE) + ", " + names_of(CELLS);
     return PyModule_AddStringConstant(module, "arguments", names_of(CALL).c_str()) == 0 &&
            PyModule_AddStringConstant(module, "coverage_arguments", of_coverage.c_str()) == 0 &&
+           PyModule_AddStringConstant(module, "norm_arguments", names_of(NORM).c_str()) == 0 &&
+           PyModule_AddStringConstant(module, "rotation_arguments", names_of(ROTATION).c_str()) == 0 &&
            PyModule_AddStringConstant(module, "types", EXPANDED_TEXT(TYPE_NAMES)) == 0 &&
            PyModule_AddIntConstant(module, "MOST_MASKS", MOST_MASKS) == 0 &&
            PyModule_AddObjectRef(module, "openmp", OPENMP ? Py_True : Py_False) == 0 &&

@@ -191,6 +191,26 @@ struct Task {
 // The length of `received` and `viewers` of a task, including padding for vector writes.
 inline int64_t columns_of(const Problem& p) { return p.keys + 16; }
 
+// x ← norm(x + residual) of rows side by side, and total ← x + residual. Residual, total, weight and bias may be null.
+struct RowNorm {
+    Type type;  // of x, residual and total
+    int64_t threads, rows, features;
+    void* x;
+    const void* residual;
+    void* total;
+    const float *weight, *bias;
+    double epsilon;
+    bool centers;  // LayerNorm; otherwise RMSNorm
+};
+
+// Rotary positions of the heads of each row, in place. Strides in elements. Row i has the position i modulo `positions`.
+struct Rotation {
+    Type type;
+    int64_t threads, rows, heads, dim, row, head, positions;
+    void* x;
+    const float *cosine, *sine;  // (positions, dim)
+};
+
 // One instruction set's functions, some of them by type. Scratch is counted in floats and aligned to 64 bytes.
 struct Kernels {
     const char* name;
@@ -210,6 +230,8 @@ struct Kernels {
     void (*write_sums[3])(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
     int64_t (*statistics_scratch)(const Problem&, const Statistics&);
     void (*statistics[3])(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
+    void (*norm_rows[3])(const RowNorm&, int64_t start, int64_t stop, float* scratch);
+    void (*rotate_rows[3])(const Rotation&, int64_t start, int64_t stop);
     bool pairs;  // whether the forward pass of bfloat16 multiplies pairs
 };
 
@@ -224,6 +246,13 @@ extern const Kernels amx_pairs, avx512_bf16_pairs;
 void run_forward(const Kernels& kernels, const Problem& problem);
 void run_backward(const Kernels& kernels, const Problem& problem);
 void run_statistics(const Kernels& kernels, const Problem& problem, const Statistics& wanted);
+
+void run_norm(const Kernels& kernels, const RowNorm& norm);
+void run_rotation(const Kernels& kernels, const Rotation& rotation);
+
+// A number that depends on DIGEST_SAMPLES words, spread over each tensor. Equal contents have equal digests.
+constexpr uint64_t DIGEST_SAMPLES = 32;
+uint64_t digest(const int64_t* addresses, const int64_t* bytes, int64_t tensors);
 
 // The instruction sets of this build, those with more features first.
 extern const Kernels* const INSTRUCTION_SETS[];

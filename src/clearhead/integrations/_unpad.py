@@ -11,14 +11,17 @@ import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
-from .._environment import is_tracing, read_environment, reads_values
+from .. import masks
+from .._call.sequences import PackedSequences
+from .._environment import Environment, is_tracing, read_environment, reads_values
 from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
+from ._lean import Lean, forget, lean_layers, results_of, run_lean
 from ._packed_row import boundaries_of
 from ._unpad_checks import OF_TOKENS, has_windows, runs_in_one_kernel, takes_tokens, works_token_by_token
 
@@ -78,11 +81,11 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
     return None
 
 
-def remove_padding(encoder: nn.Module, head: nn.Module | None) -> None:
-    """Let a supported encoder run on real tokens from now on."""
+def remove_padding(encoder: nn.Module, head: nn.Module | None, dtype: torch.dtype | None) -> None:
+    """Let a supported encoder run on real tokens from now on, and its layers in a loop of `dtype` where they can."""
     pooler: nn.Module | None = getattr(encoder, "pooler", None)
     of_tokens = head is None or type(head).__name__.endswith(_HEADS_OF_TOKENS)
-    _replace_forward(encoder, _forward, pooler is not None or not of_tokens)
+    _replace_forward(encoder, _forward, pooler is not None or not of_tokens, dtype)
     if head is not None and "forward" not in head.__dict__ and type(head).__name__ not in _HEADS_WITHOUT_PADDING:
         _replace_forward(head, _forward_of_head)
     if pooler is not None:
@@ -93,6 +96,7 @@ def remove_padding(encoder: nn.Module, head: nn.Module | None) -> None:
 def keep_padding(encoder: nn.Module, head: nn.Module | None) -> None:
     """Undo `remove_padding`."""
     del encoder.forward
+    forget(encoder)
     if head is not None and _is_partial_of(head, _forward_of_head):
         del head.forward
     pooler: nn.Module | None = getattr(encoder, "pooler", None)
@@ -187,57 +191,113 @@ def _labels_padding(arguments: dict[str, Any]) -> bool:
     return not (labels.is_cpu and reads_values(labels)) or bool(((labels != _IGNORED) & mask.logical_not()).any())
 
 
-def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an encoder, on one row of real tokens if the call allows it.
+def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an encoder, on one row of real tokens and in Clearhead's own loop if the call allows it.
 
-    `reads_first` tells whether a pooler or a head reads the first column of the padded result.
+    `reads_first` tells whether a pooler or a head reads the first column of the padded result. `dtype` is that of the
+    loop, by default the encoder's.
     """
     args, forward = _without_module(encoder, args), type(encoder).forward
-    packed_call = None
+    call = None
     if not is_tracing() and not _running.labels_padding:
-        packed_call = _pack(encoder, reads_first, _by_name(encoder, args, kwargs))
-    if packed_call is None:
+        call = _read_call(encoder, _by_name(encoder, args, kwargs))
+    if call is None:
         return forward(encoder, *args, **kwargs)
-    packed, packed_arguments = packed_call
-    before, _running.packed = _running.packed, packed
-    try:
-        output = forward(encoder, **packed_arguments)
-    finally:
-        _running.packed = before
-    return packed.unpack(output)
+    environment = read_environment()
+    lean = lean_layers(encoder, dtype, environment) if call.is_plain and 0 not in call.tokens.counts else None
+    packs = call.tokens.indices is not None and _fits(encoder, call.tokens, reads_first, environment, lean)
+    if lean is not None:
+        return _run_lean(lean, encoder, call, environment, packs)
+    return _run_packed(encoder, call) if packs else forward(encoder, *args, **kwargs)
 
 
-def _pack(encoder: nn.Module, reads_first: bool, arguments: dict[str, Any]) -> tuple[_Packed, dict[str, Any]] | None:
-    """The call and its arguments as one row of real tokens, or ``None`` if it must run padded."""
+class _Call(NamedTuple):
+    """A call of an encoder that can run on one row.
+
+    Args:
+        tokens: the real tokens.
+        arguments: (B, L, …), those of each token, with positions, and those that mean the same for one row.
+        as_tuple: whether it returns a tuple.
+    """
+
+    tokens: RealTokens
+    arguments: dict[str, Any]
+    as_tuple: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it wants the last hidden states alone, without gradients of its inputs."""
+        embedded = self.arguments.get("inputs_embeds")
+        return not self.arguments.get("output_hidden_states") and (embedded is None or not embedded.requires_grad)
+
+    def in_row(self) -> dict[str, Any]:
+        """The arguments for one row (1, T, …)."""
+        return {
+            name: self.tokens.unpad(value)[None] if name in OF_TOKENS else value
+            for name, value in self.arguments.items()
+        }
+
+    def sequences(self) -> PackedSequences:
+        """The texts in the row."""
+        return sequences_between(self.tokens, self.tokens, self.arguments["position_ids"].device)
+
+
+def _read_call(encoder: nn.Module, arguments: dict[str, Any]) -> _Call | None:
+    """The call, or ``None`` if it must run as it is."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     mask = arguments.pop("attention_mask", None)
+    if mask is None:
+        tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
+        mask = tokens[..., 0] if isinstance(tokens, Tensor) and tokens.dim() == 3 else tokens
+        real = None
+    else:
+        real = mask
     if not _is_padding(mask) or not takes_tokens(encoder, arguments, mask):
         return None
     if (mask.is_cuda and not runs_in_one_kernel(encoder)) or (mask.is_cpu and not reads_values(mask)):
         return None
     # Unlike `_layer/unpadding.py`, this compares no costs: all layers share one row, so packing always pays.
-    real = mask.bool()
-    tokens = find_tokens(real, mask.shape[0], mask.shape[1])
-    if tokens.indices is None or not _fits(encoder, tokens, reads_first):
-        return None
+    tokens = find_tokens(None if real is None else real.bool(), mask.shape[0], mask.shape[1])
     return_dict = arguments.pop("return_dict", getattr(encoder.config, "return_dict", True))
     arguments["position_ids"] = _positions(encoder, arguments, mask)
-    row = {name: tokens.unpad(value)[None] if name in OF_TOKENS else value for name, value in arguments.items()}
-    boundaries, longest = boundaries_of(sequences_between(tokens, tokens, mask.device)), max(tokens.counts)
-    return _Packed(encoder, tokens, return_dict is False), {
-        **row,
-        "attention_mask": _no_mask(encoder),
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "return_dict": True,
-    }
+    return _Call(tokens, arguments, return_dict is False)
 
 
-def _fits(encoder: nn.Module, tokens: RealTokens, reads_first: bool) -> bool:
+def _run_packed(encoder: nn.Module, call: _Call) -> Any:
+    """The encoder's own code on one row."""
+    boundaries, longest = boundaries_of(call.sequences()), max(call.tokens.counts)
+    packed = _Packed(encoder, call.tokens, call.as_tuple)
+    before, _running.packed = _running.packed, packed
+    try:
+        output = type(encoder).forward(
+            encoder,
+            **call.in_row(),
+            attention_mask=_no_mask(encoder),
+            cu_seq_lens_q=boundaries,
+            cu_seq_lens_k=boundaries,
+            max_length_q=longest,
+            max_length_k=longest,
+            return_dict=True,
+        )
+    finally:
+        _running.packed = before
+    return packed.unpack(output)
+
+
+def _run_lean(lean: Lean, encoder: nn.Module, call: _Call, environment: Environment, packs: bool) -> Any:
+    """Clearhead's loop, on one row if `packs`."""
+    if packs:
+        states = call.tokens.pad(run_lean(lean, encoder, call.in_row(), environment, sequences=call.sequences())[0])
+    else:
+        mask = None if call.tokens.indices is None else masks.keep(keys=call.tokens.real)
+        states = run_lean(lean, encoder, call.arguments, environment, mask=mask)
+    return results_of(lean, encoder, states, call.as_tuple)
+
+
+def _fits(
+    encoder: nn.Module, tokens: RealTokens, reads_first: bool, environment: Environment, lean: Lean | None
+) -> bool:
     """Whether the environment, the modules and the position of the padding allow one row."""
-    environment = read_environment()
     if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:
         return False
     if 0 in tokens.counts or (reads_first and any(tokens.starts)):
@@ -248,7 +308,7 @@ def _fits(encoder: nn.Module, tokens: RealTokens, reads_first: bool) -> bool:
     pooler = encoder.__dict__["_modules"].get("pooler")
     if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:
         return False
-    return works_token_by_token(encoder)
+    return works_token_by_token(encoder, () if lean is None else lean.names)
 
 
 def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

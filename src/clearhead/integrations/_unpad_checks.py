@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -25,7 +27,7 @@ _OF_CALLS = frozenset({"num_items_in_batch", "output_hidden_states", "return_dic
 
 def takes_tokens(module: nn.Module, arguments: dict[str, Any], mask: Tensor) -> bool:
     """Whether each argument besides the mask is one per token, or means the same for one row."""
-    if "input_ids" not in arguments and "inputs_embeds" not in arguments:
+    if ("input_ids" in arguments) == ("inputs_embeds" in arguments):
         return False
     for name, value in arguments.items():
         if name in OF_TOKENS:
@@ -74,20 +76,24 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
     return is_one_kernel(dtype, head_dim)
 
 
-def works_token_by_token(encoder: nn.Module) -> bool:
-    """Whether no module of an encoder has hooks, foreign code or chunks, which may mix tokens."""
+def works_token_by_token(encoder: nn.Module, known: Collection[str] = ()) -> bool:
+    """Whether no module of an encoder has hooks, foreign code or chunks, which may mix tokens.
+
+    Args:
+        known: names of children that are known to be as transformers made them.
+    """
     children = encoder.__dict__["_modules"].items()
-    pending = [module for name, module in children if module is not None and name != "pooler"]
+    pending = [module for name, module in children if module is not None and name != "pooler" and name not in known]
     while pending:
         module = pending.pop()
         state = module.__dict__
         if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
             return False
-        if state.get("chunk_size_feed_forward") or not _is_of_single_tokens(type(module)):
+        if state.get("chunk_size_feed_forward") or not is_of_single_tokens(type(module)):
             return False
         if any(map(_scales_all_activations, state["_parameters"].values())):
             return False
-        if "forward" in state or any(not _is_of_the_library(hook) for hook in state["_forward_hooks"].values()):
+        if "forward" in state or any(not is_of_the_library(hook) for hook in state["_forward_hooks"].values()):
             return False
         pending.extend(child for child in state["_modules"].values() if child is not None)
     return True
@@ -99,12 +105,20 @@ def _scales_all_activations(parameter: Any) -> bool:
     return type(getattr(settings, "granularity", None)).__name__ == "PerTensor"
 
 
-def _is_of_single_tokens(kind: type[nn.Module]) -> bool:
-    package = kind.__module__
+def is_of_single_tokens(code: Any) -> bool:
+    """Whether a class or function belongs to a library whose layers work token by token."""
+    package: str = code.__module__
     return package.partition(".")[0] in _LIBRARIES and not package.startswith(_OF_WHOLE_BATCHES)
 
 
-def _is_of_the_library(hook: Any) -> bool:
+def collects_outputs() -> bool:
+    """Whether a model of transformers that runs now collects hidden states or weights from its layers by hooks."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return collector is not None and bool(collector.get())
+
+
+def is_of_the_library(hook: Any) -> bool:
     """Whether transformers or peft registered the hook, for hidden states or for gradients of embeddings."""
     owner, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
     return owner.startswith("transformers.") or (owner.startswith("peft.") and name == "make_inputs_require_grad")

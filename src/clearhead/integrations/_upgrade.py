@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._call.naming import remember_names
-from .._checks import flag, module
+from .._checks import flag, module, shown
+from .._encoder.products import gains_by_bfloat16
 from .._layer.linear import Linear
 from ..errors import ArgumentError
+from ._lean import describe_loop
 from ._pretrained import (
     head_of,
     models_of_transformers,
@@ -24,7 +27,14 @@ from ._torch_modules import linears_to_swap, own_linears, swap_attention, swap_a
 from ._unpad import ENCODERS, is_unpadded, keep_padding, remove_padding, why_no_encoder, why_padded
 
 
-def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, unpad: bool = False) -> UpgradeReport:
+def upgrade(
+    model: nn.Module,
+    *,
+    attention: bool = True,
+    linears: bool = True,
+    unpad: bool = False,
+    dtype: torch.dtype | None = None,
+) -> UpgradeReport:
     """Swap, in place, the parts of a model that Clearhead computes faster on this machine. `downgrade` undoes it.
 
     Parameters and the ``state_dict`` stay the same objects, so optimizers keep their references. The model trains,
@@ -46,11 +56,20 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
     ``output_attentions``, masks of 3 or 4 dimensions, cross-attention, a text without tokens, a head that reads a
     first column of padding, hooks inside or chunked feed-forward, and calls while recording or tracing.
 
+    In inference on the CPU their layers then run in one loop, on copies of their weights that are laid out for the
+    processor. The first call makes the copies. They are made again when a parameter or a module was changed; after
+    writing single numbers through ``parameter.data``, which PyTorch does not count, call `upgrade` again. With
+    ``dtype=torch.bfloat16`` the loop multiplies in bfloat16, and computes norms and softmax in float32. Parameters and
+    outputs keep their dtype. Calls that need the layers' own code (training, gradients, hidden states, hooks, autocast)
+    run it in the parameters' dtype.
+
     Args:
         model: any module. It may itself be swapped.
         attention: whether to swap attention. Default True.
         linears: whether to swap linear layers. Default True.
         unpad: whether encoders run without padding. Default False.
+        dtype: with ``unpad``, ``torch.bfloat16`` for the loop over the layers. Default: that of the parameters, as on
+            processors without AVX512-BF16 and AMX, where bfloat16 gains nothing.
 
     Returns:
         An `UpgradeReport`. Print it.
@@ -58,7 +77,7 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
     Raises:
         DTypeError: if `model` is not a module, or another argument not a bool.
         ArgumentError: for ``unpad=True`` without an encoder that supports it, or with another attention than
-            Clearhead's. The model is then unchanged.
+            Clearhead's. For a `dtype` without ``unpad``, or another than bfloat16. The model is then unchanged.
 
     Example:
         >>> import torch, clearhead
@@ -69,6 +88,7 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
     """
     module("model", model)
     attention, linears, unpad = flag("attention", attention), flag("linears", linears), flag("unpad", unpad)
+    dtype, why_not = _read_dtype(dtype, unpad)
     pretrained = models_of_transformers(model)
     encoders, padded = _encoders(model, pretrained, attention) if unpad else ({}, {})
     layers, other_layers = linears_to_swap(model) if linears else ({}, {})
@@ -83,10 +103,27 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
     for layer in layers.values():
         layer.__class__ = Linear
     for name, encoder in encoders.items():
-        remove_padding(encoder, head_of(pretrained, name))
+        remove_padding(encoder, head_of(pretrained, name), dtype)
     remember_names(model)
     attentions = tuple(changed), unchanged, tuple(stacks), models
-    return UpgradeReport("upgraded", *attentions, tuple(layers), other_layers, tuple(encoders), padded)
+    loops = {name: describe_loop(encoder, dtype) + why_not for name, encoder in encoders.items()}
+    return UpgradeReport("upgraded", *attentions, tuple(layers), other_layers, tuple(encoders), padded, loops)
+
+
+def _read_dtype(dtype: torch.dtype | None, unpad: bool) -> tuple[torch.dtype | None, str]:
+    """The dtype of the loop over an encoder's layers, and for the report why it is not the one that was asked for."""
+    if dtype is None:
+        return None, ""
+    if dtype is not torch.bfloat16:
+        raise ArgumentError("dtype", expected="torch.bfloat16 or None", got=shown(dtype))
+    if not unpad:
+        fix = "Convert the model itself with model.to(torch.bfloat16), or pass unpad=True."
+        raise ArgumentError(
+            "dtype", expected="unpad=True, whose loop over an encoder's layers it is of", got="unpad=False", fix=fix
+        )
+    if not gains_by_bfloat16():
+        return None, "; this processor has neither AVX512-BF16 nor AMX, so that bfloat16 would gain nothing"
+    return dtype, ""
 
 
 def downgrade(model: nn.Module) -> UpgradeReport:
@@ -173,6 +210,7 @@ class UpgradeReport:
         left_linears: linear layers that were not changed, with the reason.
         unpadded: the encoders of transformers that now run without padding, or with padding again.
         left_padded: models of transformers that still run with padding, with the reason.
+        loops: how the layers of each encoder without padding run in inference.
 
     Example:
         >>> import torch, clearhead
@@ -191,6 +229,7 @@ class UpgradeReport:
     left_linears: dict[str, str] = field(default_factory=dict)
     unpadded: tuple[str, ...] = ()
     left_padded: dict[str, str] = field(default_factory=dict)
+    loops: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         kinds = (
@@ -202,6 +241,7 @@ class UpgradeReport:
         counts = ", ".join(f"{len(names)} {what}" for names, what, _ in kinds if names)
         lines = [f"{self.action}: {counts or 'nothing'}"]
         lines += [f"  {label}{_shown(name)}" for names, _, label in kinds for name in names]
+        lines += [f"  {_shown(name)}: {how}" for name, how in self.loops.items()]
         lines += [f"  left alone: {_shown(name)}, {reason}" for name, reason in self.left.items()]
         lines += [f"  left padded: {_shown(name)}, {reason}" for name, reason in self.left_padded.items()]
         for reason in dict.fromkeys(self.left_linears.values()):

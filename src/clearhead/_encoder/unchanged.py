@@ -1,0 +1,71 @@
+"""Whether modules are as they were when their parameters were read: no hooks, adapters, or other code since then."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Modules whose numbers do not matter besides their parameters.
+_WITHOUT_SETTINGS = (nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList)
+_training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
+_children: Callable[[dict[str, Any]], dict[str, Any]] = operator.itemgetter("_modules")
+_parameters: Callable[[dict[str, Any]], dict[str, Any]] = operator.itemgetter("_parameters")
+_values: Callable[[dict[str, Any]], Any] = dict.values
+
+
+class Unchanged:
+    """A picture of modules, compared with them before every call. It costs about 0.4 µs a module.
+
+    Args:
+        modules: all modules whose code is not run.
+        allows: whether a hook may stay, because it does nothing now.
+    """
+
+    def __init__(self, modules: list[nn.Module], allows: Callable[[Any], bool]) -> None:
+        self._modules, self._allows = modules, allows
+        self._fields = [module.__dict__ for module in modules]
+        self._hooks = [fields[name] for fields in self._fields for name in _HOOKS]
+        self._kinds = [type(module) for module in modules]
+        self._forwards = _forwards(self._kinds)
+        self._held = self._read_held()
+        self._set_up = [module.__dict__ for module in modules if not isinstance(module, _WITHOUT_SETTINGS)]
+        self._settings = [_settings(fields) for fields in self._set_up]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed, and every module is in evaluation."""
+        fields = self._fields
+        if any(self._hooks) and not all(self._allows(hook) for hooks in self._hooks for hook in hooks.values()):
+            return False
+        if any(map(_training, fields)) or any(map(operator.contains, fields, itertools.repeat("forward"))):
+            return False
+        if any(map(operator.contains, fields, itertools.repeat("_compiled_call_impl"))):
+            return False
+        if list(map(type, self._modules)) != self._kinds or _forwards(self._kinds) != self._forwards:
+            return False
+        held = self._read_held()
+        if len(held) != len(self._held) or any(map(operator.is_not, held, self._held)):
+            return False
+        return all(map(_has_settings, self._set_up, self._settings))
+
+    def _read_held(self) -> list[object]:
+        """Every child and parameter, in order."""
+        of_each = map(_values, itertools.chain(map(_children, self._fields), map(_parameters, self._fields)))
+        return list(itertools.chain.from_iterable(of_each))
+
+
+def _forwards(kinds: list[type[nn.Module]]) -> list[object]:
+    return [kind.forward for kind in dict.fromkeys(kinds)]
+
+
+def _settings(fields: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module that are numbers, texts or flags."""
+    return {name: value for name, value in fields.items() if isinstance(value, (bool, int, float, str))}
+
+
+def _has_settings(fields: dict[str, Any], settings: dict[str, Any]) -> bool:
+    return settings.items() <= fields.items()
