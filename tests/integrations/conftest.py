@@ -5,17 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from clearhead._encoder.layers import LeanLayers
 from clearhead.integrations import transformers as integration
+
+RUN = LeanLayers.run
 
 
 class Rows:
-    """Batch sizes of the attention that was computed: 1 if padding was removed."""
+    """What was computed: batch sizes, 1 if padding was removed, and the dtypes of the loops over all layers."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
+        self.dtypes: list[torch.dtype] = []
+
+    @property
+    def lean(self) -> bool:
+        """Whether the layers ran in one loop since the last question, and nothing else did."""
+        is_lean = len(self.dtypes) == len(self.batches) > 0
+        self.batches.clear(), self.dtypes.clear()
+        return is_lean
 
     @property
     def unpadded(self) -> bool:
@@ -32,5 +44,11 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
         computed.batches.append(query.shape[0])
         return integration.attention_forward(module, query, *args, **kwargs)
 
+    def run(layers: LeanLayers, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        computed.batches.append(x.shape[0])
+        computed.dtypes.append(layers.dtype)
+        return RUN(layers, x, *args, **kwargs)
+
     monkeypatch.setitem(AttentionInterface._global_mapping, "clearhead", attend)
+    monkeypatch.setattr(LeanLayers, "run", run)
     return computed

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._call.call import Call
 from .._call.sequences import PackedSequences
@@ -96,6 +96,7 @@ class LeanLayers:
 
     Args:
         layers: in their order.
+        parameters: of which they were read, and whose changes `are_current` sees.
         dtype: of the copies, and of what the layers compute with: float32 or bfloat16. Norms, and the softmax, are
             computed in float32.
         norm_first: pre-norm.
@@ -103,7 +104,12 @@ class LeanLayers:
     """
 
     def __init__(
-        self, layers: list[LayerParts], dtype: torch.dtype, norm_first: bool, last_norm: Norm | None = None
+        self,
+        layers: list[LayerParts],
+        parameters: list[nn.Parameter],
+        dtype: torch.dtype,
+        norm_first: bool,
+        last_norm: Norm | None = None,
     ) -> None:
         self.dtype, self._norm_first = dtype, norm_first
         entry = layers[0].first_norm if norm_first else None
@@ -114,9 +120,8 @@ class LeanLayers:
             for parts, after in zip(layers, following, strict=True)
         ]
         self._layers = [_Layer(parts, dtype, each) for parts, each in zip(layers, norms, strict=True)]
-        self._copied = [each for parts in layers for map in parts.maps for each in map if each is not None]
-        self._copied += [each for pair in norms for norm in pair if norm is not None for each in norm.narrow]
-        self._counted = [each for each in self._copied if not each.is_inference()]
+        self._parameters = parameters
+        self._counted = [each for each in parameters if not each.is_inference()]
         self._contents = self._read_contents()
 
     @property
@@ -128,8 +133,11 @@ class LeanLayers:
         """Whether the copies hold what the parameters hold now."""
         return self._read_contents() == self._contents
 
-    def _read_contents(self) -> tuple[int, list[int]]:
-        return digest(self._copied), [tensor._version for tensor in self._counted]
+    def _read_contents(self) -> tuple[object, ...]:
+        # A parameter may hold another tensor now, or other numbers, which PyTorch does not always count.
+        addresses = [each.data_ptr() for each in self._parameters]
+        in_order = all(map(Tensor.is_contiguous, self._parameters))
+        return digest(self._parameters), in_order, addresses, [each._version for each in self._counted]
 
     def run(
         self,

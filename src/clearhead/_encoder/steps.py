@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,11 +33,6 @@ class Norm(NamedTuple):
     bias: Tensor | None
     epsilon: float
     centers: bool
-
-    @property
-    def narrow(self) -> list[Tensor]:
-        """The parameters that `float` copies."""
-        return [each for each in (self.weight, self.bias) if each is not None and each.dtype != torch.float32]
 
     def float(self) -> Norm:
         """The same with float32 parameters, as `normalize` reads them."""
@@ -77,7 +73,7 @@ def rotate(x: Tensor, heads: int, cosine: Tensor, sine: Tensor) -> None:
     _extension.rotate(instruction_set_number(), *sizes, x.data_ptr(), cosine.data_ptr(), sine.data_ptr())
 
 
-def digest(tensors: list[Tensor]) -> int:
+def digest(tensors: Sequence[Tensor]) -> int:
     """A number that depends on 32 words of each contiguous tensor, spread over all of it.
 
     Version counters do not count what is written through ``tensor.data``. A merged adapter changes every number of a

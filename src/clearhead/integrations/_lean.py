@@ -38,7 +38,8 @@ class Lean:
         if foreign or not works_token_by_token(encoder) or not self._unchanged.holds():
             raise ValueError("one of its modules has hooks or other code, or is in training")
         parts, last = read_layers(encoder, family), read_last_norm(encoder, family)
-        self.layers = LeanLayers(parts, dtype, family.norm_first, last)
+        parameters = [each for module in modules for each in module.parameters(recurse=False)]
+        self.layers = LeanLayers(parts, parameters, dtype, family.norm_first, last)
 
     @property
     def names(self) -> set[str]:

@@ -213,12 +213,8 @@ def _read_norm(module: Any) -> Norm | None:
         return None
     weight, bias = module.weight, getattr(module, "bias", None)
     if isinstance(module, nn.LayerNorm):
-        return Norm(_detached(weight), _detached(bias), module.eps, centers=True)
-    return Norm(_detached(weight), None, module.variance_epsilon, centers=False)
-
-
-def _detached(parameter: Any) -> Any:
-    return None if parameter is None else parameter.detach()
+        return Norm(weight, bias, module.eps, centers=True)
+    return Norm(weight, None, module.variance_epsilon, centers=False)
 
 
 @cache

@@ -1,0 +1,94 @@
+"""Products with laid-out weights: bias, activation and gate in one pass, on oneDNN and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from clearhead._encoder import products
+from clearhead._encoder.products import Affine, Gated, Product
+from clearhead._torch_private import has_onednn_linear
+
+
+@pytest.fixture(params=[True, False], autouse=True)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param and not has_onednn_linear():
+        pytest.skip("this build of PyTorch has no oneDNN")
+    monkeypatch.setattr(products, "lays_out_weights", lambda: request.param)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def maps(sizes: list[int], inputs: int, biases: bool) -> list[Affine]:
+    return [Affine(torch.randn(size, inputs), torch.randn(size) if biases else None) for size in sizes]
+
+
+def applied(x: Tensor, of: list[Affine]) -> Tensor:
+    """In float64."""
+    biases = [None if each.bias is None else each.bias.double() for each in of]
+    return torch.cat(
+        [F.linear(x.double(), each.weight.double(), bias) for each, bias in zip(of, biases, strict=True)], -1
+    )
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(1, 24), (3, 5, 24), (40, 24)])
+def test_products_with_activations(name: str, shape: tuple[int, ...]) -> None:
+    x, of = torch.randn(shape), maps([8, 16], 24, biases=True)
+    expected = ACTIVATIONS[name](applied(x, of))
+    actual = Product(of, torch.float32, ACT2FN[name])(x)
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 2e-6 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, False)])
+def test_products_with_and_without_biases(biases: tuple[bool, bool]) -> None:
+    of = [maps([6], 12, has)[0] for has in biases]
+    x = torch.randn(2, 9, 12)
+    assert (Product(of, torch.float32)(x) - applied(x, of)).abs().max() <= 1e-5
+
+
+def test_products_keep_copies() -> None:
+    of, x = maps([6], 12, biases=True), torch.randn(4, 12)
+    product = Product(of, torch.float32)
+    before = product(x)
+    of[0].weight.zero_()
+    assert torch.equal(product(x), before)
+
+
+def test_products_in_bfloat16() -> None:
+    of, x = maps([6, 4], 64, biases=True), torch.randn(4, 64)
+    actual, expected = Product(of, torch.bfloat16)(x.bfloat16()), applied(x, of)
+    assert actual.dtype == torch.bfloat16
+    assert (actual - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+def test_gates() -> None:
+    gate, other = maps([10, 10], 12, biases=True)
+    x = torch.randn(3, 7, 12)
+    actual = Gated(Product([gate], torch.float32, ACT2FN["silu"]), Product([other], torch.float32))(x)
+    expected = F.silu(applied(x, [gate])) * applied(x, [other])
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_class_of_a_known_name_is_not_taken_for_it() -> None:
+    class ReLU(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 3
+
+    of, x = maps([6], 12, biases=True), torch.randn(4, 12)
+    assert (Product(of, torch.float32, ReLU())(x) - 3 * applied(x, of)).abs().max() <= 1e-4
