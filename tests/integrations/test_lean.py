@@ -356,6 +356,30 @@ def test_other_calls_run_as_before(rows: Rows, extra: str) -> None:
     require_near(actual, expected, real)
 
 
+@torch.no_grad()
+def test_rows_that_the_caller_has_packed(rows: Rows) -> None:
+    theirs, ours = pair(build("BertModel"))
+    given = inputs_of("right")
+    real = given["attention_mask"].bool()
+    counts = real.sum(1)
+    bounds = nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    row = {
+        "input_ids": given["input_ids"][real][None],
+        "position_ids": torch.cat([torch.arange(int(count)) for count in counts])[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": LENGTH,
+        "max_length_k": LENGTH,
+    }
+    actual = ours(**row)[0]
+    assert rows.lean
+    require_near(actual[0], theirs(**given)[0][real])
+    with torch.enable_grad():
+        require_near(ours(**row)[0], actual)
+    with pytest.raises(ArgumentError, match="last boundary"):
+        ours(**row | {"cu_seq_lens_q": bounds[:-1], "cu_seq_lens_k": bounds[:-1]})
+
+
 @pytest.mark.parametrize("length", [1, 512])
 @torch.no_grad()
 def test_lengths_of_one_text(rows: Rows, length: int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import masks
-from .._call.sequences import PackedSequences
+from .._call.sequences import PackedSequences, read_sequences
 from .._environment import Environment, is_tracing, read_environment, reads_values
 from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
@@ -51,6 +51,8 @@ _HEADS_OF_PADDING = ("ForQuestionAnswering",)
 
 #: Heads whose loss ignores all labels at padding.
 _HEADS_WITHOUT_PADDING = ("ElectraForPreTraining",)
+#: Arguments of a packed row. The boundaries are first.
+_OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _IGNORED = -100  # the label that PyTorch's cross-entropy ignores
 
 
@@ -218,11 +220,13 @@ class _Call(NamedTuple):
         tokens: the real tokens.
         arguments: (B, L, …), those of each token, with positions, and those that mean the same for one row.
         as_tuple: whether it returns a tuple.
+        texts: the boundaries of a row that the caller has packed. Default: none.
     """
 
     tokens: RealTokens
     arguments: dict[str, Any]
     as_tuple: bool
+    texts: PackedSequences | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -246,6 +250,7 @@ def _read_call(encoder: nn.Module, arguments: dict[str, Any]) -> _Call | None:
     """The call, or ``None`` if it must run as it is."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     mask = arguments.pop("attention_mask", None)
+    boundaries = [arguments.pop(name, None) for name in _OF_ROWS]
     if mask is None:
         tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
         mask = tokens[..., 0] if isinstance(tokens, Tensor) and tokens.dim() == 3 else tokens
@@ -259,8 +264,14 @@ def _read_call(encoder: nn.Module, arguments: dict[str, Any]) -> _Call | None:
     # Unlike `_layer/unpadding.py`, this compares no costs: all layers share one row, so packing always pays.
     tokens = find_tokens(None if real is None else real.bool(), mask.shape[0], mask.shape[1])
     return_dict = arguments.pop("return_dict", getattr(encoder.config, "return_dict", True))
+    texts = None
+    if boundaries[0] is not None:  # as sentence-transformers packs texts
+        if real is not None or "position_ids" not in arguments:
+            return None
+        row = mask[0, :, None]
+        texts = read_sequences(boundaries[0], boundaries[1], row, row)
     arguments["position_ids"] = _positions(encoder, arguments, mask)
-    return _Call(tokens, arguments, return_dict is False)
+    return _Call(tokens, arguments, return_dict is False, texts)
 
 
 def _run_packed(encoder: nn.Module, call: _Call) -> Any:
@@ -290,7 +301,7 @@ def _run_lean(lean: Lean, encoder: nn.Module, call: _Call, environment: Environm
         states = call.tokens.pad(run_lean(lean, encoder, call.in_row(), environment, sequences=call.sequences())[0])
     else:
         mask = None if call.tokens.indices is None else masks.keep(keys=call.tokens.real)
-        states = run_lean(lean, encoder, call.arguments, environment, mask=mask)
+        states = run_lean(lean, encoder, call.arguments, environment, mask=mask, sequences=call.texts)
     return results_of(lean, encoder, states, call.as_tuple)
 
 
