@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class LayerParts:
         heads: H and Hkv.
         mask: of the layer. The same object in layers that have the same. Default: none.
         angles: which rotary positions it has. Default: none.
+        scores: scale, soft-cap and sinks of its attention, by the names of `Call`.
     """
 
     inputs: tuple[Affine, ...]
@@ -45,6 +47,7 @@ class LayerParts:
     heads: tuple[int, int]
     mask: Mask | None = None
     angles: str | None = None
+    scores: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def maps(self) -> tuple[Affine, ...]:
@@ -167,7 +170,8 @@ class LeanLayers:
             first, second = layer.norms
             query, key, value = layer.project(normed, angles)
             options: Any = {"mask": masks[id(layer.parts.mask)], "sequences": sequences, "heads": layer.parts.heads}
-            attended = attend(Call(query, key, value, **options), environment).output  # (B, L, H·D)
+            call = Call(query, key, value, **options, **layer.parts.scores)
+            attended = attend(call, environment).output  # (B, L, H·D)
             normed, residual = self._joined(layer.output(attended), residual, first)
             normed, residual = self._joined(layer.down(layer.up(normed)), residual, second)
         return normed

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: Modules whose numbers do not matter besides their parameters.
+#: Modules whose attributes do not matter besides their parameters.
 _WITHOUT_SETTINGS = (nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList)
 _training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
 _children: Callable[[dict[str, Any]], dict[str, Any]] = operator.itemgetter("_modules")
@@ -19,7 +19,7 @@ _values: Callable[[dict[str, Any]], Any] = dict.values
 
 
 class Unchanged:
-    """A picture of modules, compared with them before every call. It costs about 0.4 µs a module.
+    """A picture of modules, compared with them before every call. It costs about half a microsecond a module.
 
     Args:
         modules: all modules whose code is not run.
@@ -34,7 +34,7 @@ class Unchanged:
         self._forwards = _forwards(self._kinds)
         self._held = self._read_held()
         self._set_up = [module.__dict__ for module in modules if not isinstance(module, _WITHOUT_SETTINGS)]
-        self._settings = [_settings(fields) for fields in self._set_up]
+        self._settings = [list(fields.values()) for fields in self._set_up]
 
     def holds(self) -> bool:
         """Whether nothing has changed, and every module is in evaluation."""
@@ -62,10 +62,6 @@ def _forwards(kinds: list[type[nn.Module]]) -> list[object]:
     return [kind.forward for kind in dict.fromkeys(kinds)]
 
 
-def _settings(fields: dict[str, Any]) -> dict[str, Any]:
-    """The attributes of a module that are numbers, texts or flags."""
-    return {name: value for name, value in fields.items() if isinstance(value, (bool, int, float, str))}
-
-
-def _has_settings(fields: dict[str, Any], settings: dict[str, Any]) -> bool:
-    return settings.items() <= fields.items()
+def _has_settings(fields: dict[str, Any], settings: list[object]) -> bool:
+    """Whether a module has the same objects as attributes, in the same order."""
+    return len(fields) == len(settings) and not any(map(operator.is_not, fields.values(), settings))

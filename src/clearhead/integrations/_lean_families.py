@@ -1,26 +1,36 @@
-"""How the encoders of transformers name the parts of their layers, as data."""
+"""The encoders of transformers: the places of the parts of their layers, as data, and their calls in the loop."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .. import masks
-from .._encoder.layers import LayerParts
+from .._call.sequences import PackedSequences
+from .._encoder.layers import Angles, LayerParts, LeanLayers
 from .._encoder.products import Affine
 from .._encoder.steps import Norm
+from .._environment import Environment
 from .._layer.unmodified import parameters_of
 from ..checkpoints._architectures import ARCHITECTURES
 from ..checkpoints._namings import Naming, fused, namings_called
 from ..masks._base import Mask
+from ._lean import Reading
+from ._unpad_checks import works_token_by_token
 
 _BERT = ARCHITECTURES["bert"][0]
 (_O_PROJ,) = namings_called("o_proj")
 _DISTILBERT = Naming.of_linears("distilbert", "q_lin", "k_lin", "v_lin", "out_lin")
 _MODERNBERT = fused("modernbert", "Wqkv Wo", "ModernBERT in transformers")
+
+
+#: Modules of an encoder that the loop calls.
+_CALLED = ("embeddings", "embed_tokens", "embeddings_project", "pooler", "rotary_emb")
 
 
 @dataclass(frozen=True)
@@ -142,33 +152,47 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def read_layers(encoder: nn.Module, family: Family) -> list[LayerParts]:
+def read_encoder(encoder: nn.Module) -> Reading:
     """The layers of an encoder whose linear layers nothing was changed on.
 
     Raises:
         AttributeError: if the encoder is built in another way than its family.
         ValueError: with the reason, if a part was changed.
     """
+    family = FAMILIES.get(type(encoder).__name__)
+    if family is None or not works_token_by_token(encoder):
+        raise ValueError("they are of no known family, or have other code than transformers'")
     config = cast(Any, encoder.config)
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return [_read_layer(layer, family, heads) for layer in cast(Any, encoder.get_submodule(family.layers))]
+    layers = [_read_layer(layer, family, heads) for layer in cast(Any, encoder.get_submodule(family.layers))]
+    last = None if family.last_norm is None else read_norm(encoder.get_submodule(family.last_norm))
+    called = [part for name in _CALLED if (part := getattr(encoder, name, None)) is not None]
+    kept = {id(module) for part in called for module in cast(nn.Module, part).modules()} | {id(encoder)}
+    modules = [module for module in encoder.modules() if id(module) not in kept]
+    return Reading(modules, layers, family.norm_first, last)
+
+
+def parts_in_loop(encoder: nn.Module) -> set[str]:
+    """The children of an encoder whose code the loop replaces."""
+    family = FAMILIES[type(encoder).__name__]
+    return {part.partition(".")[0] for part in (family.layers, family.last_norm or "")}
 
 
 def _read_layer(layer: nn.Module, family: Family, heads: tuple[int, int]) -> LayerParts:
     attention: Any = layer.get_submodule(family.attention)
-    *inputs, output = (_read_affine(attention, entry.key.removesuffix(".weight")) for entry in family.naming.weights)
-    up = tuple(_read_affine(layer, name) for name in family.up)
+    *inputs, output = (read_affine(attention, entry.key.removesuffix(".weight")) for entry in family.naming.weights)
+    up = tuple(read_affine(layer, name) for name in family.up)
     if family.holds_gate:
         up = _halves(up[0])
     parts, _, name = family.activation.rpartition(".")
-    first, second = (_read_norm(layer.get_submodule(name)) for name in family.norms)
+    first, second = (read_norm(layer.get_submodule(name)) for name in family.norms)
     window = getattr(attention, "sliding_window", None)
     return LayerParts(
         tuple(inputs),
         output,
         up,
         getattr(layer.get_submodule(parts), name),
-        _read_affine(layer, family.down),
+        read_affine(layer, family.down),
         first,
         second,
         heads,
@@ -182,7 +206,7 @@ def _window(keys: int) -> Mask:
     return masks.sliding_window(keys, keys)
 
 
-def _read_affine(parent: nn.Module, name: str) -> Affine:
+def read_affine(parent: nn.Module, name: str) -> Affine:
     parameters = parameters_of(parent.get_submodule(name))
     if parameters is None:
         raise ValueError(f"{name} has hooks, an adapter or other code than nn.Linear's")
@@ -202,23 +226,71 @@ def _rows(of: Affine, rows: slice) -> Affine:
     return Affine(of.weight[rows], None if of.bias is None else of.bias[rows])
 
 
-def read_last_norm(encoder: nn.Module, family: Family) -> Norm | None:
-    """The norm of the output of a pre-norm encoder."""
-    return None if family.last_norm is None else _read_norm(encoder.get_submodule(family.last_norm))
-
-
-def _read_norm(module: Any) -> Norm | None:
+def read_norm(module: Any) -> Norm | None:
     """A LayerNorm or RMSNorm over the features; ``None`` for an identity."""
     if isinstance(module, nn.Identity):
         return None
     weight, bias = module.weight, getattr(module, "bias", None)
-    if isinstance(module, nn.LayerNorm):
+    if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) == 1:
         return Norm(weight, bias, module.eps, centers=True)
-    return Norm(weight, None, module.variance_epsilon, centers=False)
+    if not type(module).__name__.endswith("RMSNorm"):
+        raise ValueError(f"{type(module).__name__} is no norm over the features")
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return Norm(weight, None, torch.finfo(torch.float32).eps if epsilon is None else epsilon, centers=False)
+
+
+def run_lean(
+    layers: LeanLayers,
+    encoder: Any,
+    arguments: Mapping[str, Any],
+    environment: Environment,
+    *,
+    mask: Mask | None = None,
+    sequences: PackedSequences | None = None,
+) -> Tensor:
+    """The last hidden states of an encoder, (B, L, E), or (1, T, E) of packed tokens.
+
+    Args:
+        arguments: those of each token, with positions.
+        mask: that hides padding.
+        sequences: of packed tokens.
+    """
+    family = FAMILIES[type(encoder).__name__]
+    x = _embedded(encoder, family, arguments)
+    angles = None if family.rotary is None else _angles(encoder, x, arguments["position_ids"], layers)
+    return layers.run(x, environment, mask=mask, sequences=sequences, angles=angles).to(x.dtype)
+
+
+def _embedded(encoder: Any, family: Family, arguments: Mapping[str, Any]) -> Tensor:
+    embeddings = getattr(encoder, family.embeddings)
+    if isinstance(embeddings, nn.Embedding):
+        embedded = arguments.get("inputs_embeds")
+        x = embeddings(arguments["input_ids"]) if embedded is None else embedded
+    else:
+        x = embeddings(**{name: arguments[name] for name in family.takes if name in arguments})
+    project = getattr(encoder, "embeddings_project", None)
+    return x if project is None else project(x)
+
+
+def _angles(encoder: Any, x: Tensor, positions: Tensor, layers: LeanLayers) -> dict[str, Angles]:
+    found: dict[str, Angles] = {}
+    for name in layers.names_of_angles:
+        tables = encoder.rotary_emb(x, positions, name) if name else encoder.rotary_emb(x, positions)
+        found[name] = Angles(*(table.flatten(0, 1).float().contiguous() for table in tables))
+    return found
+
+
+def results_of(encoder: Any, states: Tensor, as_tuple: bool) -> Any:
+    """The results of an encoder from its last hidden states (B, L, E), as its own forward returns them."""
+    output = _output_class(FAMILIES[type(encoder).__name__].output)(last_hidden_state=states)
+    pooler = getattr(encoder, "pooler", None)
+    if pooler is not None:
+        output["pooler_output"] = pooler(states)
+    return output.to_tuple() if as_tuple else output
 
 
 @cache
-def output_class(name: str) -> Any:
+def _output_class(name: str) -> Any:
     """A class of results of transformers."""
     from transformers import modeling_outputs
 

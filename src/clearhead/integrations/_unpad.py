@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from .. import masks
 from .._call.sequences import PackedSequences, read_sequences
+from .._encoder.layers import LeanLayers
 from .._environment import Environment, is_tracing, read_environment, reads_values
 from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
-from ._lean import Lean, forget, lean_layers, results_of, run_lean
+from ._lean import forget, lean_layers
+from ._lean_families import parts_in_loop, read_encoder, results_of, run_lean
 from ._packed_row import boundaries_of
 from ._unpad_checks import OF_TOKENS, has_windows, runs_in_one_kernel, takes_tokens, works_token_by_token
 
@@ -206,7 +208,9 @@ def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *
     if call is None:
         return forward(encoder, *args, **kwargs)
     environment = read_environment()
-    lean = lean_layers(encoder, dtype, environment) if call.is_plain and 0 not in call.tokens.counts else None
+    lean = None
+    if call.is_plain and 0 not in call.tokens.counts:
+        lean = lean_layers(encoder, dtype, environment, read_encoder)
     packs = call.tokens.indices is not None and _fits(encoder, call.tokens, reads_first, environment, lean)
     if lean is not None:
         return _run_lean(lean, encoder, call, environment, packs)
@@ -295,18 +299,18 @@ def _run_packed(encoder: nn.Module, call: _Call) -> Any:
     return packed.unpack(output)
 
 
-def _run_lean(lean: Lean, encoder: nn.Module, call: _Call, environment: Environment, packs: bool) -> Any:
+def _run_lean(lean: LeanLayers, encoder: nn.Module, call: _Call, environment: Environment, packs: bool) -> Any:
     """Clearhead's loop, on one row if `packs`."""
     if packs:
         states = call.tokens.pad(run_lean(lean, encoder, call.in_row(), environment, sequences=call.sequences())[0])
     else:
         mask = None if call.tokens.indices is None else masks.keep(keys=call.tokens.real)
         states = run_lean(lean, encoder, call.arguments, environment, mask=mask, sequences=call.texts)
-    return results_of(lean, encoder, states, call.as_tuple)
+    return results_of(encoder, states, call.as_tuple)
 
 
 def _fits(
-    encoder: nn.Module, tokens: RealTokens, reads_first: bool, environment: Environment, lean: Lean | None
+    encoder: nn.Module, tokens: RealTokens, reads_first: bool, environment: Environment, lean: LeanLayers | None
 ) -> bool:
     """Whether the environment, the modules and the position of the padding allow one row."""
     if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:
@@ -319,7 +323,7 @@ def _fits(
     pooler = encoder.__dict__["_modules"].get("pooler")
     if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:
         return False
-    return works_token_by_token(encoder, () if lean is None else lean.names)
+    return works_token_by_token(encoder, () if lean is None else parts_in_loop(encoder))
 
 
 def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

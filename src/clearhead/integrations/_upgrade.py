@@ -14,6 +14,8 @@ from .._encoder.products import gains_by_bfloat16
 from .._layer.linear import Linear
 from ..errors import ArgumentError
 from ._lean import describe_loop
+from ._lean_families import read_encoder
+from ._lean_stacks import read_stack, run_by_itself, run_in_loop, runs_in_loop, stacks_in
 from ._pretrained import (
     head_of,
     models_of_transformers,
@@ -56,12 +58,12 @@ def upgrade(
     ``output_attentions``, masks of 3 or 4 dimensions, cross-attention, a text without tokens, a head that reads a
     first column of padding, hooks inside or chunked feed-forward, and calls while recording or tracing.
 
-    In inference on the CPU their layers then run in one loop, on copies of their weights that are laid out for the
-    processor. The first call makes the copies. They are made again when a parameter or a module was changed; after
-    writing single numbers through ``parameter.data``, which PyTorch does not count, call `upgrade` again. With
-    ``dtype=torch.bfloat16`` the loop multiplies in bfloat16, and computes norms and softmax in float32. Parameters and
-    outputs keep their dtype. Calls that need the layers' own code (training, gradients, hidden states, hooks, autocast)
-    run it in the parameters' dtype.
+    In inference on the CPU their layers, and those of each `clearhead.transformer.Encoder`, then run in one loop, on
+    copies of their weights that are laid out for the processor. The first call makes the copies. They are made again
+    when a parameter or a module was changed; after writing single numbers through ``parameter.data``, which PyTorch
+    does not count, call `upgrade` again. With ``dtype=torch.bfloat16`` the loop multiplies in bfloat16, and computes
+    norms and softmax in float32. Parameters and outputs keep their dtype. Calls that need the layers' own code
+    (training, gradients, hidden states, hooks, autocast) run it in the parameters' dtype.
 
     Args:
         model: any module. It may itself be swapped.
@@ -76,8 +78,9 @@ def upgrade(
 
     Raises:
         DTypeError: if `model` is not a module, or another argument not a bool.
-        ArgumentError: for ``unpad=True`` without an encoder that supports it, or with another attention than
-            Clearhead's. For a `dtype` without ``unpad``, or another than bfloat16. The model is then unchanged.
+        ArgumentError: for ``unpad=True`` without an encoder that supports it and without a stack of
+            `clearhead.transformer`, or with another attention than Clearhead's. For a `dtype` without ``unpad``, or
+            another than bfloat16. The model is then unchanged.
 
     Example:
         >>> import torch, clearhead
@@ -90,7 +93,8 @@ def upgrade(
     attention, linears, unpad = flag("attention", attention), flag("linears", linears), flag("unpad", unpad)
     dtype, why_not = _read_dtype(dtype, unpad)
     pretrained = models_of_transformers(model)
-    encoders, padded = _encoders(model, pretrained, attention) if unpad else ({}, {})
+    own_stacks = stacks_in(model) if unpad else {}
+    encoders, padded = _encoders(model, pretrained, attention, bool(own_stacks)) if unpad else ({}, {})
     layers, other_layers = linears_to_swap(model) if linears else ({}, {})
     pretrained_models = outermost(pretrained) if attention else {}
     reasons = {name: why_not_set(part) or set_attention(part) for name, part in pretrained_models.items()}
@@ -106,7 +110,10 @@ def upgrade(
         remove_padding(encoder, head_of(pretrained, name), dtype)
     remember_names(model)
     attentions = tuple(changed), unchanged, tuple(stacks), models
-    loops = {name: describe_loop(encoder, dtype) + why_not for name, encoder in encoders.items()}
+    for stack in own_stacks.values():
+        run_in_loop(stack, dtype)
+    loops = {name: describe_loop(encoder, dtype, read_encoder) + why_not for name, encoder in encoders.items()}
+    loops |= {name: describe_loop(stack, dtype, read_stack) + why_not for name, stack in own_stacks.items()}
     return UpgradeReport("upgraded", *attentions, tuple(layers), other_layers, tuple(encoders), padded, loops)
 
 
@@ -152,6 +159,8 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     unpadded = tuple(name for name, part in pretrained.items() if is_unpadded(part))
     for name in unpadded:
         keep_padding(pretrained[name], head_of(pretrained, name))
+    for stack in filter(runs_in_loop, model.modules()):
+        run_by_itself(stack)
     layers = own_linears(model)
     for layer in layers.values():
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
@@ -165,14 +174,14 @@ def downgrade(model: nn.Module) -> UpgradeReport:
 
 
 def _encoders(
-    model: nn.Module, pretrained: dict[str, Any], attention: bool
+    model: nn.Module, pretrained: dict[str, Any], attention: bool, has_stacks: bool
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """The encoders that can run without padding, and the reasons for other models of transformers."""
     heads = {id(head_of(pretrained, name)) for name in pretrained}
     kinds = {name: why_no_encoder(part) for name, part in pretrained.items()}
     padded = {name: why for name, why in kinds.items() if why is not None and id(pretrained[name]) not in heads}
     supported = [name for name, why in kinds.items() if why is None]
-    if not supported:
+    if not supported and not has_stacks:
         expected = f"one of the encoders that can leave padding out ({', '.join(ENCODERS)}) for unpad=True"
         got = "; ".join(padded.values()) or f"{type(model).__name__}, which holds no model of transformers"
         fix = "Leave unpad out: upgrade(model) swaps the rest."
@@ -237,6 +246,7 @@ class UpgradeReport:
             (self.models, "model(s) of transformers", "attention: "),
             (self.linears, "linear layer(s)", "linear: "),
             (self.unpadded, "encoder(s) without padding", "without padding: "),
+            (tuple(name for name in self.loops if name not in self.unpadded), "stack(s) in a loop", "in a loop: "),
         )
         counts = ", ".join(f"{len(names)} {what}" for names, what, _ in kinds if names)
         lines = [f"{self.action}: {counts or 'nothing'}"]

@@ -1,0 +1,104 @@
+"""Stacks of `clearhead.transformer` whose layers run in the loop."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._encoder.layers import LayerParts
+from .._environment import is_tracing, read_environment
+from .._layer.linear import require_tokens
+from .._multihead import MultiHeadAttention
+from ..masks._base import Mask
+from ..masks._tensors import as_mask
+from ..transformer import Encoder, EncoderLayer, FeedForward, SwiGLU
+from ._lean import Reading, forget, lean_layers
+from ._lean_families import read_affine, read_norm
+
+
+def stacks_in(model: nn.Module) -> dict[str, nn.Module]:
+    """The stacks of a module that run their own forward, by their names."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is Encoder and "forward" not in vars(module)
+    }
+
+
+def run_in_loop(stack: nn.Module, dtype: torch.dtype | None) -> None:
+    """Let a stack run in the loop where a call allows it."""
+    forward: Any = partial(_forward, stack, dtype)
+    forward.__wrapped__ = stack.forward
+    stack.forward = forward
+
+
+def run_by_itself(stack: nn.Module) -> None:
+    """Undo `run_in_loop`."""
+    del stack.forward
+    forget(stack)
+
+
+def runs_in_loop(module: nn.Module) -> bool:
+    """Whether `run_in_loop` was called for a module."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, partial) and forward.func is _forward
+
+
+def _forward(stack: Any, dtype: torch.dtype | None, x: Tensor, **options: Any) -> Any:
+    mask = options.get("mask")
+    asked = {name for name, value in options.items() if value is not None and value is not False}
+    if is_tracing() or not asked <= {"mask", "average_attn_weights"} or _needs_gradients(x, mask):
+        return Encoder.forward(stack, x, **options)
+    environment = read_environment()
+    layers = lean_layers(stack, dtype, environment, read_stack)
+    if layers is None or x.dim() != 3 or x.dtype != stack.layers[0].self_attention.q_proj.weight.dtype:
+        return Encoder.forward(stack, x, **options)
+    require_tokens("x", x, stack.layers[0].embed_dim)
+    return layers.run(x, environment, mask=as_mask(mask) if isinstance(mask, Tensor) else mask).to(x.dtype)
+
+
+def _needs_gradients(x: object, mask: Mask | Tensor | None) -> bool:
+    tensors = [x, mask] if isinstance(mask, Tensor) else [x, *(() if mask is None else mask.bias_tensors())]
+    return any(not isinstance(tensor, Tensor) or tensor.requires_grad for tensor in tensors) and torch.is_grad_enabled()
+
+
+def read_stack(stack: Any) -> Reading:
+    """The layers of a stack.
+
+    Raises:
+        ValueError: with the reason why their own code must run.
+    """
+    first = stack.layers[0]
+    if any(type(layer) is not EncoderLayer or layer.norm_first != first.norm_first for layer in stack.layers):
+        raise ValueError("they are not EncoderLayers of one kind")
+    last = read_norm(stack.norm)
+    if last is not None and not first.norm_first:
+        raise ValueError("a post-norm stack has a norm of its own")
+    layers = [_read_layer(layer) for layer in stack.layers]
+    return Reading([module for module in stack.modules() if module is not stack], layers, first.norm_first, last)
+
+
+def _read_layer(layer: Any) -> LayerParts:
+    attention, feed_forward = layer.self_attention, layer.feed_forward
+    if type(attention) is not MultiHeadAttention or type(feed_forward) not in (FeedForward, SwiGLU):
+        raise ValueError("a part is not clearhead's own")
+    parts = attention.position, attention.q_norm, attention.k_norm, attention.head_shard, attention.sequence_shard
+    if any(part is not None for part in parts):
+        raise ValueError("an attention has positions, norms or shards of its own")
+    gated = type(feed_forward) is SwiGLU
+    up = ("gate_proj", "up_proj") if gated else ("linear1",)
+    return LayerParts(
+        tuple(read_affine(attention, name) for name in ("q_proj", "k_proj", "v_proj")),
+        read_affine(attention, "out_proj"),
+        tuple(read_affine(feed_forward, name) for name in up),
+        nn.functional.silu if gated else feed_forward.activation,
+        read_affine(feed_forward, "down_proj" if gated else "linear2"),
+        read_norm(layer.norm1),
+        read_norm(layer.norm2),
+        (attention.num_heads, attention.num_kv_heads),
+        attention.mask,
+        scores={"scale": attention.scale, "softcap": attention.softcap, "sinks": attention.sinks},
+    )
