@@ -71,6 +71,27 @@ def test_bfloat16_beside_float32_parameters(rows: Rows, name: str, monkeypatch: 
 
 
 @torch.no_grad()
+def test_a_second_upgrade_makes_new_copies(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clearhead.integrations._upgrade.gains_by_bfloat16", lambda: True)
+    theirs, ours = pair(build("BertModel"))
+    given = inputs_of("right")
+    first = ours(**given)[0]
+    weight = ours.encoder.layer[0].intermediate.dense.weight
+    places = torch.randperm(weight.numel())[:1]
+    for model in (theirs, ours):
+        model.encoder.layer[0].intermediate.dense.weight.data.view(-1)[places] += 30
+    assert clearhead.upgrade(ours, unpad=True).unpadded == ("",)
+    require_near(ours(**given)[0], theirs(**given)[0], given["attention_mask"])
+    assert (ours(**given)[0] - first).abs().max() > 1e-3
+    rows.dtypes.clear()
+    clearhead.upgrade(ours, unpad=True, dtype=torch.bfloat16)
+    ours(**given)
+    assert rows.dtypes == [torch.bfloat16]
+    clearhead.downgrade(ours)
+    assert torch.equal(ours(**given)[0], theirs(**given)[0])
+
+
+@torch.no_grad()
 def test_a_model_of_bfloat16_runs_in_bfloat16(rows: Rows) -> None:
     theirs, ours = pair(build("BertModel").to(torch.bfloat16))
     given, exact = inputs_of("right"), copy.deepcopy(theirs).float()

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from .._torch_private import any_compiled
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Modules whose attributes do not matter besides their parameters.
 _WITHOUT_SETTINGS = (nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList)
@@ -43,7 +45,7 @@ class Unchanged:
             return False
         if any(map(_training, fields)) or any(map(operator.contains, fields, itertools.repeat("forward"))):
             return False
-        if any(map(operator.contains, fields, itertools.repeat("_compiled_call_impl"))):
+        if any_compiled(fields):
             return False
         if list(map(type, self._modules)) != self._kinds or _forwards(self._kinds) != self._forwards:
             return False

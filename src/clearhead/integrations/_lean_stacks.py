@@ -20,16 +20,15 @@ from ._lean_families import read_affine, read_norm
 
 
 def stacks_in(model: nn.Module) -> dict[str, nn.Module]:
-    """The stacks of a module that run their own forward, by their names."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is Encoder and "forward" not in vars(module)
-    }
+    """The stacks of a module whose forward nothing else has replaced, by their names."""
+    stacks = {name: module for name, module in model.named_modules() if type(module) is Encoder}
+    return {name: stack for name, stack in stacks.items() if runs_in_loop(stack) or "forward" not in vars(stack)}
 
 
 def run_in_loop(stack: nn.Module, dtype: torch.dtype | None) -> None:
-    """Let a stack run in the loop where a call allows it."""
+    """Let a stack run in the loop where a call allows it, on new copies."""
+    if runs_in_loop(stack):
+        run_by_itself(stack)
     forward: Any = partial(_forward, stack, dtype)
     forward.__wrapped__ = stack.forward
     stack.forward = forward

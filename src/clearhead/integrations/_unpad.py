@@ -70,9 +70,7 @@ def why_no_encoder(model: nn.Module) -> str | None:
 
 def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
     """The reason why a supported encoder keeps its padding, or ``None``. `head` is the model that contains it."""
-    if is_unpadded(encoder):
-        return "it runs without padding already"
-    if "forward" in encoder.__dict__:
+    if "forward" in encoder.__dict__ and not is_unpadded(encoder):
         return "its forward was replaced"
     if head is not None and "forward" in head.__dict__ and not _is_partial_of(head, _forward_of_head):
         return f"the forward of {type(head).__name__} was replaced"
@@ -87,6 +85,8 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
 
 def remove_padding(encoder: nn.Module, head: nn.Module | None, dtype: torch.dtype | None) -> None:
     """Let a supported encoder run on real tokens from now on, and its layers in a loop of `dtype` where they can."""
+    if is_unpadded(encoder):  # in another dtype, or with copies of earlier weights
+        keep_padding(encoder, head)
     pooler: nn.Module | None = getattr(encoder, "pooler", None)
     of_tokens = head is None or type(head).__name__.endswith(_HEADS_OF_TOKENS)
     _replace_forward(encoder, _forward, pooler is not None or not of_tokens, dtype)
