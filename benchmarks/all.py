@@ -28,6 +28,7 @@ NAMES = (
     "decoding",
     "eviction",
     "linear",
+    "products",
     "long_sums",
     "monitor",
     "page_size",
