@@ -27,6 +27,7 @@ from ..errors import DTypeError, MaskTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
 from ..masks._tensors import KeepKeys
+from ._packed_row import Row
 
 
 def make_mask(
@@ -158,10 +159,12 @@ class Carried(NamedTuple):
     Args:
         mask: shared by the layers of a forward. ``None`` is causal with the last query at the last key.
         cache: the `BoundedCache` that has the mask instead, if its layers and heads hold different keys.
+        row: the texts of one row, of which the mask is that each sees itself.
     """
 
     mask: Mask | None
     cache: Any = None
+    row: Row | None = None
 
 
 class _LazyMask(Tensor):
@@ -244,6 +247,19 @@ def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, in
     mask = wrapper_of(_LazyMask, shape, **options)
     mask.describe(carried, build)
     return mask
+
+
+def mask_of_row(row: Row, dtype: torch.dtype) -> Tensor:
+    """The additive mask (1, 1, T, T) by which each text of a row sees itself only."""
+    tokens, device = row.positions.shape[0], row.positions.device
+    bounds = row.boundaries[1:].to(device)
+    texts = torch.searchsorted(bounds, torch.arange(tokens, device=device), right=True)
+    mask = masks.documents(texts)
+
+    def build() -> Tensor:
+        return additive_mask((texts[:, None] == texts)[None, None], dtype)
+
+    return carrying(Carried(mask, row=row), build, (1, 1, tokens, tokens), dtype=dtype, device=device)
 
 
 def carried_by(mask: object) -> Carried | None:
