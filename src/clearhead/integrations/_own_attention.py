@@ -11,7 +11,7 @@ import importlib
 import math
 import sys
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def _row_of(mask: Tensor | Row | None) -> Row | None:
 
 
 def _attend(
-    module: nn.Module, heads: list[Tensor], mask: Tensor | Row | None, dropout: float, wanted: bool | None, **options: Any
+    module: nn.Module, heads: list[Tensor], mask: Tensor | Row | None, dropout: float, wanted: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The merged output (B, L, H·Dv) of query, key and value (B, H, L, D), and the weights if they are wanted."""
     row = _row_of(mask)
@@ -63,13 +63,14 @@ class _Bert(nn.Module):
         if encoder_hidden_states is not None:
             others |= {} if sinusoidal_pos is None else {"sinusoidal_pos": sinusoidal_pos}
             others |= {"past_key_values": past_key_values, "output_attentions": output_attentions}
-            return super().forward(hidden_states, attention_mask, encoder_hidden_states=encoder_hidden_states, **others)
+            others |= {"attention_mask": attention_mask, "encoder_hidden_states": encoder_hidden_states}
+            return cast(Any, super()).forward(hidden_states, **others)
         heads = [_heads(part(hidden_states), self.attention_head_size) for part in (self.query, self.key, self.value)]
         if sinusoidal_pos is not None:
             rotated = len(heads) if self.rotary_value else 2
             heads[:rotated] = self.apply_rotary_position_embeddings(sinusoidal_pos, *heads[:rotated])
         if past_key_values is not None:
-            heads[1:] = _cached(past_key_values, *heads[1:], self.layer_idx)
+            heads[1:] = _cached(past_key_values, heads[1], heads[2], self.layer_idx)
         return _attend(self, heads, attention_mask, self.dropout.p, output_attentions)
 
 
@@ -88,7 +89,7 @@ _running = _RunningRow()
 class _EncoderOfRows(nn.Module):
     """An encoder that computes what its layers share from positions. For a row these are those of its texts."""
 
-    def forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         before, _running.row = _running.row, _row_of(attention_mask)
         try:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
@@ -109,7 +110,8 @@ class _MPNetEncoder(_EncoderOfRows):
 
     def compute_position_bias(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         row = _running.row
-        return super().compute_position_bias(x[:1] if row is None else x[:, : row.longest], *args, **kwargs)
+        longest = x[:1] if row is None else x[:, : row.longest]
+        return cast(Any, super()).compute_position_bias(longest, *args, **kwargs)
 
 
 class _MPNet(nn.Module):
@@ -150,9 +152,11 @@ class _LayoutLMv3(nn.Module):
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         heads = [_heads(part(hidden_states), self.attention_head_size) for part in (self.query, self.key, self.value)]
-        bias = rel_pos if self.has_relative_attention_bias else None
+        bias: Any = rel_pos if self.has_relative_attention_bias else None
+        if bias is not None and self.has_spatial_attention_bias:
+            bias = bias + rel_2d_pos
         if bias is not None:
-            bias = (bias + rel_2d_pos if self.has_spatial_attention_bias else bias) / math.sqrt(self.attention_head_size)
+            bias = bias / math.sqrt(self.attention_head_size)
         return _attend(self, heads, attention_mask, self.dropout.p, None, position_bias=bias)
 
 
@@ -203,14 +207,14 @@ class _XLM(nn.Module):
         **others: Any,
     ) -> tuple[Tensor | None, ...]:
         if kv is not None:
-            return super().forward(input, mask, kv, cache, output_attentions, **others)
+            return cast(Any, super()).forward(input, mask, kv, cache, output_attentions, **others)
         heads = [_heads(part(input), self.head_dim) for part in (self.q_lin, self.k_lin, self.v_lin)]
         if isinstance(cache, Row):
             visible = cache
         else:
             visible = mask.ne(0).unsqueeze(1) if mask.dim() == 3 else mask.ne(0)[:, None, None]  # (B, 1, L or 1, S)
             if cache is not None:
-                heads[1:] = _cached(cache, *heads[1:], self.layer_id)
+                heads[1:] = _cached(cache, heads[1], heads[2], self.layer_id)
         output, weights = _attend(self, heads, visible, self.dropout, output_attentions)
         output = self.out_lin(output)
         return (output, weights) if output_attentions else (output,)
@@ -256,7 +260,7 @@ def swap_own_attention(model: nn.Module) -> str | None:
     for module in model.modules():
         for name in _names_of(module):
             ours = getattr(sys.modules[__name__], name)
-            why = swap_class(module, _base_of(ours), ours)
+            why = swap_class(module, ours.__bases__[-1], ours)
             if why is not None:
                 swap_own_attention_back(model)
                 return why
@@ -266,17 +270,19 @@ def swap_own_attention(model: nn.Module) -> str | None:
 def swap_own_attention_back(model: nn.Module) -> None:
     """Undo `swap_own_attention`."""
     for module in model.modules():
-        for ours in [kind for kind in type(module).__mro__ if kind.__name__ in _CLASSES and kind.__module__ == __name__]:
-            swap_class(module, ours, _base_of(ours))
+        ours = next((kind for kind in type(module).__mro__ if _is_ours(kind)), None)
+        if ours is not None:
+            swap_class(module, ours, ours.__bases__[-1])
 
 
-def _base_of(ours: type[nn.Module]) -> type[nn.Module]:
-    return ours.__bases__[-1]
+def _is_ours(kind: type) -> bool:
+    return kind.__module__ == __name__ and kind.__name__ in _CLASSES
 
 
 def _names_of(module: nn.Module) -> list[str]:
     """The name of our class for a module of transformers' class, or of a subclass."""
-    kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
-    if any(kind == (__name__, name) for name in _CLASSES for kind in kinds):
+    kinds = type(module).__mro__
+    if any(map(_is_ours, kinds)):
         return []
-    return [name for name, (path, kind, _) in _CLASSES.items() if (f"transformers.models.{path}", kind) in kinds]
+    names = {(kind.__module__, kind.__name__) for kind in kinds}
+    return [name for name, (path, kind, _) in _CLASSES.items() if (f"transformers.models.{path}", kind) in names]

@@ -50,7 +50,7 @@ ENCODERS: dict[str, str] = {
 
 #: Encoders whose columns are more than the tokens of a text, and where padding stays for that reason.
 _PADDED: dict[str, tuple[str, str]] = {
-    "LayoutLMv3Model": ("layoutlmv3.modeling_layoutlmv3", "its attention reads the boxes of pairs of tokens and patches"),
+    "LayoutLMv3Model": ("layoutlmv3.modeling_layoutlmv3", "its attention reads boxes of tokens and patches"),
     "LukeModel": ("luke.modeling_luke", "its words and its entities have padding of their own"),
 }
 
