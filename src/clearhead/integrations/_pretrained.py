@@ -38,14 +38,18 @@ def head_of(models: dict[str, Any], name: str) -> Any:
 
 def runs_on_clearhead(model: Any) -> bool:
     """Whether a model computes with Clearhead's attention."""
-    return model.config._attn_implementation == NAME
+    if model.config._attn_implementation != NAME or model._can_set_attn_implementation():
+        return model.config._attn_implementation == NAME
+    from ._own_attention import has_own_attention
+
+    return not has_own_attention(model)  # loading sets the name also where no attention is swapped
 
 
 def why_not_set(model: Any) -> str | None:
     """The reason why a model keeps its attention, or ``None`` if Clearhead's can be set."""
     if runs_on_clearhead(model):
         return f"it runs on {NAME!r} already"
-    if model.config._attn_implementation not in _COMMON:
+    if model.config._attn_implementation not in (*_COMMON, NAME):
         return f"it was set to attention {model.config._attn_implementation!r}"
     if not model._can_set_attn_implementation():
         return _why_not_swapped(model)
