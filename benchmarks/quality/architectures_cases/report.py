@@ -28,8 +28,8 @@ STATUSES = {
 REMARKS = """## Remarks
 
 An empty remark means that there is nothing to add. *by `clearhead.upgrade(model)` only* means that the attention has
-code of its own: `upgrade` swaps its classes, and `set_attn_implementation` changes nothing. The result *refused* has one
-of two remarks:
+code of its own: `upgrade` swaps its classes, and `set_attn_implementation` changes nothing. The result *refused* has
+one of two remarks:
 
 * `from_config`: KeyError. `from_config` builds a model with `attn_implementation="clearhead"`, as loading does.
   transformers cannot do this for the class. If you call `set_attn_implementation("clearhead")` later, there is no
