@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 
 import clearhead
 from tests.integrations.architectures import VOCABULARY, relative_error
 from tests.integrations.conftest import Rows
-from tests.integrations.encoders import LENGTH, pair, require_near
+from tests.integrations.encoders import BATCH, LENGTH, pair, require_near
 from tests.integrations.own_attention import TYPES, given, make, upgraded
 
 
@@ -39,6 +40,28 @@ def test_checkpointing_keeps_the_texts_of_a_row_apart(rows: Rows, name: str, ree
         gradients.append(embeds.grad)
     assert rows.batches
     require_near(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("part", ["encoder", "layers", "layers, reentrant"])
+@pytest.mark.parametrize("name", ["MPNet", "RoFormer"])
+def test_parts_in_checkpoint_wrappers(rows: Rows, name: str, part: str) -> None:
+    theirs, ours = pair(make(name).train())
+    ours.pooler = theirs.pooler = None
+    if part == "encoder":
+        ours.encoder = wrapper.checkpoint_wrapper(ours.encoder)
+    else:
+        kind = wrapper.CheckpointImpl.REENTRANT if "reentrant" in part else wrapper.CheckpointImpl.NO_REENTRANT
+        ours.encoder.layer = nn.ModuleList(wrapper.checkpoint_wrapper(layer, kind) for layer in ours.encoder.layer)
+    arguments = given(name, "right")
+    real, direction = arguments["attention_mask"].bool(), torch.randn(BATCH, LENGTH, 32)
+    for model in (theirs, ours):
+        (model(**arguments)[0][real] * direction[real]).sum().backward()
+    assert rows.unpadded
+    learnt = [pair for pair in zip(theirs.parameters(), ours.parameters(), strict=True) if pair[0].grad is not None]
+    assert len(learnt) > 20
+    for expected, actual in learnt:
+        scale = max(expected.grad.abs().max().item(), 0.1)
+        assert (actual.grad - expected.grad).abs().max().item() <= 2e-5 * scale
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -103,12 +126,14 @@ def test_encoders_that_keep_their_padding(name: str) -> None:
     assert report.left_padded[""].startswith("its ")
 
 
-@pytest.mark.parametrize("name", ["MPNet", "XLM", "RoFormer"])
-def test_compiled(name: str) -> None:
+@pytest.mark.parametrize("name", TYPES)
+def test_compiled_in_one_graph(name: str) -> None:
+    torch.compiler.reset()
     theirs, arguments = make(name), given(name, "right")
-    compiled = torch.compile(upgraded(theirs), backend="aot_eager")
+    compiled = torch.compile(upgraded(theirs), backend="eager", fullgraph=True)
     with torch.no_grad():
-        require_near(compiled(**arguments)[0], theirs(**arguments)[0], arguments["attention_mask"])
+        actual, expected = (model(**arguments)[0][:, :LENGTH] for model in (compiled, theirs))
+    require_near(actual, expected, arguments["attention_mask"])
 
 
 @pytest.mark.parametrize("name", TYPES)

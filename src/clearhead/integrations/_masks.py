@@ -208,6 +208,9 @@ class _LazyMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        carried = args[0].carried if func is torch.ops.aten.detach.default else None
+        if carried is not None and carried.row is not None:  # reentrant checkpointing detaches what it keeps
+            return carrying(carried, args[0]._build, args[0].shape, dtype=args[0].dtype, device=args[0].device)
         result = func(*_values(args), **_values(kwargs or {}))
         for argument in (*args, *(kwargs or {}).values()):
             if isinstance(argument, _LazyMask):
@@ -240,7 +243,7 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(visible, zero, torch.finfo(dtype).min)
 
 
-def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, int, int, int], **options: Any) -> Tensor:
+def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, ...], **options: Any) -> Tensor:
     """Return the additive mask of ``build``, of this shape, dtype and device, which carries its meaning."""
     if not has_values() or not has_wrappers:  # a graph cannot compute values later
         return build()

@@ -76,7 +76,8 @@ def _cached(cache: Any, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor,
 
 
 class _RunningRow(threading.local):
-    row: Row | None = None
+    def __init__(self) -> None:
+        self.row: Row | None = None  # in each thread, so that a graph's guards on it hold
 
 
 _running = _RunningRow()
@@ -86,11 +87,14 @@ class EncoderOfRows(nn.Module):
     """An encoder that computes what its layers share from positions. For a row these are those of its texts."""
 
     def forward(self: Any, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-        before, _running.row = _running.row, _row_of(attention_mask)
+        row = _row_of(attention_mask)
+        if row is None:
+            return super().forward(hidden_states, attention_mask, *args, **kwargs)
+        _running.row = row
         try:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)
         finally:
-            _running.row = before
+            _running.row = None
 
 
 class RoFormerPositions(nn.Module):
