@@ -102,7 +102,8 @@ def test_hooks_and_adapters() -> None:
     ours = copy.deepcopy(adapted.eval())
     assert len(clearhead.upgrade(ours, unpad=True).unpadded) == 1
     require_near(ours(**arguments)[0], adapted(**arguments)[0], arguments["attention_mask"])
-    ours.merge_adapter(), adapted.merge_adapter()
+    ours.merge_adapter()
+    adapted.merge_adapter()
     require_near(ours(**arguments)[0], adapted(**arguments)[0], arguments["attention_mask"])
 
 
@@ -195,3 +196,13 @@ def test_models_that_were_loaded_with_the_name_of_clearhead() -> None:
     require_near(loaded(**arguments)[0], theirs(**arguments)[0], arguments["attention_mask"])
     clearhead.downgrade(loaded)
     assert type(loaded.attentions[0]) is type(theirs.attentions[0])
+
+
+def test_an_intervention_changes_one_head() -> None:
+    theirs, arguments = make("MPNet"), given("MPNet", "right")
+    ours = upgraded(theirs)
+    attention = theirs.encoder.layer[0].attention.attn
+    with torch.no_grad(), clearhead.intervene(ours, {("encoder.layer.0.attention.attn", 1): 0.0}):
+        actual = ours(**arguments)[0]
+    attention.v.weight.data[8:16], attention.v.bias.data[8:16] = 0, 0  # of head 1
+    require_near(actual, theirs(**arguments)[0], arguments["attention_mask"])
