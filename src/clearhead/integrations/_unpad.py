@@ -58,7 +58,6 @@ _PADDED: dict[str, tuple[str, str]] = {
 _HEADS_OF_TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 #: Heads whose loss is a softmax over all columns, including padding.
 _HEADS_OF_PADDING = ("ForQuestionAnswering",)
-
 #: Heads whose loss ignores all labels at padding.
 _HEADS_WITHOUT_PADDING = ("ElectraForPreTraining",)
 _IGNORED = -100  # the label that PyTorch's cross-entropy ignores
