@@ -13,15 +13,20 @@ import clearhead
 from tests.integrations.architectures import SMALL, VOCABULARY, relative_error
 
 BATCH, LENGTH = 5, 13
-_STEMS = "Bert Camembert Data2VecText DistilBert Electra Ernie EuroBert Gte JinaEmbeddingsV3 ModernBert NomicBert"
-_STEMS += " Roberta RobertaPreLayerNorm XLMRoberta XLMRobertaXL"
+_STEMS = "Bert Camembert Data2VecText DistilBert Electra Ernie EuroBert Flaubert Gte JinaEmbeddingsV3 MPNet"
+_STEMS += " MegatronBert ModernBert NomicBert RemBert RoFormer Roberta RobertaPreLayerNorm XLM XLMRoberta XLMRobertaXL"
 #: Those that can leave padding out.
 ENCODERS = [f"{stem}Model" for stem in _STEMS.split()]
+_XLM = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": VOCABULARY, "pad_index": 0, "bos_index": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "DistilBertModel": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40, "vocab_size": VOCABULARY},
     "ElectraModel": SMALL | {"embedding_size": 16},
     "EuroBertModel": SMALL | {"num_key_value_heads": 2, "head_dim": 8},
+    "FlaubertModel": _XLM,
     "ModernBertModel": SMALL | {"local_attention": 6, "global_attn_every_n_layers": 2},
+    "RemBertModel": SMALL | {"input_embedding_size": 16},
+    "RoFormerModel": SMALL | {"embedding_size": 16},
+    "XLMModel": _XLM,
 }
 _DROPOUTS = "attention_dropout attention_probs_dropout_prob classifier_dropout dropout embedding_dropout"
 _DROPOUTS += " hidden_dropout_prob mlp_dropout seq_classif_dropout"
@@ -72,5 +77,6 @@ def require_near(actual: Tensor, expected: Tensor, mask: Tensor | None = None) -
 
 
 def gradients_of(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, learnt, allow_unused=True)
     return [gradient for gradient in gradients if gradient is not None]

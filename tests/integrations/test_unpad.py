@@ -25,9 +25,12 @@ from tests.integrations.encoders import (
 )
 
 
+@pytest.mark.usefixtures("exact_eager")
 @pytest.mark.parametrize("kind", ["right", "gaps"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_outputs_and_gradients_at_real_tokens(rows: Rows, name: str, kind: str) -> None:
+    # MPNet's bias counts the padding between two tokens.
+    unpadded = (name, kind) != ("MPNetModel", "gaps")
     options = {"layer_types": ["full_attention"] * 2} if kind == "gaps" and name == "ModernBertModel" else {}
     given = inputs_of(kind)
     real = given["attention_mask"].bool()
@@ -39,9 +42,9 @@ def test_outputs_and_gradients_at_real_tokens(rows: Rows, name: str, kind: str) 
             gradients = gradients_of(model, (output.last_hidden_state[real] * direction.to(dtype)).sum())
             states = [state[real] for state in output.hidden_states]
             results.append([*states, output.last_hidden_state[real], *gradients])
-        assert rows.unpadded
+        assert rows.unpadded == unpadded
         assert output.last_hidden_state.shape == (BATCH, LENGTH, 32)
-        assert not output.last_hidden_state[~real].any()
+        assert not (unpadded and output.last_hidden_state[~real].any())
         assert len(results[0]) == len(results[1]) > 10
         # Gradients that are all but zero, such as those of keys' biases, are compared with the largest one.
         largest = max(tensor.abs().max().item() for tensor in results[0][4:])

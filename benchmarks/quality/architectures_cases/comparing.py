@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import clearhead
 from clearhead.errors import ClearheadError
 
 from .building import build, twin
 from .inputs import Inputs, find_inputs
 from .observing import CAUSALITY, GRADIENTS, OBSERVATIONS, NotApplicable, Observation, cast
-from .results import LIMIT, Finding, Outcome, first_line
+from .results import BY_UPGRADE, LIMIT, Finding, Outcome, first_line
 from .types import Architecture
 
 __all__ = ["compare"]
@@ -49,26 +50,39 @@ def compare(architecture: Architecture, implementation: str = "clearhead") -> Ou
         return outcome
     with _counted(implementation) as calls:
         for route in ROUTES:
-            try:
-                model = _by_route(route, architecture, eager, implementation)
-            except Exception as error:
-                outcome.refused[route] = first_line(error)
-                continue
-            if implementation not in _implementations(model):
-                outcome.kept_eager.append(route)
-            before = calls()
-            for name in OBSERVATIONS:
-                _compare_observation(outcome, route, name, model, reference)
-            outcome.calls[route] = calls() - before
+            _compare_route(outcome, route, reference, calls)
+        # `upgrade` swaps attention classes only where transformers cannot set an attention function.
+        if implementation == "clearhead" and not outcome.refused and not any(outcome.calls.values()):
+            _compare_route(outcome, BY_UPGRADE, reference, calls)
     outcome.seconds = round(time.perf_counter() - started, 2)
     return outcome
+
+
+def _compare_route(outcome: Outcome, route: str, reference: _Reference, calls: Callable[[], int]) -> None:
+    implementation = reference.implementation
+    try:
+        model = _by_route(route, reference.architecture, reference.eager, implementation)
+    except Exception as error:
+        outcome.refused[route] = first_line(error)
+        return
+    if implementation not in _implementations(model):
+        outcome.kept_eager.append(route)
+        if route == BY_UPGRADE:
+            return
+    before = calls()
+    for name in OBSERVATIONS:
+        _compare_observation(outcome, route, name, model, reference)
+    outcome.calls[route] = calls() - before
 
 
 def _by_route(route: str, architecture: Architecture, eager: PreTrainedModel, implementation: str) -> PreTrainedModel:
     if route == "from_config":
         return twin(architecture, eager, implementation)
     model = copy.deepcopy(eager)
-    model.set_attn_implementation(implementation)
+    if route == BY_UPGRADE:
+        clearhead.upgrade(model, linears=False)
+    else:
+        model.set_attn_implementation(implementation)
     return model
 
 

@@ -27,7 +27,9 @@ STATUSES = {
 #: What the remarks of the table mean.
 REMARKS = """## Remarks
 
-An empty remark means that there is nothing to add. The result *refused* has one of two remarks:
+An empty remark means that there is nothing to add. *by `clearhead.upgrade(model)` only* means that the attention has
+code of its own: `upgrade` swaps its classes, and `set_attn_implementation` changes nothing. The result *refused* has
+one of two remarks:
 
 * `from_config`: KeyError. `from_config` builds a model with `attn_implementation="clearhead"`, as loading does.
   transformers cannot do this for the class. If you call `set_attn_implementation("clearhead")` later, there is no
@@ -44,6 +46,8 @@ NUMBERS = """In every remark with numbers:
 * *float64* is `eager` again, computed in float64. Its difference is the rounding error of `eager` in float32.
 * `inf` means that there was no number to compare, because a result was NaN.
 * *tokens 8 to 11* in place of the name of a tensor means the outputs of these tokens, in a call with a cache."""
+#: The remark of models that `set_attn_implementation` leaves eager.
+BY_UPGRADE_ONLY = "by `clearhead.upgrade(model)` only"
 #: What `_refuse_unknown` of clearhead/integrations/transformers.py raises.
 UNSUPPORTED = re.compile(r"ArgumentError: (\w+): expected no keyword that Clearhead's attention .*", re.DOTALL)
 #: What `describe` says of a difference.
@@ -79,7 +83,7 @@ def markdown(summary: Summary) -> str:
 
 def _types(summary: Summary) -> Iterable[tuple[str, str, str]]:
     """Name, result and remark of each model type."""
-    remarks = dict(summary["as far"])
+    remarks = dict.fromkeys(summary["by upgrade"], BY_UPGRADE_ONLY) | summary["as far"]
     for name, value in summary["known"].items():
         remarks[name] = f"outputs agree; weights differ by {value:.1e}, because eager scales them to a sum of 1"
     for name, (own, sdpa) in summary["gradients"]["worse"].items():

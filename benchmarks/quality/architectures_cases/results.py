@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-__all__ = ["DECODER", "LIMIT", "Finding", "Outcome", "Run", "first_line", "read", "write"]
+__all__ = ["BY_UPGRADE", "DECODER", "LIMIT", "Finding", "Outcome", "Run", "first_line", "read", "write"]
 
 #: What the name of a model type ends with where an encoder is built as a decoder.
 DECODER = " (decoder)"
+#: The route of models that `set_attn_implementation` leaves eager: `clearhead.upgrade` swaps their attention classes.
+BY_UPGRADE = "upgrade"
 #: How far outputs may be from eager attention, relative to the largest; beyond, SDPA has to differ as much.
 LIMIT = 2e-5
 #: Two differences from eager attention that are rounding alone are of the same size, not the same.
@@ -99,6 +101,11 @@ class Outcome:
         """All that must not be: differences, ignored weights, later tokens that are seen, and unclear errors."""
         unclear = [found for found in self.errors if not found.refused]
         return [*self.unexplained, *self.missing, *self.violations, *unclear]
+
+    @property
+    def by_upgrade(self) -> bool:
+        """Whether the model computes with Clearhead after `clearhead.upgrade` only."""
+        return bool(self.calls.get(BY_UPGRADE)) and self.calls[BY_UPGRADE] == sum(self.calls.values())
 
     @property
     def status(self) -> str:

@@ -29,6 +29,7 @@ def summarize(run: Run) -> Summary:
         "counts": {status: _counts(found) for status, found in having.items()},
         "gradients": _gradients(compared),
         "agrees": _names(having.get("agrees", [])),
+        "by upgrade": _names([o for o in having.get("agrees", []) if o.by_upgrade]),
         "keeps eager": _names(having.get("keeps eager", [])),
         "refused": {o.name: _refusals(o) for o in having.get("refused", [])},
         "differs": {o.name: describe(o.wrong[0]) for o in having.get("differs", [])},

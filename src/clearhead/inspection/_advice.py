@@ -28,7 +28,8 @@ def advice_for(model: nn.Module, names: Iterable[str]) -> str:
         else:
             advice = (
                 f"{type(part).__name__} computes with code of its own, which set_attn_implementation does not change. "
-                "Pass the weights that the model returns with output_attentions=True to clearhead.plot.given."
+                "Call clearhead.upgrade(model), whose report says whether it swaps this code, or pass the weights that "
+                "the model returns with output_attentions=True to clearhead.plot.given."
             )
         found[advice] = None
     return " ".join(found)

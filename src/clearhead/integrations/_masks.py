@@ -27,6 +27,7 @@ from ..errors import DTypeError, MaskTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
 from ..masks._tensors import KeepKeys
+from ._packed_row import Row
 
 
 def make_mask(
@@ -158,10 +159,12 @@ class Carried(NamedTuple):
     Args:
         mask: shared by the layers of a forward. ``None`` is causal with the last query at the last key.
         cache: the `BoundedCache` that has the mask instead, if its layers and heads hold different keys.
+        row: the texts of one row, of which the mask is that each sees itself.
     """
 
     mask: Mask | None
     cache: Any = None
+    row: Row | None = None
 
 
 class _LazyMask(Tensor):
@@ -205,6 +208,9 @@ class _LazyMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        carried = args[0].carried if func is torch.ops.aten.detach.default else None
+        if carried is not None and carried.row is not None:  # reentrant checkpointing detaches what it keeps
+            return carrying(carried, args[0]._build, args[0].shape, dtype=args[0].dtype, device=args[0].device)
         result = func(*_values(args), **_values(kwargs or {}))
         for argument in (*args, *(kwargs or {}).values()):
             if isinstance(argument, _LazyMask):
@@ -237,13 +243,26 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(visible, zero, torch.finfo(dtype).min)
 
 
-def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, int, int, int], **options: Any) -> Tensor:
+def carrying(carried: Carried, build: Callable[[], Tensor], shape: tuple[int, ...], **options: Any) -> Tensor:
     """Return the additive mask of ``build``, of this shape, dtype and device, which carries its meaning."""
     if not has_values() or not has_wrappers:  # a graph cannot compute values later
         return build()
     mask = wrapper_of(_LazyMask, shape, **options)
     mask.describe(carried, build)
     return mask
+
+
+def mask_of_row(row: Row, dtype: torch.dtype) -> Tensor:
+    """The additive mask (1, 1, T, T) by which each text of a row sees itself only."""
+    tokens, device = row.positions.shape[0], row.positions.device
+    bounds = row.boundaries[1:].to(device)
+    texts = torch.searchsorted(bounds, torch.arange(tokens, device=device), right=True)
+    mask = masks.documents(texts)
+
+    def build() -> Tensor:
+        return additive_mask((texts[:, None] == texts)[None, None], dtype)
+
+    return carrying(Carried(mask, row=row), build, (1, 1, tokens, tokens), dtype=dtype, device=device)
 
 
 def carried_by(mask: object) -> Carried | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NoReturn
 
 from torch import Tensor
@@ -10,6 +11,27 @@ from .._call.sequences import PackedSequences, read_sequences
 from ..errors import ShapeError, shape_text
 
 _SEQUENCES = "_clearhead_sequences"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The texts of a batch in one row, for layers that transformers does not pass boundaries to.
+
+    Args:
+        boundaries: (n + 1,), of `boundaries_of`.
+        positions: (T,), of each token in its text.
+        slices: of each text.
+        longest: the most tokens of a text.
+    """
+
+    boundaries: Tensor
+    positions: Tensor
+    slices: tuple[slice, ...]
+    longest: int
+
+    def get_seq_length(self) -> int:
+        """No tokens before the row: XLM and Flaubert receive it where they expect a cache."""
+        return 0
 
 
 def boundaries_of(sequences: PackedSequences) -> Tensor:

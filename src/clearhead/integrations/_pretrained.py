@@ -38,17 +38,21 @@ def head_of(models: dict[str, Any], name: str) -> Any:
 
 def runs_on_clearhead(model: Any) -> bool:
     """Whether a model computes with Clearhead's attention."""
-    return model.config._attn_implementation == NAME
+    if model.config._attn_implementation != NAME or model._can_set_attn_implementation():
+        return model.config._attn_implementation == NAME
+    from ._own_attention import has_own_attention
+
+    return not has_own_attention(model)  # loading sets the name also where no attention is swapped
 
 
 def why_not_set(model: Any) -> str | None:
     """The reason why a model keeps its attention, or ``None`` if Clearhead's can be set."""
     if runs_on_clearhead(model):
         return f"it runs on {NAME!r} already"
-    if model.config._attn_implementation not in _COMMON:
+    if model.config._attn_implementation not in (*_COMMON, NAME):
         return f"it was set to attention {model.config._attn_implementation!r}"
     if not model._can_set_attn_implementation():
-        return f"{type(model).__name__} computes attention with code of its own"
+        return _why_not_swapped(model)
     from .transformers import KEYWORDS
 
     calling = attention_keywords(model)
@@ -61,6 +65,17 @@ def why_not_set(model: Any) -> str | None:
     return None
 
 
+def _why_not_swapped(model: Any) -> str | None:
+    """The reason why the attention classes of a model that calls no attention function are not swapped."""
+    from ._own_attention import has_own_attention
+
+    if not has_own_attention(model):
+        return f"{type(model).__name__} computes attention with code of its own"
+    if model.config.output_attentions:
+        return "its configuration has output_attentions, which transformers has for 'eager' only"
+    return None
+
+
 def set_attention(model: Any) -> str | None:
     """Set Clearhead's attention on a model for which `why_not_set` returns ``None``.
 
@@ -69,7 +84,12 @@ def set_attention(model: Any) -> str | None:
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         _register()
-        model.set_attn_implementation(NAME)
+        if model._can_set_attn_implementation():
+            model.set_attn_implementation(NAME)
+        else:
+            why = _swap(model)
+            if why is not None:
+                return why
     except BaseException as error:
         _restore(before)
         if isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)):
@@ -77,6 +97,16 @@ def set_attention(model: Any) -> str | None:
         raise
     setattr(model, _BEFORE, _Before((config, name) for config, name in before if config._attn_implementation != name))
     return None
+
+
+def _swap(model: Any) -> str | None:
+    """Swap the attention classes of a model, whose masks are then Clearhead's. Returns the reason if one cannot be."""
+    from ._own_attention import swap_own_attention
+
+    why = swap_own_attention(model)
+    if why is None:
+        model.config._attn_implementation_internal = NAME
+    return why
 
 
 class _Before(list[tuple[Any, str]]):
@@ -98,6 +128,10 @@ def _register() -> None:
 def restore_attention(model: Any) -> bool:
     """Undo `set_attention`. Returns whether it was called."""
     before = model.__dict__.pop(_BEFORE, None)
+    if before is not None and not model._can_set_attn_implementation():
+        from ._own_attention import swap_own_attention_back
+
+        swap_own_attention_back(model)
     _restore([(config, name) for config, name in before or () if config._attn_implementation == NAME])
     return before is not None
 

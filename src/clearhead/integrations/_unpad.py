@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
 from ._lean import forget, lean_layers
 from ._lean_families import parts_in_loop, read_encoder, results_of, run_lean
-from ._packed_row import boundaries_of
-from ._unpad_checks import OF_TOKENS, has_windows, runs_in_one_kernel, takes_tokens, works_token_by_token
+from ._row_arguments import arguments_of_row
+from ._unpad_checks import OF_TOKENS, counts_distances, runs_in_one_kernel, takes_tokens, works_token_by_token
 
 #: Encoders that work token by token outside of attention, accept positions, and pass boundaries to attention.
 ENCODERS: dict[str, str] = {
@@ -36,21 +37,32 @@ ENCODERS: dict[str, str] = {
     "ElectraModel": "electra.modeling_electra",
     "ErnieModel": "ernie.modeling_ernie",
     "EuroBertModel": "eurobert.modeling_eurobert",
+    "FlaubertModel": "flaubert.modeling_flaubert",
     "GteModel": "gte.modeling_gte",
     "JinaEmbeddingsV3Model": "jina_embeddings_v3.modeling_jina_embeddings_v3",
+    "MPNetModel": "mpnet.modeling_mpnet",
+    "MegatronBertModel": "megatron_bert.modeling_megatron_bert",
     "ModernBertModel": "modernbert.modeling_modernbert",
     "NomicBertModel": "nomic_bert.modeling_nomic_bert",
+    "RemBertModel": "rembert.modeling_rembert",
+    "RoFormerModel": "roformer.modeling_roformer",
     "RobertaModel": "roberta.modeling_roberta",
     "RobertaPreLayerNormModel": "roberta_prelayernorm.modeling_roberta_prelayernorm",
+    "XLMModel": "xlm.modeling_xlm",
     "XLMRobertaModel": "xlm_roberta.modeling_xlm_roberta",
     "XLMRobertaXLModel": "xlm_roberta_xl.modeling_xlm_roberta_xl",
+}
+
+#: Encoders whose columns are more than the tokens of a text, and where padding stays for that reason.
+_PADDED: dict[str, tuple[str, str]] = {
+    "LayoutLMv3Model": ("layoutlmv3.modeling_layoutlmv3", "its attention reads boxes of tokens and patches"),
+    "LukeModel": ("luke.modeling_luke", "its words and its entities have padding of their own"),
 }
 
 #: Heads that read each real token by itself. Other heads may read the first column, padded or not.
 _HEADS_OF_TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 #: Heads whose loss is a softmax over all columns, including padding.
 _HEADS_OF_PADDING = ("ForQuestionAnswering",)
-
 #: Heads whose loss ignores all labels at padding.
 _HEADS_WITHOUT_PADDING = ("ElectraForPreTraining",)
 #: Arguments of a packed row. The boundaries are first.
@@ -61,15 +73,18 @@ _IGNORED = -100  # the label that PyTorch's cross-entropy ignores
 def why_no_encoder(model: nn.Module) -> str | None:
     """The reason why a model of transformers is not a supported encoder, or ``None`` if it is one."""
     kind, config = type(model), cast(Any, model.config)
-    if kind.__module__ != f"transformers.models.{ENCODERS.get(kind.__name__)}":
+    path = ENCODERS.get(kind.__name__) or _PADDED.get(kind.__name__, ("",))[0]
+    if kind.__module__ != f"transformers.models.{path}":
         return f"{kind.__name__}, which is not one of them"
-    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+    if any(getattr(config, name, False) for name in ("is_decoder", "add_cross_attention", "causal")):
         return f"{kind.__name__} as a decoder"
     return None
 
 
 def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
     """The reason why a supported encoder keeps its padding, or ``None``. `head` is the model that contains it."""
+    if type(encoder).__name__ in _PADDED:
+        return _PADDED[type(encoder).__name__][1]
     if "forward" in encoder.__dict__ and not is_unpadded(encoder):
         return "its forward was replaced"
     if head is not None and "forward" in head.__dict__ and not _is_partial_of(head, _forward_of_head):
@@ -78,7 +93,7 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
         return "it is neither on the CPU nor on a CUDA device"
     if type(head).__name__.endswith(_HEADS_OF_PADDING):
         return f"the loss of {type(head).__name__} counts the columns of padding"
-    if type(head).__name__ == "ElectraForMultipleChoice" and cast(Any, head).sequence_summary.summary_type != "first":
+    if getattr(getattr(head, "sequence_summary", None), "summary_type", "first") != "first":
         return "its summary reads the columns of padding"
     return None
 
@@ -280,20 +295,11 @@ def _read_call(encoder: nn.Module, arguments: dict[str, Any]) -> _Call | None:
 
 def _run_packed(encoder: nn.Module, call: _Call) -> Any:
     """The encoder's own code on one row."""
-    boundaries, longest = boundaries_of(call.sequences()), max(call.tokens.counts)
     packed = _Packed(encoder, call.tokens, call.as_tuple)
     before, _running.packed = _running.packed, packed
     try:
-        output = type(encoder).forward(
-            encoder,
-            **call.in_row(),
-            attention_mask=_no_mask(encoder),
-            cu_seq_lens_q=boundaries,
-            cu_seq_lens_k=boundaries,
-            max_length_q=longest,
-            max_length_k=longest,
-            return_dict=True,
-        )
+        of_row = arguments_of_row(encoder, call.tokens, call.arguments["position_ids"].device)
+        output = type(encoder).forward(encoder, **call.in_row(), **of_row, return_dict=True)
     finally:
         _running.packed = before
     return packed.unpack(output)
@@ -317,8 +323,8 @@ def _fits(
         return False
     if 0 in tokens.counts or (reads_first and any(tokens.starts)):
         return False
-    # In a row, a window covers more tokens if padding between them is removed.
-    if has_windows(encoder) and not tokens.contiguous:
+    # In a row, two tokens are closer if padding between them is removed.
+    if counts_distances(encoder) and not tokens.contiguous:
         return False
     pooler = encoder.__dict__["_modules"].get("pooler")
     if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:
@@ -357,15 +363,12 @@ def _positions(module: nn.Module, arguments: dict[str, Any], mask: Tensor) -> Te
     """The positions (1 or B, L) of the tokens of the padded batch."""
     if "position_ids" in arguments:
         return arguments["position_ids"]
-    # Descendants of RoBERTa count the tokens that are not the padding token.
+    # MPNet and descendants of RoBERTa count the tokens that are not the padding token.
     embeddings: Any = getattr(module, "embeddings", None)
-    if hasattr(embeddings, "create_position_ids_from_input_ids"):
-        if "input_ids" in arguments:
-            return embeddings.create_position_ids_from_input_ids(arguments["input_ids"], embeddings.padding_idx)
-        return embeddings.create_position_ids_from_inputs_embeds(arguments["inputs_embeds"], embeddings.padding_idx)
+    for owner in (embeddings, sys.modules[type(embeddings).__module__]):
+        count = getattr(owner, "create_position_ids_from_input_ids", None)
+        if count is not None and "input_ids" in arguments:
+            return count(arguments["input_ids"], embeddings.padding_idx)
+        if count is not None:
+            return torch.arange(mask.shape[1], device=mask.device)[None] + embeddings.padding_idx + 1
     return torch.arange(mask.shape[1], device=mask.device)[None]
-
-
-def _no_mask(module: nn.Module) -> dict[str, None] | None:
-    """A mask that masks nothing. If masks differ between layers, a model makes its own mask from ``None``."""
-    return {"full_attention": None, "sliding_attention": None} if hasattr(module.config, "layer_types") else None

@@ -20,7 +20,7 @@ _OF_WHOLE_BATCHES = "torch.ao."
 _DROPOUT_OF_ATTENTION = ("attention_probs_dropout_prob", "attention_dropout")
 
 #: Arguments with one number or vector per token.
-OF_TOKENS = frozenset({"input_ids", "inputs_embeds", "position_ids", "task_type_ids", "token_type_ids"})
+OF_TOKENS = frozenset({"input_ids", "inputs_embeds", "langs", "position_ids", "task_type_ids", "token_type_ids"})
 #: Arguments that mean the same for a row of all tokens.
 _OF_CALLS = frozenset({"num_items_in_batch", "output_hidden_states", "return_dict", "use_cache"})
 
@@ -56,8 +56,13 @@ def _position_scaling_depends_on_length(config: Any) -> bool:
     return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
 
 
-def has_windows(module: nn.Module) -> bool:
-    return "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
+def counts_distances(module: nn.Module) -> bool:
+    """Whether attention depends on how many columns apart two tokens are: by a window, or by MPNet's bias."""
+    return "sliding_attention" in (getattr(module.config, "layer_types", None) or ()) or _has_bias(module)
+
+
+def _has_bias(module: nn.Module) -> bool:
+    return hasattr(module.config, "relative_attention_num_buckets")
 
 
 def runs_in_one_kernel(encoder: nn.Module) -> bool:
@@ -66,6 +71,8 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
     Otherwise one call would compute the scores of all texts with all others.
     """
     config = cast(Any, encoder.config)
+    if _has_bias(encoder):  # its texts are calls of their own
+        return False
     if encoder.training and any(getattr(config, name, 0) for name in _DROPOUT_OF_ATTENTION):
         return False
     parameter = next(encoder.parameters(), None)
