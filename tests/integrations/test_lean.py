@@ -19,6 +19,7 @@ import clearhead
 from clearhead._native import extension
 from clearhead.errors import ArgumentError
 from clearhead.integrations import _lean
+from clearhead.integrations._lean_families import FAMILIES
 from tests.integrations.architectures import VOCABULARY, relative_error
 from tests.integrations.conftest import Rows
 from tests.integrations.encoders import BATCH, ENCODERS, LENGTH, build, inputs_of, pair, require_near
@@ -28,13 +29,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # peft reads it
 ]
 
+LEAN = [name for name in ENCODERS if name in FAMILIES]
+
 
 def without_padding() -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, VOCABULARY, (BATCH, LENGTH))}
 
 
 @pytest.mark.parametrize("kind", ["right", "left", "gaps", "none"])
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", LEAN)
 @torch.no_grad()
 def test_every_family_agrees_with_its_own_code(rows: Rows, name: str, kind: str) -> None:
     given = without_padding() if kind == "none" else inputs_of(kind)
@@ -48,7 +51,7 @@ def test_every_family_agrees_with_its_own_code(rows: Rows, name: str, kind: str)
         require_near(actual.pooler_output, expected.pooler_output)
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", LEAN)
 @torch.no_grad()
 def test_bfloat16_beside_float32_parameters(rows: Rows, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clearhead.integrations._upgrade.gains_by_bfloat16", lambda: True)
@@ -311,6 +314,16 @@ def in_training(model: Any, given: Any) -> Any:
         model.eval()
 
 
+def by_configuration(model: Any, given: Any) -> Any:
+    model.config.output_hidden_states = True
+    try:
+        output = model(**given)
+    finally:
+        model.config.output_hidden_states = False
+    assert len(output.hidden_states) == 3
+    return output
+
+
 #: Calls for which the layers' own code runs, without gradients unless it says so.
 OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
     "gradients": torch.enable_grad()(lambda model, given: model(**given)),
@@ -322,6 +335,7 @@ OWN_CODE: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "training": in_training,
     "hidden states": lambda model, given: model(**given, output_hidden_states=True),
+    "hidden states by configuration": by_configuration,
     "weights": lambda model, given: model(**given, output_attentions=True),
     "autocast": in_autocast,
     "another GEMM": with_forced_gemm,

@@ -30,7 +30,7 @@ _MODERNBERT = fused("modernbert", "Wqkv Wo", "ModernBERT in transformers")
 
 
 #: Modules of an encoder that the loop calls.
-_CALLED = ("embeddings", "embed_tokens", "embeddings_project", "pooler", "rotary_emb")
+_CALLED = ("embeddings", "embed_tokens", "pooler", "rotary_emb")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Family:
         holds_gate: whether the one layer of `up` holds both that a gated part multiplies. Default False.
         embeddings: the module from tokens to features. Default ``"embeddings"``.
         takes: names of arguments that it takes.
+        project: a linear layer from the embeddings' features to those of the layers. Default: none.
         rotary: the module with the angles of rotary positions. Default: none.
         output: the class of transformers of its results.
     """
@@ -64,6 +65,7 @@ class Family:
     holds_gate: bool = False
     embeddings: str = "embeddings"
     takes: tuple[str, ...] = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+    project: str | None = None
     rotary: str | None = None
     output: str = "BaseModelOutputWithPooling"
 
@@ -102,7 +104,11 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         ("BertModel", "CamembertModel", "RobertaModel", "XLMRobertaModel", "Data2VecTextModel"), _LIKE_BERT
     ),
-    "ElectraModel": replace(_LIKE_BERT, output="BaseModelOutputWithPastAndCrossAttentions"),
+    "MegatronBertModel": replace(_LIKE_BERT, norms=("attention.ln", "ln"), norm_first=True, last_norm="encoder.ln"),
+    "RemBertModel": replace(_LIKE_BERT, project="encoder.embedding_hidden_mapping_in"),
+    "ElectraModel": replace(
+        _LIKE_BERT, project="embeddings_project", output="BaseModelOutputWithPastAndCrossAttentions"
+    ),
     "ErnieModel": replace(_LIKE_BERT, takes=(*_LIKE_BERT.takes, "task_type_ids")),
     "RobertaPreLayerNormModel": replace(
         _LIKE_BERT, norms=("attention.LayerNorm", "intermediate.LayerNorm"), norm_first=True, last_norm="LayerNorm"
@@ -166,8 +172,9 @@ def read_encoder(encoder: nn.Module) -> Reading:
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     layers = [_read_layer(layer, family, heads) for layer in cast(Any, encoder.get_submodule(family.layers))]
     last = None if family.last_norm is None else read_norm(encoder.get_submodule(family.last_norm))
-    called = [part for name in _CALLED if (part := getattr(encoder, name, None)) is not None]
-    kept = {id(module) for part in called for module in cast(nn.Module, part).modules()} | {id(encoder)}
+    names = {name for name in (*_CALLED, family.project) if name is not None}
+    called = [part for name, part in encoder.named_modules() if name in names]
+    kept = {id(module) for part in called for module in part.modules()} | {id(encoder)}
     modules = [module for module in encoder.modules() if id(module) not in kept]
     return Reading(modules, layers, family.norm_first, last)
 
@@ -268,8 +275,10 @@ def _embedded(encoder: Any, family: Family, arguments: Mapping[str, Any]) -> Ten
         x = embeddings(arguments["input_ids"]) if embedded is None else embedded
     else:
         x = embeddings(**{name: arguments[name] for name in family.takes if name in arguments})
-    project = getattr(encoder, "embeddings_project", None)
-    return x if project is None else project(x)
+    # ELECTRA has the layer only if its embeddings are narrower.
+    if family.project is None or not hasattr(encoder, family.project.partition(".")[0]):
+        return x
+    return encoder.get_submodule(family.project)(x)
 
 
 def _angles(encoder: Any, x: Tensor, positions: Tensor, layers: LeanLayers) -> dict[str, Angles]:

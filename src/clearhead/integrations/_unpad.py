@@ -24,7 +24,7 @@ from .._environment import Environment, is_tracing, read_environment, reads_valu
 from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
 from ._lean import forget, lean_layers
-from ._lean_families import parts_in_loop, read_encoder, results_of, run_lean
+from ._lean_families import FAMILIES, parts_in_loop, read_encoder, results_of, run_lean
 from ._row_arguments import arguments_of_row
 from ._unpad_checks import OF_TOKENS, counts_distances, runs_in_one_kernel, takes_tokens, works_token_by_token
 
@@ -224,7 +224,7 @@ def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *
         return forward(encoder, *args, **kwargs)
     environment = read_environment()
     lean = None
-    if call.is_plain and 0 not in call.tokens.counts:
+    if type(encoder).__name__ in FAMILIES and call.is_plain and 0 not in call.tokens.counts:
         lean = lean_layers(encoder, dtype, environment, read_encoder)
     packs = call.tokens.indices is not None and _fits(encoder, call.tokens, reads_first, environment, lean)
     if lean is not None:
@@ -282,7 +282,9 @@ def _read_call(encoder: nn.Module, arguments: dict[str, Any]) -> _Call | None:
         return None
     # Unlike `_layer/unpadding.py`, this compares no costs: all layers share one row, so packing always pays.
     tokens = find_tokens(None if real is None else real.bool(), mask.shape[0], mask.shape[1])
-    return_dict = arguments.pop("return_dict", getattr(encoder.config, "return_dict", True))
+    config: Any = encoder.config
+    arguments.setdefault("output_hidden_states", getattr(config, "output_hidden_states", False))
+    return_dict = arguments.pop("return_dict", getattr(config, "return_dict", True))
     texts = None
     if boundaries[0] is not None:  # as sentence-transformers packs texts
         if real is not None or "position_ids" not in arguments:
