@@ -147,7 +147,7 @@ class TimedCase(Case):
                 if name == OURS:
                     raise
                 del contest.ways[name]
-                contest.skipped[name] = _shortened(error)
+                contest.skipped[name] = str(Unsupported.because_of(error))
                 continue
             seen = contest.compared(tuple(tensor.detach() for tensor in outputs))
             if name == OURS:
@@ -169,8 +169,3 @@ def enter(contest: Contest, name: str, build: Callable[[], Way], amount: float |
         return
     if amount is not None:
         contest.amounts[name] = amount
-
-
-def _shortened(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:140]}"

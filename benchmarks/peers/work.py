@@ -19,6 +19,11 @@ Way = Callable[[], Outputs]
 class Unsupported(Exception):
     """A peer does not support a piece of work and is skipped; the text is the reason."""
 
+    @classmethod
+    def because_of(cls, error: Exception) -> Unsupported:
+        """For another error, in one short line."""
+        return cls(f"{type(error).__name__}: {' '.join(str(error).split())[:140]}")
+
 
 @final
 @dataclass(frozen=True)
