@@ -161,11 +161,8 @@ def enter(contest: Contest, name: str, build: Callable[[], Way], amount: float |
     """Add a way to the contest, or note why it is skipped: not installed, or not supported."""
     try:
         contest.ways[name] = build()
-    except Unsupported as reason:
-        contest.skipped[name] = str(reason)
-        return
-    except ModuleNotFoundError as error:
-        contest.skipped[name] = f"not installed: {error.name}"
+    except (Unsupported, ModuleNotFoundError) as reason:
+        contest.skipped[name] = str(Unsupported.because_of(reason))
         return
     if amount is not None:
         contest.amounts[name] = amount

@@ -102,7 +102,7 @@ class _Built:
         self.model = model
         self.peers = peers
         self._ways: dict[str, Encode] = {}
-        self._reasons: dict[str, Exception] = {}
+        self._reasons: dict[str, Unsupported] = {}
 
     def get(self, name: str) -> Encode:
         if name in self._reasons:
@@ -110,9 +110,6 @@ class _Built:
         if name not in self._ways:
             try:
                 self._ways[name] = self.peers[name](self.model())
-            except (Unsupported, ModuleNotFoundError) as reason:
-                self._reasons[name] = reason
-                raise
             except Exception as error:  # of the peer's exporter or converter
                 self._reasons[name] = Unsupported.because_of(error)
                 raise self._reasons[name] from error

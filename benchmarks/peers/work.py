@@ -21,7 +21,11 @@ class Unsupported(Exception):
 
     @classmethod
     def because_of(cls, error: Exception) -> Unsupported:
-        """For another error, in one short line."""
+        """For any error, in one short line."""
+        if isinstance(error, cls):
+            return error
+        if isinstance(error, ModuleNotFoundError):
+            return cls(f"not installed: {error.name}")
         return cls(f"{type(error).__name__}: {' '.join(str(error).split())[:140]}")
 
 
