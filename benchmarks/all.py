@@ -39,6 +39,7 @@ NAMES = (
     "distributed",
     "look",
     "encoders",
+    "engines",
     "cpu",
 )
 

@@ -3,12 +3,12 @@
     python -m benchmarks.encoders.engines [--only PATTERN] [--rounds 5] [--docs]
 
 The texts are cut from Python's own documentation strings: 32 of 96 tokens, 32 of mixed lengths, one of 16 and one of
-200. With MiniLM (its trained weights) the mixed ones are also sorted into four batches, and given one at a time. BERT-base,
-DeBERTa-v3-small and MPNet have random weights. Each engine runs alone in a process of its own, each work in blocks. For
-MiniLM the engines are timed a second time, in turn in one process. int8 is calibrated on other such texts.
+200. With MiniLM (its trained weights) the mixed ones are also sorted into four batches, and given one at a time.
+BERT-base, DeBERTa-v3-small and MPNet have random weights. Each engine runs alone in a process of its own, each work in
+blocks. For MiniLM the engines are timed a second time, in turn in one process. int8 is calibrated on other such texts.
 
-Embeddings are means over real tokens. Their cosine is that with transformers' float32 ones. Memory is what loading a
-converted model and its first batch of mixed lengths add to the process, parameters included and libraries not. The time
+Embeddings are means over real tokens. Their cosine is that with transformers' float32 ones. Memory is what a converted
+or loaded model and its first batch of mixed lengths add to the process, parameters included and libraries not. The time
 to the first batch is conversion, loading and that batch.
 Quick parts: ``--only "MiniLM, Clearhead"``, ``--only "MiniLM, .*float32"``.
 """
@@ -40,7 +40,7 @@ from benchmarks.encoders.converted import CTRANSLATE2, ONNX_RUNTIME, OPENVINO, C
 from benchmarks.encoders.models import DTYPES, MODELS, RANDOM, load_model
 from benchmarks.encoders.peers import Eager, quiet
 from benchmarks.encoders.standings import IN_TURN, LONG, SHORT, SINGLY, SORTED, THEIRS
-from benchmarks.memory import resident
+from benchmarks.memory import growth_of_peak, resident
 from benchmarks.peers.work import Unsupported
 from benchmarks.timing import samples
 from clearhead.errors import ArgumentError
@@ -122,7 +122,7 @@ def alone(task: Task, effort: Effort) -> dict[str, Any]:
     """One engine in processes of its own."""
     try:
         with tempfile.TemporaryDirectory() as folder:
-            converting = effort.in_a_process(convert, task, Path(folder))
+            converting = _converted(task, Path(folder), effort)
             found = effort.in_a_process(run, task, Path(folder), effort)
     except Exception as error:
         return {"skipped": _reason(task, error)}
@@ -137,7 +137,7 @@ def in_turn(effort: Effort) -> dict[str, Any]:
         for task, place in list(places.items()):
             place.mkdir()
             try:
-                effort.in_a_process(convert, task, place)
+                _converted(task, place, effort)
             except Exception as error:
                 skipped[task.name] = _reason(task, error)
                 del places[task]
@@ -152,16 +152,19 @@ def _reason(task: Task, error: Exception) -> str:
     return str(Unsupported.because_of(error))
 
 
+def _converted(task: Task, folder: Path, effort: Effort) -> float:
+    """Seconds that it took to fill the folder with the engine's files."""
+    return effort.in_a_process(convert, task.way, task, folder) if isinstance(task.way, Converted) else 0.0
+
+
 @quiet()
-def convert(task: Task, folder: Path) -> float:
+def convert(way: Converted, task: Task, folder: Path) -> float:
     """Seconds that the conversion of the loaded model takes."""
-    if not isinstance(task.way, Converted):
-        return 0.0
     model = load_model(task.model, "float32", task.smallest)
     lengths = FEW[MIXED] if task.smallest else mixed_lengths() * _CALIBRATION
     calibration = [Batch.padded([text]) for text in read_texts(lengths)] if task.precision == "int8" else []
     start = time.perf_counter()
-    task.way.convert(model, task.precision, calibration, folder)
+    way.convert(model, task.precision, calibration, folder)
     return time.perf_counter() - start
 
 
@@ -178,17 +181,24 @@ def run(task: Task, folder: Path, effort: Effort) -> dict[str, Any]:
     works = works_of(task.model, task.smallest)
     _import_library(task)
     before = resident()
-    build = _build(task, folder)
-    start = time.perf_counter()
-    encode = build()
+    peak, (encode, first) = growth_of_peak(lambda: _started(task, folder, works[MIXED][0]))
+    memory = resident() - before
     with torch.inference_mode():
-        encode(works[MIXED][0])
-        first, memory = time.perf_counter() - start, resident() - before
         times, load = with_load(lambda: {name: _seconds(encode, batches, effort) for name, batches in works.items()})
         reference = Eager(load_model(task.model, "float32", task.smallest))
         cosines = torch.cosine_similarity(embeddings(encode, works), embeddings(reference, works))
     lost = {"worst": 1 - cosines.min().item(), "mean": 1 - cosines.mean().item()}
-    return {"times": times, "lost": lost, "memory": memory, "first": first, "load": load}
+    return {"times": times, "lost": lost, "memory": memory, "peak": peak, "first": first, "load": load}
+
+
+def _started(task: Task, folder: Path, batch: Batch) -> tuple[Encode, float]:
+    """The engine, and the seconds from the files or the loaded model to the end of a first batch."""
+    build = _build(task, folder)
+    start = time.perf_counter()
+    encode = build()
+    with torch.inference_mode():
+        encode(batch)
+    return encode, time.perf_counter() - start
 
 
 def _import_library(task: Task) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, final
 
 import torch
@@ -44,7 +45,12 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.WARNING)
     try:
         # A graph for each model, dtype and batch.
-        with warnings.catch_warnings(), compiler.patch(force_disable_caches=True), dynamo.patch(recompile_limit=64):
+        with (
+            compiler.patch(force_disable_caches=True),
+            dynamo.patch(recompile_limit=64),
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -9,7 +9,7 @@ from typing import Any, final
 from benchmarks.comparing import OURS
 from benchmarks.comparing.tables import QUIET
 from benchmarks.encoders.batches import EQUAL, MIXED
-from benchmarks.encoders.models import MODELS
+from benchmarks.encoders.models import MODELS, RANDOM
 from benchmarks.figures import Figures
 from benchmarks.writing import megabytes, milliseconds, ratio, seconds, significant, table
 
@@ -138,12 +138,12 @@ def _tables(figures: Figures) -> Iterator[str]:
             ((name, *(significant(found["times"][work] * 1e3) for work in works)) for name, found in named.items()),
         )
         yield table(
-            ("engine", "worst cosine", "mean cosine", "memory", "time to the first batch"),
+            ("engine", "worst cosine", "mean cosine", "memory", "peak memory", "time to the first batch"),
             (
                 (
                     name,
                     *(_cosine(found["lost"][which]) for which in ("worst", "mean")),
-                    megabytes(found["memory"]),
+                    *(megabytes(found[which]) for which in ("memory", "peak")),
                     seconds(found["first"]),
                 )
                 for name, found in named.items()
@@ -162,7 +162,7 @@ def _remarks(figures: Figures) -> Iterator[str]:
             reasons.setdefault(found["skipped"], []).append(f"`{line}`")
     for reason, skipped in reasons.items():
         yield f"Not measured, because {reason}: {', '.join(skipped)}"
-    yield "int8 means more with trained weights than with random ones: only MiniLM's are trained"
+    yield f"Random weights: {', '.join(RANDOM)}. The cosines of int8 are those of such weights"
 
 
 def wrong(figures: Figures) -> list[str]:

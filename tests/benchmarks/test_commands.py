@@ -47,7 +47,7 @@ def benchmark_of(name: str) -> Benchmark:
     ("name", "options"),
     [
         *((name, ["--no-peers"]) for name in every.NAMES),
-        *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("cpu", "encoders")),
+        *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("cpu", "encoders", "engines")),
     ],
 )
 def test_the_smallest_work_gives_every_text(name: str, options: list[str], tmp_path: Path) -> None:
