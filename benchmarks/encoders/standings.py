@@ -81,7 +81,7 @@ def texts(figures: Figures) -> dict[str, str]:
         rows.append((f"{standing.precision}: {here}", *pair))
     found["standings"] = table(("MiniLM", "Clearhead", "the best other", "its time", "ratio"), rows, left=1)
     found["tables"] = "\n\n".join(
-        [*_tables(figures), "### Remarks", "\n".join(f"* {line}" for line in _remarks(figures))]
+        [*_tables(figures), "### Remarks on the engines", "\n".join(f"* {line}" for line in _remarks(figures))]
     )
     lost = figures[_line("MiniLM", OURS, "bfloat16")].get("lost")
     found["cosine"] = "–" if lost is None else _cosine(lost["worst"])
