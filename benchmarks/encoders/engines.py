@@ -141,8 +141,8 @@ def in_turn(effort: Effort) -> dict[str, Any]:
             except Exception as error:
                 skipped[task.name] = _reason(task, error)
                 del places[task]
-        times, unsupported = effort.in_a_process(run_in_turn, places, effort)
-    return {"times": times, "skipped": skipped | unsupported}
+        found = effort.in_a_process(run_in_turn, places, effort)
+    return found | {"skipped": skipped | found["skipped"]}
 
 
 def _reason(task: Task, error: Exception) -> str:
@@ -212,9 +212,9 @@ def _import_library(task: Task) -> None:
 
 
 @quiet()
-def run_in_turn(places: dict[Task, Path], effort: Effort) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+def run_in_turn(places: dict[Task, Path], effort: Effort) -> dict[str, Any]:
     """Median seconds of each engine by work, timed in turn, and the reasons of those that take no part."""
-    works = works_of(MODELS[0], effort.smallest)
+    batches = {name: batches[0] for name, batches in works_of(MODELS[0], effort.smallest).items()}
     engines: dict[str, Encode] = {}
     skipped: dict[str, str] = {}
     for task, place in places.items():
@@ -223,13 +223,17 @@ def run_in_turn(places: dict[Task, Path], effort: Effort) -> tuple[dict[str, dic
         except Exception as error:
             skipped[task.name] = _reason(task, error)
     times: dict[str, dict[str, float]] = {name: {} for name in engines}
-    rest = effort.least(REST)
-    with torch.inference_mode():
+
+    def measure() -> None:
         for work in (EQUAL, MIXED):
-            ways = {name: functools.partial(encode, works[work][0]) for name, encode in engines.items()}
-            for name, values in samples(ways, rounds=effort.rounds, budget=12 * _BUDGET, rest=rest).items():
+            ways = {name: functools.partial(encode, batches[work]) for name, encode in engines.items()}
+            found = samples(ways, rounds=effort.rounds, budget=12 * _BUDGET, rest=effort.least(REST))
+            for name, values in found.items():
                 times[name][work] = statistics.median(values)
-    return times, skipped
+
+    with torch.inference_mode():
+        _, load = with_load(measure)
+    return {"times": times, "skipped": skipped, "load": load}
 
 
 def _seconds(encode: Encode, batches: list[Batch], effort: Effort) -> float:

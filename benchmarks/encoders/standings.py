@@ -44,6 +44,16 @@ class Standing:
     engine: str = ""
     turns: bool = False
 
+    @property
+    def title(self) -> str:
+        return f"{self.precision}, {self.work}{', in turn' if self.turns else ''}"
+
+    @property
+    def others(self) -> str:
+        """Which of them count, in words."""
+        how = {(SORTED,): ", sorted into four batches", _ANY: ", used in its best way"}.get(self.works, "")
+        return f"{self.engine or 'the best engine'} in {self.beside}{how}"
+
 
 _ANY = (MIXED, SORTED, SINGLY)
 #: By the marker.
@@ -76,10 +86,8 @@ def texts(figures: Figures) -> dict[str, str]:
         best = min(others, key=lambda way: others[way], default="")
         gain = ratio(others[best] / ours) if best and ours is not None else "–"
         found |= {marker: gain, f"{marker}-best": best or "–"}
-        here = f"{standing.work}{', in turn' if standing.turns else ''}"
-        pair = [_time(ours), best or "–", _time(others.get(best)), gain]
-        rows.append((f"{standing.precision}: {here}", *pair))
-    found["standings"] = table(("MiniLM", "Clearhead", "the best other", "its time", "ratio"), rows, left=1)
+        rows.append((standing.title, _time(ours), standing.others, best or "–", _time(others.get(best)), gain))
+    found["standings"] = table(("MiniLM", OURS, "beside", "which is", "its time", "ratio"), rows)
     found["tables"] = "\n\n".join(
         [*_tables(figures), "### Remarks on the engines", "\n".join(f"* {line}" for line in _remarks(figures))]
     )

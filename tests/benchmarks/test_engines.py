@@ -188,6 +188,14 @@ def test_clearhead_is_compared_with_the_best_other_way(marker: str, gain: str, b
     assert all(found.values())
 
 
+def test_a_row_names_the_work_and_those_beside_it() -> None:
+    rows = standings.texts(FIGURES)["standings"].splitlines()
+    ours, best = "bfloat16, 32 texts of mixed length", "the best engine in int8"
+    assert f"| {ours} | 100 ms | {best}, used in its best way | OpenVINO, int8, sorted | 300 ms | 3.0× |" in rows
+    assert f"| {ours}, in turn | 200 ms | {best} | OpenVINO, int8 | 800 ms | 4.0× |" in rows
+    assert len({tuple(row.split(" | ")[::2][:2]) for row in rows}) == len(rows)
+
+
 def test_tables_have_a_row_for_each_engine_and_the_reasons_of_those_that_are_left_out() -> None:
     found = standings.texts(FIGURES)["tables"]
     assert "| OpenVINO, int8 | 150 | 500 | 300 | 400 | 1,000 | 1,000 |" in found
