@@ -39,8 +39,8 @@ NAMES = (
     "distributed",
     "look",
     "encoders",
-    "engines",
     "cpu",
+    "engines",
 )
 
 

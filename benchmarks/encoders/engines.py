@@ -270,7 +270,7 @@ def lines(effort: Effort) -> Iterator[Line]:
 
 RUNTIMES = ("transformers", "onnxruntime", "openvino", "nncf", "ctranslate2")
 texts = standings.texts
-BENCHMARK = Benchmark("engines", __doc__, lines, texts, minutes=40, peers=RUNTIMES, wrong=standings.wrong)
+BENCHMARK = Benchmark("engines", __doc__, lines, texts, minutes=60, peers=RUNTIMES, wrong=standings.wrong)
 
 if __name__ == "__main__":
     BENCHMARK.main()
