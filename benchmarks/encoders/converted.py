@@ -56,6 +56,9 @@ class _LastHiddenState(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 
 
+_INPUTS, _OUTPUTS = ["input_ids", "attention_mask"], ["last_hidden_state"]
+
+
 def _export(model: nn.Module, folder: Path) -> Path:
     """Write the model as ONNX, for batches and lengths of any size."""
     path = folder / "exported.onnx"
@@ -65,12 +68,30 @@ def _export(model: nn.Module, folder: Path) -> Path:
         _LastHiddenState(model).eval(),
         (example.ids, example.mask),
         path,
-        input_names=["input_ids", "attention_mask"],
-        output_names=["last_hidden_state"],
-        dynamic_shapes={"input_ids": shapes, "attention_mask": shapes},
+        input_names=_INPUTS,
+        output_names=_OUTPUTS,
+        dynamic_shapes=dict.fromkeys(_INPUTS, shapes),
         opset_version=18,
         dynamo=True,
         verbose=False,
+    )
+    return path
+
+
+def _trace(model: Any, folder: Path) -> Path:
+    """Write a BERT as ONNX in the form in which ONNX Runtime finds its attention: traced, with eager attention."""
+    path = folder / "traced.onnx"
+    example = Batch.of([7, 5, 3])
+    model.set_attn_implementation("eager")
+    torch.onnx.export(
+        _LastHiddenState(model).eval(),
+        (example.ids, example.mask),
+        path,
+        input_names=_INPUTS,
+        output_names=_OUTPUTS,
+        dynamic_axes={name: {0: "batch", 1: "length"} for name in (*_INPUTS, *_OUTPUTS)},
+        opset_version=17,
+        dynamo=False,
     )
     return path
 
@@ -81,6 +102,7 @@ def _arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 def _convert_for_onnx_runtime(model: nn.Module, precision: str, calibration: list[Batch], folder: Path) -> None:
     """With the fusions that ONNX Runtime has for BERT; int8 activations get their scales while they are computed."""
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.transformers import optimizer
     from onnxruntime.transformers.fusion_options import FusionOptions
@@ -88,8 +110,9 @@ def _convert_for_onnx_runtime(model: nn.Module, precision: str, calibration: lis
     if precision == "bfloat16":
         raise Unsupported("its CPU provider computes in float32")
     config: Any = model.config
+    written = _trace(model, folder) if config.model_type == "bert" else _export(model, folder)
     fused = optimizer.optimize_model(
-        str(_export(model, folder)),
+        str(written),
         "bert",
         num_heads=config.num_attention_heads,
         hidden_size=config.hidden_size,
@@ -98,7 +121,9 @@ def _convert_for_onnx_runtime(model: nn.Module, precision: str, calibration: lis
     path = folder / "model.onnx"
     fused.save_model_to_file(str(path))
     if precision == "int8":
-        quantize_dynamic(path, path, weight_type=QuantType.QInt8)
+        # Types cannot be inferred behind operators that are ONNX Runtime's own.
+        kinds = {"DefaultTensorType": onnx.TensorProto.FLOAT}
+        quantize_dynamic(path, path, per_channel=True, weight_type=QuantType.QInt8, extra_options=kinds)
 
 
 def _load_onnx_runtime(precision: str, folder: Path) -> Encode:
