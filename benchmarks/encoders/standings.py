@@ -86,8 +86,8 @@ def texts(figures: Figures) -> dict[str, str]:
         best = min(others, key=lambda way: others[way], default="")
         gain = ratio(others[best] / ours) if best and ours is not None else "–"
         found |= {marker: gain, f"{marker}-best": best or "–"}
-        rows.append((standing.title, _time(ours), standing.others, best or "–", _time(others.get(best)), gain))
-    found["standings"] = table(("MiniLM", OURS, "beside", "which is", "its time", "ratio"), rows)
+        rows.append((standing.title, standing.others, best or "–", _time(ours), _time(others.get(best)), gain))
+    found["standings"] = table(("MiniLM", "beside", "which is", OURS, "the other", "ratio"), rows, left=3)
     found["tables"] = "\n\n".join(
         [*_tables(figures), "### Remarks on the engines", "\n".join(f"* {line}" for line in _remarks(figures))]
     )
