@@ -41,6 +41,7 @@ NAMES = (
     "look",
     "encoders",
     "cpu",
+    "engines",
 )
 
 

@@ -147,7 +147,7 @@ class TimedCase(Case):
                 if name == OURS:
                     raise
                 del contest.ways[name]
-                contest.skipped[name] = _shortened(error)
+                contest.skipped[name] = str(Unsupported.because_of(error))
                 continue
             seen = contest.compared(tuple(tensor.detach() for tensor in outputs))
             if name == OURS:
@@ -161,16 +161,8 @@ def enter(contest: Contest, name: str, build: Callable[[], Way], amount: float |
     """Add a way to the contest, or note why it is skipped: not installed, or not supported."""
     try:
         contest.ways[name] = build()
-    except Unsupported as reason:
-        contest.skipped[name] = str(reason)
-        return
-    except ModuleNotFoundError as error:
-        contest.skipped[name] = f"not installed: {error.name}"
+    except (Unsupported, ModuleNotFoundError) as reason:
+        contest.skipped[name] = str(Unsupported.because_of(reason))
         return
     if amount is not None:
         contest.amounts[name] = amount
-
-
-def _shortened(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:140]}"

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
-import transformers
 from torch import nn
 
 import clearhead
@@ -41,32 +38,18 @@ from benchmarks.comparing import (
     wrong_results,
 )
 from benchmarks.comparing.load import with_load
-from benchmarks.encoders.peers import PADDED, PEERS, SDPA, TRAINABLE, Batch, Eager, Encode
+from benchmarks.encoders.batches import BATCHES, EQUAL, FEW, MIXED, TEXTS, Batch
+from benchmarks.encoders.converted import Encode
+from benchmarks.encoders.models import DTYPES, load_model
+from benchmarks.encoders.peers import PADDED, PEERS, SDPA, TRAINABLE, Eager, quiet
 from benchmarks.figures import Figures
 from benchmarks.peers.work import Outputs, Unsupported, Way
 from benchmarks.writing import milliseconds, percent, ratio
-from clearhead.cli._demo import default_model_path
 
 T = TypeVar("T")
-TEXTS = 32
 MODELS = ("MiniLM", "BERT-base")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Relative to the largest entry; peers approximate GELU and round in other places.
 TOLERANCES = {"float32": 2e-4, "bfloat16": 1e-1}
-
-
-def mixed_lengths(longest: int = 256, share: float = 0.42) -> list[int]:
-    """Lengths of texts that are `share` of their padded batch: many short ones, few long ones, one of `longest`."""
-    places = torch.linspace(0, 1, TEXTS, dtype=torch.float64)
-    # The mean of p^k over [0, 1] is 1 / (k + 1).
-    lengths = (places.pow(1 / share - 1) * (longest - 4) + 4).round().int().tolist()
-    return [lengths[(7 * index) % TEXTS] for index in range(TEXTS)]  # in no order
-
-
-EQUAL, MIXED = "32 × 96 tokens", "32 texts of mixed length"
-BATCHES = {EQUAL: [96] * TEXTS, MIXED: mixed_lengths()}
-#: Batches of the smallest work.
-FEW = {EQUAL: [7, 7, 7], MIXED: [7, 2, 5]}
 #: What runs the loaded model itself: neither exported nor compiled.
 EAGER = (OURS, PADDED, SDPA)
 
@@ -103,17 +86,7 @@ def _taking_part(ways: dict[str, T], effort: Effort) -> dict[str, T]:
     return {name: way for name, way in ways.items() if effort.peers or name in EAGER}
 
 
-@functools.cache
-def _model(name: str, dtype: str, smallest: bool = False) -> nn.Module:
-    if name == "MiniLM":
-        model = transformers.AutoModel.from_pretrained(str(default_model_path()), attn_implementation="sdpa")
-    else:
-        torch.manual_seed(0)
-        sizes = {"num_hidden_layers": 1, "hidden_size": 48, "intermediate_size": 24} if smallest else {}
-        config = transformers.BertConfig(attn_implementation="sdpa", **sizes)
-        config.position_embedding_type = "absolute"  # as in files of models; CTranslate2's converter reads it
-        model = transformers.BertModel(config)
-    return model.eval().to(DTYPES[dtype])
+_model = functools.cache(load_model)
 
 
 @final
@@ -129,7 +102,7 @@ class _Built:
         self.model = model
         self.peers = peers
         self._ways: dict[str, Encode] = {}
-        self._reasons: dict[str, Exception] = {}
+        self._reasons: dict[str, Unsupported] = {}
 
     def get(self, name: str) -> Encode:
         if name in self._reasons:
@@ -137,12 +110,8 @@ class _Built:
         if name not in self._ways:
             try:
                 self._ways[name] = self.peers[name](self.model())
-            except (Unsupported, ModuleNotFoundError) as reason:
-                self._reasons[name] = reason
-                raise
             except Exception as error:  # of the peer's exporter or converter
-                text = " ".join(str(error).split())[:140]
-                self._reasons[name] = Unsupported(f"{type(error).__name__}: {text}")
+                self._reasons[name] = Unsupported.because_of(error)
                 raise self._reasons[name] from error
         return self._ways[name]
 
@@ -247,7 +216,7 @@ class FirstBatchCase(Case):
                     except Exception as error:  # of the peer
                         if name == OURS:
                             raise
-                        contest.skipped[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:140]}"
+                        contest.skipped[name] = str(Unsupported.because_of(error))
                         continue
                     figures[name] = (time.perf_counter() - start) * 1e3
 
@@ -256,22 +225,7 @@ class FirstBatchCase(Case):
 
 
 def lines(effort: Effort) -> list[Line]:
-    return [Line(line.name, functools.partial(_quietly, line)) for line in lines_of(all_cases(effort), effort)]
-
-
-def _quietly(line: Line) -> object:
-    """Without what exporters and converters say, and without what `torch.compile` kept of earlier runs."""
-    compiler: Any = torch.compiler.config
-    dynamo: Any = torch._dynamo.config
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        # A graph for each model, dtype and batch.
-        with warnings.catch_warnings(), compiler.patch(force_disable_caches=True), dynamo.patch(recompile_limit=64):
-            warnings.simplefilter("ignore")
-            return line.measure()
-    finally:
-        logging.disable(before)
+    return [Line(line.name, quiet()(line.measure)) for line in lines_of(all_cases(effort), effort)]
 
 
 def texts(measured: Figures) -> dict[str, str]:

@@ -10,8 +10,6 @@ Embeddings and scores are compared before timing. The programs are timed in turn
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.encoders.batches import texts_of
 from benchmarks.figures import Figures, differing
 from benchmarks.timing import in_blocks
 from benchmarks.writing import milliseconds, ratio, table
@@ -39,16 +38,6 @@ FIT = "training step, 32 pairs of texts of mixed length"
 _BLOCK = 0.4  #: seconds of one figure, at least
 
 Program = Callable[[], Any]
-
-
-def texts_of(count: int, words: tuple[int, int]) -> list[str]:
-    """Passages of this many words from the documentation strings of Python's standard library."""
-    draw = random.Random(0)
-    modules = [sys.modules[name] for name in sorted(sys.stdlib_module_names & sys.modules.keys())]
-    written = " ".join(module.__doc__ or "" for module in modules).split()
-    lengths = [draw.randint(*words) for _ in range(count)]
-    starts = [draw.randrange(len(written) - length) for length in lengths]
-    return [" ".join(written[start : start + length]) for start, length in zip(starts, lengths, strict=True)]
 
 
 def _sizes(words: tuple[int, int], effort: Effort) -> tuple[int, int]:

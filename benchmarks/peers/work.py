@@ -19,6 +19,15 @@ Way = Callable[[], Outputs]
 class Unsupported(Exception):
     """A peer does not support a piece of work and is skipped; the text is the reason."""
 
+    @classmethod
+    def because_of(cls, error: Exception) -> Unsupported:
+        """For any error, in one short line."""
+        if isinstance(error, cls):
+            return error
+        if isinstance(error, ModuleNotFoundError):
+            return cls(f"not installed: {error.name}")
+        return cls(f"{type(error).__name__}: {' '.join(str(error).split())[:140]}")
+
 
 @final
 @dataclass(frozen=True)

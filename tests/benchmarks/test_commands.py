@@ -24,7 +24,9 @@ from benchmarks.comparing import OURS, Case, Result
 from benchmarks.cpu import cases as cpu_cases
 from benchmarks.cpu import varlen
 from benchmarks.encoders import __main__ as encoders
-from benchmarks.encoders.peers import PEERS, Batch, Encode
+from benchmarks.encoders.batches import Batch, mixed_lengths
+from benchmarks.encoders.converted import Encode
+from benchmarks.encoders.peers import PEERS
 from benchmarks.figures import Figures, Kept, command_of, module_of, pages, read, texts_of
 from benchmarks.timing import in_blocks
 from tests.support.chromium import IS_THERE
@@ -45,7 +47,7 @@ def benchmark_of(name: str) -> Benchmark:
     ("name", "options"),
     [
         *((name, ["--no-peers"]) for name in every.NAMES),
-        *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("cpu", "encoders")),
+        *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("cpu", "encoders", "engines")),
     ],
 )
 def test_the_smallest_work_gives_every_text(name: str, options: list[str], tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_a_peer_that_cannot_be_built_is_skipped_with_its_reason() -> None:
 
 
 def test_the_mixed_batch_is_42_per_cent_real() -> None:
-    lengths = encoders.mixed_lengths()
+    lengths = mixed_lengths()
     batch = Batch.of(lengths)
     assert batch.ids.shape == (32, 256)
     assert batch.mask.sum(1).tolist() == lengths
