@@ -32,6 +32,7 @@ WORDS = {
     "caches": "key/value caches",
     "_statistics": "statistics of weights",
     "backend": "PyTorch's own names, flash-attn's",
+    "_encoder": "an encoder's layers in one loop",
     "_varlen | _weights": "attention_varlen, attention_weights",
     "_attention": "attention, explain",
     "_layer": "from a module to a plan",
