@@ -16,7 +16,7 @@ constexpr Kernels table(const char* name) {
             forward_scratch, BY_TYPE(forward),
             decode_scratch, partial_size, BY_TYPE(decode), BY_TYPE(merge),
             backward_scratch, sums_size, BY_TYPE(backward), BY_TYPE(write_sums),
-            statistics_scratch, BY_TYPE(statistics), false};
+            statistics_scratch, BY_TYPE(statistics), false, multiply_matrices};
 }
 // clang-format on
 
