@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import threading
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -10,6 +11,16 @@ from .._call.sequences import PackedSequences, read_sequences
 from ..errors import ShapeError, shape_text
 
 _SEQUENCES = "_clearhead_sequences"
+
+
+class _Running(threading.local):
+    """What runs in this thread: the packed row of an encoder, and whether the loss of a head includes padding."""
+
+    packed: Any = None
+    labels_padding: bool = False
+
+
+running = _Running()
 
 
 def boundaries_of(sequences: PackedSequences) -> Tensor:

@@ -13,6 +13,10 @@ from ..inspection._attention_calls import attention_keywords
 NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
 
+#: The models whose attention is replaced as a whole, and the module with its replacement.
+_PATCHED = ("transformers.models.deberta.", "transformers.models.deberta_v2.")
+_PATCHES = f"{__package__}._deberta"
+
 #: Implementations that `upgrade` replaces. A user chose any other one on purpose.
 _COMMON = ("eager", "sdpa", "clearhead_flash")
 
@@ -38,7 +42,18 @@ def head_of(models: dict[str, Any], name: str) -> Any:
 
 def runs_on_clearhead(model: Any) -> bool:
     """Whether a model computes with Clearhead's attention."""
-    return model.config._attn_implementation == NAME
+    return model.config._attn_implementation == NAME or is_patched(model)
+
+
+def is_patched(model: Any) -> bool:
+    """Whether the attention of a model has Clearhead's code in the place of its own."""
+    encoder = getattr(model.base_model, "encoder", None)
+    return any(kind.__module__ == _PATCHES for kind in type(encoder).__mro__)
+
+
+def _has_own_attention(model: Any) -> bool:
+    """Whether a model is a DeBERTa, whose attention calls no function of transformers."""
+    return type(model).__module__.startswith(_PATCHED)
 
 
 def why_not_set(model: Any) -> str | None:
@@ -47,6 +62,10 @@ def why_not_set(model: Any) -> str | None:
         return f"it runs on {NAME!r} already"
     if model.config._attn_implementation not in _COMMON:
         return f"it was set to attention {model.config._attn_implementation!r}"
+    if _has_own_attention(model):
+        from ._deberta import why_not_patched
+
+        return why_not_patched(model)
     if not model._can_set_attn_implementation():
         return f"{type(model).__name__} computes attention with code of its own"
     from .transformers import KEYWORDS
@@ -66,6 +85,10 @@ def set_attention(model: Any) -> str | None:
 
     If transformers refuses it, the model stays unchanged and the result is the reason.
     """
+    if _has_own_attention(model):
+        from ._deberta import patch
+
+        return patch(model)
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         _register()
@@ -97,6 +120,10 @@ def _register() -> None:
 
 def restore_attention(model: Any) -> bool:
     """Undo `set_attention`. Returns whether it was called."""
+    if is_patched(model):
+        from ._deberta import restore
+
+        return restore(model)
     before = model.__dict__.pop(_BEFORE, None)
     _restore([(config, name) for config, name in before or () if config._attn_implementation == NAME])
     return before is not None

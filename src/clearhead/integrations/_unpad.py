@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, cast
@@ -19,14 +18,16 @@ from torch import Tensor, nn
 from .._environment import is_tracing, read_environment, reads_values
 from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
-from ._packed_row import boundaries_of
-from ._unpad_checks import OF_TOKENS, has_windows, runs_in_one_kernel, takes_tokens, works_token_by_token
+from ._packed_row import boundaries_of, running
+from ._unpad_checks import OF_TOKENS, counts_distances, mixes_padding, runs_in_one_kernel, takes_tokens, works_token_by_token
 
 #: Encoders that work token by token outside of attention, accept positions, and pass boundaries to attention.
 ENCODERS: dict[str, str] = {
     "BertModel": "bert.modeling_bert",
     "CamembertModel": "camembert.modeling_camembert",
     "Data2VecTextModel": "data2vec.modeling_data2vec_text",
+    "DebertaModel": "deberta.modeling_deberta",
+    "DebertaV2Model": "deberta_v2.modeling_deberta_v2",
     "DistilBertModel": "distilbert.modeling_distilbert",
     "ElectraModel": "electra.modeling_electra",
     "ErnieModel": "ernie.modeling_ernie",
@@ -71,6 +72,8 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
         return f"the forward of {type(head).__name__} was replaced"
     if any(not (parameter.is_cpu or parameter.is_cuda) for parameter in encoder.parameters()):
         return "it is neither on the CPU nor on a CUDA device"
+    if mixes_padding(encoder):
+        return "its convolution, or its further layers, read padding"
     if type(head).__name__.endswith(_HEADS_OF_PADDING):
         return f"the loss of {type(head).__name__} counts the columns of padding"
     if type(head).__name__ == "ElectraForMultipleChoice" and cast(Any, head).sequence_summary.summary_type != "first":
@@ -131,12 +134,14 @@ class _Packed:
     Args:
         encoder: the encoder that runs.
         tokens: the real tokens of the padded batch.
+        boundaries: of the texts in the row.
         as_tuple: whether the call returns a tuple.
         padded: pairs of a packed tensor and its padded form.
     """
 
     encoder: nn.Module
     tokens: RealTokens
+    boundaries: Tensor
     as_tuple: bool
     padded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -157,23 +162,15 @@ class _Packed:
         return output.to_tuple() if self.as_tuple else output
 
 
-class _Running(threading.local):
-    packed: _Packed | None = None
-    labels_padding: bool = False  # the loss of the running head includes padding
-
-
-_running = _Running()
-
-
 def _forward_of_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a head. Its encoder runs padded if labels at padding count in the loss."""
     args = _without_module(head, args)
-    before = _running.labels_padding
-    _running.labels_padding = not is_tracing() and _labels_padding(_by_name(head, args, kwargs))
+    before = running.labels_padding
+    running.labels_padding = not is_tracing() and _labels_padding(_by_name(head, args, kwargs))
     try:
         return type(head).forward(head, *args, **kwargs)
     finally:
-        _running.labels_padding = before
+        running.labels_padding = before
 
 
 def _labels_padding(arguments: dict[str, Any]) -> bool:
@@ -194,16 +191,16 @@ def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -
     """
     args, forward = _without_module(encoder, args), type(encoder).forward
     packed_call = None
-    if not is_tracing() and not _running.labels_padding:
+    if not is_tracing() and not running.labels_padding:
         packed_call = _pack(encoder, reads_first, _by_name(encoder, args, kwargs))
     if packed_call is None:
         return forward(encoder, *args, **kwargs)
     packed, packed_arguments = packed_call
-    before, _running.packed = _running.packed, packed
+    before, running.packed = running.packed, packed
     try:
         output = forward(encoder, **packed_arguments)
     finally:
-        _running.packed = before
+        running.packed = before
     return packed.unpack(output)
 
 
@@ -224,7 +221,7 @@ def _pack(encoder: nn.Module, reads_first: bool, arguments: dict[str, Any]) -> t
     arguments["position_ids"] = _positions(encoder, arguments, mask)
     row = {name: tokens.unpad(value)[None] if name in OF_TOKENS else value for name, value in arguments.items()}
     boundaries, longest = boundaries_of(sequences_between(tokens, tokens, mask.device)), max(tokens.counts)
-    return _Packed(encoder, tokens, return_dict is False), {
+    return _Packed(encoder, tokens, boundaries, return_dict is False), {
         **row,
         "attention_mask": _no_mask(encoder),
         "cu_seq_lens_q": boundaries,
@@ -242,8 +239,8 @@ def _fits(encoder: nn.Module, tokens: RealTokens, reads_first: bool) -> bool:
         return False
     if 0 in tokens.counts or (reads_first and any(tokens.starts)):
         return False
-    # In a row, a window covers more tokens if padding between them is removed.
-    if has_windows(encoder) and not tokens.contiguous:
+    # In a row, tokens are closer to each other if padding between them is removed.
+    if counts_distances(encoder) and not tokens.contiguous:
         return False
     pooler = encoder.__dict__["_modules"].get("pooler")
     if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:
@@ -253,7 +250,7 @@ def _fits(encoder: nn.Module, tokens: RealTokens, reads_first: bool) -> bool:
 
 def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a pooler, which then reads the first column of the padded result."""
-    packed = _running.packed
+    packed = running.packed
     if is_tracing() or packed is None or getattr(packed.encoder, "pooler", None) is not pooler:
         return None
     return packed.pad(args[0]), *args[1:]

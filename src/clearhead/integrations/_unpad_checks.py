@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels._sdpa_sequences import is_one_kernel
+from ._pretrained import is_patched, runs_on_clearhead
 
 #: Libraries whose layers work token by token.
 _LIBRARIES = frozenset({"clearhead", "peft", "torch", "torchao", "transformers"})
@@ -39,7 +40,7 @@ def takes_tokens(module: nn.Module, arguments: dict[str, Any], mask: Tensor) -> 
             return False
     config = cast(Any, module.config)
     return not (
-        config._attn_implementation != "clearhead"
+        not runs_on_clearhead(module)
         or getattr(config, "output_attentions", False)
         or getattr(config, "is_decoder", False)
         or getattr(config, "chunk_size_feed_forward", 0)
@@ -54,8 +55,9 @@ def _position_scaling_depends_on_length(config: Any) -> bool:
     return any(kind.get("rope_type") in ("dynamic", "longrope") for kind in kinds)
 
 
-def has_windows(module: nn.Module) -> bool:
-    return "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
+def counts_distances(module: nn.Module) -> bool:
+    """Whether attention depends on the distances of tokens in the row, by windows or relative positions."""
+    return is_patched(module) or "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
 
 
 def runs_in_one_kernel(encoder: nn.Module) -> bool:
@@ -63,6 +65,8 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
 
     Otherwise one call would compute the scores of all texts with all others.
     """
+    if is_patched(encoder):
+        return False
     config = cast(Any, encoder.config)
     if encoder.training and any(getattr(config, name, 0) for name in _DROPOUT_OF_ATTENTION):
         return False
@@ -72,6 +76,12 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else parameter.dtype
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return is_one_kernel(dtype, head_dim)
+
+
+def mixes_padding(encoder: nn.Module) -> bool:
+    """Whether an encoder has layers beside its own that read the padded batch, as those of DeBERTa may."""
+    conv = getattr(getattr(encoder, "encoder", None), "conv", None)
+    return conv is not None or getattr(encoder, "z_steps", 0) > 1
 
 
 def works_token_by_token(encoder: nn.Module) -> bool:

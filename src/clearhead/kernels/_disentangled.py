@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from .._call.dropout import draw_seed, dropout_factors
 from .._call.saved import restored
 from .._call.sequences import PackedSequences
+from .._checks import PLAIN
 from .._native import extension, instruction_set_number
 from .._torch_private import is_batched
 from ..masks._grid import Block, Grid, Offset
@@ -87,8 +88,10 @@ def disentangled_attention(
 ) -> Tensor:
     """Softmax(s) · v without the scores in memory, forward and backward.
 
+    Tensors that the kernel cannot read, such as those in half precision, go through PyTorch's operations.
+
     Args:
-        query: float32 (B, H, L, D) on the CPU; with `sequences` (1, H, T, D).
+        query: (B, H, L, D), for the kernel float32 on the CPU; with `sequences` (1, H, T, D).
         key, value: (B, H, S, D) and (B, H, S, Dv).
         query_vectors: r, (H, buckets, D), or ``None`` for scores without them.
         key_vectors: t, likewise.
@@ -104,7 +107,14 @@ def disentangled_attention(
     vectors = _for_kernel(query_vectors, scale, True), _for_kernel(key_vectors, scale, False)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     problem = _Problem(buckets, scale, visible, sequences, seed, dropout_p)
-    return cast(Tensor, _Disentangled.apply(problem, query, key, value, *vectors))
+    inputs = query, key, value, *vectors
+    if not all(map(_is_readable, inputs)):
+        return cast(Tensor, problem.formula(*inputs)[0])
+    return cast(Tensor, _Disentangled.apply(problem, *inputs))
+
+
+def _is_readable(x: Tensor | None) -> bool:
+    return x is None or (x.dtype is torch.float32 and x.is_cpu and type(x) in PLAIN)
 
 
 def _for_kernel(vectors: Tensor | None, scale: float, reverse: bool) -> Tensor | None:
@@ -113,7 +123,8 @@ def _for_kernel(vectors: Tensor | None, scale: float, reverse: bool) -> Tensor |
         return None
     buckets, features = vectors.shape[1:]
     scaled = (vectors.flip(1) if reverse else vectors) * scale
-    return F.pad(scaled, (0, -features % _STEP, 0, -buckets % _STEP)).contiguous()
+    # An odd number of steps: rows of a table that lie a power of two apart would share few lines of the cache.
+    return F.pad(scaled, (0, -features % _STEP, 0, (_STEP - buckets) % (2 * _STEP))).contiguous()
 
 
 @dataclass(frozen=True)
