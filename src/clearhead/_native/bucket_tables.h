@@ -72,12 +72,6 @@ INLINE void add_query_numbers(const Problem& p, const Square& at, Floats (&squar
     const Spread spread = spread_of(p, table, at.of_query(LANES - 1), at.of_query(0) + LANES - 1);
     const float* from[LANES];
     for (int64_t r = 0; r < LANES; r++) from[r] = table.numbers + smaller(at.row + r, p.rows - 1) * p.table_buckets;
-    if (spread == Spread::one) {
-        Floats numbers;
-        for (int r = 0; r < LANES; r++) numbers[r] = from[r][table.buckets[at.of_query(0)]];
-        UNROLL for (int j = 0; j < LANES; j++) square[j] += numbers;
-        return;
-    }
     Floats numbers[LANES];
     if (spread == Spread::side_by_side) {
         for (int r = 0; r < LANES; r++) from[r] += table.buckets[at.of_query(r)];
@@ -95,28 +89,62 @@ INLINE void add_key_numbers(const Problem& p, const Square& at, Floats (&square)
     const float* from = table.numbers + at.key * p.table_buckets;
     for (int j = 0; j < LANES; j++, from += p.table_buckets) {
         const int32_t* buckets = table.buckets + at.of_key(j);
-        if (spread == Spread::one) square[j] += from[*buckets];
-        else square[j] += spread == Spread::side_by_side ? load(from + *buckets) : pick(from, buckets);
+        square[j] += spread == Spread::side_by_side ? load(from + *buckets) : pick(from, buckets);
     }
 }
+
+// Whether the rows from `row` on meet LANES keys from `key` on at distances of one bucket.
+INLINE bool is_far(const Problem& p, int64_t row, int64_t rows, int64_t key) {
+    const int64_t low = key - row - rows + 1, high = key - row + LANES - 1;
+    if (p.query_table.numbers && spread_of(p, p.query_table, low, high) != Spread::one) return false;
+    return !p.key_table.numbers || spread_of(p, p.key_table, -high, -low) == Spread::one;
+}
+
+// The numbers of the rows of a tile in one bucket.
+template <int V>
+struct FarNumbers {
+    int32_t bucket = -1;
+    Floats of_rows[V] = {};
+
+    __attribute__((always_inline)) void read(const Problem& p, const Tile& tile, int32_t wanted) {
+        if (wanted == bucket) return;
+        bucket = wanted;
+        for (int lane = 0; lane < V * LANES; lane++)
+            of_rows[lane / LANES][lane % LANES] = p.query_table.numbers[tile.row[lane] * p.table_buckets + bucket];
+    }
+};
 
 // Writes the bias of a tile for the keys [start, stop), −∞ where a bit is not set (if `bits` is not null).
 template <int V>
 static MaskForm tables_of_tile(const Problem& p, const Tile& tile, int64_t start, int64_t stop, const uint32_t* bits,
                                float* to) {
-    for (int v = 0; v < V; v++)
-        for (int64_t key = start; key < stop; key += LANES) {
+    FarNumbers<V> far;
+    const auto write = [&](int64_t place, int v, Floats added) __attribute__((always_inline)) {
+        added *= LOG2E;
+        if (bits) added = hide(added, bits[v * BLOCK + place]);
+        store(to + (place * V + v) * LANES, added);
+    };
+    for (int64_t key = start; key < stop; key += LANES) {
+        const int64_t row = tile.row[0];
+        if (is_far(p, row, V * LANES, key)) {
+            if (p.query_table.numbers) far.read(p, tile, p.query_table.buckets[key - row]);
+            const float* from = p.key_table.numbers;
+            if (from) from += key * p.table_buckets + p.key_table.buckets[row - key];
+            for (int64_t j = 0; j < LANES; j++) {
+                const Floats of_key = from ? splat(from[j * p.table_buckets]) : Floats{};
+                if (from) __builtin_prefetch(from + (j + LANES) * p.table_buckets);
+                UNROLL for (int v = 0; v < V; v++) write(key - start + j, v, far.of_rows[v] + of_key);
+            }
+            continue;
+        }
+        for (int v = 0; v < V; v++) {
             Floats square[LANES] = {};
-            const Square at = {tile.row[v * LANES], key, LANES};
+            const Square at = {row + v * LANES, key, LANES};
             if (p.query_table.numbers) add_query_numbers(p, at, square);
             if (p.key_table.numbers) add_key_numbers(p, at, square);
-            UNROLL for (int j = 0; j < LANES; j++) {
-                const int64_t place = key - start + j;
-                Floats added = square[j] * LOG2E;
-                if (bits) added = hide(added, bits[v * BLOCK + place]);
-                store(to + (place * V + v) * LANES, added);
-            }
+            UNROLL for (int j = 0; j < LANES; j++) write(key - start + j, v, square[j]);
         }
+    }
     return MaskForm::numbers;
 }
 
@@ -125,12 +153,6 @@ INLINE void add_query_gradients(const Problem& p, const Square& at, Floats (&squ
     const BucketTable& table = p.query_table;
     const Spread spread = spread_of(p, table, at.of_query(LANES - 1), at.of_query(0) + LANES - 1);
     float* to = table.gradient + at.row * p.table_buckets;
-    if (spread == Spread::one) {
-        Floats total = {};
-        UNROLL for (int j = 0; j < LANES; j++) total += square[j];
-        for (int64_t r = 0; r < at.rows; r++) to[r * p.table_buckets + table.buckets[at.of_query(0)]] += total[r];
-        return;
-    }
     transpose(square);
     for (int64_t r = 0; r < at.rows; r++, to += p.table_buckets) {
         const int32_t* buckets = table.buckets + at.of_query(r);
@@ -155,19 +177,49 @@ INLINE void add_key_gradients(const Problem& p, const Square& at, const Floats (
     }
 }
 
+// Sums of ds of the rows of a tile in one bucket, on their way to the tables of the queries.
+template <int V>
+struct FarGradients {
+    int32_t bucket = -1;
+    Floats of_rows[V] = {};
+
+    __attribute__((always_inline)) void flush(const Problem& p, const Tile& tile) {
+        for (int64_t lane = 0; bucket >= 0 && lane < tile.count; lane++)
+            p.query_table.gradient[tile.row[lane] * p.table_buckets + bucket] += of_rows[lane / LANES][lane % LANES];
+        for (Floats& sum : of_rows) sum = Floats{};
+    }
+    __attribute__((always_inline)) void collect(const Problem& p, const Tile& tile, int32_t wanted) {
+        if (wanted != bucket) flush(p, tile);
+        bucket = wanted;
+    }
+};
+
 // Adds ds of a tile, times a factor for each row, to the gradients of its tables.
 template <int V>
 static void add_to_table_gradients(const Problem& p, const Tile& tile, int64_t start, int64_t count, const float* ds,
                                    const float* factors) {
-    for (int v = 0; v < V; v++)
-        for (int64_t j = 0; j < count; j += LANES) {
+    FarGradients<V> far;
+    const int64_t row = tile.row[0];
+    for (int64_t j = 0; j < count; j += LANES) {
+        const int64_t key = start + j;
+        const bool is_one = is_far(p, row, V * LANES, key);
+        if (is_one && p.query_table.gradient) far.collect(p, tile, p.query_table.buckets[key - row]);
+        Floats total[LANES] = {};
+        for (int v = 0; v < V; v++) {
             Floats square[LANES];
             UNROLL for (int t = 0; t < LANES; t++)
                 square[t] = j + t < count ? load(ds + ((j + t) * V + v) * LANES) * load(factors + v * LANES) : Floats{};
-            const Square at = {tile.row[v * LANES], start + j, smaller(LANES, tile.count - v * LANES)};
+            if (is_one) {
+                UNROLL for (int t = 0; t < LANES; t++) total[t] += square[t], far.of_rows[v] += square[t];
+                continue;
+            }
+            const Square at = {row + v * LANES, key, smaller(LANES, tile.count - v * LANES)};
             if (p.key_table.gradient) add_key_gradients(p, at, square);
             if (p.query_table.gradient) add_query_gradients(p, at, square);
         }
+        if (is_one && p.key_table.gradient) add_key_gradients(p, {row, key, LANES}, total);
+    }
+    if (p.query_table.gradient) far.flush(p, tile);
 }
 
 // Adds ds of one score to the gradients of its tables.
