@@ -8,7 +8,9 @@ import pytest
 from torch import Tensor
 from transformers import AttentionInterface
 
+from clearhead.integrations import _deberta
 from clearhead.integrations import transformers as integration
+from clearhead.kernels._disentangled import disentangled_attention
 
 
 class Rows:
@@ -32,5 +34,10 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
         computed.batches.append(query.shape[0])
         return integration.attention_forward(module, query, *args, **kwargs)
 
+    def disentangled(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        computed.batches.append(query.shape[0])
+        return disentangled_attention(query, *args, **kwargs)
+
     monkeypatch.setitem(AttentionInterface._global_mapping, "clearhead", attend)
+    monkeypatch.setattr(_deberta, "disentangled_attention", disentangled)
     return computed

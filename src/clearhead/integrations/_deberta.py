@@ -94,7 +94,8 @@ class _Attention(nn.Module):
         if attention_mask.dim() != 4 or attention_mask.shape[1:3] != (1, 1):
             return True
         environment = read_environment()
-        return environment.tracing or environment.transformed or environment.dispatching or environment.autocast
+        around = environment.tracing or environment.transformed or environment.dispatching or environment.autocast
+        return around or environment.observed  # a record then sees, and says, that the weights are not Clearhead's
 
     def _attend(self, hidden_states: Tensor, attention_mask: Tensor, rel_embeddings: Any) -> Tensor:
         """The output (B, L, E), by the kernel."""
@@ -117,7 +118,7 @@ class _Attention(nn.Module):
             of_queries,
             of_keys,
             reachable.buckets,
-            scale=(query.shape[-1] * self._terms()) ** -0.5,
+            scale=1 / float(v2.scaled_size_sqrt(query, self._terms())),  # which is float32 in any dtype
             visible=visible,
             sequences=sequences,
             dropout_p=dropout.p if dropout.training else 0.0,
