@@ -24,7 +24,6 @@ from tests.integrations.encoders import (
     without_pooler,
 )
 
-
 #: Encoders whose scores depend on distances, which padding between tokens is a part of.
 DISTANCES = ("DebertaModel", "DebertaV2Model")
 
@@ -72,7 +71,10 @@ def labels_of(head: str, real: Tensor) -> list[tuple[Tensor, bool]]:
 @pytest.mark.parametrize(
     ("name", "head"),
     [
-        *((f"{name}Model", "ForSequenceClassification") for name in ("Bert", "DebertaV2", "Roberta", "DistilBert", "Electra")),
+        *(
+            (f"{name}Model", "ForSequenceClassification")
+            for name in ("Bert", "DebertaV2", "Roberta", "DistilBert", "Electra")
+        ),
         *((f"{name}Model", "ForTokenClassification") for name in ("Deberta", "Roberta", "DistilBert", "ModernBert")),
         *((f"{name}Model", "ForMaskedLM") for name in ("Bert", "DebertaV2", "ModernBert")),
         ("ElectraModel", "ForPreTraining"),

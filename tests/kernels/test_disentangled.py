@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,13 +46,12 @@ def buckets_of(sizes: Sizes) -> DistanceBuckets:
 
 
 def expected_output(
-    inputs: list[Tensor | None], buckets: DistanceBuckets, visible: Tensor | None, bounds: list[int] | None
+    inputs: list[Any], buckets: DistanceBuckets, visible: Tensor | None, bounds: list[int] | None
 ) -> Tensor:
     """The formula with the bucket of each pair, each sequence by itself."""
     query, key, value, of_queries, of_keys = inputs
-    assert query is not None and key is not None and value is not None
     if bounds is not None:
-        parts = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+        parts = [slice(*pair) for pair in pairwise(bounds)]
         each = [[x[:, :, part] for x in (query, key, value)] for part in parts]
         return torch.cat([expected_output([*x, of_queries, of_keys], buckets, None, None) for x in each], 2)
     places = buckets.matrix(query.shape[2], key.shape[2])
@@ -137,7 +136,7 @@ def test_vectors_of_one_side(name: str, side: str) -> None:
 
 MASKS: dict[str, Callable[[int], Tensor]] = {
     "padding": lambda length: (torch.arange(length) < torch.tensor([[length], [5]]))[:, None, None],
-    "a batch item without keys": lambda length: torch.tensor([True, False])[:, None, None, None].expand(2, 1, 1, length),
+    "an empty item": lambda length: torch.tensor([True, False])[:, None, None, None].expand(2, 1, 1, length),
     "pairs": lambda length: torch.rand(BATCH, 1, length, length) < 0.3,
 }
 

@@ -83,7 +83,8 @@ class _Attention(nn.Module):
         if attention_mask.shape[-2] == 1:
             attention_mask = attention_mask * attention_mask.squeeze(-2).unsqueeze(-1)  # (B, 1, L, L)
         if relative_pos is None and module.relative_attention:
-            relative_pos = self._relative_positions(hidden_states if query_states is None else query_states, hidden_states)
+            queries = hidden_states if query_states is None else query_states
+            relative_pos = self._relative_positions(queries, hidden_states)
         inputs = output_attentions, query_states, relative_pos, rel_embeddings
         return self.theirs.forward(self, hidden_states, attention_mask, *inputs)
 
@@ -219,7 +220,7 @@ class _Encoder(nn.Module):
         packed = running.packed
         if packed is not None and getattr(packed.encoder, "encoder", None) is self:
             return packed.boundaries
-        if attention_mask.dim() <= 2:
+        if attention_mask.dim() <= 2 and self._has_our_attention():
             return attention_mask[:, None, None]
         return self.theirs.get_attention_mask(self, attention_mask)  # pyright: ignore
 
@@ -227,7 +228,13 @@ class _Encoder(nn.Module):
         self, hidden_states: Tensor, query_states: Tensor | None = None, relative_pos: Tensor | None = None
     ) -> Tensor | None:
         """Only those of the caller: attention makes the others if it needs them."""
-        return relative_pos
+        if relative_pos is not None or self._has_our_attention():
+            return relative_pos
+        return self.theirs.get_rel_pos(self, hidden_states, query_states)  # pyright: ignore
+
+    def _has_our_attention(self) -> bool:
+        module: Any = self
+        return all(isinstance(layer.attention.self, _Attention) for layer in module.layer)
 
 
 class DebertaV2Encoder(_Encoder, v2.DebertaV2Encoder):
@@ -273,10 +280,12 @@ def _why_not(attention: Any) -> str | None:
 
 
 def _rises(attention: v2.DisentangledSelfAttention) -> bool:
-    buckets = v2.make_log_bucket_position(
-        torch.arange(2 * max(attention.max_relative_positions, 1)), attention.position_buckets, attention.max_relative_positions
-    )
-    return attention.position_buckets < 1 or bool((buckets.diff() >= 0).all())
+    """Whether a greater distance never has a lower bucket, as very few buckets may."""
+    bucket_size, most_distant = attention.position_buckets, attention.max_relative_positions
+    if bucket_size < 1:
+        return True
+    buckets = v2.make_log_bucket_position(torch.arange(2 * most_distant), bucket_size, most_distant)
+    return bool((buckets.diff() >= 0).all())
 
 
 def patch(model: nn.Module) -> str | None:

@@ -47,8 +47,12 @@ def runs_on_clearhead(model: Any) -> bool:
 
 def is_patched(model: Any) -> bool:
     """Whether the attention of a model has Clearhead's code in the place of its own."""
-    encoder = getattr(model.base_model, "encoder", None)
-    return any(kind.__module__ == _PATCHES for kind in type(encoder).__mro__)
+    encoder: Any = getattr(model.base_model, "encoder", None)
+    return _is_patch(encoder) and all(_is_patch(layer.attention.self) for layer in encoder.layer)
+
+
+def _is_patch(module: Any) -> bool:
+    return any(kind.__module__ == _PATCHES for kind in type(module).__mro__)
 
 
 def _has_own_attention(model: Any) -> bool:
@@ -120,7 +124,7 @@ def _register() -> None:
 
 def restore_attention(model: Any) -> bool:
     """Undo `set_attention`. Returns whether it was called."""
-    if is_patched(model):
+    if _has_own_attention(model):
         from ._deberta import restore
 
         return restore(model)

@@ -19,7 +19,14 @@ from .._environment import is_tracing, read_environment, reads_values
 from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
 from ._packed_row import boundaries_of, running
-from ._unpad_checks import OF_TOKENS, counts_distances, mixes_padding, runs_in_one_kernel, takes_tokens, works_token_by_token
+from ._unpad_checks import (
+    OF_TOKENS,
+    counts_distances,
+    has_convolution,
+    runs_in_one_kernel,
+    takes_tokens,
+    works_token_by_token,
+)
 
 #: Encoders that work token by token outside of attention, accept positions, and pass boundaries to attention.
 ENCODERS: dict[str, str] = {
@@ -72,8 +79,8 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
         return f"the forward of {type(head).__name__} was replaced"
     if any(not (parameter.is_cpu or parameter.is_cuda) for parameter in encoder.parameters()):
         return "it is neither on the CPU nor on a CUDA device"
-    if mixes_padding(encoder):
-        return "its convolution, or its further layers, read padding"
+    if has_convolution(encoder):
+        return "its convolution reads the padded batch"
     if type(head).__name__.endswith(_HEADS_OF_PADDING):
         return f"the loss of {type(head).__name__} counts the columns of padding"
     if type(head).__name__ == "ElectraForMultipleChoice" and cast(Any, head).sequence_summary.summary_type != "first":

@@ -78,10 +78,9 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
     return is_one_kernel(dtype, head_dim)
 
 
-def mixes_padding(encoder: nn.Module) -> bool:
-    """Whether an encoder has layers beside its own that read the padded batch, as those of DeBERTa may."""
-    conv = getattr(getattr(encoder, "encoder", None), "conv", None)
-    return conv is not None or getattr(encoder, "z_steps", 0) > 1
+def has_convolution(encoder: nn.Module) -> bool:
+    """Whether an encoder mixes neighbouring tokens, as a DeBERTa with ``conv_kernel_size`` does."""
+    return getattr(getattr(encoder, "encoder", None), "conv", None) is not None
 
 
 def works_token_by_token(encoder: nn.Module) -> bool:

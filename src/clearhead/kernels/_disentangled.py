@@ -23,6 +23,7 @@ from .._native import extension, instruction_set_number
 from .._torch_private import is_batched
 from ..masks._grid import Block, Grid, Offset
 from ._native_arguments import DTYPES, address_of, broadcast_strides
+from ._native_plan import placed
 from ._second_order import OptionalTensors, gradients_through
 
 _STEP = 16  # buckets and features of vectors are padded to multiples of it, as `TABLE_STEP` in C++
@@ -127,6 +128,35 @@ def _for_kernel(vectors: Tensor | None, scale: float, reverse: bool) -> Tensor |
     return F.pad(scaled, (0, -features % _STEP, 0, (_STEP - buckets) % (2 * _STEP))).contiguous()
 
 
+_OPERANDS = "query", "key", "value"
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What a backward pass reads and writes besides the forward pass.
+
+    Args:
+        output: the gradient of the output.
+        operands: gradients of query, key and value, to write.
+        vectors: those of the vectors for each group of batch items, zero at first.
+        correction: float32 (B, H, L), to write.
+    """
+
+    output: Tensor
+    operands: tuple[Tensor, ...]
+    vectors: OptionalTensors
+    correction: Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """By their names in C++, without those of the vectors."""
+        return {
+            "output_gradient": self.output.data_ptr(),
+            "output_gradient_strides": self.output.stride(),
+            "correction": self.correction.data_ptr(),
+            **{f"{name}_gradient": x.data_ptr() for name, x in zip(_OPERANDS, self.operands, strict=True)},
+        }
+
+
 @dataclass(frozen=True)
 class _Problem:
     """All of a call but the tensors that may need gradients."""
@@ -140,17 +170,15 @@ class _Problem:
 
     def plan(self, operands: tuple[Tensor, ...], output: Tensor, gradients: tuple[Tensor, ...]) -> bytes:
         """Sizes and strides."""
-        query, key, value = operands
-        names = ("query_gradient", "key_gradient", "value_gradient")
-        visible = None if self.visible is None else (self.visible.shape, self.visible.stride())
+        of_gradients = [f"{name}_gradient" for name in _OPERANDS]
         return cast(Any, extension).plan(
-            type=DTYPES[query.dtype],
-            query_shape=query.shape,
-            value_shape=value.shape,
-            **{name: x.stride() for name, x in zip(("query", "key", "value"), operands, strict=True)},
-            **{name: x.stride() for name, x in zip(names, gradients, strict=False)},
+            type=DTYPES[torch.float32],
+            query_shape=operands[0].shape,
+            value_shape=operands[2].shape,
+            **{name: x.stride() for name, x in zip(_OPERANDS, operands, strict=True)},
+            **{name: x.stride() for name, x in zip(of_gradients, gradients, strict=False)},
             output=output.stride(),
-            visible=broadcast_strides(visible),
+            visible=broadcast_strides(placed(self.visible)),
             scale=self.scale,
             sequences=0 if self.sequences is None else self.sequences.count,
             drop_below=0 if self.seed is None else round(self.dropout_p * _LEVELS),
@@ -161,46 +189,32 @@ class _Problem:
         items = query.shape[0] if self.sequences is None else self.sequences.count
         return max(1, min(items, -(-_UNITS_PER_THREAD * torch.get_num_threads() // query.shape[1])))
 
+    def tables(self, vectors: OptionalTensors, columns: OptionalTensors, gradients: OptionalTensors) -> dict[str, int]:
+        """The arguments about relative positions."""
+        named: dict[str, int] = {}
+        buckets = self.buckets.reversed, self.buckets.of_distance
+        for side, of_side, *tensors in zip(("query", "key"), buckets, vectors, columns, gradients, strict=True):
+            named[f"{side}_table_buckets"] = of_side.data_ptr() + self.buckets.reach * of_side.element_size()
+            for name, x in zip(("vectors", "columns", "gradient"), tensors, strict=True):
+                named[f"{side}_table_{name}"] = address_of(x)
+        return named
+
     def run(
         self,
         operands: tuple[Tensor, ...],
-        vectors: tuple[Tensor | None, ...],
+        vectors: OptionalTensors,
         output: Tensor,
         lse: Tensor,
-        gradients: tuple[Tensor, ...] = (),
-        vectors_gradients: tuple[Tensor | None, ...] = (None, None),
-        output_gradient: Tensor | None = None,
+        backward: _Backward | None = None,
     ) -> None:
-        """Call the kernel, for the backward pass if there is an `output_gradient`."""
-        features, tables, kept = operands[0].shape[3], {}, []
-        luts = self.buckets.reversed, self.buckets.of_distance
-        for side, lut, x, of_x in zip(("query", "key"), luts, vectors, vectors_gradients, strict=True):
-            if x is None:
-                continue
-            columns = x[:, :, :features].transpose(1, 2).contiguous()
-            kept.append(columns)
-            tables |= {
-                f"{side}_table_buckets": lut.data_ptr() + self.buckets.reach * lut.element_size(),
-                f"{side}_table_vectors": x.data_ptr(),
-                f"{side}_table_columns": columns.data_ptr(),
-                f"{side}_table_gradient": address_of(of_x),
-            }
-        if output_gradient is not None:
-            correction = torch.empty_like(lse, dtype=torch.float32)
-            kept.append(correction)
-            tables |= {
-                "output_gradient": output_gradient.data_ptr(),
-                "output_gradient_strides": output_gradient.stride(),
-                **{f"{name}_gradient": x.data_ptr() for name, x in zip(_OPERANDS, gradients, strict=True)},
-                "correction": correction.data_ptr(),
-                "groups": self.groups(operands[0]),
-            }
-        count = next(x.shape[1] for x in vectors if x is not None)
+        """Call the kernel."""
+        features = operands[0].shape[3]
+        columns = [None if x is None else x[:, :, :features].transpose(1, 2).contiguous() for x in vectors]
         bounds = None if self.sequences is None else self.sequences.cu_seqlens_q.data_ptr()
         cast(Any, extension).with_tables(
-            self.plan(operands, output, gradients),
+            self.plan(operands, output, () if backward is None else backward.operands),
             instruction_set_number(),
-            output_gradient is not None,
+            backward is not None,
             threads=torch.get_num_threads(),
             **{name: x.data_ptr() for name, x in zip(_OPERANDS, operands, strict=True)},
             output=output.data_ptr(),
@@ -209,9 +223,11 @@ class _Problem:
             seed=address_of(self.seed),
             cu_seqlens_q=bounds,
             cu_seqlens_k=bounds,
-            buckets=count,
+            buckets=next(x.shape[1] for x in vectors if x is not None),
             steep=self.buckets.steep,
-            **tables,
+            groups=self.groups(operands[0]),
+            **self.tables(vectors, columns, (None, None) if backward is None else backward.vectors),
+            **({} if backward is None else backward.arguments()),
         )
 
     def formula(self, *inputs: Tensor | None) -> OptionalTensors:
@@ -257,9 +273,6 @@ class _Problem:
         return weights @ value
 
 
-_OPERANDS = "query", "key", "value"
-
-
 class _Disentangled(torch.autograd.Function):
     """Saves inputs, output and lse. The backward pass makes tables and weights again."""
 
@@ -279,19 +292,26 @@ class _Disentangled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         problem: _Problem = ctx.problem
         output, lse, *saved = ctx.saved_tensors
-        inputs = [None if x is None else restored("saved input", x, *place) for x, place in zip(saved, ctx.places, strict=True)]
+        inputs = [
+            None if x is None else restored("saved input", x, *place)
+            for x, place in zip(saved, ctx.places, strict=True)
+        ]
         (output_gradient,) = gradients
         if torch.is_grad_enabled() or is_batched(output_gradient):
             return None, *gradients_through(inputs, problem.formula, gradients)
         operands, vectors = _read(inputs)
         output = restored("saved output", output, output_gradient.shape, torch.float32, operands[0].device)
         lse = restored("saved lse", lse, operands[0].shape[:3], torch.float64, operands[0].device).contiguous()
-        of_operands = tuple(map(torch.empty_like, operands))
-        groups = problem.groups(operands[0])
-        of_vectors = tuple(None if x is None else x.new_zeros(groups, *x.shape) for x in vectors)
         (output, output_gradient), _ = _read((output, output_gradient))
-        problem.run(operands, vectors, output, lse, of_operands, of_vectors, output_gradient)
-        return None, *of_operands, *(None if x is None else x.sum(0) for x in of_vectors)
+        groups = problem.groups(operands[0])
+        backward = _Backward(
+            output_gradient,
+            tuple(map(torch.empty_like, operands)),
+            [None if x is None else x.new_zeros(groups, *x.shape) for x in vectors],
+            torch.empty_like(lse, dtype=torch.float32),
+        )
+        problem.run(operands, vectors, output, lse, backward)
+        return None, *backward.operands, *(None if x is None else x.sum(0) for x in backward.vectors)
 
 
 def _read(inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
