@@ -36,6 +36,7 @@ NAMES = (
     "varlen",
     "activated",
     "sentences",
+    "deberta",
     "distributed",
     "look",
     "encoders",
