@@ -220,7 +220,7 @@ class _Encoder(nn.Module):
         packed = running.packed
         if packed is not None and getattr(packed.encoder, "encoder", None) is self:
             return packed.boundaries
-        if attention_mask.dim() <= 2 and self._has_our_attention():
+        if attention_mask.dim() <= 2 and self.has_our_attention():
             return attention_mask[:, None, None]
         return self.theirs.get_attention_mask(self, attention_mask)  # pyright: ignore
 
@@ -228,11 +228,12 @@ class _Encoder(nn.Module):
         self, hidden_states: Tensor, query_states: Tensor | None = None, relative_pos: Tensor | None = None
     ) -> Tensor | None:
         """Only those of the caller: attention makes the others if it needs them."""
-        if relative_pos is not None or self._has_our_attention():
+        if relative_pos is not None or self.has_our_attention():
             return relative_pos
         return self.theirs.get_rel_pos(self, hidden_states, query_states)  # pyright: ignore
 
-    def _has_our_attention(self) -> bool:
+    def has_our_attention(self) -> bool:
+        """Whether no layer has another attention module, which would not read what this encoder hands out."""
         module: Any = self
         return all(isinstance(layer.attention.self, _Attention) for layer in module.layer)
 
@@ -300,12 +301,15 @@ def patch(model: nn.Module) -> str | None:
     return None
 
 
-def restore(model: nn.Module) -> bool:
-    """Undo `patch`. Returns whether there was anything to undo."""
-    changed = [
-        swap_class(module, ours, ours.theirs)
-        for module in list(model.modules())
-        for ours in _CLASSES
-        if isinstance(module, ours)
-    ]
-    return bool(changed)
+def restore(model: nn.Module) -> None:
+    """Undo `patch`."""
+    for module in list(model.modules()):
+        for ours in _CLASSES:
+            if isinstance(module, ours):
+                swap_class(module, ours, ours.theirs)
+
+
+def is_patched(model: Any) -> bool:
+    """Whether a DeBERTa's encoder and all its attention modules have these classes."""
+    encoder = model.base_model.encoder
+    return isinstance(encoder, _Encoder) and encoder.has_our_attention()

@@ -13,9 +13,7 @@ from ..inspection._attention_calls import attention_keywords
 NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
 
-#: The models whose attention is replaced as a whole, and the module with its replacement.
-_PATCHED = ("transformers.models.deberta.", "transformers.models.deberta_v2.")
-_PATCHES = f"{__package__}._deberta"
+_DEBERTA = ("transformers.models.deberta.", "transformers.models.deberta_v2.")
 
 #: Implementations that `upgrade` replaces. A user chose any other one on purpose.
 _COMMON = ("eager", "sdpa", "clearhead_flash")
@@ -42,31 +40,25 @@ def head_of(models: dict[str, Any], name: str) -> Any:
 
 def runs_on_clearhead(model: Any) -> bool:
     """Whether a model computes with Clearhead's attention."""
-    return model.config._attn_implementation == NAME or is_patched(model)
+    if model.config._attn_implementation != NAME or not is_deberta(model):
+        return model.config._attn_implementation == NAME
+    from ._deberta import is_patched
+
+    return is_patched(model)  # loading sets the name too
 
 
-def is_patched(model: Any) -> bool:
-    """Whether the attention of a model has Clearhead's code in the place of its own."""
-    encoder: Any = getattr(model.base_model, "encoder", None)
-    return _is_patch(encoder) and all(_is_patch(layer.attention.self) for layer in encoder.layer)
-
-
-def _is_patch(module: Any) -> bool:
-    return any(kind.__module__ == _PATCHES for kind in type(module).__mro__)
-
-
-def _has_own_attention(model: Any) -> bool:
-    """Whether a model is a DeBERTa, whose attention calls no function of transformers."""
-    return type(model).__module__.startswith(_PATCHED)
+def is_deberta(model: Any) -> bool:
+    """Whether a model is a DeBERTa, whose attention calls no function of transformers. See `_deberta`."""
+    return type(model).__module__.startswith(_DEBERTA)
 
 
 def why_not_set(model: Any) -> str | None:
     """The reason why a model keeps its attention, or ``None`` if Clearhead's can be set."""
     if runs_on_clearhead(model):
         return f"it runs on {NAME!r} already"
-    if model.config._attn_implementation not in _COMMON:
+    if model.config._attn_implementation not in (*_COMMON, NAME):
         return f"it was set to attention {model.config._attn_implementation!r}"
-    if _has_own_attention(model):
+    if is_deberta(model):
         from ._deberta import why_not_patched
 
         return why_not_patched(model)
@@ -89,14 +81,18 @@ def set_attention(model: Any) -> str | None:
 
     If transformers refuses it, the model stays unchanged and the result is the reason.
     """
-    if _has_own_attention(model):
-        from ._deberta import patch
-
-        return patch(model)
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         _register()
-        model.set_attn_implementation(NAME)
+        if is_deberta(model):
+            from ._deberta import patch
+
+            why = patch(model)
+            if why is not None:
+                return why
+            model.config._attn_implementation_internal = NAME
+        else:
+            model.set_attn_implementation(NAME)
     except BaseException as error:
         _restore(before)
         if isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)):
@@ -124,11 +120,11 @@ def _register() -> None:
 
 def restore_attention(model: Any) -> bool:
     """Undo `set_attention`. Returns whether it was called."""
-    if _has_own_attention(model):
+    before = model.__dict__.pop(_BEFORE, None)
+    if before is not None and is_deberta(model):
         from ._deberta import restore
 
-        return restore(model)
-    before = model.__dict__.pop(_BEFORE, None)
+        restore(model)
     _restore([(config, name) for config, name in before or () if config._attn_implementation == NAME])
     return before is not None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels._sdpa_sequences import is_one_kernel
-from ._pretrained import is_patched, runs_on_clearhead
+from ._pretrained import is_deberta, runs_on_clearhead
 
 #: Libraries whose layers work token by token.
 _LIBRARIES = frozenset({"clearhead", "peft", "torch", "torchao", "transformers"})
@@ -57,7 +57,7 @@ def _position_scaling_depends_on_length(config: Any) -> bool:
 
 def counts_distances(module: nn.Module) -> bool:
     """Whether attention depends on the distances of tokens in the row, by windows or relative positions."""
-    return is_patched(module) or "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
+    return is_deberta(module) or "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
 
 
 def runs_in_one_kernel(encoder: nn.Module) -> bool:
@@ -65,7 +65,7 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
 
     Otherwise one call would compute the scores of all texts with all others.
     """
-    if is_patched(encoder):
+    if is_deberta(encoder):
         return False
     config = cast(Any, encoder.config)
     if encoder.training and any(getattr(config, name, 0) for name in _DROPOUT_OF_ATTENTION):
