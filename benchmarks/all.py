@@ -37,6 +37,7 @@ NAMES = (
     "varlen",
     "activated",
     "sentences",
+    "deberta",
     "distributed",
     "look",
     "encoders",

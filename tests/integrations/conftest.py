@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from clearhead._encoder.layers import LeanLayers
+from clearhead.integrations import _deberta
 from clearhead.integrations import transformers as integration
+from clearhead.kernels._disentangled import disentangled_attention
 
 RUN = LeanLayers.run
 
@@ -49,8 +51,13 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Rows:
         computed.dtypes.append(layers.dtype)
         return RUN(layers, x, *args, **kwargs)
 
+    def disentangled(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        computed.batches.append(query.shape[0])
+        return disentangled_attention(query, *args, **kwargs)
+
     monkeypatch.setitem(AttentionInterface._global_mapping, "clearhead", attend)
     monkeypatch.setattr(LeanLayers, "run", run)
+    monkeypatch.setattr(_deberta, "disentangled_attention", disentangled)
     return computed
 
 

@@ -13,12 +13,16 @@ import clearhead
 from tests.integrations.architectures import SMALL, VOCABULARY, relative_error
 
 BATCH, LENGTH = 5, 13
-_STEMS = "Bert Camembert Data2VecText DistilBert Electra Ernie EuroBert Flaubert Gte JinaEmbeddingsV3 MPNet"
-_STEMS += " MegatronBert ModernBert NomicBert RemBert RoFormer Roberta RobertaPreLayerNorm XLM XLMRoberta XLMRobertaXL"
+_STEMS = "Bert Camembert Data2VecText Deberta DebertaV2 DistilBert Electra Ernie EuroBert Flaubert Gte JinaEmbeddingsV3"
+_STEMS += " MPNet MegatronBert ModernBert NomicBert RemBert RoFormer Roberta RobertaPreLayerNorm XLM XLMRoberta"
+_STEMS += " XLMRobertaXL"
 #: Those that can leave padding out.
 ENCODERS = [f"{stem}Model" for stem in _STEMS.split()]
+_RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 _XLM = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": VOCABULARY, "pad_index": 0, "bos_index": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "DebertaModel": SMALL | _RELATIVE,
+    "DebertaV2Model": SMALL | _RELATIVE | {"position_buckets": 6, "share_att_key": True, "norm_rel_ebd": "layer_norm"},
     "DistilBertModel": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40, "vocab_size": VOCABULARY},
     "ElectraModel": SMALL | {"embedding_size": 16},
     "EuroBertModel": SMALL | {"num_key_value_heads": 2, "head_dim": 8},

@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "quantised by torchao": (lambda: quantise_by_one_scale(build("BertModel")), "right"),
     "chunks of the configuration": (lambda: build("BertModel", chunk_size_feed_forward=1), "right"),
     "a window over gaps": (lambda: build("ModernBertModel"), "gaps"),
+    "distances over gaps": (lambda: build("DebertaV2Model"), "gaps"),
     "positions scaled by the longest text": (
         lambda: build("NomicBertModel", rope_parameters=DYNAMIC, max_position_embeddings=8),
         "right",
@@ -169,7 +170,7 @@ KNOWN = rf"unpad: .* padding out \({', '.join(ENCODERS)}\) .*"
     ("make", "options", "text"),
     [
         (lambda: build("BertModel", "LMHeadModel", is_decoder=True), {}, f"{KNOWN}got BertModel as a decoder"),
-        (lambda: build("DebertaV2Model", "ForMaskedLM"), {}, f"{KNOWN}got DebertaV2Model, which is not one of them"),
+        (lambda: build("BigBirdModel", "ForMaskedLM"), {}, f"{KNOWN}got BigBirdModel, which is not one of them"),
         (lambda: nn.Linear(2, 2), {}, f"{KNOWN}got Linear, which holds no model of transformers"),
         (lambda: build("BertModel"), {"attention": False}, "Clearhead's attention in the model, .*attention=False"),
     ],

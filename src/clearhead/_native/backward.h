@@ -148,6 +148,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     differentiate<V, HEAVY>(p, tile, batch, start, count, buffers.weights, buffers.gradients);
     if (HEAVY && p.softcap != 0) keep_heavy_slopes(tile, start, stop, buffers.slopes);
     if (p.bias_gradient.data) add_to_bias_gradient(p, tile, batch, start, stop, buffers.gradients, tile.missing);
+    if (p.table_buckets) add_to_table_gradients<V>(p, tile, start, count, buffers.gradients, tile.missing);
     if (p.softcap != 0)
         for (int64_t place = 0; place < count * rows; place += LANES)
             store(buffers.gradients + place, load(buffers.gradients + place) * load(buffers.slopes + place));

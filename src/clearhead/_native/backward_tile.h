@@ -136,6 +136,7 @@ static void add_heavy_keys(const Problem& p, const BackwardTile& tile, int64_t b
         const double ds = p.sum_of_score_gradients(batch, head, row) - tile.light_sum[lane] * tile.missing[lane];
         const float of_bias = static_cast<float>(ds), of_product = of_bias * tile.heavy_slope[lane];
         if (p.bias_gradient.data) p.bias_gradient.at<float>(batch, head, row)[key] += of_bias;
+        if (p.table_buckets) add_to_table_gradient(p, row, key, of_bias);
         float* of_query = p.query_gradient.at<float>(batch, head, row);
         add_row(p.key.at<float>(batch, kv_head, key), of_product * p.scale, p.dim, of_query);
         add_row(p.query.at<float>(batch, head, row), of_product, p.dim, key_sums + key * lanes_up(p.dim));

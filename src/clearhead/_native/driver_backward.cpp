@@ -42,6 +42,17 @@ void backward_in_runs(const Kernels& kernels, const Problem& p, const SharedMask
     }
 }
 
+// The sums of a head whose rows are computed in turn: those of a run, and behind them those of earlier runs.
+int64_t levels_of_head(const Kernels& kernels, const Problem& p) { return p.folded_rows() > rows_of_run(kernels, p) ? 2 : 1; }
+
+void backward_of_whole_head(const Kernels& kernels, const Problem& p, const SharedMasks& masks, int64_t head, float* memory) {
+    const int64_t levels = levels_of_head(kernels, p), rows = p.folded_rows();
+    float* sums = memory + round_up(kernels.backward_scratch(p, round_up(rows, kernels.tile_rows)), 16);
+    memset(sums, 0, static_cast<size_t>(levels * kernels.sums_size(p)) * sizeof(float));
+    backward_in_runs(kernels, p, masks, task_of(p, head, 0, rows), sums, memory);
+    kernels.write_sums[p.type](p, head / p.kv_heads, head % p.kv_heads, sums, levels);
+}
+
 // The backward pass of the key/value heads [first, first + heads), which count through the batch.
 void run_backward_of(const Kernels& kernels, const Problem& p, const SharedMasks& masks, int64_t first, int64_t heads) {
     const int64_t rows = p.folded_rows(), chunks = chunks_of_backward(kernels, p, heads);
@@ -52,11 +63,8 @@ void run_backward_of(const Kernels& kernels, const Problem& p, const SharedMasks
         kernels.write_sums[p.type](p, head / p.kv_heads, head % p.kv_heads, sums, chunks * levels);
     };
     if (chunks == 1)
-        return parallel_for(heads, p.threads, floats + size, [&](int64_t index, float* memory) {
-            float* sums = memory + floats;
-            memset(sums, 0, static_cast<size_t>(size) * sizeof(float));
-            backward_in_runs(kernels, p, masks, task_of(p, first + index, 0, rows), sums, memory);
-            write_sums(first + index, sums);
+        return parallel_for(heads, p.threads, scratch_of_backward(kernels, p), [&](int64_t index, float* memory) {
+            backward_of_whole_head(kernels, p, masks, first + index, memory);
         });
     const auto all = zeros<float>(heads * chunks * size);
     parallel_for(heads * chunks, p.threads, floats, [&](int64_t index, float* memory) {
@@ -146,6 +154,7 @@ void compute_backward(const Kernels& kernels, const Problem& problem) {
     p.few = decodes(kernels, p);
     const int64_t heads = p.batch * p.kv_heads;
     if (heads == 0) return;
+    if (p.table_buckets) return run_backward_with_tables(kernels, p);
     if (goes_by_keys(kernels, p)) return run_backward_by_keys(kernels, p);
     SharedMasks masks(kernels, p);  // packed at once, because a head's rows are computed in turn
     const int64_t rows = p.folded_rows(), most = larger(KEPT_FLOATS, MASK_FLOATS * p.threads);
@@ -165,6 +174,7 @@ void compute_backward(const Kernels& kernels, const Problem& problem) {
 }
 
 void clear_bias_gradient(const Problem& p) {
+    if (p.table_buckets) clear_table_gradients(p);
     if (!p.bias_gradient.data) return;
     const int64_t count = (p.bias_gradient.batch ? p.batch : 1) * p.heads * p.rows * p.keys;
     memset(p.bias_gradient.data, 0, static_cast<size_t>(count) * sizeof(float));
@@ -180,7 +190,17 @@ bool any_gradient_has_nan(const Problem& p) {
 
 }  // namespace
 
+int64_t scratch_of_backward(const Kernels& kernels, const Problem& p) {
+    const int64_t rows = round_up(p.folded_rows(), kernels.tile_rows);
+    return round_up(kernels.backward_scratch(p, rows), 16) + levels_of_head(kernels, p) * kernels.sums_size(p);
+}
+
+void backward_of_head(const Kernels& kernels, const Problem& p, int64_t head, float* memory) {
+    backward_of_whole_head(kernels, p, SharedMasks(kernels, p, false), head, memory);
+}
+
 void run_backward(const Kernels& kernels, const Problem& p) {
+    if (p.sequences && p.table_buckets) return run_backward_with_tables(kernels, p);
     if (p.sequences) return run_each_sequence(run_backward, kernels, p);
     compute_backward(kernels, p);
     if (!may_hide_altogether(p) || !any_gradient_has_nan(p)) return;

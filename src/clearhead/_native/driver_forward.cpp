@@ -82,6 +82,7 @@ void run_decoding(const Kernels& kernels, const Problem& p) {
 void compute_forward(const Kernels& kernels, const Problem& p) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return;
+    if (p.table_buckets) return run_forward_with_tables(kernels, p);
     if (decodes(kernels, p)) return run_decoding(kernels, p);
     SharedMasks masks(kernels, p);
     int64_t shared_step = rows_of_task(kernels, p);
@@ -96,7 +97,16 @@ void compute_forward(const Kernels& kernels, const Problem& p) {
 
 }  // namespace
 
+int64_t scratch_of_head(const Kernels& kernels, const Problem& p) { return kernels.forward_scratch(p, rows_of_task(kernels, p)); }
+
+void forward_of_head(const Kernels& kernels, const Problem& p, int64_t head, float* memory) {
+    const int64_t rows = p.folded_rows(), step = rows_of_task(kernels, p);
+    for (int64_t start = 0; start < rows; start += step)
+        kernels.forward[p.type](p, task_of(p, head, start, smaller(start + step, rows)), memory);
+}
+
 void run_forward(const Kernels& kernels, const Problem& p) {
+    if (p.sequences && p.table_buckets) return run_forward_with_tables(kernels, p);
     if (p.sequences) return run_each_sequence(run_forward, kernels, p);
     compute_forward(kernels, p);
     const int64_t bytes = p.wide_output ? 4 : p.bytes();

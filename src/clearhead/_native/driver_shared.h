@@ -17,6 +17,20 @@ inline Task task_of(const Problem& p, int64_t head, int64_t row_start, int64_t r
 // Runs a pass on each packed sequence.
 void run_each_sequence(void (*pass)(const Kernels&, const Problem&), const Kernels& kernels, const Problem& all);
 
+// A packed sequence as a problem.
+Problem sequence_of(const Problem& all, int64_t number, int64_t threads);
+
+// A head, which counts through the batch, by one thread. Memory as the function before each says.
+int64_t scratch_of_head(const Kernels& kernels, const Problem& p);
+void forward_of_head(const Kernels& kernels, const Problem& p, int64_t head, float* memory);
+int64_t scratch_of_backward(const Kernels& kernels, const Problem& p);
+void backward_of_head(const Kernels& kernels, const Problem& p, int64_t head, float* memory);
+
+// The passes of a problem whose bias comes from tables, a batch or packed sequences.
+void run_forward_with_tables(const Kernels& kernels, const Problem& p);
+void run_backward_with_tables(const Kernels& kernels, const Problem& p);
+void clear_table_gradients(const Problem& p);
+
 // A problem from a row and a key of a batch item and head on. The caller sets its sizes and band.
 Problem part_of(const Problem& all, int64_t batch, int64_t head, int64_t kv_head, int64_t row, int64_t key);
 
@@ -36,7 +50,8 @@ struct SharedMasks {
     int64_t planes = 1, heads = 1;  // the number of masks, and of heads that share each (1: not shared)
     float* memory = nullptr;        // the packed masks
 
-    SharedMasks(const Kernels& of, const Problem& problem) : kernels(of), p(problem) {
+    SharedMasks(const Kernels& of, const Problem& problem, bool share = true) : kernels(of), p(problem) {
+        if (!share) return;
         const bool any = p.visible.data || p.bias.data, per_head = p.visible.head || p.bias.head;
         if (!any || per_head || p.folded_rows() * p.keys < FEWEST_SCORES) return;
         if (p.visible.batch || p.bias.batch || (p.first && p.range_batch)) planes = p.batch;

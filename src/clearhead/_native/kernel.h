@@ -18,7 +18,7 @@ constexpr Kernels table(const char* name) {
             decode_scratch, partial_size, BY_TYPE(decode), BY_TYPE(merge),
             backward_scratch, sums_size, BY_TYPE(backward), BY_TYPE(write_sums),
             statistics_scratch, BY_TYPE(statistics),
-            BY_TYPE(norm_rows), BY_TYPE(rotate_rows), false};
+            BY_TYPE(norm_rows), BY_TYPE(rotate_rows), false, multiply_matrices};
 }
 // clang-format on
 

@@ -43,6 +43,10 @@ void set(View& to, PyObject* value) { set_each({&to.batch, &to.head, &to.row, &t
 // An argument that is assigned to a member, to the member of its name, or, if it is a tuple, to several members.
 #define TO(name, member) {name, [](auto& to, PyObject* value) { set(to.member, value); }}
 #define ARGUMENT(member) TO(#member, member)
+#define ADDRESS(member) TO(#member, member.data)
+#define OF_TABLE(member)                                                                                  \
+    TO(#member "_buckets", member.buckets), TO(#member "_vectors", member.vectors),                        \
+        TO(#member "_columns", member.columns), TO(#member "_gradient", member.vectors_gradient)
 #define TO_EACH(name, ...) {name, [](auto& to, PyObject* value) { set_each({__VA_ARGS__}, value); }}
 
 // All but the addresses, by name. Tensors have strides.
@@ -170,6 +174,13 @@ bool rise(const int64_t* starts, int64_t count, int64_t all) {
     return true;
 }
 
+// Whether the boundaries of packed sequences can be read, if there are any. Returns false with a Python error.
+bool has_sequences(const Problem& p) {
+    if (!p.sequences || (rise(p.cu_seqlens_q, p.sequences, p.rows) && rise(p.cu_seqlens_k, p.sequences, p.keys))) return true;
+    PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
+    return false;
+}
+
 // Reads a plan, the number of an instruction set, and the arguments of a call in their order. Returns the functions to
 // run the problem with, or null with a Python error.
 const Kernels* read_call(PyObject* const* items, Py_ssize_t count, Problem& p) {
@@ -177,8 +188,7 @@ const Kernels* read_call(PyObject* const* items, Py_ssize_t count, Problem& p) {
     for (Py_ssize_t n = 2; n < count; n++) CALL[n - 2].assign(p, items[n]);
     if (p.offset.num_heads == 0) p.offset.num_heads = p.heads;
     if (p.keys >= INT_MAX) PyErr_SetString(PyExc_ValueError, "rows, keys or heads are too many");
-    if (p.sequences && !(rise(p.cu_seqlens_q, p.sequences, p.rows) && rise(p.cu_seqlens_k, p.sequences, p.keys)))
-        PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
+    if (count > 2) has_sequences(p);
     return PyErr_Occurred() ? nullptr : INSTRUCTION_SETS[PyLong_AsLongLong(items[1])];
 }
 
@@ -206,6 +216,26 @@ PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
     const Kernels* kernels = read_call(items, count, p);
     p.exact_output = p.output;
     return kernels ? run_without_gil([&] { run_backward(*kernels, p); }) : nullptr;
+}
+
+// The arguments of a call with a bias from tables, all by name.
+constexpr Argument<Problem> TABLES[] = {
+    ARGUMENT(threads), ARGUMENT(lse), ARGUMENT(correction), {"seed", read_seed}, ARGUMENT(cu_seqlens_q), ARGUMENT(cu_seqlens_k),
+    ADDRESS(query), ADDRESS(key), ADDRESS(value), ADDRESS(output), ADDRESS(visible),
+    ADDRESS(output_gradient), TO("output_gradient_strides", output_gradient),
+    ADDRESS(query_gradient), ADDRESS(key_gradient), ADDRESS(value_gradient),
+    TO("buckets", table_buckets), TO("groups", table_groups), TO("steep", steep_buckets),
+    OF_TABLE(query_table), OF_TABLE(key_table),
+};
+
+// Takes a plan, the number of an instruction set, and whether the backward pass is wanted.
+PyObject* with_tables(PyObject*, PyObject* const* items, Py_ssize_t count, PyObject* names) {
+    Problem p;
+    const Kernels* kernels = read_call(items, 2, p);
+    const bool backward = PyLong_AsLongLong(items[2]) != 0;
+    if (!kernels || !read_named(TABLES, names, items + count, p) || !has_sequences(p)) return nullptr;
+    p.exact_output = p.output;
+    return run_without_gil([&] { backward ? run_backward(*kernels, p) : run_forward(*kernels, p); });
 }
 
 // Also takes the statistics by name.
@@ -276,6 +306,7 @@ PyMethodDef methods[] = {
     method("plan", plan, METH_FASTCALL | METH_KEYWORDS),
     method("forward", forward, METH_FASTCALL),
     method("backward", backward, METH_FASTCALL),
+    method("with_tables", with_tables, METH_FASTCALL | METH_KEYWORDS),
     method("statistics", statistics, METH_FASTCALL | METH_KEYWORDS),
     method("coverage", coverage, METH_FASTCALL),
     method("norm", norm, METH_FASTCALL),

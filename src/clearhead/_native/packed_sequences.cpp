@@ -9,7 +9,8 @@ namespace {
 // All threads run a sequence with more than 1 / LONG_PER_THREAD of one thread's work. Shorter ones take one thread each.
 constexpr int64_t LONG_PER_THREAD = 4;
 
-// One sequence as a problem.
+}  // namespace
+
 Problem sequence_of(const Problem& all, int64_t number, int64_t threads) {
     const int64_t row = all.cu_seqlens_q[number], key = all.cu_seqlens_k[number];
     Problem p = part_of(all, 0, 0, 0, row, key);
@@ -17,8 +18,6 @@ Problem sequence_of(const Problem& all, int64_t number, int64_t threads) {
     p.offset.item = number, p.sequences = 0, p.threads = threads;
     return p;
 }
-
-}  // namespace
 
 // Longer sequences come first.
 void run_each_sequence(void (*pass)(const Kernels&, const Problem&), const Kernels& kernels, const Problem& all) {

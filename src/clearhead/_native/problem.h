@@ -97,6 +97,19 @@ struct Offset {
     int64_t num_heads, head, row, column, item;
 };
 
+// One half of a bias that depends on content and distance: each token on one side of the scores (a query, or a key) has a
+// row of numbers x · vectors[bucket], from which a token on the other side reads the number of its distance.
+struct BucketTable {
+    const int32_t* buckets;  // of the distances to later and earlier tokens, rising; at distance 0
+    const float *vectors;    // (H, buckets, D padded to TABLE_STEP), or null: no such half
+    const float *columns;    // (H, D, buckets), the same transposed
+    float* vectors_gradient; // (groups, H, buckets, D padded), zero at first
+    // Of the head that is computed: (tokens, buckets).
+    float *numbers, *gradient;
+};
+
+constexpr int64_t TABLE_STEP = 16;  // the numbers of buckets, and rows in scratch memory, are multiples of it
+
 struct Problem : RowRanges {
     Type type;
     int64_t threads;
@@ -131,6 +144,12 @@ struct Problem : RowRanges {
     float* correction;          // (B, H, L): δ − dl
     bool whole_rows = true;     // whether lse covers only the keys of this call
     HeavyKey* heavy_keys = nullptr;  // (B, H, L), for a caller that adds the gradients of heavy keys itself; or null
+
+    // bias_ij = query_table[i, bucket of j − i] + key_table[j, bucket of i − j], in float32 with one query head per key head.
+    int64_t table_buckets;  // 0: no such bias
+    int64_t table_groups;   // batch items or sequences are split into groups, which threads compute side by side
+    bool steep_buckets;     // whether some bucket is left out between two distances
+    BucketTable query_table, key_table;
 
     int64_t bytes() const { return type == Type::float32 ? 4 : 2; }
     int64_t row_place(int64_t b, int64_t h, int64_t i) const { return b * lse_batch + h * lse_head + i; }
@@ -211,6 +230,19 @@ struct Rotation {
     const float *cosine, *sine;  // (positions, dim)
 };
 
+// to (rows × columns) = left (rows × count) · right (count × columns), or += with `add`. Rows of `left` lie `left_stride`
+// apart if `along`, else its columns do. Rows and columns are multiples of TABLE_STEP.
+struct Multiplication {
+    const float* left;
+    int64_t left_stride;
+    bool along;
+    const float* right;
+    int64_t right_stride, count, rows, columns;
+    float* to;
+    int64_t to_stride;
+    bool add;
+};
+
 // One instruction set's functions, some of them by type. Scratch is counted in floats and aligned to 64 bytes.
 struct Kernels {
     const char* name;
@@ -233,6 +265,7 @@ struct Kernels {
     void (*norm_rows[3])(const RowNorm&, int64_t start, int64_t stop, float* scratch);
     void (*rotate_rows[3])(const Rotation&, int64_t start, int64_t stop);
     bool pairs;  // whether the forward pass of bfloat16 multiplies pairs
+    void (*multiply)(const Multiplication&);
 };
 
 // Tables are constants, because code of an instruction set must not run when the module is loaded.

@@ -153,6 +153,32 @@ INLINE void transpose_rows(int64_t rows, int64_t columns, int64_t stride, T* to,
         }
 }
 
+// Transposes a square of numbers whose rows begin at from[0 … LANES − 1].
+INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats (&square)[LANES]) {
+#if LANES == 16
+    UNROLL for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
+        __m512 x[4];
+        UNROLL for (int k = 0; k < 4; k++) {
+            x[k] = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + j + q));
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[4 + k] + j + q), 1);
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[8 + k] + j + q), 2);
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[12 + k] + j + q), 3);
+        }
+        const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1]));
+        const __m512d high = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1]));
+        const __m512d low2 = _mm512_castps_pd(_mm512_unpacklo_ps(x[2], x[3]));
+        const __m512d high2 = _mm512_castps_pd(_mm512_unpackhi_ps(x[2], x[3]));
+        square[q] = reinterpret_cast<Floats>(_mm512_unpacklo_pd(low, low2));
+        square[q + 1] = reinterpret_cast<Floats>(_mm512_unpackhi_pd(low, low2));
+        square[q + 2] = reinterpret_cast<Floats>(_mm512_unpacklo_pd(high, high2));
+        square[q + 3] = reinterpret_cast<Floats>(_mm512_unpackhi_pd(high, high2));
+    }
+#else
+    for (int r = 0; r < LANES; r++) square[r] = load(from[r] + j);
+    transpose(square);
+#endif
+}
+
 // Transposes the rows of a tile to (columns × V·LANES), times a factor, with zeros in lanes without a row.
 template <class T>
 static void rows_to_lanes(const View& view, const Tile& tile, int64_t batch, int64_t columns, float factor, float* to) {

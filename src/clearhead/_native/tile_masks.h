@@ -1,6 +1,6 @@
 // Makes the mask of a tile and a block of keys from row ranges, bool mask and bias, or reads it from packed masks.
 #pragma once
-#include "masks.h"
+#include "bucket_tables.h"
 
 namespace clearhead::ISA {
 
@@ -76,33 +76,7 @@ static MaskForm bits_of_tile(const Problem& p, const Tile& tile, int64_t batch, 
     return any == 0 ? MaskForm::nothing : all == (1u << LANES) - 1 ? MaskForm::everything : MaskForm::bits;
 }
 
-// Transposes a square of numbers whose rows begin at from[0 … LANES − 1].
-INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats (&square)[LANES]) {
-#if LANES == 16
-    UNROLL for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
-        __m512 x[4];
-        UNROLL for (int k = 0; k < 4; k++) {
-            x[k] = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + j + q));
-            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[4 + k] + j + q), 1);
-            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[8 + k] + j + q), 2);
-            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[12 + k] + j + q), 3);
-        }
-        const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1]));
-        const __m512d high = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1]));
-        const __m512d low2 = _mm512_castps_pd(_mm512_unpacklo_ps(x[2], x[3]));
-        const __m512d high2 = _mm512_castps_pd(_mm512_unpackhi_ps(x[2], x[3]));
-        square[q] = reinterpret_cast<Floats>(_mm512_unpacklo_pd(low, low2));
-        square[q + 1] = reinterpret_cast<Floats>(_mm512_unpackhi_pd(low, low2));
-        square[q + 2] = reinterpret_cast<Floats>(_mm512_unpacklo_pd(high, high2));
-        square[q + 3] = reinterpret_cast<Floats>(_mm512_unpackhi_pd(high, high2));
-    }
-#else
-    for (int r = 0; r < LANES; r++) square[r] = load(from[r] + j);
-    transpose(square);
-#endif
-}
-
-// The same for columns with a stride, or for the last `count` columns.
+// `load_transposed` for columns with a stride, or for the last `count` columns.
 static __attribute__((noinline)) void load_some_transposed(const float* const (&from)[LANES], int64_t j,
                                                            int64_t column, int64_t count, Floats (&square)[LANES]) {
     for (int64_t k = 0; k < LANES; k++)
@@ -170,8 +144,9 @@ static TileMask tile_mask(const Problem& p, const Tile& tile, int64_t batch, int
         form = marks ? bits_of_tile<V, true>(p, tile, batch, start, stop - start, bits)
                      : bits_of_tile<V, false>(p, tile, batch, start, stop - start, bits);
     if (form != MaskForm::bits) bits = nullptr;
-    if (form == MaskForm::nothing || !p.bias.data) return {form, bits, nullptr};
+    if (form == MaskForm::nothing || !(p.bias.data || p.table_buckets)) return {form, bits, nullptr};
     float* numbers = memory + MASK_BITS;
+    if (p.table_buckets) return {tables_of_tile<V>(p, tile, start, stop, bits, numbers), nullptr, numbers};
     form = bias_of_tile<V>(p, tile, batch, start, stop, bits, numbers, unit);
     return {form, nullptr, numbers};
 }

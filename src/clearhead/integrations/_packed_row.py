@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -32,6 +33,16 @@ class Row:
     def get_seq_length(self) -> int:
         """No tokens before the row: XLM and Flaubert receive it where they expect a cache."""
         return 0
+
+
+class _Running(threading.local):
+    """What runs in this thread: the packed row of an encoder, and whether the loss of a head includes padding."""
+
+    packed: Any = None
+    labels_padding: bool = False
+
+
+running = _Running()
 
 
 def boundaries_of(sequences: PackedSequences) -> Tensor:

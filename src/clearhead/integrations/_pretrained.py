@@ -13,6 +13,8 @@ from ..inspection._attention_calls import attention_keywords
 NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
 
+_DEBERTA = ("transformers.models.deberta.", "transformers.models.deberta_v2.")
+
 #: Implementations that `upgrade` replaces. A user chose any other one on purpose.
 _COMMON = ("eager", "sdpa", "clearhead_flash")
 
@@ -38,11 +40,24 @@ def head_of(models: dict[str, Any], name: str) -> Any:
 
 def runs_on_clearhead(model: Any) -> bool:
     """Whether a model computes with Clearhead's attention."""
-    if model.config._attn_implementation != NAME or model._can_set_attn_implementation():
-        return model.config._attn_implementation == NAME
+    if model.config._attn_implementation != NAME or is_deberta(model):
+        return model.config._attn_implementation == NAME and (not is_deberta(model) or _is_patched(model))
+    if model._can_set_attn_implementation():
+        return True
     from ._own_attention import has_own_attention
 
     return not has_own_attention(model)  # loading sets the name also where no attention is swapped
+
+
+def _is_patched(model: Any) -> bool:
+    from ._deberta import is_patched
+
+    return is_patched(model)
+
+
+def is_deberta(model: Any) -> bool:
+    """Whether a model is a DeBERTa, whose attention calls no function of transformers. See `_deberta`."""
+    return type(model).__module__.startswith(_DEBERTA)
 
 
 def why_not_set(model: Any) -> str | None:
@@ -51,6 +66,10 @@ def why_not_set(model: Any) -> str | None:
         return f"it runs on {NAME!r} already"
     if model.config._attn_implementation not in (*_COMMON, NAME):
         return f"it was set to attention {model.config._attn_implementation!r}"
+    if is_deberta(model):
+        from ._deberta import why_not_patched
+
+        return why_not_patched(model)
     if not model._can_set_attn_implementation():
         return _why_not_swapped(model)
     from .transformers import KEYWORDS
@@ -84,12 +103,19 @@ def set_attention(model: Any) -> str | None:
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
         _register()
-        if model._can_set_attn_implementation():
+        why = None
+        if is_deberta(model):
+            from ._deberta import patch
+
+            why = patch(model)
+            if why is None:
+                model.config._attn_implementation_internal = NAME
+        elif model._can_set_attn_implementation():
             model.set_attn_implementation(NAME)
         else:
             why = _swap(model)
-            if why is not None:
-                return why
+        if why is not None:
+            return why
     except BaseException as error:
         _restore(before)
         if isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)):
@@ -128,7 +154,11 @@ def _register() -> None:
 def restore_attention(model: Any) -> bool:
     """Undo `set_attention`. Returns whether it was called."""
     before = model.__dict__.pop(_BEFORE, None)
-    if before is not None and not model._can_set_attn_implementation():
+    if before is not None and is_deberta(model):
+        from ._deberta import restore
+
+        restore(model)
+    elif before is not None and not model._can_set_attn_implementation():
         from ._own_attention import swap_own_attention_back
 
         swap_own_attention_back(model)

@@ -6,19 +6,19 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .._layer.tokens import RealTokens, sequences_between
-from ._packed_row import Row, boundaries_of
+from .._layer.tokens import RealTokens
+from ._packed_row import Row
 
 #: Encoders that hand nothing but their mask, or their cache, to attention. The others hand the boundaries on.
 _BY_MASK = ("MPNetModel", "MegatronBertModel", "RemBertModel", "RoFormerModel")
 _BY_CACHE = ("FlaubertModel", "XLMModel")
 
 
-def arguments_of_row(encoder: nn.Module, tokens: RealTokens, device: torch.device) -> dict[str, Any]:
+def arguments_of_row(encoder: nn.Module, tokens: RealTokens, boundaries: Tensor) -> dict[str, Any]:
     """The arguments of an encoder's forward by which each text of the row of real tokens sees itself only."""
-    boundaries, longest = boundaries_of(sequences_between(tokens, tokens, device)), max(tokens.counts)
+    longest = max(tokens.counts)
     if type(encoder).__name__ not in (*_BY_MASK, *_BY_CACHE):
         return {
             "attention_mask": _no_mask(encoder),
@@ -29,7 +29,7 @@ def arguments_of_row(encoder: nn.Module, tokens: RealTokens, device: torch.devic
         }
     starts = [0, *torch.tensor(tokens.counts).cumsum(0).tolist()]
     slices = tuple(slice(start, stop) for start, stop in pairwise(starts))
-    row = Row(boundaries, tokens.positions.to(device), slices, longest)
+    row = Row(boundaries, tokens.positions.to(boundaries.device), slices, longest)
     if type(encoder).__name__ in _BY_CACHE:
         return {"attention_mask": row.positions.new_ones(1, starts[-1], dtype=torch.bool), "cache": row}
     from ._masks import mask_of_row

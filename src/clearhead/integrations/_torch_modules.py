@@ -112,6 +112,7 @@ def _outside_of_ours(model: nn.Module) -> list[tuple[str, nn.Module]]:
         id(part)
         for module in model.modules()
         if isinstance(module, nn.MultiheadAttention) or type(module).__module__.startswith("clearhead.")
+        if not type(module).__module__.startswith(f"{__package__}.")
         for part in module.children()
     }
     return [(name, module) for name, module in model.named_modules() if id(module) not in inside]

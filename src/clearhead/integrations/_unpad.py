@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -25,14 +24,24 @@ from .._layer.tokens import RealTokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
 from ._lean import forget, lean_layers
 from ._lean_families import FAMILIES, parts_in_loop, read_encoder, results_of, run_lean
+from ._packed_row import boundaries_of, running
 from ._row_arguments import arguments_of_row
-from ._unpad_checks import OF_TOKENS, counts_distances, runs_in_one_kernel, takes_tokens, works_token_by_token
+from ._unpad_checks import (
+    OF_TOKENS,
+    counts_distances,
+    has_convolution,
+    runs_in_one_kernel,
+    takes_tokens,
+    works_token_by_token,
+)
 
 #: Encoders that work token by token outside of attention, accept positions, and pass boundaries to attention.
 ENCODERS: dict[str, str] = {
     "BertModel": "bert.modeling_bert",
     "CamembertModel": "camembert.modeling_camembert",
     "Data2VecTextModel": "data2vec.modeling_data2vec_text",
+    "DebertaModel": "deberta.modeling_deberta",
+    "DebertaV2Model": "deberta_v2.modeling_deberta_v2",
     "DistilBertModel": "distilbert.modeling_distilbert",
     "ElectraModel": "electra.modeling_electra",
     "ErnieModel": "ernie.modeling_ernie",
@@ -91,6 +100,8 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
         return f"the forward of {type(head).__name__} was replaced"
     if any(not (parameter.is_cpu or parameter.is_cuda) for parameter in encoder.parameters()):
         return "it is neither on the CPU nor on a CUDA device"
+    if has_convolution(encoder):
+        return "its convolution reads the padded batch"
     if type(head).__name__.endswith(_HEADS_OF_PADDING):
         return f"the loss of {type(head).__name__} counts the columns of padding"
     if getattr(getattr(head, "sequence_summary", None), "summary_type", "first") != "first":
@@ -154,12 +165,14 @@ class _Packed:
     Args:
         encoder: the encoder that runs.
         tokens: the real tokens of the padded batch.
+        boundaries: of the texts in the row.
         as_tuple: whether the call returns a tuple.
         padded: pairs of a packed tensor and its padded form.
     """
 
     encoder: nn.Module
     tokens: RealTokens
+    boundaries: Tensor
     as_tuple: bool
     padded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -180,23 +193,15 @@ class _Packed:
         return output.to_tuple() if self.as_tuple else output
 
 
-class _Running(threading.local):
-    packed: _Packed | None = None
-    labels_padding: bool = False  # the loss of the running head includes padding
-
-
-_running = _Running()
-
-
 def _forward_of_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a head. Its encoder runs padded if labels at padding count in the loss."""
     args = _without_module(head, args)
-    before = _running.labels_padding
-    _running.labels_padding = not is_tracing() and _labels_padding(_by_name(head, args, kwargs))
+    before = running.labels_padding
+    running.labels_padding = not is_tracing() and _labels_padding(_by_name(head, args, kwargs))
     try:
         return type(head).forward(head, *args, **kwargs)
     finally:
-        _running.labels_padding = before
+        running.labels_padding = before
 
 
 def _labels_padding(arguments: dict[str, Any]) -> bool:
@@ -218,7 +223,7 @@ def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *
     """
     args, forward = _without_module(encoder, args), type(encoder).forward
     call = None
-    if not is_tracing() and not _running.labels_padding:
+    if not is_tracing() and not running.labels_padding:
         call = _read_call(encoder, _by_name(encoder, args, kwargs))
     if call is None:
         return forward(encoder, *args, **kwargs)
@@ -297,13 +302,14 @@ def _read_call(encoder: nn.Module, arguments: dict[str, Any]) -> _Call | None:
 
 def _run_packed(encoder: nn.Module, call: _Call) -> Any:
     """The encoder's own code on one row."""
-    packed = _Packed(encoder, call.tokens, call.as_tuple)
-    before, _running.packed = _running.packed, packed
+    boundaries = boundaries_of(call.sequences())
+    packed = _Packed(encoder, call.tokens, boundaries, call.as_tuple)
+    before, running.packed = running.packed, packed
     try:
-        of_row = arguments_of_row(encoder, call.tokens, call.arguments["position_ids"].device)
+        of_row = arguments_of_row(encoder, call.tokens, boundaries)
         output = type(encoder).forward(encoder, **call.in_row(), **of_row, return_dict=True)
     finally:
-        _running.packed = before
+        running.packed = before
     return packed.unpack(output)
 
 
@@ -336,7 +342,7 @@ def _fits(
 
 def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Forward pre-hook of a pooler, which then reads the first column of the padded result."""
-    packed = _running.packed
+    packed = running.packed
     if is_tracing() or packed is None or getattr(packed.encoder, "pooler", None) is not pooler:
         return None
     return packed.pad(args[0]), *args[1:]

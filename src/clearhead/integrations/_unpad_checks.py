@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels._sdpa_sequences import is_one_kernel
+from ._pretrained import is_deberta, runs_on_clearhead
 
 #: Libraries whose layers work token by token.
 _LIBRARIES = frozenset({"clearhead", "peft", "torch", "torchao", "transformers"})
@@ -41,7 +42,7 @@ def takes_tokens(module: nn.Module, arguments: dict[str, Any], mask: Tensor) -> 
             return False
     config = cast(Any, module.config)
     return not (
-        config._attn_implementation != "clearhead"
+        not runs_on_clearhead(module)
         or getattr(config, "output_attentions", False)
         or getattr(config, "is_decoder", False)
         or getattr(config, "chunk_size_feed_forward", 0)
@@ -57,8 +58,9 @@ def _position_scaling_depends_on_length(config: Any) -> bool:
 
 
 def counts_distances(module: nn.Module) -> bool:
-    """Whether attention depends on how many columns apart two tokens are: by a window, or by MPNet's bias."""
-    return "sliding_attention" in (getattr(module.config, "layer_types", None) or ()) or _has_bias(module)
+    """Whether attention depends on how many columns apart two tokens are: by a window, a bias or relative positions."""
+    has_windows = "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
+    return has_windows or is_deberta(module) or _has_bias(module)
 
 
 def _has_bias(module: nn.Module) -> bool:
@@ -70,6 +72,8 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
 
     Otherwise one call would compute the scores of all texts with all others.
     """
+    if is_deberta(encoder):
+        return False
     config = cast(Any, encoder.config)
     if _has_bias(encoder):  # its texts are calls of their own
         return False
@@ -81,6 +85,11 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else parameter.dtype
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return is_one_kernel(dtype, head_dim)
+
+
+def has_convolution(encoder: nn.Module) -> bool:
+    """Whether an encoder mixes neighbouring tokens, as a DeBERTa with ``conv_kernel_size`` does."""
+    return getattr(getattr(encoder, "encoder", None), "conv", None) is not None
 
 
 def works_token_by_token(encoder: nn.Module, known: Collection[str] = ()) -> bool:
