@@ -26,7 +26,7 @@ from benchmarks.writing import megabytes, milliseconds, ratio, table
 
 THEIRS, OURS = "eager", "Clearhead"
 LENGTHS = {512: 4, 2048: 1}  # and texts of this length
-MEMORY, MIXED, TRAIN = "memory, L = 2,048", "32 texts of mixed length", "training, 32 texts of mixed length"
+MEMORY, MIXED, TRAIN = "memory, L = 2,048", "16 texts of mixed length", "training, 16 texts of mixed length"
 
 _ROUNDS_SECONDS = 60.0  #: after which no further round of a line starts
 _TOLERANCE = 1e-5
@@ -140,9 +140,9 @@ def whole(length: int, count: int, effort: Effort) -> dict[str, float]:
 
 
 def mixed(training: bool, effort: Effort) -> dict[str, float]:
-    """32 texts of 5 to 512 tokens; most are short."""
+    """16 texts of 5 to 512 tokens; most are short."""
     models, length, draw = models_of(effort), effort.size(512), random.Random(0)
-    lengths = [min(length, 5 + int(draw.lognormvariate(4.0, 1.0))) for _ in range(effort.size(31, 3))] + [length]
+    lengths = [min(length, 5 + int(draw.lognormvariate(4.0, 1.0))) for _ in range(effort.size(15, 3))] + [length]
     mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
     given = {"input_ids": ids_of(models[THEIRS], len(lengths), length) * mask, "attention_mask": mask}
     program = _training if training else _inference

@@ -13,13 +13,8 @@ from torch import Tensor
 from clearhead._call.sequences import PackedSequences
 from clearhead._native import instruction_sets
 from clearhead.kernels import _disentangled
-from clearhead.kernels._disentangled import (
-    BUILT,
-    DistanceBuckets,
-    disentangled_attention,
-    distance_buckets,
-    reach_of,
-)
+from clearhead.kernels._disentangled import BUILT, disentangled_attention
+from clearhead.kernels._distance_buckets import DistanceBuckets, distance_buckets, reach_of
 
 pytestmark = pytest.mark.skipif(not BUILT, reason="the kernel was not built")
 

@@ -1,5 +1,5 @@
-// The bias of a tile from the tables of its queries and keys, and its gradient. Both go by squares of LANES rows and keys:
-// near the diagonal the buckets of a square lie side by side, far from it all are one.
+// The bias of a tile from the tables of its queries and keys, and its gradient. Both go by squares of LANES rows and keys.
+// Near the diagonal the buckets of a square lie side by side, far from it all are one.
 #pragma once
 #include "masks.h"
 
@@ -31,13 +31,14 @@ INLINE Floats pick(const float* from, const int32_t* buckets) {
 }
 
 // Adds LANES numbers to their buckets, which rise.
-INLINE void add_to_buckets(const Problem& p, float* to, const int32_t* buckets, Floats x) {
+INLINE void add_to_buckets([[maybe_unused]] const Problem& p, float* to, const int32_t* buckets, Floats x) {
 #if LANES == 16
     if (!p.steep_buckets) {  // a bucket's sum is the difference of running sums at the ends of two buckets
         const __m512 none = _mm512_setzero_ps();
         __m512 run = reinterpret_cast<__m512>(x);
         const auto shifted = [&](auto by) __attribute__((always_inline)) {
-            return _mm512_castsi512_ps(_mm512_alignr_epi32(_mm512_castps_si512(run), _mm512_castps_si512(none), LANES - by()));
+            const __m512i low = _mm512_castps_si512(none), high = _mm512_castps_si512(run);
+            return _mm512_castsi512_ps(_mm512_alignr_epi32(high, low, LANES - by()));
         };
         run = _mm512_add_ps(run, shifted(Constant<1>()));
         run = _mm512_add_ps(run, shifted(Constant<2>()));
@@ -66,7 +67,7 @@ struct Square {
     int64_t of_key(int64_t j) const { return row - key - j; }
 };
 
-// Adds the numbers of the queries. square[j] holds the rows of key j.
+// Adds the numbers of the queries. square[j] holds the rows of key j. Neither this nor the next is for one bucket alone.
 INLINE void add_query_numbers(const Problem& p, const Square& at, Floats (&square)[LANES]) {
     const BucketTable& table = p.query_table;
     const Spread spread = spread_of(p, table, at.of_query(LANES - 1), at.of_query(0) + LANES - 1);
@@ -238,7 +239,8 @@ static void multiply_columns(const Multiplication& m) {
                 float* place = m.to + row * m.to_stride + d + n * LANES;
                 store(place, m.add ? load(place) + sum : sum);
             };
-            product<ALONG, v.value>(m.left, m.left_stride, m.right + d, m.right_stride, m.count, m.rows, fetch_nothing, write);
+            const float* right = m.right + d;
+            product<ALONG, v.value>(m.left, m.left_stride, right, m.right_stride, m.count, m.rows, fetch_nothing, write);
         });
     }
 }

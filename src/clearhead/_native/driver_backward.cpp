@@ -43,9 +43,12 @@ void backward_in_runs(const Kernels& kernels, const Problem& p, const SharedMask
 }
 
 // The sums of a head whose rows are computed in turn: those of a run, and behind them those of earlier runs.
-int64_t levels_of_head(const Kernels& kernels, const Problem& p) { return p.folded_rows() > rows_of_run(kernels, p) ? 2 : 1; }
+int64_t levels_of_head(const Kernels& kernels, const Problem& p) {
+    return p.folded_rows() > rows_of_run(kernels, p) ? 2 : 1;
+}
 
-void backward_of_whole_head(const Kernels& kernels, const Problem& p, const SharedMasks& masks, int64_t head, float* memory) {
+void backward_of_whole_head(const Kernels& kernels, const Problem& p, const SharedMasks& masks, int64_t head,
+                            float* memory) {
     const int64_t levels = levels_of_head(kernels, p), rows = p.folded_rows();
     float* sums = memory + round_up(kernels.backward_scratch(p, round_up(rows, kernels.tile_rows)), 16);
     memset(sums, 0, static_cast<size_t>(levels * kernels.sums_size(p)) * sizeof(float));

@@ -97,7 +97,9 @@ void compute_forward(const Kernels& kernels, const Problem& p) {
 
 }  // namespace
 
-int64_t scratch_of_head(const Kernels& kernels, const Problem& p) { return kernels.forward_scratch(p, rows_of_task(kernels, p)); }
+int64_t scratch_of_head(const Kernels& kernels, const Problem& p) {
+    return kernels.forward_scratch(p, rows_of_task(kernels, p));
+}
 
 void forward_of_head(const Kernels& kernels, const Problem& p, int64_t head, float* memory) {
     const int64_t rows = p.folded_rows(), step = rows_of_task(kernels, p);

@@ -26,7 +26,7 @@ Unit unit_of(const Problem& all, int64_t item, int64_t head) {
 
 int64_t items_of(const Problem& p) { return p.sequences ? p.sequences : p.batch; }
 
-// The largest numbers of rows and keys of a unit.
+// The most rows and the most keys of a unit.
 std::pair<int64_t, int64_t> largest_sizes(const Problem& p) {
     if (!p.sequences) return {p.rows, p.keys};
     int64_t rows = 0, keys = 0;
@@ -47,8 +47,8 @@ struct Half {
     float *rows, *row_gradients;               // of the tokens (count × D), and of a few tokens
 
     static int64_t floats(const Problem& p, int64_t count, bool backward) {
-        const int64_t width = padded(p.dim), numbers = p.table_buckets + 0;
-        return padded(count) * (width + numbers * (backward ? 2 : 1)) + 3 * TABLE_STEP + (backward ? ROWS_AT_ONCE * width : 0);
+        const int64_t width = padded(p.dim), of_forward = padded(count) * (width + p.table_buckets) + 2 * TABLE_STEP;
+        return of_forward + (backward ? padded(count) * p.table_buckets + TABLE_STEP + ROWS_AT_ONCE * width : 0);
     }
 
     // Calls work(first token, rows, first bucket, buckets) for some tokens and the buckets within their reach, at a time.
@@ -77,8 +77,9 @@ struct Half {
         if (backward) memset(table.gradient, 0, static_cast<size_t>(of_table) * sizeof(float));
         const float* columns = table.columns + head * all.dim * all.table_buckets;
         each_part([&](int64_t start, int64_t height, int64_t bucket, int64_t buckets) {
-            kernels.multiply({rows + start * width, width, true, columns + bucket, all.table_buckets, all.dim, height, buckets,
-                              table.numbers + start * all.table_buckets + bucket, all.table_buckets, false});
+            float* numbers = table.numbers + start * all.table_buckets + bucket;
+            kernels.multiply({rows + start * width, width, true, columns + bucket, all.table_buckets, all.dim, height,
+                              buckets, numbers, all.table_buckets, false});
         });
     }
 
@@ -105,8 +106,9 @@ template <class Run>
 void with_tables(const Kernels& kernels, Unit& unit, int64_t group, bool backward, float* memory, const Run& run) {
     Problem& p = unit.p;
     const int64_t item = unit.index / p.heads, width = padded(p.dim);
-    Half halves[2] = {{kernels, p, p.query_table, p.query, p.query_gradient, unit.head, item, p.rows, p.keys, width, nullptr, nullptr},
-                      {kernels, p, p.key_table, p.key, p.key_gradient, unit.head, item, p.keys, p.rows, width, nullptr, nullptr}};
+    Half halves[2] = {
+        {kernels, p, p.query_table, p.query, p.query_gradient, unit.head, item, p.rows, p.keys, width, nullptr, nullptr},
+        {kernels, p, p.key_table, p.key, p.key_gradient, unit.head, item, p.keys, p.rows, width, nullptr, nullptr}};
     for (Half& half : halves)
         if (half.table.vectors) half.multiply_out(memory, backward);
     run(p, unit.index, memory);
@@ -116,7 +118,8 @@ void with_tables(const Kernels& kernels, Unit& unit, int64_t group, bool backwar
 
 int64_t floats_of_tables(const Problem& p, bool backward) {
     const auto [rows, keys] = largest_sizes(p);
-    return (p.query_table.vectors ? Half::floats(p, rows, backward) : 0) + (p.key_table.vectors ? Half::floats(p, keys, backward) : 0);
+    return (p.query_table.vectors ? Half::floats(p, rows, backward) : 0) +
+           (p.key_table.vectors ? Half::floats(p, keys, backward) : 0);
 }
 
 Problem largest_unit(const Problem& all) {

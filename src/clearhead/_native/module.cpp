@@ -176,7 +176,8 @@ bool rise(const int64_t* starts, int64_t count, int64_t all) {
 
 // Whether the boundaries of packed sequences can be read, if there are any. Returns false with a Python error.
 bool has_sequences(const Problem& p) {
-    if (!p.sequences || (rise(p.cu_seqlens_q, p.sequences, p.rows) && rise(p.cu_seqlens_k, p.sequences, p.keys))) return true;
+    if (!p.sequences) return true;
+    if (rise(p.cu_seqlens_q, p.sequences, p.rows) && rise(p.cu_seqlens_k, p.sequences, p.keys)) return true;
     PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of sequences have to rise from 0 to the number of all");
     return false;
 }
@@ -220,7 +221,8 @@ PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
 
 // The arguments of a call with a bias from tables, all by name.
 constexpr Argument<Problem> TABLES[] = {
-    ARGUMENT(threads), ARGUMENT(lse), ARGUMENT(correction), {"seed", read_seed}, ARGUMENT(cu_seqlens_q), ARGUMENT(cu_seqlens_k),
+    ARGUMENT(threads), ARGUMENT(lse), ARGUMENT(correction), {"seed", read_seed},
+    ARGUMENT(cu_seqlens_q), ARGUMENT(cu_seqlens_k),
     ADDRESS(query), ADDRESS(key), ADDRESS(value), ADDRESS(output), ADDRESS(visible),
     ADDRESS(output_gradient), TO("output_gradient_strides", output_gradient),
     ADDRESS(query_gradient), ADDRESS(key_gradient), ADDRESS(value_gradient),

@@ -17,13 +17,8 @@ from transformers.models.deberta_v2 import modeling_deberta_v2 as v2
 
 from .._checks import PLAIN
 from .._environment import read_environment
-from ..kernels._disentangled import (
-    BUILT,
-    DistanceBuckets,
-    disentangled_attention,
-    distance_buckets,
-    reach_of,
-)
+from ..kernels._disentangled import BUILT, disentangled_attention
+from ..kernels._distance_buckets import DistanceBuckets, distance_buckets, reach_of
 from ._classes import swap_class
 from ._packed_row import running, sequences_of
 

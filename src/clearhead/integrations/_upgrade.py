@@ -47,9 +47,9 @@ def upgrade(
     inference fast path. Parametrizations, `fully_shard` and hooks of accelerate keep working. Subclasses have code of
     their own and are not changed, and neither is a module whose attribute ``forward`` runs other code. The attention of
     transformers' models becomes ``"clearhead"``, unless no layer calls an attention function, or one passes it an
-    argument that Clearhead does not take. FlauBERT, LayoutLMv3, LUKE, Megatron-BERT, MPNet, RemBERT, RoFormer and XLM
-    have attention code of their own, whose classes are swapped. An `nn.TransformerEncoder` still zeroes its padded
-    outputs in inference.
+    argument that Clearhead does not take. DeBERTa, FlauBERT, LayoutLMv3, LUKE, Megatron-BERT, MPNet, RemBERT, RoFormer
+    and XLM have attention code of their own, whose classes are swapped. An `nn.TransformerEncoder` still zeroes its
+    padded outputs in inference.
 
     With ``linears``, every unmodified `torch.nn.Linear` becomes a `clearhead.nn.Linear`, on machines where that may
     choose another GEMM than PyTorch's. A subclass, hook, parametrization, adapter or quantised weight is a

@@ -22,56 +22,16 @@ from .._checks import PLAIN
 from .._native import extension, instruction_set_number
 from .._torch_private import is_batched
 from ..masks._grid import Block, Grid, Offset
+from ._distance_buckets import STEP, DistanceBuckets
 from ._native_arguments import DTYPES, address_of, broadcast_strides
 from ._native_plan import placed
 from ._second_order import OptionalTensors, gradients_through
 
-_STEP = 16  # buckets and features of vectors are padded to multiples of it, as `TABLE_STEP` in C++
-_BEYOND = 48  # distances that the kernel reads beyond the longest text, in lanes without a token
 _UNITS_PER_THREAD = 4  # heads of one group of batch items, of which a thread computes several for an even load
 _LEVELS = 1 << 16  # of the bits that decide about dropout
 
 #: Whether the kernel was built, and so whether `disentangled_attention` can run.
 BUILT = extension is not None
-
-
-@dataclass(frozen=True)
-class DistanceBuckets:
-    """The buckets of distances i − j.
-
-    Args:
-        of_distance: int32 (2 · reach + 1,), rising, from distance −reach on.
-        reversed: the same for vectors in reverse order and distances j − i.
-        count: of the buckets.
-        steep: whether a bucket between two distances is left out.
-    """
-
-    of_distance: Tensor
-    reversed: Tensor
-    count: int
-    steep: bool
-
-    @property
-    def reach(self) -> int:
-        """The largest distance."""
-        return self.of_distance.shape[0] // 2
-
-    def matrix(self, rows: int, keys: int) -> Tensor:
-        """The bucket of each pair, int64 (rows, keys)."""
-        distances = torch.arange(rows)[:, None] - torch.arange(keys)
-        return self.of_distance[distances + self.reach].long()
-
-
-def reach_of(longest: int) -> int:
-    """The distances that `DistanceBuckets` needs for texts of at most so many tokens."""
-    return -(-longest // _STEP) * _STEP + _BEYOND
-
-
-def distance_buckets(of_distance: Tensor) -> DistanceBuckets:
-    """Buckets (2 · reach + 1,) that rise from 0, for the kernel."""
-    of_distance = of_distance.to(torch.int32)
-    count, steep = int(of_distance[-1]) + 1, bool((of_distance.diff() > 1).any())
-    return DistanceBuckets(of_distance, (count - 1 - of_distance).flip(0).contiguous(), count, steep)
 
 
 def disentangled_attention(
@@ -125,7 +85,7 @@ def _for_kernel(vectors: Tensor | None, scale: float, reverse: bool) -> Tensor |
     buckets, features = vectors.shape[1:]
     scaled = (vectors.flip(1) if reverse else vectors) * scale
     # An odd number of steps: rows of a table that lie a power of two apart would share few lines of the cache.
-    return F.pad(scaled, (0, -features % _STEP, 0, (_STEP - buckets) % (2 * _STEP))).contiguous()
+    return F.pad(scaled, (0, -features % STEP, 0, (STEP - buckets) % (2 * STEP))).contiguous()
 
 
 _OPERANDS = "query", "key", "value"

@@ -1,0 +1,50 @@
+"""The buckets of distances between tokens, as disentangled attention reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STEP = 16  #: buckets and features of vectors are padded to multiples of it, as `TABLE_STEP` in C++
+_BEYOND = 48  # distances that the kernel reads beyond the longest text, in lanes without a token
+
+
+@dataclass(frozen=True)
+class DistanceBuckets:
+    """The buckets of distances i − j.
+
+    Args:
+        of_distance: int32 (2 · reach + 1,), rising, from distance −reach on.
+        reversed: the same for vectors in reverse order and distances j − i.
+        count: of the buckets.
+        steep: whether a bucket between two distances is left out.
+    """
+
+    of_distance: Tensor
+    reversed: Tensor
+    count: int
+    steep: bool
+
+    @property
+    def reach(self) -> int:
+        """The largest distance."""
+        return self.of_distance.shape[0] // 2
+
+    def matrix(self, rows: int, keys: int) -> Tensor:
+        """The bucket of each pair, int64 (rows, keys)."""
+        distances = torch.arange(rows)[:, None] - torch.arange(keys)
+        return self.of_distance[distances + self.reach].long()
+
+
+def reach_of(longest: int) -> int:
+    """The distances that `DistanceBuckets` needs for texts of at most so many tokens."""
+    return -(-longest // STEP) * STEP + _BEYOND
+
+
+def distance_buckets(of_distance: Tensor) -> DistanceBuckets:
+    """Buckets (2 · reach + 1,) that rise from 0, for the kernel."""
+    of_distance = of_distance.to(torch.int32)
+    count, steep = int(of_distance[-1]) + 1, bool((of_distance.diff() > 1).any())
+    return DistanceBuckets(of_distance, (count - 1 - of_distance).flip(0).contiguous(), count, steep)
