@@ -7,31 +7,26 @@ attention, an encoder works token by token. Its attention functions receive the 
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import masks
-from .._call.sequences import PackedSequences, read_sequences
 from .._encoder.layers import LeanLayers
 from .._environment import Environment, is_tracing, read_environment, reads_values
-from .._layer.tokens import RealTokens, find_tokens, sequences_between
+from .._layer.tokens import RealTokens
 from .._torch_private import remove_hook
+from ._encoder_call import EncoderCall, by_name, is_padding, read_call
 from ._lean import forget, lean_layers
 from ._lean_families import FAMILIES, parts_in_loop, read_encoder, results_of, run_lean
 from ._packed_row import boundaries_of, running
 from ._row_arguments import arguments_of_row
 from ._unpad_checks import (
-    OF_TOKENS,
     counts_distances,
     has_convolution,
-    runs_in_one_kernel,
-    takes_tokens,
     works_token_by_token,
 )
 
@@ -74,8 +69,6 @@ _HEADS_OF_TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 _HEADS_OF_PADDING = ("ForQuestionAnswering",)
 #: Heads whose loss ignores all labels at padding.
 _HEADS_WITHOUT_PADDING = ("ElectraForPreTraining",)
-#: Arguments of a packed row. The boundaries are first.
-_OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _IGNORED = -100  # the label that PyTorch's cross-entropy ignores
 
 
@@ -197,7 +190,7 @@ def _forward_of_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a head. Its encoder runs padded if labels at padding count in the loss."""
     args = _without_module(head, args)
     before = running.labels_padding
-    running.labels_padding = not is_tracing() and _labels_padding(_by_name(head, args, kwargs))
+    running.labels_padding = not is_tracing() and _labels_padding(by_name(head, args, kwargs))
     try:
         return type(head).forward(head, *args, **kwargs)
     finally:
@@ -207,7 +200,7 @@ def _forward_of_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _labels_padding(arguments: dict[str, Any]) -> bool:
     """Whether a call of a head has labels (B, L) that are not ignored at padding."""
     labels, mask = arguments.get("labels"), arguments.get("attention_mask")
-    if not isinstance(labels, Tensor) or not _is_padding(mask):
+    if not isinstance(labels, Tensor) or not is_padding(mask):
         return False
     if labels.shape != mask.shape:
         return False
@@ -224,7 +217,7 @@ def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *
     args, forward = _without_module(encoder, args), type(encoder).forward
     call = None
     if not is_tracing() and not running.labels_padding:
-        call = _read_call(encoder, _by_name(encoder, args, kwargs))
+        call = read_call(encoder, by_name(encoder, args, kwargs))
     if call is None:
         return forward(encoder, *args, **kwargs)
     environment = read_environment()
@@ -237,70 +230,7 @@ def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *
     return _run_packed(encoder, call) if packs else forward(encoder, *args, **kwargs)
 
 
-class _Call(NamedTuple):
-    """A call of an encoder that can run on one row.
-
-    Args:
-        tokens: the real tokens.
-        arguments: (B, L, …), those of each token, with positions, and those that mean the same for one row.
-        as_tuple: whether it returns a tuple.
-        texts: the boundaries of a row that the caller has packed. Default: none.
-    """
-
-    tokens: RealTokens
-    arguments: dict[str, Any]
-    as_tuple: bool
-    texts: PackedSequences | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it wants the last hidden states alone, without gradients of its inputs."""
-        embedded = self.arguments.get("inputs_embeds")
-        return not self.arguments.get("output_hidden_states") and (embedded is None or not embedded.requires_grad)
-
-    def in_row(self) -> dict[str, Any]:
-        """The arguments for one row (1, T, …)."""
-        return {
-            name: self.tokens.unpad(value)[None] if name in OF_TOKENS else value
-            for name, value in self.arguments.items()
-        }
-
-    def sequences(self) -> PackedSequences:
-        """The texts in the row."""
-        return sequences_between(self.tokens, self.tokens, self.arguments["position_ids"].device)
-
-
-def _read_call(encoder: nn.Module, arguments: dict[str, Any]) -> _Call | None:
-    """The call, or ``None`` if it must run as it is."""
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    mask = arguments.pop("attention_mask", None)
-    boundaries = [arguments.pop(name, None) for name in _OF_ROWS]
-    if mask is None:
-        tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
-        mask = tokens[..., 0] if isinstance(tokens, Tensor) and tokens.dim() == 3 else tokens
-        real = None
-    else:
-        real = mask
-    if not _is_padding(mask) or not takes_tokens(encoder, arguments, mask):
-        return None
-    if (mask.is_cuda and not runs_in_one_kernel(encoder)) or (mask.is_cpu and not reads_values(mask)):
-        return None
-    # Unlike `_layer/unpadding.py`, this compares no costs: all layers share one row, so packing always pays.
-    tokens = find_tokens(None if real is None else real.bool(), mask.shape[0], mask.shape[1])
-    config: Any = encoder.config
-    arguments.setdefault("output_hidden_states", getattr(config, "output_hidden_states", False))
-    return_dict = arguments.pop("return_dict", getattr(config, "return_dict", True))
-    texts = None
-    if boundaries[0] is not None:  # as sentence-transformers packs texts
-        if real is not None or "position_ids" not in arguments:
-            return None
-        row = mask[0, :, None]
-        texts = read_sequences(boundaries[0], boundaries[1], row, row)
-    arguments["position_ids"] = _positions(encoder, arguments, mask)
-    return _Call(tokens, arguments, return_dict is False, texts)
-
-
-def _run_packed(encoder: nn.Module, call: _Call) -> Any:
+def _run_packed(encoder: nn.Module, call: EncoderCall) -> Any:
     """The encoder's own code on one row."""
     boundaries = boundaries_of(call.sequences())
     packed = _Packed(encoder, call.tokens, boundaries, call.as_tuple)
@@ -313,7 +243,7 @@ def _run_packed(encoder: nn.Module, call: _Call) -> Any:
     return packed.unpack(output)
 
 
-def _run_lean(lean: LeanLayers, encoder: nn.Module, call: _Call, environment: Environment, packs: bool) -> Any:
+def _run_lean(lean: LeanLayers, encoder: nn.Module, call: EncoderCall, environment: Environment, packs: bool) -> Any:
     """Clearhead's loop, on one row if `packs`."""
     if packs:
         states = call.tokens.pad(run_lean(lean, encoder, call.in_row(), environment, sequences=call.sequences())[0])
@@ -350,33 +280,3 @@ def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 def _without_module(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[1:] if args and args[0] is module else args  # accelerate's unwrap_model binds it again
-
-
-def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of a model's forward, by name."""
-    return dict(zip(_parameters(type(module)), args, strict=False)) | kwargs
-
-
-@functools.cache
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the positional arguments of a model's forward."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
-
-
-def _is_padding(mask: object) -> TypeGuard[Tensor]:
-    return type(mask) is Tensor and mask.dim() == 2 and (mask.is_cpu or mask.is_cuda) and mask.numel() > 0
-
-
-def _positions(module: nn.Module, arguments: dict[str, Any], mask: Tensor) -> Tensor:
-    """The positions (1 or B, L) of the tokens of the padded batch."""
-    if "position_ids" in arguments:
-        return arguments["position_ids"]
-    # MPNet and descendants of RoBERTa count the tokens that are not the padding token.
-    embeddings: Any = getattr(module, "embeddings", None)
-    for owner in (embeddings, sys.modules[type(embeddings).__module__]):
-        count = getattr(owner, "create_position_ids_from_input_ids", None)
-        if count is not None and "input_ids" in arguments:
-            return count(arguments["input_ids"], embeddings.padding_idx)
-        if count is not None:
-            return torch.arange(mask.shape[1], device=mask.device)[None] + embeddings.padding_idx + 1
-    return torch.arange(mask.shape[1], device=mask.device)[None]
