@@ -57,6 +57,8 @@ _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", lis
 
 #: How many `TorchDispatchMode`s intercept every operation (`make_fx`). They do not intercept an extension.
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
+#: How many `TorchFunctionMode`s intercept every function.
+function_modes: Callable[[], int] = _lookup("_C._len_torch_function_stack", lambda: 1)
 #: Whether `torch.jit.trace` records a graph. `torch.jit.is_tracing` takes longer to say so.
 in_jit_trace: Callable[[], bool] = _lookup("_C._is_tracing", torch.jit.is_tracing)
 #: Whether autocast is enabled for any device.

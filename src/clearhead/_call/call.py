@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._checks import PLAIN, flag
 from .._environment import Environment, read_environment
+from ..errors import ClearheadError
 from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
@@ -103,16 +104,23 @@ class Call:
         It checks only what the key does not hold. `validate` checks the rest, once for all calls of a key.
         """
         query, key, value = self.query, self.key, self.value
-        # The key holds one dtype and one device, and no tensors without strides.
-        for x in (query, key, value):
-            is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
-            if not is_plain or x.dtype is not query.dtype or x.device != query.device:
-                require_tensors(query, key, value)
-                break
-        if self.heads is None and (query.dim() != 4 or key.dim() != 4 or value.dim() != 4):
-            require_shapes(query, key, value)
-            self.query, self.key, self.value = query[None], key[None], value[None]  # (1, H, L, D)
-            self.is_unbatched = True
+        if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+            require_tensors(query, key, value)
+        try:
+            if self.heads is None and (query.dim() != 4 or key.dim() != 4 or value.dim() != 4):
+                require_shapes(query, key, value)
+                self.query, self.key, self.value = query[None], key[None], value[None]  # (1, H, L, D)
+                self.is_unbatched = True
+            self.read_others(environment)
+            self.plan_key = key_of(self)
+        except (ClearheadError, RuntimeError):  # PyTorch's errors are those of tensors without strides
+            require_tensors(query, key, value)  # whose errors come first
+            raise
+        return self
+
+    def read_others(self, environment: Environment) -> None:
+        """Read the options, of which no key holds all."""
+        self.environment = environment
         if self.query_positions is not None:
             self.query_positions = read_positions("query_positions", self.query_positions, self.query)
         if self.key_positions is not None:
@@ -123,9 +131,6 @@ class Call:
         if self.sequences is not None and self.mask is not None:
             require_within(self.mask)
         read_numbers(self)
-        self.environment = environment
-        self.plan_key = key_of(self)
-        return self
 
     @property
     def layout(self) -> Layout:

@@ -14,6 +14,7 @@ Placed = tuple[tuple[int, ...], tuple[int, ...]]  #: shape and strides of a tens
 #: The optional parts of the formula, by their names in `Call`.
 FORMULA = ("softcap", "sinks")
 _NUMBERS = (float, int)
+_STRIDED = torch.strided
 
 
 class Layout(NamedTuple):
@@ -153,7 +154,7 @@ def layout_of(call: Any) -> Layout:
         call.sinks is not None,
         call.dropout_p,
         bool(call.dropout_p) and _is_part(call),
-        _gradients(call) if environment.gradients else (),
+        gradients_of(call) if environment.gradients else (),
         call.lse,
         call.weights,
         None if sequences is None else sequences.count,
@@ -176,38 +177,43 @@ def key_of(call: Any) -> tuple[object, ...] | None:
     # A subclass may hold what no key does, and sizes of a graph are symbols.
     if environment.tracing or not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
-    gradients = _gradients(call) if environment.gradients else ()
-    sized = bool(gradients) or call.weights is not None
-    *key_outer, keys, dim = key.shape
-    *value_outer, values, value_dim = value.shape
-    sequences = call.sequences
+    gradients = gradients_of(call) if environment.gradients else ()
+    weights, sequences, dropout_p = call.weights, call.sequences, call.dropout_p
+    of_key, of_value = key.shape, value.shape
+    keys = of_key[-2]
     return (
         query.shape,
         query.stride(),
-        call.heads,
-        *key_outer,
-        dim,
+        of_key[0],
+        of_key[-3],
+        of_key[-1],
         key.stride(),
-        *value_outer,
-        value_dim,
+        of_value[0],
+        of_value[-3],
+        of_value[-1],
         value.stride(),
-        values == keys,
-        keys if sized else 0,
+        of_value[-2] == keys,
+        keys if gradients or weights is not None else 0,
         query.dtype,
+        query.dtype is key.dtype is value.dtype,
         query.device,
+        # Whether devices are equal takes longer to find out.
+        (query.is_cpu and key.is_cpu and value.is_cpu) or (key.device, value.device),
+        query.layout is key.layout is value.layout is _STRIDED,
         query.is_neg() or key.is_neg() or value.is_neg(),
+        call.heads,
         call.scale,
         call.softcap,
-        call.dropout_p,
+        dropout_p,
         call.lse,
-        call.weights,
+        weights,
         call.sinks is None,
         gradients,
         None if sequences is None else (sequences.count, sequences.cu_seqlens_q is sequences.cu_seqlens_k),
         environment.transformed,
         environment.dispatching,
         # Without dropout, seed and offset would only keep equal calls from sharing a plan.
-        call.dropout_p and _is_part(call),
+        dropout_p and _is_part(call),
     )
 
 
@@ -236,7 +242,8 @@ def has_contiguous_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> boo
     return strides[-1] == 1 or shape[-1] <= 1
 
 
-def _gradients(call: Any) -> tuple[bool, ...]:
+def gradients_of(call: Any) -> tuple[bool, ...]:
+    """Which of the inputs of a call need a gradient; empty if none does."""
     # Where no input needs one, calls with and without `no_grad` share a plan.
     wanted = tuple([tensor.requires_grad for tensor in call.inputs])
     return wanted if True in wanted else ()

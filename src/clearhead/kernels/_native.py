@@ -17,7 +17,7 @@ from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ..masks._structure import Band
 from ._base import Kernel, Plan, Refusal
-from ._native_arguments import FAR, NativeArguments
+from ._native_arguments import FAR, NativeArguments, addresses_of
 from ._native_masks import lower_mask
 from ._native_operator import count_flops
 from ._native_plan import NativePlan, cached_plan, placed, plan_of
@@ -33,6 +33,7 @@ from ._second_order import (
 from ._weights_gradient import weights_by_operations, weights_gradients
 
 _NO_LIMITS = Band(-FAR, FAR, FAR)
+_NO_MASK = None, None, None, None  # first, last, visible and bias of a band
 
 
 @final
@@ -110,10 +111,12 @@ def _lowered(bound: BoundMask) -> dict[str, Any]:
 def _compute_output(planned: NativePlan, call: Call) -> Results:
     """The output of a call whose mask is a band."""
     limits = _NO_LIMITS if call.mask is None else cast(Band, call.bound.band)
-    if call.sinks is call.seed is call.sequences is None:
-        return Results(planned.compute(call.query, call.key, call.value, limits, ()))
-    arguments = _addressed(call)
-    return Results(planned.compute(*arguments[:3], limits, arguments.addresses_of_others()))
+    sinks, sequences, others = call.sinks, call.sequences, ()
+    if not (sinks is call.seed is sequences is None):
+        bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+        sinks = None if sinks is None else sinks.float()
+        others = addresses_of((sinks, *_NO_MASK, call.seed, *bounds), call.offset)
+    return Results(planned.compute(call.query, call.key, call.value, limits, others))
 
 
 def arguments_of(call: Call) -> NativeArguments:

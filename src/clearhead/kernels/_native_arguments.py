@@ -74,7 +74,7 @@ class NativeArguments(NamedTuple):
         _, _, _, sinks, first, _, visible, bias, seed, cu_seqlens_q, *_ = self
         if sinks is first is visible is bias is seed is cu_seqlens_q is None:
             return ()
-        return *map(address_of, self[3:11]), *(self.offset or _NO_OFFSET)
+        return addresses_of(self[3:11], self.offset)
 
 
 class BackwardArguments(NamedTuple):
@@ -99,6 +99,11 @@ _NO_OFFSET = Offset(0)  # as many heads as the plan has
 def address_of(tensor: Tensor | None) -> int:
     """The address of the first element, or 0 without a tensor."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def addresses_of(others: Sequence[Tensor | None], offset: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The arguments after the band, of tensors in the order of `NativeArguments` from its sinks on."""
+    return *map(address_of, others), *(offset or _NO_OFFSET)
 
 
 OPERANDS = "threads", "query", "key", "value", "output", "lse", "keys", "low", "high", "stop"

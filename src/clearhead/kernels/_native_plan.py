@@ -182,9 +182,23 @@ class NativePlan:
         """
         if self._copies:
             query, key, value = self._with_whole_rows(query, key, value)
-        output = self.empty_output(query)
-        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), 0
-        self._call(self._forward, addresses, key.shape[-2], limits, others)
+        output = query.new_empty_strided(self._shape, self._strides)
+        if self._output_dtype is not self._dtype:
+            output = self.empty_output(query)
+        keys = key.shape[-2]
+        self._forward(
+            self._plan,
+            instruction_set_number(),
+            1 if keys <= self._most_keys_of_one else torch.get_num_threads(),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+            0,
+            keys,
+            *limits,
+            *others,
+        )
         return output
 
     def empty_output_gradient(self, like: Tensor) -> Tensor:
