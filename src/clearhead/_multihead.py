@@ -211,7 +211,8 @@ class MultiHeadAttention(nn.Module):
                 options = mask, positions, cache, need_weights, average_attn_weights
                 output, weights = self.sequence_shard.call(self, query, key, value, *options)
                 return output if weights is None else (output, weights)
-            wanted = weights_wanted(need_weights, average_attn_weights)
+            default = need_weights is False and average_attn_weights is True
+            wanted = None if default else weights_wanted(need_weights, average_attn_weights)
             environment = read_environment()
             if self.head_shard is not None and mask is not None:
                 mask = self.head_shard.mask(as_mask(mask))
@@ -222,7 +223,10 @@ class MultiHeadAttention(nn.Module):
                 require_cache(cache, self.position)
             layer = layer_of(self, environment)
             if cache is None or cache.get() is None:
-                key, value = complete(query, key, value)
+                if key is None is value:
+                    key = value = query  # self-attention
+                else:
+                    key, value = complete(query, key, value)
                 if not layer.fits(query, key, value, environment):
                     require_inputs(self, query, key, value, layer.linears)
             else:  # a memory whose keys are projected already
@@ -290,7 +294,9 @@ def layer_of(
                 return q, None, None
             k, v = call(modules["k_proj"], key, environment), call(modules["v_proj"], value, environment)
         else:
-            q, k, v = (multiply(query, *linears[:2]), multiply(key, *linears[2:4]), multiply(value, *linears[4:6]))
+            q_weight, q_bias, k_weight, k_bias, v_weight, v_bias, _, _ = linears
+            q = multiply(query, q_weight, q_bias)
+            k, v = multiply(key, k_weight, k_bias), multiply(value, v_weight, v_bias)
         if q.shape[-1] != inner or k.shape[-1] != kv_inner or v.shape[-1] != kv_inner:
             raise unfit_projections((q, k, v), inner, kv_inner)
         return q, k, v

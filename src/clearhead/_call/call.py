@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._checks import PLAIN, flag
+from .._checks import PLAIN, flag, number
 from .._environment import Environment, read_environment
 from ..errors import ClearheadError
 from ..masks._base import Mask
@@ -18,10 +18,12 @@ from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
 from .heads import split_heads
-from .layout import Layout, key_of, layout_of, read_numbers
+from .layout import Layout, key_of, layout_of
 from .saved import restored, restored_biases, restored_sinks, with_saved
 from .sequences import PackedSequences, require_within
 from .validation import NO_SINK, read_positions, read_sinks, require_numbers, require_shapes, require_tensors
+
+_NUMBERS = (float, int)
 
 
 class Results(NamedTuple):
@@ -130,7 +132,15 @@ class Call:
             self.sinks = read_sinks(self.sinks, self.query, self.heads[0] if self.heads else self.query.shape[1])
         if self.sequences is not None and self.mask is not None:
             require_within(self.mask)
-        read_numbers(self)
+        # Plans are found by Python's numbers, to which valid ones of other types are equal. `validate` checks ranges.
+        if self.scale is not None and type(self.scale) is not float:
+            self.scale = number("scale", self.scale, "a finite number, or None for 1/√D", lambda _: True)
+        if self.softcap is not None and type(self.softcap) is not float:
+            self.softcap = number("softcap", self.softcap, "a number > 0, or None", lambda _: True)
+        if type(self.dropout_p) not in _NUMBERS:
+            self.dropout_p = number("dropout_p", self.dropout_p, "a probability in [0, 1]", lambda _: True)
+        if self.lse is not False and self.lse is not True:
+            self.lse = flag("return_lse", self.lse)
 
     @property
     def layout(self) -> Layout:

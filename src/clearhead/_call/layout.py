@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import PLAIN, flag, number
+from .._checks import PLAIN
 
 Placed = tuple[tuple[int, ...], tuple[int, ...]]  #: shape and strides of a tensor
 #: The optional parts of the formula, by their names in `Call`.
 FORMULA = ("softcap", "sinks")
-_NUMBERS = (float, int)
 _STRIDED = torch.strided
 
 
@@ -110,19 +109,6 @@ class Layout(NamedTuple):
         return 0 in self.query or 0 in self.key or 0 in self.value
 
 
-def read_numbers(call: Any) -> None:
-    """Give a call its numbers as Python's, by which plans are found. `validate` checks their ranges."""
-    # Numbers of other types are equal to floats that are valid.
-    if call.scale is not None and type(call.scale) is not float:
-        call.scale = number("scale", call.scale, "a finite number, or None for 1/√D", lambda _: True)
-    if call.softcap is not None and type(call.softcap) is not float:
-        call.softcap = number("softcap", call.softcap, "a number > 0, or None", lambda _: True)
-    if type(call.dropout_p) not in _NUMBERS:
-        call.dropout_p = number("dropout_p", call.dropout_p, "a probability in [0, 1]", lambda _: True)
-    if call.lse is not False and call.lse is not True:
-        call.lse = flag("return_lse", call.lse)
-
-
 def layout_of(call: Any) -> Layout:
     """The layout of a call that was read. Its sizes and numbers need not be valid yet."""
     query, key, value, mask, sequences = call.query, call.key, call.value, call.mask, call.sequences
@@ -188,11 +174,8 @@ def key_of(call: Any) -> tuple[object, ...] | None:
         of_key[-3],
         of_key[-1],
         key.stride(),
-        of_value[0],
-        of_value[-3],
-        of_value[-1],
         value.stride(),
-        of_value[-2] == keys,
+        of_value == of_key or (of_value[0], of_value[-3], of_value[-1], of_value[-2] == keys),
         keys if gradients or weights is not None else 0,
         query.dtype,
         query.dtype is key.dtype is value.dtype,

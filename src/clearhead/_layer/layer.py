@@ -26,7 +26,7 @@ from .operands import Operands, called, heads_of
 from .plan import Show, attend
 from .positions import PositionPart, positions_of_keys, positions_of_queries, require_one_length, with_hidden
 from .unmodified import Linears, apply_linear
-from .unpadding import Unpadded, unpad
+from .unpadding import Unpadded, keeps_padding, unpad
 
 
 @dataclass(slots=True)
@@ -118,7 +118,8 @@ class Layer:
             grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
             bound = bind(mask, grid)
             # Only a mask marks padding, and returned weights have rows and columns for it.
-            if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
+            small = plan is not None and plan.keeps_padding
+            if not small and self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
                 unpadded = self._unpadded(bound, (query, key, value), self.head_dim, environment)
                 if unpadded is not None:
                     return self._run_unpadded(unpadded, query, key, value, environment), None
@@ -192,21 +193,23 @@ class Layer:
             # First, so that a process without weights waits in the output's exchange instead of returning.
             weights = self.all_heads(weights)
         if not batched:
-            output = self._project_out(merge_heads(mixed.squeeze(0)), environment)  # (L, E)
-        elif self.batch_first:
-            merged = mixed if mixed.dim() == 3 else mixed.transpose(1, 2).flatten(2)  # (B, L, H·Dv)
-            output = self._project_out(merged, environment)  # (B, L, E)
-        else:
+            merged = merge_heads(mixed.squeeze(0))  # (L, H·Dv)
+        elif not self.batch_first:
             # The GEMM then writes (L, B, E), and transposing it back for a sequence-first module copies nothing.
             merged = mixed.transpose(0, 1) if mixed.dim() == 3 else mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
-            output = self._project_out(merged, environment).transpose(0, 1)
-        return output, weights if weights is None or batched else weights.squeeze(0)
-
-    def _project_out(self, mixed: Tensor, environment: Environment) -> Tensor:
-        """(…, H·Dv) → (…, E)."""
+        elif mixed.dim() == 3:
+            merged = mixed
+        elif self.plan is not None and mixed.shape[2] == 1:
+            merged = mixed.reshape(mixed.shape[0], 1, mixed.shape[1] * mixed.shape[3])  # (B, 1, H·Dv)
+        else:
+            merged = mixed.transpose(1, 2).flatten(2)  # (B, L, H·Dv)
         if self.plan is None or self.linears is None:
-            return apply_linear(self.out_proj, mixed, environment)
-        return self.multiply(mixed, self.linears[-2], self.linears[-1])
+            output = apply_linear(self.out_proj, merged, environment)  # (…, E)
+        else:
+            output = self.multiply(merged, self.linears[-2], self.linears[-1])
+        if batched and not self.batch_first:
+            output = output.transpose(0, 1)
+        return output, weights if weights is None or batched else weights.squeeze(0)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
@@ -227,8 +230,10 @@ class Layer:
         self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, environment: Environment
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projections with heads, norms and positions."""
-        q, k = heads_of(q, self.num_heads, self.q_norm), heads_of(k, self.num_kv_heads, self.k_norm)
-        v = heads_of(v, self.num_kv_heads, None)
+        one_row = q.shape[-2] == k.shape[-2] == 1 and not environment.tracing and self.plan is not None
+        q = heads_of(q, self.num_heads, self.q_norm, one_row=one_row)
+        k = heads_of(k, self.num_kv_heads, self.k_norm, one_row=one_row)
+        v = heads_of(v, self.num_kv_heads, None, one_row=one_row)
         if self.position is not None:
             require_one_length(q.shape[2], k.shape[2])
             q, k = self.position(q, k, positions)
@@ -271,10 +276,13 @@ class Layer:
         self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], head_dim: int, environment: Environment
     ) -> Unpadded | None:
         """The tokens of a padded batch, if leaving the padding out is faster."""
+        heads = self.num_heads, self.num_kv_heads, head_dim
+        if self.plan is not None:
+            self.plan.keeps_padding = keeps_padding(inputs, heads)
         return unpad(
             bound,
             inputs,
-            (self.num_heads, self.num_kv_heads, head_dim),
+            heads,
             environment,
             parts=(*self.projections, self.q_norm, self.k_norm, self.position),
             side_by_side=self.position is not None,

@@ -22,13 +22,15 @@ _STRIDED = torch.strided
 class LayerPlan:
     """What all calls of a module with one key share. It holds no tensor, mask or module."""
 
-    __slots__ = ("attention", "fits", "multiply")
+    __slots__ = ("attention", "fits", "keeps_padding", "multiply")
 
     def __init__(self) -> None:
         #: The GEMM of its projections.
         self.multiply: Multiply | None = None
         #: Whether the module has checked inputs of this key, which then fit in every call.
         self.fits = False
+        #: Whether so few tokens are cheaper with their padding.
+        self.keeps_padding = False
         #: What is known about the attention inside, by the layout of the projections.
         self.attention: dict[Hashable, Known] = {}
 
@@ -72,6 +74,6 @@ def _plan_of_key(*key: Hashable) -> LayerPlan:
 
 def _layout_of(x: Tensor) -> tuple[object, ...] | None:
     """What determines the layout of an input's projection, besides the weight; ``None`` of other inputs."""
-    if type(x) is not Tensor or x.is_nested or x.layout is not _STRIDED:
+    if type(x) is not Tensor or x.is_nested or x.layout is not _STRIDED or x.dim() < 2:
         return None
     return x.shape, x.stride(), x.dtype, x.device

@@ -43,9 +43,11 @@ def called(mask: Mask) -> Mask:
     return cast(Mask, all_of([*called]))
 
 
-def heads_of(x: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
-    """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D), normed."""
-    if x.dim() == 3:
+def heads_of(x: Tensor, num_heads: int, norm: nn.Module | None, *, one_row: bool = False) -> Tensor:
+    """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D), normed. Of one row heads are split in one step."""
+    if one_row and x.dim() == 3:
+        heads = x.view(x.shape[0], num_heads, 1, x.shape[2] // num_heads)
+    elif x.dim() == 3:
         # Not `split_heads`, whose checks cost small calls as much as the view. Projections always fit.
         batch, length, features = x.shape
         heads = x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)

@@ -87,11 +87,11 @@ def _observed(call: Call, plan: Plan, show: Show | None) -> Results:
 
 
 def _plan_in_layer(call: Call, environment: Environment, known: dict[Hashable, Known]) -> Plan:
-    """The plan of a layer's call. The layer's key determines strides, type and device of its projections."""
+    """The plan of a layer's call. The layer's key determines strides, dtype and device of its projections."""
     query, key, value = call.query, call.key, call.value
-    gradients = gradients_of(call) if environment.gradients else ()
-    layout = query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype, gradients
-    found = known.get(layout)
+    layout = query.shape, key.shape, value.shape, gradients_of(call) if environment.gradients else ()
+    # A bias of another type may make projections of its own.
+    found = known.get(layout) if type(query) is type(key) is type(value) is Tensor else None
     if found is None:
         of_call = call.read(environment).plan_key
         if of_call is not None:

@@ -208,11 +208,12 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _layer(self, query: Tensor, environment: Environment) -> Layer:
         """The call of the module, as far as it does not depend on its arguments but for whether they have a batch."""
         heads, out_proj = self.num_heads, vars(self)["_modules"]["out_proj"]
+        weight, bias = _parameter(self, "in_proj_weight"), _parameter(self, "in_proj_bias")
         sequence_first = not self.batch_first and not (isinstance(query, Tensor) and query.dim() == 2)
         options = {"dropout_p": self.dropout if self.training else 0.0}
         appended = self._appended
         return Layer(
-            partial(self._project, sequence_first),
+            partial(self._project, sequence_first, weight, bias, appended),
             out_proj,
             heads,
             heads,
@@ -221,36 +222,44 @@ class MultiheadAttention(nn.MultiheadAttention):
             # Appended keys belong to no token, so packed sequences cannot hold them.
             head_dim=None if appended else self.embed_dim // heads,
             batch_first=not sequence_first,
-            linears=self._linears(out_proj, environment),
+            linears=_linears(weight, bias, out_proj, environment),
             settings=(self.batch_first, heads, self.embed_dim, appended, self.add_zero_attn, options["dropout_p"]),
             multiply=linear_of_any_bias,
         )
 
-    def _linears(self, out_proj: nn.Module, environment: Environment) -> Linears | None:
-        """The parameters of the projections, for a plan; ``None`` if there may be none."""
-        if environment.tracing or environment.module_hooks:
-            return None
-        weight, bias, of_output = _parameter(self, "in_proj_weight"), _parameter(self, "in_proj_bias"), None
-        if weight is not None and (bias is None or bias.dtype is weight.dtype):
-            of_output = parameters_of(out_proj)
-        return None if of_output is None else [weight, bias, of_output["weight"], of_output["bias"]]
-
     def _project(
-        self, sequence_first: bool, query: Tensor, key: Tensor | None, value: Tensor | None, multiply: Multiply
+        self,
+        sequence_first: bool,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        appended: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        multiply: Multiply,
     ) -> Inputs:
         inputs = cast(Inputs, (query, key, value))
         batched = query.dim() == 3
         if sequence_first and batched:  # as they are in memory
             inputs = _each(inputs, lambda x: x.transpose(0, 1))
-        weight, bias = _parameter(self, "in_proj_weight"), _parameter(self, "in_proj_bias")
         separate = () if weight is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         q, k, v = project(*inputs, weight, bias, separate, multiply)
         if sequence_first and batched:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        if batched:
-            appended = _parameter(self, "bias_k"), _parameter(self, "bias_v")
-            k, v = append_keys(k, v, *appended, self.add_zero_attn)  # (N, S′, E)
+        if batched and appended:
+            learned = _parameter(self, "bias_k"), _parameter(self, "bias_v")
+            k, v = append_keys(k, v, *learned, self.add_zero_attn)  # (N, S′, E)
         return q, k, v
+
+
+def _linears(
+    weight: Tensor | None, bias: Tensor | None, out_proj: nn.Module, environment: Environment
+) -> Linears | None:
+    """The parameters of the projections, for a plan; ``None`` if there may be none."""
+    if environment.tracing or environment.module_hooks or weight is None:
+        return None
+    of_output = parameters_of(out_proj) if bias is None or bias.dtype is weight.dtype else None
+    return None if of_output is None else [weight, bias, of_output["weight"], of_output["bias"]]
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:
