@@ -89,6 +89,9 @@ reduce_scatter_single: Any = _lookup(
     "distributed.reduce_scatter_single", _lookup("distributed.reduce_scatter_tensor", None)
 )
 
+#: The attribute that `nn.Module.compile` sets.
+COMPILED_CALL = "_compiled_call_impl"
+
 _mode_of: Callable[[Any], Any] = _lookup("_C._get_dispatch_mode", lambda _: None)
 _VALUELESS = tuple(_lookup(f"_C._TorchDispatchModeKey.{name}", None) for name in ("FAKE", "PROXY"))
 _fake: type | tuple[()] = _lookup("_subclasses.FakeTensor", ())
@@ -262,20 +265,20 @@ def skips_idle_hook(hook: Callable[..., None]) -> Callable[[type[Kind]], type[Ki
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` has replaced what calling the module does."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return getattr(module, COMPILED_CALL, None) is not None
 
 
 @contextmanager
 def calls_uncompiled(modules: Iterable[nn.Module]) -> Generator[None, None, None]:
     """Undo `nn.Module.compile` inside the block."""
-    compiled = {module: vars(module)["_compiled_call_impl"] for module in modules if is_compiled(module)}
+    compiled = {module: vars(module)[COMPILED_CALL] for module in modules if is_compiled(module)}
     try:
         for module in compiled:
-            vars(module)["_compiled_call_impl"] = None
+            vars(module)[COMPILED_CALL] = None
         yield
     finally:
         for module, call in compiled.items():
-            vars(module)["_compiled_call_impl"] = call
+            vars(module)[COMPILED_CALL] = call
 
 
 def as_written(function: object) -> Any:

@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._checks import PLAIN
 from .._environment import Environment
-from .._torch_private import any_global_hook, is_compiled
+from .._torch_private import COMPILED_CALL, any_global_hook, is_compiled
 from ..positions._rotary import Rotary
 from .linear import Linear, linear, require_linear
 
@@ -55,7 +55,7 @@ def parameters_of(module: nn.Module) -> dict[str, Any] | None:
         or fields["_backward_hooks"]
         or fields["_backward_pre_hooks"]
         or "forward" in fields
-        or fields.get("_compiled_call_impl") is not None
+        or fields.get(COMPILED_CALL) is not None
         or parameters.get("weight") is None
         or "bias" not in parameters
     ):
