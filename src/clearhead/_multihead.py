@@ -228,7 +228,7 @@ class MultiHeadAttention(nn.Module):
                 else:
                     key, value = complete(query, key, value)
                 if not layer.fits(query, key, value, environment):
-                    require_inputs(self, query, key, value, layer.linears)
+                    require_inputs(self, query, key, value, environment)
             else:  # a memory whose keys are projected already
                 require_features("query", query, self.q_proj)
             output, weights = layer.run(query, key, value, mask, environment, positions, cache, wanted)

@@ -9,14 +9,17 @@ from torch import Tensor, nn
 from ._call.caching import Cache
 from ._call.naming import add_module
 from ._checks import module, size
-from ._environment import cast_for_autocast
-from ._layer.linear import require_same, require_tokens
-from ._layer.unmodified import Linears, has_hooks, inputs_fit, is_unmodified
+from ._environment import Environment, cast_for_autocast
+from ._layer.linear import Linear, require_same, require_tokens
+from ._layer.unmodified import has_hooks, inputs_fit, is_unmodified
 from ._torch_private import any_global_hook
 from .caches._kv import CrossKVCache
 from .errors import ArgumentError, ClearheadError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 from .masks._grid import Offset
+
+#: Layers whose weight determines the inputs that they accept.
+_LINEARS = (Linear, nn.Linear)
 
 
 def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -46,13 +49,15 @@ def one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tenso
     return source
 
 
-def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor, linears: Linears | None) -> None:
-    """Raise unless the projections accept the inputs, and these belong together.
-
-    `linears` are the parameters of the projections, if all of them are unmodified.
-    """
-    if linears is not None and inputs_fit(query, key, value, (linears[0], linears[2], linears[4])):
-        return
+def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> None:
+    """Raise unless the projections accept the inputs, and these belong together."""
+    modules = vars(module)["_modules"]
+    q, k, v = modules.get("q_proj"), modules.get("k_proj"), modules.get("v_proj")
+    if not environment.tracing and type(q) in _LINEARS and type(k) in _LINEARS and type(v) in _LINEARS:
+        # Read from the dictionaries: attributes of modules are looked up in three of them first.
+        q, k, v = vars(q)["_parameters"], vars(k)["_parameters"], vars(v)["_parameters"]
+        if inputs_fit(query, key, value, (q.get("weight"), k.get("weight"), v.get("weight"))):
+            return
     require_features("query", query, module.q_proj)
     require_features("key", key, module.k_proj)
     require_features("value", value, module.v_proj)

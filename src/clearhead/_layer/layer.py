@@ -115,12 +115,12 @@ class Layer:
                 return self._run_at_positions(query, key, value, mask, environment, positions, cache, weights)
         bound = None
         if mask is not None and key is not None and not environment.tracing:
-            grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
+            *batch, length, _ = query.shape
+            grid = Grid(batch[0] if batch else 1, self.num_heads, length, key.shape[-2], query.device)
             bound = bind(mask, grid)
             # Only a mask marks padding, and returned weights have rows and columns for it.
-            small = plan is not None and plan.keeps_padding
-            if not small and self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
-                unpadded = self._unpadded(bound, (query, key, value), self.head_dim, environment)
+            if value is not None and weights is None and (plan is None or not plan.keeps_padding):
+                unpadded = self._unpadded(bound, (query, key, value), environment)
                 if unpadded is not None:
                     return self._run_unpadded(unpadded, query, key, value, environment), None
         q, k, v = self.project(query, key, value, self.multiply)
@@ -273,9 +273,12 @@ class Layer:
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 
     def _unpadded(
-        self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], head_dim: int, environment: Environment
+        self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], environment: Environment
     ) -> Unpadded | None:
         """The tokens of a padded batch, if leaving the padding out is faster."""
+        head_dim = self.head_dim
+        if head_dim is None or inputs[0].dim() != 3:
+            return None
         heads = self.num_heads, self.num_kv_heads, head_dim
         if self.plan is not None:
             self.plan.keeps_padding = keeps_padding(inputs, heads)

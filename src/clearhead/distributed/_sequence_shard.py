@@ -109,7 +109,7 @@ class LocalSequence(OfThisProcess):
                 fix = "The first call needs it; later ones with the same cache do not."
                 raise ArgumentError("key", expected="this process's part of the memory", got="None", fix=fix)
             key, value = complete(query, key, value)
-            require_inputs(module, query, key, value, layer_of(module, environment).linears)
+            require_inputs(module, query, key, value, environment)
         else:  # a memory whose keys are projected already
             require_features("query", query, module.q_proj)
             key = value = query
