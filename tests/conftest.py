@@ -76,6 +76,7 @@ from tests.support.native import FLOAT_SETS, use_instruction_set  # noqa: E402  
 def _seeded() -> None:
     torch.manual_seed(20170612)
     clearhead._layer.plan._plans_of.cache_clear()  # some tests change what kernels say
+    clearhead._layer.layer_plan._plan_of_key.cache_clear()
 
 
 @pytest.fixture(name="small_blocks")

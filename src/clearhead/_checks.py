@@ -80,6 +80,8 @@ def integer(name: str, value: object, *, least: int, most: float = LARGEST, expe
         DTypeError: if it is no int.
         ArgumentError: if it is out of bounds.
     """
+    if type(value) is int and least <= value <= most:
+        return value
     expected = expected or f"an int ≥ {least}"
     given = _python_int(name, value, expected, fix)
     if isinstance(given, Tensor) or least <= given <= most:

@@ -126,14 +126,21 @@ class Environment(NamedTuple):
     kernel: Any
 
 
+#: Nothing surrounds a call, without gradients and with them.
+_QUIET = tuple(Environment(False, False, False, False, False, gradients, False, None) for gradients in (False, True))
+
+
 def read_environment() -> Environment:
     """The environment of the call that runs now."""
-    if is_tracing():  # what a graph holds must not depend on what else surrounds its first call
+    if torch.compiler.is_compiling() or in_jit_trace():  # what a graph holds must not depend on what else surrounds it
         grad = torch.is_grad_enabled()
         return Environment(True, any_transform(), False, False, False, grad, False, forced_kernels.value)
-    observed = bool(state.observers) and not state.computing and bool(listening())
-    around = any_transform(), dispatch_modes() > 0, any_autocast(), any_global_hook(), torch.is_grad_enabled()
-    return Environment(False, *around, observed, forced_kernels.value)
+    kernel, observers, transformed = forced_kernels.value, state.observers, any_transform()
+    if not (transformed or dispatch_modes() or any_autocast() or any_global_hook() or observers or kernel is not None):
+        return _QUIET[torch.is_grad_enabled()]
+    observed = bool(observers) and not state.computing and bool(listening())
+    around = transformed, dispatch_modes() > 0, any_autocast(), any_global_hook(), torch.is_grad_enabled()
+    return Environment(False, *around, observed, kernel)
 
 
 def is_tracing() -> bool:

@@ -16,6 +16,7 @@ from ._checks import flag, is_finite, is_probability, number, require_factory, s
 from ._environment import Environment, cast_for_autocast, read_environment
 from ._latent_forms import LatentSizes, latent_form
 from ._layer.layer import Layer
+from ._layer.linear import Multiply
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
 from ._multihead_checks import (
@@ -237,7 +238,7 @@ class MultiHeadLatentAttention(nn.Module):
             return recorded_module(self, error, locals())
 
     def _layer(self, environment: Environment) -> Layer:
-        def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
+        def project(query: Tensor, key: Tensor | None, value: Tensor | None, _: Multiply) -> tuple[Tensor, Any, Any]:
             """Queries (…, H·(Dn + Dr)), and latents beside rotary keys (…, R + Dr), which one cache entry holds."""
             q = apply_linear(self.q_proj, query, environment)
             if key is None:

@@ -18,9 +18,9 @@ from ._checks import flag, is_finite, is_positive, is_probability, number, numbe
 from ._environment import Environment, read_environment
 from ._layer.jagged import calling_with, is_jagged, read_jagged, refuse_jagged
 from ._layer.layer import Layer
-from ._layer.linear import Linear
+from ._layer.linear import Linear, Multiply
 from ._layer.positions import PositionPart
-from ._layer.unmodified import apply_linear, takes_packed
+from ._layer.unmodified import apply_linear, parameters_of_all, takes_packed
 from ._multihead_checks import (
     cache_place,
     complete,
@@ -41,6 +41,8 @@ from .caches._kv import KVCache
 from .errors import ClearheadError
 from .masks._base import Mask
 from .masks._tensors import as_mask
+
+_PROJECTIONS = "q_proj", "k_proj", "v_proj", "out_proj"
 
 
 class MultiHeadAttention(nn.Module):
@@ -209,23 +211,27 @@ class MultiHeadAttention(nn.Module):
                 options = mask, positions, cache, need_weights, average_attn_weights
                 output, weights = self.sequence_shard.call(self, query, key, value, *options)
                 return output if weights is None else (output, weights)
-            wanted = weights_wanted(need_weights, average_attn_weights)
+            default = need_weights is False and average_attn_weights is True
+            wanted = None if default else weights_wanted(need_weights, average_attn_weights)
             environment = read_environment()
             if self.head_shard is not None and mask is not None:
                 mask = self.head_shard.mask(as_mask(mask))
-            if is_jagged(query, key, value):
+            if (type(query) is not Tensor or query.is_nested or key is not None) and is_jagged(query, key, value):
                 refuse_jagged(positions=positions, cache=cache, need_weights=wanted is not None)
                 return self._run_jagged(query, *complete(query, key, value), mask, environment)
             if cache is not None:
                 require_cache(cache, self.position)
+            layer = layer_of(self, environment)
             if cache is None or cache.get() is None:
-                key, value = complete(query, key, value)
-                require_inputs(self, query, key, value, environment)
+                if key is None is value:
+                    key = value = query  # self-attention
+                else:
+                    key, value = complete(query, key, value)
+                if not layer.fits(query, key, value, environment):
+                    require_inputs(self, query, key, value, environment)
             else:  # a memory whose keys are projected already
                 require_features("query", query, self.q_proj)
-            output, weights = layer_of(self, environment).run(
-                query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
-            )
+            output, weights = layer.run(query, key, value, mask, environment, positions, cache, wanted)
             return output if weights is None else (output, weights)
         except ClearheadError as error:
             add_module(error, self)
@@ -266,6 +272,7 @@ def layer_of(
     """The call of a module, as far as it does not depend on its arguments. `call` applies the input projections."""
     fields: dict[str, Any] = vars(module)  # attributes of modules are looked up slowly
     modules = fields["_modules"]
+    linears = parameters_of_all(modules, _PROJECTIONS, environment) if call is apply_linear else None
     shard, heads, kv_heads, head_dim = module.head_shard, module.num_heads, module.num_kv_heads, module.head_dim
     own = fields["_parameters"]  # a parametrized one is elsewhere
     sinks = own.get("sinks") if "sinks" in own else module.sinks
@@ -274,16 +281,22 @@ def layer_of(
         heads, kv_heads, mask = shard.num_heads, shard.num_kv_heads, shard.mask(mask)
         sinks = None if sinks is None else shard.local(sinks)
         offset = shard.offset if dropout_p else None
+        linears = None  # inputs enter a shard through exchanges
     inner, kv_inner = heads * head_dim, kv_heads * head_dim
+    scale, softcap = module.scale, module.softcap
 
-    def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
+    def project(query: Tensor, key: Tensor | None, value: Tensor | None, multiply: Multiply) -> tuple[Tensor, Any, Any]:
         if shard is not None:
             query, key, value = cast("tuple[Tensor, Any, Any]", shard.enter(query, key, value))
-        q = call(modules["q_proj"], query, environment)
-        if key is None or value is None:
-            return q, None, None
-        k = call(modules["k_proj"], key, environment)
-        v = call(modules["v_proj"], value, environment)
+        if linears is None or key is None or value is None:
+            q = call(modules["q_proj"], query, environment)
+            if key is None or value is None:
+                return q, None, None
+            k, v = call(modules["k_proj"], key, environment), call(modules["v_proj"], value, environment)
+        else:
+            q_weight, q_bias, k_weight, k_bias, v_weight, v_bias, _, _ = linears
+            q = multiply(query, q_weight, q_bias)
+            k, v = multiply(key, k_weight, k_bias), multiply(value, v_weight, v_bias)
         if q.shape[-1] != inner or k.shape[-1] != kv_inner or v.shape[-1] != kv_inner:
             raise unfit_projections((q, k, v), inner, kv_inner)
         return q, k, v
@@ -294,13 +307,17 @@ def layer_of(
         heads,
         kv_heads,
         mask,
-        {"scale": module.scale, "softcap": module.softcap, "sinks": sinks, "dropout_p": dropout_p, "offset": offset},
+        {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p, "offset": offset},
         (modules["q_proj"], modules["k_proj"], modules["v_proj"]),
         module.q_norm,
         module.k_norm,
         module.position,
         # Within the sequences of an unpadded batch dropout counts anew, which an offset among the heads of the whole
         # module does not describe: each process would drop different weights. Padding then stays in.
-        head_dim=head_dim if offset is None else None,
-        all_heads=None if shard is None else shard.all_weights,
+        head_dim if offset is None else None,
+        True,
+        None,
+        None if shard is None else shard.all_weights,
+        linears,
+        (heads, kv_heads, head_dim, scale, softcap, dropout_p, sinks is None),
     )

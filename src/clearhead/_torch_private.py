@@ -62,6 +62,8 @@ _compiled_call: Callable[[dict[str, Any]], Any] = methodcaller("get", "_compiled
 
 #: How many `TorchDispatchMode`s intercept every operation (`make_fx`). They do not intercept an extension.
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
+#: How many `TorchFunctionMode`s intercept every function.
+function_modes: Callable[[], int] = _lookup("_C._len_torch_function_stack", lambda: 1)
 #: Whether `torch.jit.trace` records a graph. `torch.jit.is_tracing` takes longer to say so.
 in_jit_trace: Callable[[], bool] = _lookup("_C._is_tracing", torch.jit.is_tracing)
 #: Whether autocast is enabled for any device.
@@ -91,6 +93,9 @@ all_gather_single: Any = _lookup("distributed.all_gather_single", _lookup("distr
 reduce_scatter_single: Any = _lookup(
     "distributed.reduce_scatter_single", _lookup("distributed.reduce_scatter_tensor", None)
 )
+
+#: The attribute that `nn.Module.compile` sets.
+COMPILED_CALL = "_compiled_call_impl"
 
 _mode_of: Callable[[Any], Any] = _lookup("_C._get_dispatch_mode", lambda _: None)
 _VALUELESS = tuple(_lookup(f"_C._TorchDispatchModeKey.{name}", None) for name in ("FAKE", "PROXY"))
@@ -275,7 +280,7 @@ def skips_idle_hook(hook: Callable[..., None]) -> Callable[[type[Kind]], type[Ki
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` has replaced what calling the module does."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return getattr(module, COMPILED_CALL, None) is not None
 
 
 def any_compiled(fields: Iterable[dict[str, Any]]) -> bool:
@@ -286,14 +291,14 @@ def any_compiled(fields: Iterable[dict[str, Any]]) -> bool:
 @contextmanager
 def calls_uncompiled(modules: Iterable[nn.Module]) -> Generator[None, None, None]:
     """Undo `nn.Module.compile` inside the block."""
-    compiled = {module: vars(module)["_compiled_call_impl"] for module in modules if is_compiled(module)}
+    compiled = {module: vars(module)[COMPILED_CALL] for module in modules if is_compiled(module)}
     try:
         for module in compiled:
-            vars(module)["_compiled_call_impl"] = None
+            vars(module)[COMPILED_CALL] = None
         yield
     finally:
         for module, call in compiled.items():
-            vars(module)["_compiled_call_impl"] = call
+            vars(module)[COMPILED_CALL] = call
 
 
 def as_written(function: object) -> Any:

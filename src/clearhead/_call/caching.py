@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
+from types import TracebackType
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -152,14 +153,20 @@ def unchanged_if_refused(
     count = x.shape[-2] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 else 0
     risky = len(written) > 1 or forced_kernels.value is not None or bool(state.observers)
     risky = risky or not all(mask is None or (isinstance(mask, Mask) and mask.has_no_sizes) for mask in masks)
-    return _undoing([cache.saved(count) for cache in written if cache.saves_cheaply or risky])
+    return _Undoing([cache.saved(count) for cache in written if cache.saves_cheaply or risky])
 
 
-@contextmanager
-def _undoing(restores: list[Callable[[], None]]) -> Generator[None, None, None]:
-    try:
-        yield
-    except ClearheadError:
-        for restore in restores:
-            restore()
-        raise
+class _Undoing(AbstractContextManager[None]):
+    """A block whose `ClearheadError` is followed by these functions. Decoding enters one for each token."""
+
+    def __init__(self, restores: list[Callable[[], None]]) -> None:
+        self._restores = restores
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ClearheadError):
+            for restore in self._restores:
+                restore()

@@ -9,18 +9,21 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .._checks import PLAIN, flag
+from .._checks import PLAIN, flag, number
 from .._environment import Environment, read_environment
+from ..errors import ClearheadError
 from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
 from .heads import split_heads
-from .layout import Layout, key_of, layout_of, read_numbers
+from .layout import Layout, key_of, layout_of
 from .saved import restored, restored_biases, restored_sinks, with_saved
 from .sequences import PackedSequences, require_within
 from .validation import NO_SINK, read_positions, read_sinks, require_numbers, require_shapes, require_tensors
+
+_NUMBERS = (float, int)
 
 
 class Results(NamedTuple):
@@ -103,16 +106,23 @@ class Call:
         It checks only what the key does not hold. `validate` checks the rest, once for all calls of a key.
         """
         query, key, value = self.query, self.key, self.value
-        # The key holds one dtype and one device, and no tensors without strides.
-        for x in (query, key, value):
-            is_plain = type(x) in PLAIN and x.layout is torch.strided and not x.is_nested
-            if not is_plain or x.dtype is not query.dtype or x.device != query.device:
-                require_tensors(query, key, value)
-                break
-        if self.heads is None and (query.dim() != 4 or key.dim() != 4 or value.dim() != 4):
-            require_shapes(query, key, value)
-            self.query, self.key, self.value = query[None], key[None], value[None]  # (1, H, L, D)
-            self.is_unbatched = True
+        if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+            require_tensors(query, key, value)
+        try:
+            if self.heads is None and (query.dim() != 4 or key.dim() != 4 or value.dim() != 4):
+                require_shapes(query, key, value)
+                self.query, self.key, self.value = query[None], key[None], value[None]  # (1, H, L, D)
+                self.is_unbatched = True
+            self.read_others(environment)
+            self.plan_key = key_of(self)
+        except (ClearheadError, RuntimeError):  # PyTorch's errors are those of tensors without strides
+            require_tensors(query, key, value)  # whose errors come first
+            raise
+        return self
+
+    def read_others(self, environment: Environment) -> None:
+        """Read the options, of which no key holds all."""
+        self.environment = environment
         if self.query_positions is not None:
             self.query_positions = read_positions("query_positions", self.query_positions, self.query)
         if self.key_positions is not None:
@@ -122,10 +132,15 @@ class Call:
             self.sinks = read_sinks(self.sinks, self.query, self.heads[0] if self.heads else self.query.shape[1])
         if self.sequences is not None and self.mask is not None:
             require_within(self.mask)
-        read_numbers(self)
-        self.environment = environment
-        self.plan_key = key_of(self)
-        return self
+        # Plans are found by Python's numbers, to which valid ones of other types are equal. `validate` checks ranges.
+        if self.scale is not None and type(self.scale) is not float:
+            self.scale = number("scale", self.scale, "a finite number, or None for 1/√D", lambda _: True)
+        if self.softcap is not None and type(self.softcap) is not float:
+            self.softcap = number("softcap", self.softcap, "a number > 0, or None", lambda _: True)
+        if type(self.dropout_p) not in _NUMBERS:
+            self.dropout_p = number("dropout_p", self.dropout_p, "a probability in [0, 1]", lambda _: True)
+        if self.lse is not False and self.lse is not True:
+            self.lse = flag("return_lse", self.lse)
 
     @property
     def layout(self) -> Layout:

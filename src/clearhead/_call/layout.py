@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import PLAIN, flag, number
+from .._checks import PLAIN
 
 Placed = tuple[tuple[int, ...], tuple[int, ...]]  #: shape and strides of a tensor
 #: The optional parts of the formula, by their names in `Call`.
 FORMULA = ("softcap", "sinks")
-_NUMBERS = (float, int)
+_STRIDED = torch.strided
 
 
 class Layout(NamedTuple):
@@ -109,19 +109,6 @@ class Layout(NamedTuple):
         return 0 in self.query or 0 in self.key or 0 in self.value
 
 
-def read_numbers(call: Any) -> None:
-    """Give a call its numbers as Python's, by which plans are found. `validate` checks their ranges."""
-    # Numbers of other types are equal to floats that are valid.
-    if call.scale is not None and type(call.scale) is not float:
-        call.scale = number("scale", call.scale, "a finite number, or None for 1/√D", lambda _: True)
-    if call.softcap is not None and type(call.softcap) is not float:
-        call.softcap = number("softcap", call.softcap, "a number > 0, or None", lambda _: True)
-    if type(call.dropout_p) not in _NUMBERS:
-        call.dropout_p = number("dropout_p", call.dropout_p, "a probability in [0, 1]", lambda _: True)
-    if call.lse is not False and call.lse is not True:
-        call.lse = flag("return_lse", call.lse)
-
-
 def layout_of(call: Any) -> Layout:
     """The layout of a call that was read. Its sizes and numbers need not be valid yet."""
     query, key, value, mask, sequences = call.query, call.key, call.value, call.mask, call.sequences
@@ -153,7 +140,7 @@ def layout_of(call: Any) -> Layout:
         call.sinks is not None,
         call.dropout_p,
         bool(call.dropout_p) and _is_part(call),
-        _gradients(call) if environment.gradients else (),
+        gradients_of(call) if environment.gradients else (),
         call.lse,
         call.weights,
         None if sequences is None else sequences.count,
@@ -176,38 +163,40 @@ def key_of(call: Any) -> tuple[object, ...] | None:
     # A subclass may hold what no key does, and sizes of a graph are symbols.
     if environment.tracing or not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
         return None
-    gradients = _gradients(call) if environment.gradients else ()
-    sized = bool(gradients) or call.weights is not None
-    *key_outer, keys, dim = key.shape
-    *value_outer, values, value_dim = value.shape
-    sequences = call.sequences
+    gradients = gradients_of(call) if environment.gradients else ()
+    weights, sequences, dropout_p = call.weights, call.sequences, call.dropout_p
+    of_key, of_value = key.shape, value.shape
+    keys = of_key[-2]
     return (
         query.shape,
         query.stride(),
-        call.heads,
-        *key_outer,
-        dim,
+        of_key[0],
+        of_key[-3],
+        of_key[-1],
         key.stride(),
-        *value_outer,
-        value_dim,
         value.stride(),
-        values == keys,
-        keys if sized else 0,
+        of_value == of_key or (of_value[0], of_value[-3], of_value[-1], of_value[-2] == keys),
+        keys if gradients or weights is not None else 0,
         query.dtype,
+        query.dtype is key.dtype is value.dtype,
         query.device,
+        # Whether devices are equal takes longer to find out.
+        (query.is_cpu and key.is_cpu and value.is_cpu) or (key.device, value.device),
+        query.layout is key.layout is value.layout is _STRIDED,
         query.is_neg() or key.is_neg() or value.is_neg(),
+        call.heads,
         call.scale,
         call.softcap,
-        call.dropout_p,
+        dropout_p,
         call.lse,
-        call.weights,
+        weights,
         call.sinks is None,
         gradients,
         None if sequences is None else (sequences.count, sequences.cu_seqlens_q is sequences.cu_seqlens_k),
         environment.transformed,
         environment.dispatching,
         # Without dropout, seed and offset would only keep equal calls from sharing a plan.
-        call.dropout_p and _is_part(call),
+        dropout_p and _is_part(call),
     )
 
 
@@ -236,7 +225,8 @@ def has_contiguous_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> boo
     return strides[-1] == 1 or shape[-1] <= 1
 
 
-def _gradients(call: Any) -> tuple[bool, ...]:
+def gradients_of(call: Any) -> tuple[bool, ...]:
+    """Which of the inputs of a call need a gradient; empty if none does."""
     # Where no input needs one, calls with and without `no_grad` share a plan.
     wanted = tuple([tensor.requires_grad for tensor in call.inputs])
     return wanted if True in wanted else ()

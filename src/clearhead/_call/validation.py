@@ -7,7 +7,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
-from .._checks import FLOATS, is_probability, number, same_device, strided
+from .._checks import FLOATS, PLAIN, is_probability, number, same_device, strided
 from ..errors import DTypeError, ShapeError, shape_text
 from ..masks._grid import as_positions, require_fit
 from .layout import Layout
@@ -105,6 +105,8 @@ def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int |
 
 def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
     """Sinks as the native kernel reads them: float32 or float64, without gaps. A sink of −∞ is no sink."""
+    if _are_read_as_they_are(sinks, query, heads):
+        return sinks.resolve_neg()
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
@@ -117,3 +119,10 @@ def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
         )
     same_device("sinks", sinks, query.device, "query's device")
     return (sinks if sinks.dtype in _READ else sinks.float()).resolve_neg().contiguous()
+
+
+def _are_read_as_they_are(sinks: Tensor, query: Tensor, heads: int) -> bool:
+    """Whether sinks pass every check and have no gaps, as a module's parameter does."""
+    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.layout is not torch.strided or sinks.is_nested:
+        return False
+    return sinks.shape == (heads,) and sinks.device == query.device and sinks.is_contiguous()

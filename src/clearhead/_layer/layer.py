@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._call.caching import Cache, KeyValues, Positions, unchanged_if_refused
 from .._call.call import Call, Results
-from .._call.heads import merge_heads, split_heads
+from .._call.heads import merge_heads
 from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
 from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
-from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
+from .layer_plan import LayerPlan, plan_of_layer
+from .linear import Multiply, linear
+from .operands import Operands, called, heads_of
 from .plan import Show, attend
 from .positions import PositionPart, positions_of_keys, positions_of_queries, require_one_length, with_hidden
-from .unmodified import apply_linear, has_hooks
-from .unpadding import Unpadded, unpad
-
-
-@dataclass(slots=True)
-class Operands:
-    """Attention's operands, and the function that is applied to its output.
-
-    Args:
-        query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        finish: applied to the output (B, H, L, Dv). ``None`` leaves the output as it is.
-        observed: the queries that a cache observes, (B, H, L, D of the cache), or ``None``.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    finish: Callable[[Tensor], Tensor] | None = None
-    observed: Tensor | None = None
+from .unmodified import Linears, apply_linear
+from .unpadding import Unpadded, keeps_padding, unpad
 
 
 @dataclass(slots=True)
@@ -50,7 +35,7 @@ class Layer:
 
     Args:
         project: the input projections, from (…, features) of query, key and value to (…, H·D), (…, Hkv·D) and
-            (…, Hkv·Dv). Without a key it projects only the query.
+            (…, Hkv·Dv), multiplied by `multiply` where they are unmodified. Without a key it projects only the query.
         out_proj: the output projection.
         num_heads, num_kv_heads: H and Hkv.
         mask: the module's own.
@@ -63,9 +48,13 @@ class Layer:
         form: makes attention's operands from the projected query, the key and the cache. ``None`` uses the projections
             as they are.
         all_heads: collects the weights of all heads of the module, if this process computes only some of them.
+        linears: the parameters of all projections, if they are unmodified; those of the output projection come last.
+        settings: what determines the layouts of projections and the plan of attention, besides inputs and parameters.
+        multiply: the GEMM of unmodified projections.
+        plan: of the call, if it has one (`fits`).
     """
 
-    project: Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor, Any, Any]]
+    project: Callable[[Tensor, Tensor | None, Tensor | None, Multiply], tuple[Tensor, Any, Any]]
     out_proj: nn.Module
     num_heads: int
     num_kv_heads: int
@@ -79,6 +68,18 @@ class Layer:
     batch_first: bool = True
     form: Callable[[Tensor, Tensor, Cache | None], Operands] | None = None
     all_heads: Callable[[Tensor], Tensor] | None = None
+    linears: Linears | None = None
+    settings: Hashable = ()
+    multiply: Multiply = linear
+    plan: LayerPlan | None = None
+
+    def fits(self, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> bool:
+        """Find the plan of the call, and return whether the module has checked equal inputs before."""
+        self.plan = plan = plan_of_layer((query, key, value), self.linears, self.settings, environment)
+        if plan is None or plan.multiply is None:
+            return False
+        self.multiply = plan.multiply
+        return plan.fits
 
     def run(
         self,
@@ -87,7 +88,6 @@ class Layer:
         value: Tensor | None,
         mask: Mask | Tensor | None,
         environment: Environment,
-        *,
         positions: Positions | None = None,
         cache: Cache | None = None,
         weights: str | None = None,
@@ -102,7 +102,11 @@ class Layer:
             cache: stores the new keys and values, and returns all keys.
             weights: as in `Call`.
         """
-        mask = self.combined(mask)
+        plan = self.plan
+        if plan is not None:  # the module has checked the inputs
+            plan.fits = True
+        if mask is not None or self.mask is not None:
+            mask = self.combined(mask)
         if positions is not None or cache is not None:
             # Masks are checked against a grid of which the new keys are a part: after the cache has stored them.
             new_tokens = query if key is None else key
@@ -111,28 +115,31 @@ class Layer:
                 return self._run_at_positions(query, key, value, mask, environment, positions, cache, weights)
         bound = None
         if mask is not None and key is not None and not environment.tracing:
-            grid = Grid(query.shape[:-2].numel(), self.num_heads, query.shape[-2], key.shape[-2], query.device)
+            *batch, length, _ = query.shape
+            grid = Grid(batch[0] if batch else 1, self.num_heads, length, key.shape[-2], query.device)
             bound = bind(mask, grid)
             # Only a mask marks padding, and returned weights have rows and columns for it.
-            if self.head_dim is not None and weights is None and query.dim() == 3 and value is not None:
-                unpadded = self._unpadded(bound, (query, key, value), self.head_dim, environment)
+            if value is not None and weights is None and (plan is None or not plan.keeps_padding):
+                unpadded = self._unpadded(bound, (query, key, value), environment)
                 if unpadded is not None:
                     return self._run_unpadded(unpadded, query, key, value, environment), None
-        q, k, v = self.project(query, key, value)
-        form, heads = None, None
+        q, k, v = self.project(query, key, value, self.multiply)
+        form, heads, known = None, None, None
         merged = self.is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing
         if merged and q.dim() == k.dim() == v.dim() == 3:
             # Nothing is applied to heads, so a kernel reads them in the projections as they are.
-            heads = self.num_heads, self.num_kv_heads
+            heads, known = (self.num_heads, self.num_kv_heads), None if plan is None else plan.attention
         else:
             q, k, v = self._at_positions(q, k, v, 0, environment)
             form = None if self.form is None else self.form(q, k, None)
-        operands = (q, k, v) if form is None else (form.query, form.key, form.value)
-        call = Call(*operands, mask, **self.options, weights=weights, heads=heads)
+        if form is not None:
+            q, k, v = form.query, form.key, form.value
+        call = Call(q, k, v, mask, **self.options, weights=weights, heads=heads)
         # Projections may have changed the sizes, and the module may have appended keys.
         if bound is not None and bound.grid.has_sizes(q.shape[0], q.shape[-2], k.shape[-2]):
             call.bound_ = bound
-        return self.projected_out(attend(call, environment), environment, form, batched=query.dim() == 3)
+        results = attend(call, environment, known=known)
+        return self.projected_out(results, environment, form, batched=query.dim() == 3)
 
     @property
     def is_plain(self) -> bool:
@@ -186,37 +193,47 @@ class Layer:
             # First, so that a process without weights waits in the output's exchange instead of returning.
             weights = self.all_heads(weights)
         if not batched:
-            output = apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)  # (L, E)
-        elif self.batch_first:
-            merged = mixed if mixed.dim() == 3 else mixed.transpose(1, 2).flatten(2)  # (B, L, H·Dv)
-            output = apply_linear(self.out_proj, merged, environment)  # (B, L, E)
-        else:
+            merged = merge_heads(mixed.squeeze(0))  # (L, H·Dv)
+        elif not self.batch_first:
             # The GEMM then writes (L, B, E), and transposing it back for a sequence-first module copies nothing.
             merged = mixed.transpose(0, 1) if mixed.dim() == 3 else mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
-            output = apply_linear(self.out_proj, merged, environment).transpose(0, 1)
+        elif mixed.dim() == 3:
+            merged = mixed
+        elif self.plan is not None and mixed.shape[2] == 1:
+            merged = mixed.reshape(mixed.shape[0], 1, mixed.shape[1] * mixed.shape[3])  # (B, 1, H·Dv)
+        else:
+            merged = mixed.transpose(1, 2).flatten(2)  # (B, L, H·Dv)
+        if self.plan is None or self.linears is None:
+            output = apply_linear(self.out_proj, merged, environment)  # (…, E)
+        else:
+            output = self.multiply(merged, self.linears[-2], self.linears[-1])
+        if batched and not self.batch_first:
+            output = output.transpose(0, 1)
         return output, weights if weights is None or batched else weights.squeeze(0)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
         module_mask = self.mask
         if mask is None:
-            return None if module_mask is None else _called(module_mask)
+            return None if module_mask is None else called(module_mask)
         if not isinstance(mask, Mask):
             mask = as_mask(mask)
-        return _called(mask if module_mask is None else module_mask & mask)
+        return called(mask if module_mask is None else module_mask & mask)
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), at their positions."""
-        return self._at_positions(*self.project(query, key, value), positions, environment)
+        return self._at_positions(*self.project(query, key, value, self.multiply), positions, environment)
 
     def _at_positions(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, environment: Environment
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Projections with heads, norms and positions."""
-        q, k = _heads(q, self.num_heads, self.q_norm), _heads(k, self.num_kv_heads, self.k_norm)
-        v = _heads(v, self.num_kv_heads, None)
+        one_row = q.shape[-2] == k.shape[-2] == 1 and not environment.tracing and self.plan is not None
+        q = heads_of(q, self.num_heads, self.q_norm, one_row=one_row)
+        k = heads_of(k, self.num_kv_heads, self.k_norm, one_row=one_row)
+        v = heads_of(v, self.num_kv_heads, None, one_row=one_row)
         if self.position is not None:
             require_one_length(q.shape[2], k.shape[2])
             q, k = self.position(q, k, positions)
@@ -226,7 +243,7 @@ class Layer:
 
     def projected_query(self, query: Tensor, environment: Environment) -> Tensor:
         """(B, H, L, D), for keys that are projected already."""
-        q = _heads(self.project(query, None, None)[0], self.num_heads, self.q_norm)
+        q = heads_of(self.project(query, None, None, self.multiply)[0], self.num_heads, self.q_norm)
         return cast_for_autocast(q)[0] if environment.autocast else q
 
     def run_packed(
@@ -256,13 +273,19 @@ class Layer:
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 
     def _unpadded(
-        self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], head_dim: int, environment: Environment
+        self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], environment: Environment
     ) -> Unpadded | None:
         """The tokens of a padded batch, if leaving the padding out is faster."""
+        head_dim = self.head_dim
+        if head_dim is None or inputs[0].dim() != 3:
+            return None
+        heads = self.num_heads, self.num_kv_heads, head_dim
+        if self.plan is not None:
+            self.plan.keeps_padding = keeps_padding(inputs, heads)
         return unpad(
             bound,
             inputs,
-            (self.num_heads, self.num_kv_heads, head_dim),
+            heads,
             environment,
             parts=(*self.projections, self.q_norm, self.k_norm, self.position),
             side_by_side=self.position is not None,
@@ -290,26 +313,3 @@ class Layer:
             show=unpadded.show,
         )
         return unpadded.project_out(mixed, self.out_proj, environment, batch_first=self.batch_first)
-
-
-def _called(mask: Mask) -> Mask:
-    """The mask. Parts of it that are modules with hooks were called, because hooks may load or change parameters."""
-    parts = mask.parts()
-    for part in parts:  # in a loop, which is faster in every call than `any`
-        if isinstance(part, nn.Module) and has_hooks(part):
-            break
-    else:
-        return mask
-    called = [cast(Mask, part()) if isinstance(part, nn.Module) and has_hooks(part) else part for part in parts]
-    return cast(Mask, all_of([*called]))
-
-
-def _heads(x: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
-    """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D), normed."""
-    if x.dim() == 3:
-        # Not `split_heads`, whose checks cost small calls as much as the view. Projections always fit.
-        batch, length, features = x.shape
-        heads = x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)
-    else:
-        heads = split_heads(x, num_heads)[None]
-    return heads if norm is None else norm(heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -19,6 +20,8 @@ from .._torch_private import has_onednn_linear, onednn_linear
 from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, KernelError, ShapeError, shape_text
 
 Backend = Literal["pytorch", "onednn"]
+#: A GEMM: of an input (…, in_features), a weight (out_features, in_features) and a bias, which may be ``None``.
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
 
 #: Smaller GEMMs end before oneDNN has begun, and few rows only stream the weight through.
@@ -157,8 +160,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, environmen
         if type(input) not in PLAIN or type(weight) not in PLAIN:
             return F.linear(strided_or_jagged("input", input), weight, bias)
         # Most GEMMs of small models end here, before anything else is compared.
-        elements = input.numel()
-        if elements * weight.shape[0] < _FEWEST_MULTIPLICATIONS or elements < _FEWEST_ROWS * weight.shape[-1]:
+        if _is_small(input.numel(), weight):
             return F.linear(input, weight, bias)
     environment = environment or read_environment()
     against = _against(input, weight, bias, environment)
@@ -172,6 +174,29 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, environmen
         return F.linear(input, weight, bias)
     product = _gemm(input.reshape(-1, input.shape[-1]), weight, bias, environment)  # (rows, out_features)
     return product.view(*input.shape[:-1], weight.shape[0])
+
+
+def gemm_of(inputs: Sequence[Tensor], linears: Sequence[Any], environment: Environment) -> Multiply:
+    """The GEMM of all projections of an attention layer: PyTorch's where the sizes decide, else `linear`.
+
+    Args:
+        inputs: query, key and value of the layer.
+        linears: weight and bias of each projection, in turn; the output projection is the last one.
+        environment: of the call.
+    """
+    *of_inputs, of_output = linears[::2]
+    pairs = [(x.numel(), weight) for x, weight in zip(inputs, of_inputs, strict=False)]
+    query = inputs[0]
+    pairs.append((query.numel() // max(1, query.shape[-1]) * of_output.shape[-1], of_output))
+    forced = forced_linears.value
+    if forced == "pytorch" or (not forced and (_why_pytorchs() or all(_is_small(*pair) for pair in pairs))):
+        return F.linear
+    return functools.partial(linear, environment=environment)
+
+
+def _is_small(elements: int, weight: Tensor) -> bool:
+    """Whether PyTorch's GEMM of so many elements is the faster one by its sizes alone."""
+    return elements * weight.shape[0] < _FEWEST_MULTIPLICATIONS or elements < _FEWEST_ROWS * weight.shape[-1]
 
 
 def chosen_backend() -> Backend:

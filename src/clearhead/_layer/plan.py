@@ -12,7 +12,7 @@ from torch import Tensor
 from .._call.call import Call, Results, validate, zero_hidden
 from .._call.dropout import draw_seed
 from .._call.heads import split_heads
-from .._call.layout import Layout, sizes_of
+from .._call.layout import Layout, gradients_of, sizes_of
 from .._call.observers import computing, notify
 from .._call.packed import as_one_sequence, each_sequence, validate_mask_of_packed
 from .._call.sequences import PackedSequences
@@ -30,24 +30,30 @@ from .mixing import MIXED, MIXED_ONCE, plan_mixed
 _MOST_MASKS = 64  # plans of one key, of masks that the kernels read differently
 
 #: A plan, and the layout of its calls if all sizes are in their key.
-Known = tuple[Plan, Layout | None]
+Planned = tuple[Plan, Layout | None]
 #: The plans of calls with one key, by the keys of their masks.
-Plans = dict[Hashable, Known]
+Plans = dict[Hashable, Planned]
+#: The key of calls, and their plans.
+Known = tuple[tuple[object, ...], Plans]
 #: Shows a call and its output to the observers of this thread in another form than its own.
 Show = Callable[[Call, Tensor], None]
 
 
-def attend(call: Call, environment: Environment, show: Show | None = None) -> Results:
+def attend(
+    call: Call, environment: Environment, show: Show | None = None, known: dict[Hashable, Known] | None = None
+) -> Results:
     """Compute `attention`, and weights if they are wanted, in an environment that was read before.
 
     Sizes, dtypes and numbers of a call are checked where its layout has no plan yet; values are checked in every call.
-    A layer that has validated the mask or read its structure passes a bound mask, which holds both results.
+    A layer that has validated the mask or read its structure passes a bound mask, which holds both results. `known` are
+    the keys of a layer's calls, by the layout of its projections, on the CPU.
     """
     if environment.autocast:
         call.query, call.key, call.value = cast_for_autocast(call.query, call.key, call.value)
         with autocast_off(call.query):
             return attend(call, environment._replace(autocast=False), show)
-    plan = _plan_of(call.read(environment), environment)
+    in_layer = known is not None
+    plan = _plan_in_layer(call, environment, known) if in_layer else _plan_of(call.read(environment), environment)
     results = _observed(call, plan, show) if environment.observed else plan(call)
     return _returned(results, call) if call.is_unbatched or results.lse is not None else results
 
@@ -80,12 +86,39 @@ def _observed(call: Call, plan: Plan, show: Show | None) -> Results:
     return _merged(results._replace(output=notify(shown_call, output)))
 
 
+def _plan_in_layer(call: Call, environment: Environment, known: dict[Hashable, Known]) -> Plan:
+    """The plan of a layer's call. The layer's key determines strides, dtype and device of its projections."""
+    query, key, value = call.query, call.key, call.value
+    layout = query.shape, key.shape, value.shape, gradients_of(call) if environment.gradients else ()
+    # A bias of another type may make projections of its own.
+    found = known.get(layout) if type(query) is type(key) is type(value) is Tensor else None
+    if found is None:
+        of_call = call.read(environment).plan_key
+        if of_call is not None:
+            known[layout] = of_call, _plans_of(of_call, environment.kernel)
+        return _plan_of(call, environment)
+    call.plan_key, plans = found
+    call.read_others(environment)
+    planned = plans.get(()) if call.mask is None else None
+    if planned is not None:
+        plan, call.layout_ = planned
+        return plan
+    return _plan_of(call, environment, plans=plans)
+
+
 def run_call(call: Call, environment: Environment) -> Results:
     """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
     return _plan_of(call, environment, checked=True)(call)
 
 
-def _plan_of(call: Call, environment: Environment, *, checked: bool = False, sized: bool | None = None) -> Plan:
+def _plan_of(
+    call: Call,
+    environment: Environment,
+    *,
+    checked: bool = False,
+    sized: bool | None = None,
+    plans: Plans | None = None,
+) -> Plan:
     """The plan of a call, whose sizes are checked where its key is new, and whose mask in every call.
 
     Args:
@@ -93,11 +126,19 @@ def _plan_of(call: Call, environment: Environment, *, checked: bool = False, siz
         environment: of the call.
         checked: whether the call and its mask were checked before.
         sized: whether the key has all sizes. Default: unless `native` may run all of them.
+        plans: of the key. Default: they are looked up.
     """
     key = call.plan_key
     if sized is None:
         sized = not call.query.is_cpu
-    plans: Plans = {} if key is None else _plans(key, call, environment, sized)
+    if plans is not None:
+        pass
+    elif key is None:
+        plans = {}
+    elif sized:
+        plans = _plans_of((key, sdpa_settings(), *sizes_of(call)), environment.kernel)
+    else:
+        plans = _plans_of(key, environment.kernel)
     if not checked:
         if not plans:
             validate(call)
@@ -106,19 +147,17 @@ def _plan_of(call: Call, environment: Environment, *, checked: bool = False, siz
             validate_mask_of_packed(call)
         elif call.mask is not None:
             call.bound.validate()
-    of_mask = () if key is None else _key_of_mask(call, sized)
+    of_mask = () if key is None or call.mask is None else _key_of_mask(call, sized)
     if of_mask is None:  # another mask of its kind may need another plan
         return _new_plan(call, environment)[0]
     known = plans.get(of_mask)
     if known is None:
         known = _put_plan(call, environment, plans, of_mask, sized)
-    plan, layout = known
-    if layout is not None:
-        call.layout_ = layout
+    plan, call.layout_ = known if known[1] is not None else (known[0], call.layout_)
     return plan
 
 
-def _put_plan(call: Call, environment: Environment, plans: Plans, of_mask: Hashable, sized: bool) -> Known:
+def _put_plan(call: Call, environment: Environment, plans: Plans, of_mask: Hashable, sized: bool) -> Planned:
     """A new plan, which the next call of the same key and mask gets."""
     plan, fits_all = _new_plan(call, environment)
     layout, key = call.layout, call.plan_key
@@ -128,18 +167,13 @@ def _put_plan(call: Call, environment: Environment, plans: Plans, of_mask: Hasha
     plans[of_mask] = known
     if key is not None and not (sized or fits_all):
         plans[of_mask] = _with_sizes(environment), None
-        _plans(key, call, environment, True)[_key_of_mask(call, True)] = plan, layout
+        of_sizes = _plans_of((key, sdpa_settings(), *sizes_of(call)), environment.kernel)
+        of_sizes[_key_of_mask(call, True)] = plan, layout
     return known
 
 
-def _plans(key: tuple[object, ...], call: Call, environment: Environment, sized: bool) -> Plans:
-    """The plans of calls with a key, by the keys of their masks."""
-    if sized:
-        key = key, sdpa_settings(), *sizes_of(call)
-    return _plans_of(key, environment.kernel)
-
-
 def _key_of_mask(call: Call, sized: bool) -> Hashable | None:
+    """What determines the plans of calls of one key with a mask; ``None`` if the next one needs another plan."""
     if call.mask is None:
         return ()
     if call.sequences is not None:  # within which the mask has another structure

@@ -63,5 +63,7 @@ def of_whole(position: PositionPart, positions: Positions | None, length: int) -
 def with_hidden(mask: Mask | None, known: KeyValues, positions: Positions) -> Mask | None:
     """A mask, and what the cache or padding at position −1 hides."""
     # Only a tensor can hold −1; a cache with a mask of its own hides its padding by that.
-    padding = Present() if isinstance(positions, Tensor) and known.mask is None else None
+    if known.mask is None and not isinstance(positions, Tensor):
+        return mask
+    padding = Present() if known.mask is None else None
     return all_of([mask, known.mask, padding])

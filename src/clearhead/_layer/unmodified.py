@@ -10,10 +10,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._checks import PLAIN
 from .._environment import Environment
-from .._torch_private import any_global_hook, is_compiled
+from .._torch_private import COMPILED_CALL, any_global_hook, is_compiled
 from ..positions._rotary import Rotary
 from .linear import Linear, linear, require_linear
 
+#: Weight and bias, which may be ``None``, of one linear layer after the other.
+Linears = list[Any]
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
 #: Other parts of an attention layer that compute every token by itself.
@@ -46,19 +48,35 @@ def parameters_of(module: nn.Module) -> dict[str, Any] | None:
         return None
     fields = module.__dict__
     parameters = fields["_parameters"]
-    # Written out, because every call of a module asks four times.
+    # Written out, because every call of a module checks four.
     if (
         fields["_forward_pre_hooks"]
         or fields["_forward_hooks"]
         or fields["_backward_hooks"]
         or fields["_backward_pre_hooks"]
         or "forward" in fields
-        or is_compiled(module)
+        or fields.get(COMPILED_CALL) is not None
         or parameters.get("weight") is None
         or "bias" not in parameters
     ):
         return None
     return parameters
+
+
+def parameters_of_all(
+    modules: dict[str, nn.Module], names: tuple[str, ...], environment: Environment
+) -> Linears | None:
+    """The parameters of linear layers, if all of them are unmodified and may be multiplied with instead of called."""
+    if environment.tracing or environment.module_hooks:
+        return None
+    found: list[Any] = []
+    for name in names:
+        parameters = parameters_of(modules[name])
+        if parameters is None:
+            return None
+        found.append(parameters["weight"])
+        found.append(parameters["bias"])
+    return found
 
 
 def has_hooks(module: nn.Module) -> bool:

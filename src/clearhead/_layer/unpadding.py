@@ -122,22 +122,32 @@ def unpad(
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
     if (side_by_side and length != keys_length) or (environment.observed and changes_outputs()):
         return None
-    query, key, value = inputs
-    num_heads, num_kv_heads, head_dim = heads
-    features = query.shape[-1]
-    of_key = num_kv_heads * head_dim * (key.shape[-1] + (features if value is query else value.shape[-1]))
-    costs: _Costs = 2 * num_heads * head_dim * features, of_key, 2 * num_heads * head_dim
-    cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
-    worth = _WORTH_UNPADDING if on_cpu else length * features * _WORTH_OF_A_MOVE
-    if 0 in (batch, length, keys_length) or cost_of_item < worth:
+    costs, saved = _costs_of(inputs, heads)
+    if 0 in (batch, length, keys_length) or saved < 0:
         return None
     if environment.module_hooks and any_foreign_global_hook():
         return None
     # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
     bound.validate()
-    unpadded = _find(bound, costs, batch * (cost_of_item - worth), side_by_side)
+    unpadded = _find(bound, costs, batch * saved, side_by_side)
     # Asked last, because most calls have no padding.
     return unpadded if unpadded is not None and all(map(takes_packed, parts)) else None
+
+
+def keeps_padding(inputs: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int, int]) -> bool:
+    """Whether inputs of these sizes are so small that `unpad` takes nothing out of them."""
+    return _costs_of(inputs, heads)[1] < 0
+
+
+def _costs_of(inputs: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int, int]) -> tuple[_Costs, int]:
+    """The multiplications of a query, of a key and of a pair, and how many of an item's may be saved at most."""
+    query, key, value = inputs
+    num_heads, num_kv_heads, head_dim = heads
+    (length, features), keys_length = query.shape[-2:], key.shape[-2]
+    of_key = num_kv_heads * head_dim * (key.shape[-1] + (features if value is query else value.shape[-1]))
+    costs: _Costs = 2 * num_heads * head_dim * features, of_key, 2 * num_heads * head_dim
+    cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
+    return costs, cost_of_item - (_WORTH_UNPADDING if query.is_cpu else length * features * _WORTH_OF_A_MOVE)
 
 
 class _Padding(NamedTuple):

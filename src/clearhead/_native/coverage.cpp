@@ -29,7 +29,7 @@ class Plane {
         keys_seen_ = search.keys_seen + plane * search.keys;
         memset(keys_seen_, 0, static_cast<size_t>(search.keys));
         rows_are_alike_ = search.rows - 1 + search.low <= 0 && search.high >= search.keys - 1;
-        rows_are_alike_ &= !search.first || search.range_row == 0;
+        rows_are_alike_ &= !search.last || search.range_row == 0;
         for (int64_t n = 0; n < search.count; n++) rows_are_alike_ &= search.masks[n].row == 0;
     }
 
@@ -116,7 +116,7 @@ FullyMasked find_coverage(const CoverageSearch& search) {
 
 bool may_hide_altogether(const Problem& p) {
     if (p.rows == 0 || p.keys == 0) return false;
-    if (p.first || p.visible.data || p.bias.data) return true;
+    if (p.last || p.visible.data || p.bias.data) return true;
     const int64_t stop = smaller(p.stop, p.keys);
     const bool all_rows = p.high >= 0 && p.low <= p.high && stop > 0 && stop - p.low >= p.rows;
     return !all_rows || p.low > 0 || stop < p.keys || p.rows + p.high < p.keys;
@@ -124,7 +124,7 @@ bool may_hide_altogether(const Problem& p) {
 
 Isolated::Isolated(const Problem& p) : problem_(p), copy_(p) {
     static_cast<RowRanges&>(search_) = p;
-    search_.heads = 1, search_.batch = p.first && p.range_batch ? p.batch : 1;
+    search_.heads = 1, search_.batch = p.last && p.range_batch ? p.batch : 1;
     add_mask(p.visible, 1, 0, search_, p);
     add_mask(p.bias, 4, 0xff800000, search_, p);
     const int64_t planes = search_.batch * search_.heads;

@@ -124,7 +124,7 @@ void join_chunks(const Problem& p, int64_t batch, int64_t kv_head, const float* 
 
 // Whether the call has few rows and many keys, so that chunks of the keys can be separate problems.
 bool goes_by_keys(const Kernels& kernels, const Problem& p) {
-    const bool simple = p.type == Type::float32 && !p.drop_below && !p.first && !p.bias_gradient.data;
+    const bool simple = p.type == Type::float32 && !p.drop_below && !p.last && !p.bias_gradient.data;
     const bool contiguous = p.group() == 1 || p.lse_head == p.rows;  // the numbers of the rows of a chunk
     return simple && contiguous && p.folded_rows() <= kernels.tile_rows && p.keys >= 4 * KEYS_OF_CHUNK;
 }

@@ -54,7 +54,7 @@ struct SharedMasks {
         if (!share) return;
         const bool any = p.visible.data || p.bias.data, per_head = p.visible.head || p.bias.head;
         if (!any || per_head || p.folded_rows() * p.keys < FEWEST_SCORES) return;
-        if (p.visible.batch || p.bias.batch || (p.first && p.range_batch)) planes = p.batch;
+        if (p.visible.batch || p.bias.batch || (p.last && p.range_batch)) planes = p.batch;
         heads = p.batch * p.kv_heads / planes;
     }
     ~SharedMasks() { mask_scratch.give_back(); }

@@ -58,7 +58,7 @@ constexpr Argument<Problem> PLAN[] = {
     ARGUMENT(query), ARGUMENT(key), ARGUMENT(value), ARGUMENT(output),
     ARGUMENT(query_gradient), ARGUMENT(key_gradient), ARGUMENT(value_gradient), ARGUMENT(bias_gradient),
     ARGUMENT(sequences),
-    TO_EACH("first", &to.range_batch, &to.range_row), ARGUMENT(visible), ARGUMENT(bias),
+    TO_EACH("last", &to.range_batch, &to.range_row), ARGUMENT(visible), ARGUMENT(bias),
 };
 
 // Dropout is drawn from a number in a tensor.

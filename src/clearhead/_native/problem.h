@@ -74,19 +74,19 @@ struct KeyRange {
     int64_t start, stop;
 };
 
-// Row i sees column j where i + low <= j <= i + high, j < stop, and first <= j < last if there are such arrays.
+// Row i sees column j where i + low <= j <= i + high, j < stop, and first <= j < last if there are such arrays. They may
+// lie outside the columns.
 struct RowRanges {
     int64_t rows, keys, low, high, stop;
-    const int32_t *first, *last;
+    const int64_t *first, *last;  // or null
     int64_t range_batch, range_row;
 
     // The visible columns of a row. Start and stop are equal if it sees none.
     KeyRange range(int64_t batch, int64_t row) const {
         int64_t start = larger(0, row + low), end = smaller(smaller(keys, stop), row + high + 1);
-        if (first) {
-            const int64_t place = batch * range_batch + row * range_row;
-            start = larger(start, first[place]), end = smaller(end, last[place]);
-        }
+        const int64_t place = batch * range_batch + row * range_row;
+        if (first) start = larger(start, first[place]);
+        if (last) end = smaller(end, last[place]);
         end = larger(0, end);
         return {smaller(start, end), end};
     }

@@ -85,11 +85,13 @@ class Buffered(Cache):
             strided(name, tensor)
             if torch.is_grad_enabled() and tensor.requires_grad:
                 raise without_gradients(name, "a cache is written in place", "a tensor that requires them")
-            batch, heads, _, dim = buffer.shape
-            if tensor.dim() != 4 or (tensor.shape[0], tensor.shape[1], tensor.shape[3]) != (batch, heads, dim):
+            shape, (batch, heads, _, dim) = tensor.shape, buffer.shape
+            if len(shape) != 4 or shape[0] != batch or shape[1] != heads or shape[3] != dim:
                 expected = f"the cache's (B, Hkv, L, D) = ({batch}, {heads}, L, {dim})"
                 fix = "Make the cache with the module's sizes and this batch size: module.make_cache(...)."
                 raise ShapeError(name, expected=expected, got=shape_text(tensor.shape), fix=fix)
+            if tensor.dtype is buffer.dtype and tensor.device == buffer.device:
+                continue
             for error, kind in ((DTypeError, "dtype"), (DeviceError, "device")):
                 actual, expected = getattr(tensor, kind), getattr(buffer, kind)
                 if actual != expected:

@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from .._call.call import Call, build_call
 from .._call.observers import is_computing
-from .._environment import autocast_off, cast_for_autocast, read_environment
+from .._environment import autocast_off, cast_for_autocast
 from .._torch_private import graph_break, is_vmapped
 from ..errors import RecordError, UnseenAttentionWarning
 from ..masks._grid import Grid
 from ..nn._convention import hidden_mask
-from ..nn._inputs import append_keys, project
+from ..nn._inputs import append_keys, linear_of_any_bias, project
 from ..nn.functional import translate
 from ._advice import advice_for
 from ._flow import Flow
@@ -160,7 +160,7 @@ def _read_mha(_: nn.Module, *args: Any, **kwargs: Any) -> Call:
     query, key, value = arguments["query"], arguments["key"], arguments["value"]
     separate = (arguments["q_proj_weight"], arguments["k_proj_weight"], arguments["v_proj_weight"])
     packed = None if arguments["use_separate_proj_weight"] else arguments["in_proj_weight"]
-    projected = project(query, key, value, packed, arguments["in_proj_bias"], separate, read_environment())
+    projected = project(query, key, value, packed, arguments["in_proj_bias"], separate, linear_of_any_bias)
     unbatched = query.dim() == 2
     q, k, v = (x.unsqueeze(0) if unbatched else x.transpose(0, 1) for x in projected)  # (N, L or S, E)
     key_length = k.shape[1]

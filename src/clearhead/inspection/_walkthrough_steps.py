@@ -121,7 +121,7 @@ def _project(recorder: Recorder, module: MultiHeadAttention, layer: Layer, input
             width = f"E{name[0]}" if f"E{name[0]}" in recorder.sizes else "E"
             step = "input" if name == "query" else f"{name}_input"
             recorder.add(step, f"(B, {length}, {width})", name, tensor)
-    projections = layer.project(*inputs)
+    projections = layer.project(*inputs, layer.multiply)
     for (name, heads, length), source, tensor in zip(recorder.operands, sources, projections, strict=True):
         formula = _linear_formula(name[0], source, name[0], module.get_submodule(f"{name[0]}_proj"))
         recorder.add(f"{name}_projection", f"(B, {length}, {heads}·D)", formula, tensor)

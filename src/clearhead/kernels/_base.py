@@ -135,7 +135,7 @@ def rows_of_mask(fields: Any, rows: Tensor, shape: tuple[int, int]) -> dict[str,
     chosen = cut(fields, {"first": 1, "last": 1, "visible": 2, "bias": 2}, rows)
     low, high, (length, count) = fields.low, fields.high, shape
     if low > -length or high < count - 1:
-        from_band, to_band = ((rows + step)[None].clamp(0, count).int() for step in (low, high + 1))
+        from_band, to_band = ((rows + step)[None].clamp(0, count) for step in (low, high + 1))
         first = joined(chosen.get("first"), from_band, torch.maximum)
         last = joined(chosen.get("last"), to_band, torch.minimum)
         chosen["first"], chosen["last"] = torch.broadcast_tensors(first, last)

@@ -15,10 +15,9 @@ from .._call.saved import restored
 from ..masks._base import Mask
 from ..masks._bound import BoundMask
 from ..masks._grid import Block
-from ..masks._structure import Band
 from ._base import Kernel, Plan, Refusal
-from ._native_arguments import FAR, NativeArguments
-from ._native_masks import lower_mask
+from ._native_arguments import FAR, NativeArguments, addresses_of
+from ._native_masks import Lowered, lower_mask
 from ._native_operator import count_flops
 from ._native_plan import NativePlan, cached_plan, placed, plan_of
 from ._native_support import NATIVE_FORMULA, learnt_shape, refusals_besides_formula, refusals_of_statistics
@@ -32,7 +31,7 @@ from ._second_order import (
 )
 from ._weights_gradient import weights_by_operations, weights_gradients
 
-_NO_LIMITS = Band(-FAR, FAR, FAR)
+_NO_LIMITS = Lowered(-FAR, FAR, FAR)
 
 
 @final
@@ -65,10 +64,11 @@ class NativeKernel(Kernel):
         # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.
         if layout.tracing or layout.dispatching:
             return _run_operator
-        planned = _native_plan(layout, layout.operand_strides, _lowered(bound))
+        planned = _native_plan(layout, layout.operand_strides, _lowered(bound)._asdict())
         if layout.gradients:
             return partial(_compute_with_gradients, planned, layout)
-        if bound.band is None or layout.lse or layout.weights is not None:
+        # The layout of evaluated masks depends on the number of keys.
+        if layout.lse or layout.weights is not None or not bound.structure.exact:
             return partial(_compute, planned, layout.weights, lse=layout.lse)
         return partial(_compute_output, planned)
 
@@ -94,33 +94,37 @@ def _native_plan(
     """The plan of all calls of a layout, with operands of these strides and masks that are lowered alike."""
     operands = zip(layout.operand_shapes, strides, strict=True)
     numbers = layout.scale, layout.softcap or 0.0, layout.dropout_p, layout.sequences or 0
-    masks = [placed(lowered.get(name)) for name in ("first", "visible", "bias")]
+    masks = [placed(lowered.get(name)) for name in ("last", "visible", "bias")]
     heads = (layout.query[1], layout.key[1]) if layout.merged else None
     options = {"bias_gradient": bias_gradient, "differentiable": bool(layout.gradients), "heads": heads}
     return cached_plan(layout.dtype, *operands, *numbers, *masks, **options)
 
 
-def _lowered(bound: BoundMask) -> dict[str, Any]:
-    """A mask by the names of `NativeArguments`."""
+def _lowered(bound: BoundMask) -> Lowered:
+    """A mask as the kernel reads it."""
+    band = bound.band
     if bound.mask is None:
-        return {}
-    return bound.form("native", partial(lower_mask, bound)) if bound.band is None else bound.band._asdict()
+        return _NO_LIMITS
+    return bound.form("native", partial(lower_mask, bound)) if band is None else Lowered(*band)
 
 
 def _compute_output(planned: NativePlan, call: Call) -> Results:
-    """The output of a call whose mask is a band."""
-    limits = _NO_LIMITS if call.mask is None else cast(Band, call.bound.band)
-    if call.sinks is call.seed is call.sequences is None:
-        return Results(planned.compute(call.query, call.key, call.value, limits, ()))
-    arguments = _addressed(call)
-    return Results(planned.compute(*arguments[:3], limits, arguments.addresses_of_others()))
+    """The output of a call whose tensors are laid out as the plan's."""
+    lowered = _NO_LIMITS if call.mask is None else _lowered(call.bound)
+    low, high, stop, first, last, visible, bias = lowered
+    sinks, sequences, others = call.sinks, call.sequences, ()
+    if not (last is visible is bias is sinks is sequences is call.seed is None):
+        bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+        if sinks is not None and sinks.dtype is not torch.float32:
+            sinks = sinks.float()
+        others = addresses_of((sinks, first, last, visible, bias, call.seed, *bounds), call.offset)
+    return Results(planned.compute(call.query, call.key, call.value, (low, high, stop), others))
 
 
 def arguments_of(call: Call) -> NativeArguments:
     """The arguments of a call, whose mask is lowered."""
     layout, arguments = call.layout, _addressed(call)
-    band = Band.whole(call.grid)._asdict() if arguments.low is None else {}
-    numbers = {"scale": layout.scale, "softcap": layout.softcap or 0.0, "dropout_p": layout.dropout_p, **band}
+    numbers = {"scale": layout.scale, "softcap": layout.softcap or 0.0, "dropout_p": layout.dropout_p}
     return arguments._replace(**numbers)
 
 
@@ -136,7 +140,7 @@ def _addressed(call: Call) -> NativeArguments:
         cu_seqlens_q=None if sequences is None else sequences.cu_seqlens_q,
         cu_seqlens_k=None if sequences is None else sequences.cu_seqlens_k,
         offset=call.offset,
-        **_lowered(call.bound),
+        **_lowered(call.bound)._asdict(),
     )
 
 

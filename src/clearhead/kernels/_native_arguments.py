@@ -29,7 +29,8 @@ class NativeArguments(NamedTuple):
         key: (B, Hkv, S, D).
         value: (B, Hkv, S, Dv).
         sinks: float32 (H,).
-        first, last: int32 (1 or B, 1 or L), row i sees first ≤ j < last; both or neither.
+        first, last: int64 (1 or B, 1 or L) without gaps, row i sees first ≤ j < last. They may lie outside the keys.
+            There is no first without a last.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: float32 of such a shape, added to the scores.
         seed: int64 scalar; dropout is drawn from it.
@@ -71,10 +72,10 @@ class NativeArguments(NamedTuple):
 
         The tensors must outlive the call.
         """
-        _, _, _, sinks, first, _, visible, bias, seed, cu_seqlens_q, *_ = self
-        if sinks is first is visible is bias is seed is cu_seqlens_q is None:
+        _, _, _, sinks, _, last, visible, bias, seed, cu_seqlens_q, *_ = self
+        if sinks is last is visible is bias is seed is cu_seqlens_q is None:
             return ()
-        return *map(address_of, self[3:11]), *(self.offset or _NO_OFFSET)
+        return addresses_of(self[3:11], self.offset)
 
 
 class BackwardArguments(NamedTuple):
@@ -99,6 +100,11 @@ _NO_OFFSET = Offset(0)  # as many heads as the plan has
 def address_of(tensor: Tensor | None) -> int:
     """The address of the first element, or 0 without a tensor."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def addresses_of(others: Sequence[Tensor | None], offset: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The arguments after the band, of tensors in the order of `NativeArguments` from its sinks on."""
+    return *[0 if tensor is None else tensor.data_ptr() for tensor in others], *(offset or _NO_OFFSET)
 
 
 OPERANDS = "threads", "query", "key", "value", "output", "lse", "keys", "low", "high", "stop"

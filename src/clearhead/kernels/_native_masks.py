@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from operator import and_
-from typing import Any
+from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from ..masks._bound import BoundMask
 from ..masks._structure import joined
 from ..masks._terms import terms_of
 
 
-def lower_mask(bound: BoundMask) -> dict[str, Any]:
+class Lowered(NamedTuple):
     """A mask by the names of `NativeArguments`: a key is visible where all of them allow it."""
-    grid = bound.grid
-    terms = terms_of(bound).written(grid)
-    visible, bias, first, last = terms.visible, terms.bias, terms.first, terms.last
-    if terms.keys is not None:
-        visible = joined(visible, terms.keys[:, None, None, :], and_)
+
+    low: int
+    high: int
+    stop: int
+    first: Tensor | None = None
+    last: Tensor | None = None
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def lower_mask(bound: BoundMask) -> Lowered:
+    """A mask as the kernel reads it."""
+    terms = terms_of(bound)
+    if terms.query_documents is not None or terms.slopes is not None:
+        terms = terms.written(bound.grid)
+    visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
+    if keys is not None:
+        visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)
     if bias is not None:  # written out, because the kernel reads memory
         bias = bias.float().resolve_neg()
-    lowered: dict[str, Any] = {"low": terms.low, "high": terms.high, "stop": terms.stop, "visible": visible}
-    if last is not None:
-        last = last.long().clamp(0, grid.key_length).int()
-        first = torch.zeros_like(last) if first is None else first.clamp(0, grid.key_length).int()
-        lowered.update(first=first.contiguous(), last=last.contiguous())
-    return {**lowered, "bias": bias}
+    if last is not None:  # both have the same strides
+        last = last.long().contiguous()
+        first = None if first is None else first.long().contiguous()
+    return Lowered(terms.low, terms.high, terms.stop, first, last, visible, bias)

@@ -48,7 +48,7 @@ class NativePlan:
             1, and L and S count the tokens of all packed sequences.
         scale, softcap, dropout_p: as for `NativeArguments`.
         sequences: the number of packed sequences, or 0 for a batch. Bands and dropout count within a sequence.
-        first: shape and strides of `NativeArguments.first` and `last`, or ``None``.
+        last: shape and strides of `NativeArguments.first` and `last`, or ``None``.
         visible, bias: those of these tensors, or ``None``.
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether there may be a backward pass; the output is then float32 whatever the dtype.
@@ -77,7 +77,7 @@ class NativePlan:
         softcap: float = 0.0,
         dropout_p: float = 0.0,
         sequences: int = 0,
-        first: Placed | None = None,
+        last: Placed | None = None,
         visible: Placed | None = None,
         bias: Placed | None = None,
         bias_gradient: tuple[int, ...] | None = None,
@@ -123,8 +123,8 @@ class NativePlan:
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = built.forward, built.backward, built.statistics
         names = ("query", "key", "value")
-        masks = {"first": first, "visible": visible, "bias": bias}
-        self._masks = first, visible, bias
+        masks = {"last": last, "visible": visible, "bias": bias}
+        self._masks = last, visible, bias
         self._plan = built.plan(
             type=DTYPES[dtype],
             query_shape=operands[0][0],
@@ -143,10 +143,10 @@ class NativePlan:
 
     def reads(self, arguments: NativeArguments) -> bool:
         """Whether operands of the plan's shapes have its strides too, and a mask is laid out as the plan's."""
-        query, key, value, _, first, _, visible, bias, *_ = arguments
+        query, key, value, _, _, last, visible, bias, *_ = arguments
         if (query.stride(), key.stride(), value.stride()) != self._operand_strides:
             return False
-        return (placed(first), placed(visible), placed(bias)) == self._masks
+        return (placed(last), placed(visible), placed(bias)) == self._masks
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -182,9 +182,23 @@ class NativePlan:
         """
         if self._copies:
             query, key, value = self._with_whole_rows(query, key, value)
-        output = self.empty_output(query)
-        addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), 0
-        self._call(self._forward, addresses, key.shape[-2], limits, others)
+        output = query.new_empty_strided(self._shape, self._strides)
+        if self._output_dtype is not self._dtype:
+            output = self.empty_output(query)
+        keys = key.shape[-2]
+        self._forward(
+            self._plan,
+            instruction_set_number(),
+            1 if keys <= self._most_keys_of_one else torch.get_num_threads(),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            output.data_ptr(),
+            0,
+            keys,
+            *limits,
+            *others,
+        )
         return output
 
     def empty_output_gradient(self, like: Tensor) -> Tensor:
@@ -336,11 +350,11 @@ def placed(tensor: Tensor | None) -> Placed | None:
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-    query, key, value, _, first, _, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
+    query, key, value, _, _, last, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
     operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
     dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
     numbers = scale, softcap, dropped, sequences
-    return cached_plan(query.dtype, *operands, *numbers, *map(placed, (first, visible, bias)), **options)
+    return cached_plan(query.dtype, *operands, *numbers, *map(placed, (last, visible, bias)), **options)
 
 
 #: `NativePlan`, of which the last ones are kept.

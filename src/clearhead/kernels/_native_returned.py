@@ -17,8 +17,8 @@ from ._native_arguments import NativeArguments
 CPU = torch.device("cpu")
 _DTYPES = {
     "sinks": torch.float32,
-    "first": torch.int32,
-    "last": torch.int32,
+    "first": torch.int64,
+    "last": torch.int64,
     "visible": torch.bool,
     "bias": torch.float32,
     "seed": torch.int64,

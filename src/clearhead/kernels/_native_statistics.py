@@ -87,7 +87,8 @@ def _of_rows(arguments: NativeArguments, rows: Tensor) -> NativeArguments:
     """The arguments of some rows, whatever their order."""
     query, count = arguments.query, arguments.key.shape[2]
     of_mask = rows_of_mask(arguments, rows, (query.shape[2], count))
-    return arguments._replace(query=query.index_select(2, rows), **of_mask)
+    ranges = {name: of_mask[name].contiguous() for name in ("first", "last") if name in of_mask}
+    return arguments._replace(query=query.index_select(2, rows), **{**of_mask, **ranges})
 
 
 def _of_head(arguments: NativeArguments, head: int) -> NativeArguments:

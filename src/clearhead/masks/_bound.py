@@ -120,12 +120,12 @@ class BoundMask:
         if self.mask is None:
             return Structure()
         parts = self.parts
-        return self.mask.structure(self.grid) if parts[0] is self else met(part.structure for part in parts)
+        return self.mask.structure(self.grid) if parts[0] is self else met([part.structure for part in parts])
 
     def _read_parts(self) -> tuple[BoundMask, ...]:
         """The parts; none if the mask itself is the only one, because no object should hold itself."""
         masks = () if self.mask is None else self.mask.parts()
-        if all(mask is self.mask for mask in masks):
+        if len(masks) == 1 and masks[0] is self.mask:
             return ()
         return tuple([part for mask in masks for part in bind(mask, self.grid, self.is_kept).parts])
 

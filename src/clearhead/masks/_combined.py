@@ -75,7 +75,7 @@ class And(_Combined):
             start += count
 
     def structure(self, grid: Grid) -> Structure:
-        return met(part.structure(grid) for part in self._masks)
+        return met([part.structure(grid) for part in self._masks])
 
     @property
     def has_bias(self) -> bool:

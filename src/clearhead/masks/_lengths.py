@@ -109,7 +109,7 @@ class Lengths(Counts):
         if isinstance(grid.key_positions, Tensor):
             return UNKNOWN
         lengths = self.on(grid)
-        stop = lengths if lengths.dim() == 2 else lengths[:, None]  # (1 or B, 1 or L)
+        stop = lengths if lengths.dim() == 2 else lengths.unsqueeze(1)  # (1 or B, 1 or L)
         if grid.key_positions:
             return Structure(rows=RowRanges(None, stop.long() - grid.key_positions))
         # Lengths on the CPU tell an accelerator, without a wait, that no row is empty.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import pairwise
@@ -235,9 +235,11 @@ class Structure:
 UNKNOWN = Structure(exact=False)
 
 
-def met(structures: Iterable[Structure]) -> Structure:
+def met(structures: Sequence[Structure]) -> Structure:
     """The structure of masks combined with ``&``."""
-    return reduce(Structure.meet, structures, Structure(diagonal=True))
+    first, *others = structures or (Structure(diagonal=True),)
+    # Alone it meets one that hides nothing, because the result has no documents and no slopes.
+    return reduce(Structure.meet, others or (Structure(diagonal=True),), first)
 
 
 def _layout_of(tensor: Tensor | None) -> Hashable:

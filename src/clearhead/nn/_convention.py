@@ -18,6 +18,7 @@ from ..masks._base import Mask
 from ..masks._combined import Not, Or, all_of
 from ..masks._grid import Grid
 from ..masks._positional import Prefix
+from ..masks._tensors import KeepKeys
 from ._stacks import shared_in_forward
 
 
@@ -37,7 +38,7 @@ def hidden_mask(
         if attn_mask is not None:
             translated.append(_tensor_mask(_four_dimensional(attn_mask, grid), appended))
         if key_padding_mask is not None:
-            translated.append(_tensor_mask(_per_key(key_padding_mask, grid), appended))
+            translated.append(_key_mask(key_padding_mask, grid, appended))
         return all_of(translated)
 
     if attn_mask is key_padding_mask is None:  # lowering a rule costs as little as finding a shared mask
@@ -73,8 +74,7 @@ def _four_dimensional(attn_mask: Tensor, grid: Grid) -> Tensor:
     raise errors.ShapeError("attn_mask", expected=expected, got=shape_text(shape), fix=fix)
 
 
-def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
-    """(N, S) → (N, 1, 1, S)."""
+def _key_mask(key_padding_mask: Tensor, grid: Grid, appended: int) -> Mask:
     require_bool_or_float("key_padding_mask", key_padding_mask, "True = hidden")
     expected = (grid.batch_size, grid.key_length)
     shape = tuple(key_padding_mask.shape)
@@ -82,7 +82,11 @@ def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
         fix = "It is batch first, whatever batch_first says." if shape == expected[::-1] else ""
         text = f"(N, S) = {shape_text(expected)}, or (S,) without a batch"
         raise errors.ShapeError("key_padding_mask", expected=text, got=shape_text(shape), fix=fix)
-    return key_padding_mask[:, None, None, :]
+    if appended:
+        key_padding_mask = F.pad(key_padding_mask, (0, appended))
+    if key_padding_mask.is_floating_point():
+        return bias(key_padding_mask[:, None, None, :])
+    return KeepKeys("drop", ~key_padding_mask)
 
 
 def require_bool_or_float(name: str, mask: object, meaning: str) -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._environment import Environment, autocast_is_on
-from .._layer.linear import linear
+from .._environment import autocast_is_on
+from .._layer.linear import Multiply, linear
 from ..errors import ShapeError
 
 
@@ -52,7 +52,7 @@ def project(
     in_proj_weight: Tensor | None,
     in_proj_bias: Tensor | None,
     separate: tuple[Tensor | None, ...],
-    environment: Environment,
+    multiply: Multiply,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply query, key and value with their parameters, in one GEMM where inputs are one tensor.
 
@@ -62,17 +62,17 @@ def project(
     weight, bias = in_proj_weight, in_proj_bias
     if weight is not None:
         if query is key and key is value:
-            q, k, v = _linear(query, weight, bias, environment).chunk(3, -1)
+            q, k, v = multiply(query, weight, bias).chunk(3, -1)
             return q, k, v
         if key is value:
             size = weight.shape[1]
-            q = _linear(query, weight[:size], None if bias is None else bias[:size], environment)
-            k, v = _linear(key, weight[size:], None if bias is None else bias[size:], environment).chunk(2, -1)
+            q = multiply(query, weight[:size], None if bias is None else bias[:size])
+            k, v = multiply(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
             return q, k, v
         separate = weight.chunk(3)
     biases = (None, None, None) if bias is None else bias.chunk(3)
     operands = zip((query, key, value), cast("tuple[Tensor, ...]", separate), biases, strict=True)
-    q, k, v = (_linear(*triple, environment) for triple in operands)
+    q, k, v = (multiply(*triple) for triple in operands)
     return q, k, v
 
 
@@ -89,12 +89,12 @@ def append_keys(
     return k, v
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment) -> Tensor:
+def linear_of_any_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear`, with a bias of any float dtype.
 
     With another dtype PyTorch's class computes or raises, depending on the strides of its inputs.
     """
     if bias is None or bias.dtype == weight.dtype or autocast_is_on(x):
-        return linear(x, weight, bias, environment)
-    result = linear(x, weight, None, environment)
+        return linear(x, weight, bias)
+    result = linear(x, weight, None)
     return (result + bias).to(result.dtype)

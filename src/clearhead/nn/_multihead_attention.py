@@ -15,14 +15,14 @@ from .._call.naming import add_module
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, read_environment
 from .._layer.layer import Layer
-from .._layer.linear import require_same
-from .._layer.unmodified import inputs_fit
+from .._layer.linear import Multiply, require_same
+from .._layer.unmodified import Linears, inputs_fit, parameters_of
 from .._proxies import recorded_module
 from .._torch_private import skips_idle_hook
 from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ..masks._grid import Grid
 from ._convention import also_pytorchs, hidden_mask
-from ._inputs import append_keys, is_nested_sequence, nest_again, pad_nested, project
+from ._inputs import append_keys, is_nested_sequence, linear_of_any_bias, nest_again, pad_nested, project
 
 #: Query, key and value.
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -150,7 +150,6 @@ class MultiheadAttention(nn.MultiheadAttention):
                 query, padding = pad_nested(query, self.embed_dim, has_masks, self.batch_first)
                 key, value, key_padding_mask = query, query, padding
             inputs = query, key, value
-            _require_inputs(self, inputs, environment)
             output, weights = self._attend(inputs, (attn_mask, key_padding_mask, is_causal), wanted, environment)
             if padding is not None:
                 output = nest_again(output, padding)
@@ -160,6 +159,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         except ClearheadError as error:
             add_module(error, self)
             return recorded_module(self, also_pytorchs(error), locals())
+        except RuntimeError:  # of a GEMM; the checks of the inputs say what is wrong, if it is one of them
+            self._explain((query, key, value), environment)
+            raise
         return output, None if weights is None else weights.to(output.dtype)
 
     def _attend(
@@ -171,45 +173,93 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """The output in the layout of `query`, and the weights."""
         attn_mask, key_padding_mask, is_causal = masks
+        layer = self._layer(inputs[0], environment)
+        if not layer.fits(*inputs, environment):
+            _require_inputs(self, inputs, environment)
         unbatched = inputs[0].dim() == 2
-        sequence_first = not unbatched and not self.batch_first
         # The core is batch first. These are views, and `_project` undoes them.
-        if unbatched or sequence_first:
+        if unbatched or not layer.batch_first:
             inputs = _each(inputs, lambda x: x.unsqueeze(0) if unbatched else x.transpose(0, 1))
         query, key, value = inputs  # (N, L or S, E)
         if unbatched and isinstance(key_padding_mask, Tensor) and key_padding_mask.dim() == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        appended = (_parameter(self, "bias_k") is not None) + bool(self.add_zero_attn)
         mask = None
         if attn_mask is not None or key_padding_mask is not None or is_causal:
             grid = Grid(query.shape[0], self.num_heads, query.shape[1], key.shape[1], query.device)
-            mask = hidden_mask(attn_mask, key_padding_mask, is_causal, grid, appended)
-        heads, projections = self.num_heads, partial(self._project, sequence_first, environment)
-        options = {"dropout_p": self.dropout if self.training else 0.0}
-        # Appended keys belong to no token, so packed sequences cannot hold them.
-        head_dim = None if appended else self.embed_dim // heads
-        out_proj = vars(self)["_modules"]["out_proj"]
-        settings: dict[str, Any] = {"head_dim": head_dim, "batch_first": not sequence_first}
-        layer = Layer(projections, out_proj, heads, heads, None, options, **settings)
-        output, weights = layer.run(query, key, value, mask, environment, weights=wanted)
+            mask = hidden_mask(attn_mask, key_padding_mask, is_causal, grid, self._appended)
+        output, weights = layer.run(query, key, value, mask, environment, None, None, wanted)
         if unbatched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
-        return output.transpose(0, 1) if sequence_first else output, weights
+        return output if layer.batch_first else output.transpose(0, 1), weights
 
-    def _project(self, sequence_first: bool, environment: Environment, *given: Tensor | None) -> Inputs:
-        inputs = cast(Inputs, given)
-        batched = inputs[0].dim() == 3
+    def _explain(self, inputs: Inputs, environment: Environment) -> None:
+        """Raise what is wrong with the inputs of a call whose GEMM failed, if they are to blame."""
+        try:
+            _require_inputs(self, inputs, environment)
+        except ClearheadError as error:
+            add_module(error, self)
+            raise also_pytorchs(error) from None
+
+    @property
+    def _appended(self) -> int:
+        """How many keys the module appends."""
+        return (_parameter(self, "bias_k") is not None) + bool(self.add_zero_attn)
+
+    def _layer(self, query: Tensor, environment: Environment) -> Layer:
+        """The call of the module, as far as it does not depend on its arguments but for whether they have a batch."""
+        heads, out_proj = self.num_heads, vars(self)["_modules"]["out_proj"]
+        weight, bias = _parameter(self, "in_proj_weight"), _parameter(self, "in_proj_bias")
+        sequence_first = not self.batch_first and not (isinstance(query, Tensor) and query.dim() == 2)
+        options = {"dropout_p": self.dropout if self.training else 0.0}
+        appended = self._appended
+        return Layer(
+            partial(self._project, sequence_first, weight, bias, appended),
+            out_proj,
+            heads,
+            heads,
+            None,
+            options,
+            # Appended keys belong to no token, so packed sequences cannot hold them.
+            head_dim=None if appended else self.embed_dim // heads,
+            batch_first=not sequence_first,
+            linears=_linears(weight, bias, out_proj, environment),
+            settings=(self.batch_first, heads, self.embed_dim, appended, self.add_zero_attn, options["dropout_p"]),
+            multiply=linear_of_any_bias,
+        )
+
+    def _project(
+        self,
+        sequence_first: bool,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        appended: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        multiply: Multiply,
+    ) -> Inputs:
+        inputs = cast(Inputs, (query, key, value))
+        batched = query.dim() == 3
         if sequence_first and batched:  # as they are in memory
             inputs = _each(inputs, lambda x: x.transpose(0, 1))
-        weight, bias = _parameter(self, "in_proj_weight"), _parameter(self, "in_proj_bias")
         separate = () if weight is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        q, k, v = project(*inputs, weight, bias, separate, environment)
+        q, k, v = project(*inputs, weight, bias, separate, multiply)
         if sequence_first and batched:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        if batched:
-            appended = _parameter(self, "bias_k"), _parameter(self, "bias_v")
-            k, v = append_keys(k, v, *appended, self.add_zero_attn)  # (N, S′, E)
+        if batched and appended:
+            learned = _parameter(self, "bias_k"), _parameter(self, "bias_v")
+            k, v = append_keys(k, v, *learned, self.add_zero_attn)  # (N, S′, E)
         return q, k, v
+
+
+def _linears(
+    weight: Tensor | None, bias: Tensor | None, out_proj: nn.Module, environment: Environment
+) -> Linears | None:
+    """The parameters of the projections, for a plan; ``None`` if there may be none."""
+    if environment.tracing or environment.module_hooks or weight is None:
+        return None
+    of_output = parameters_of(out_proj) if bias is None or bias.dtype is weight.dtype else None
+    return None if of_output is None else [weight, bias, of_output["weight"], of_output["bias"]]
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:

@@ -62,6 +62,10 @@ def scaled_dot_product_attention(
         torch.Size([2, 5, 8])
     """
     try:
+        # Grouped heads, and leading sizes that broadcast, are translated.
+        if attn_mask is None and enable_gqa is False and _have_equal_heads(query, key, value):
+            mask = causal() if is_causal is True or flag("is_causal", is_causal) else None
+            return attention(query, key, value, mask, scale=scale, dropout_p=dropout_p)
         if isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged:
             inputs = query, key, value
             return jagged_attention(inputs, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -70,6 +74,14 @@ def scaled_dot_product_attention(
     except ClearheadError as error:
         return recorded_call(scaled_dot_product_attention, also_pytorchs(error), locals())
     return output if output.shape[:-2] == leading else output.reshape(*leading, *output.shape[-2:])
+
+
+def _have_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether all are ordinary tensors (B, H, length, features), as `attention` takes them."""
+    if not (type(query) is type(key) is type(value) is Tensor) or query.is_nested or key.is_nested or value.is_nested:
+        return False
+    a, b, c = query.shape, key.shape, value.shape
+    return len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and a[1] == b[1] == c[1] != 0
 
 
 def translate(

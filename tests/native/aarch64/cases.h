@@ -113,7 +113,7 @@ constexpr int64_t FAR = int64_t(1) << 40;  // farther than any row is from any k
 struct Operands {
     Tensor query, key, value, output_gradient;
     std::vector<float> sinks = {}, lse_gradient = {};
-    std::vector<int32_t> first = {}, last = {};  // (B, L)
+    std::vector<int64_t> first = {}, last = {};  // (B, L)
     std::vector<uint8_t> visible = {};           // (B or 1, H or 1, L or 1, S)
     std::vector<float> bias = {};                // (B or 1, H or 1, L, S), or (1, 1, S, L) if it is read turned
     int64_t low = -FAR, high = FAR, stop = 0;    // of the band
@@ -158,8 +158,8 @@ inline Operands draw(const Case& c, std::mt19937_64& random) {
     if (c.mask == Mask::window) o.low = -11, o.high = 2;
     if (c.mask == Mask::lengths) o.stop = c.keys - c.keys / 3;
     for (int64_t n = 0; c.mask == Mask::runs && n < c.batch * c.rows; n++) {
-        o.first.push_back(static_cast<int32_t>(random() % static_cast<uint64_t>(c.keys)));
-        o.last.push_back(static_cast<int32_t>(random() % static_cast<uint64_t>(c.keys + 1)));  // some rows see nothing
+        o.first.push_back(static_cast<int64_t>(random() % static_cast<uint64_t>(c.keys)));
+        o.last.push_back(static_cast<int64_t>(random() % static_cast<uint64_t>(c.keys + 1)));  // some rows see nothing
     }
     int64_t batch, heads, rows;
     shape_of_visible(c, batch, heads, rows);
