@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import clearhead
 from clearhead.errors import ClearheadError
+from clearhead.integrations import _deberta
 
 from .building import build, twin
 from .inputs import Inputs, find_inputs
@@ -93,18 +95,25 @@ def _implementations(model: PreTrainedModel) -> set[str]:
 @contextmanager
 def _counted(implementation: str) -> Iterator[Callable[[], int]]:
     """How often models have called an attention implementation."""
-    function, count = ALL_ATTENTION_FUNCTIONS[implementation], 0
+    function, disentangled, count = ALL_ATTENTION_FUNCTIONS[implementation], _deberta.disentangled_attention, 0
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        return function(*args, **kwargs)
+    def counting(called: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(called)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return called(*args, **kwargs)
 
-    AttentionInterface.register(implementation, counting)
+        return counted
+
+    AttentionInterface.register(implementation, counting(function))
+    if implementation == "clearhead":
+        _deberta.disentangled_attention = counting(disentangled)  # no attention function of transformers
     try:
         yield lambda: count
     finally:
         AttentionInterface.register(implementation, function)
+        _deberta.disentangled_attention = disentangled
 
 
 @final

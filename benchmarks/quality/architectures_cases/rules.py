@@ -115,6 +115,15 @@ OVERRIDES: dict[str, Any] = {
         "num_output_groups": (8, 4, 4),
     },
     "informer": _SERIES,
+    # As released: microsoft/deberta-base and microsoft/deberta-v3-base.
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 4,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+    },
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
     "lilt": {"hidden_size": 48},
     # Most released layers are sparse. Blocks of four keys leave some out of a text of a few tokens.
