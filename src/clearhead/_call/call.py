@@ -18,7 +18,7 @@ from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
 from .dropout import dropout_factors
 from .heads import split_heads
-from .layout import Layout, key_of, layout_of
+from .layout import Layout, key_of, layout_of, plain_key_of
 from .saved import restored, restored_biases, restored_sinks, with_saved
 from .sequences import PackedSequences, require_within
 from .validation import NO_SINK, read_positions, read_sinks, require_numbers, require_shapes, require_tensors
@@ -106,7 +106,8 @@ class Call:
         It checks only what the key does not hold. `validate` checks the rest, once for all calls of a key.
         """
         query, key, value = self.query, self.key, self.value
-        if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
+        if not plain:
             require_tensors(query, key, value)
         try:
             if self.heads is None and (query.dim() != 4 or key.dim() != 4 or value.dim() != 4):
@@ -114,7 +115,7 @@ class Call:
                 self.query, self.key, self.value = query[None], key[None], value[None]  # (1, H, L, D)
                 self.is_unbatched = True
             self.read_others(environment)
-            self.plan_key = key_of(self)
+            self.plan_key = plain_key_of(self) if plain and not environment.tracing else None
         except (ClearheadError, RuntimeError):  # PyTorch's errors are those of tensors without strides
             require_tensors(query, key, value)  # whose errors come first
             raise

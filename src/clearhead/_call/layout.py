@@ -159,10 +159,15 @@ def key_of(call: Any) -> tuple[object, ...] | None:
     The number of keys counts only beside gradients and weights, whose sizes it determines: with a cache it grows from
     call to call. `sizes_of` has it, and positions, for the kernels that are chosen by them.
     """
-    environment, query, key, value = call.environment, call.query, call.key, call.value
     # A subclass may hold what no key does, and sizes of a graph are symbols.
-    if environment.tracing or not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+    if call.environment.tracing or not all(type(x) in PLAIN for x in (call.query, call.key, call.value)):
         return None
+    return plain_key_of(call)
+
+
+def plain_key_of(call: Any) -> tuple[object, ...]:
+    """`key_of` a call of plain tensors outside of graphs."""
+    environment, query, key, value = call.environment, call.query, call.key, call.value
     gradients = gradients_of(call) if environment.gradients else ()
     weights, sequences, dropout_p = call.weights, call.sequences, call.dropout_p
     of_key, of_value = key.shape, value.shape

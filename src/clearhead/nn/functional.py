@@ -78,9 +78,12 @@ def scaled_dot_product_attention(
 
 def _have_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether all are ordinary tensors (B, H, length, features), as `attention` takes them."""
-    if not (type(query) is type(key) is type(value) is Tensor) or query.is_nested or key.is_nested or value.is_nested:
+    if not type(query) is type(key) is type(value) is Tensor:
         return False
-    a, b, c = query.shape, key.shape, value.shape
+    try:
+        a, b, c = query.shape, key.shape, value.shape
+    except RuntimeError:  # of nested tensors, which have no sizes
+        return False
     return len(a) == len(b) == len(c) == 4 and a[0] == b[0] == c[0] and a[1] == b[1] == c[1] != 0
 
 
