@@ -63,6 +63,7 @@ STANDINGS = {
     "mixed": Standing("float32", MIXED, "float32", (MIXED,)),
     "mixed-turns": Standing("float32", MIXED, "float32", (MIXED,), turns=True),
     "mixed-any": Standing("float32", MIXED, "float32", _ANY),
+    "default": Standing("float32", MIXED, "float32", (MIXED,), THEIRS),
     "half-equal": Standing("bfloat16", EQUAL, "int8", (EQUAL,)),
     "half-equal-turns": Standing("bfloat16", EQUAL, "int8", (EQUAL,), turns=True),
     "half-mixed": Standing("bfloat16", MIXED, "int8", (MIXED,)),

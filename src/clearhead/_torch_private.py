@@ -64,6 +64,8 @@ _compiled_call: Callable[[dict[str, Any]], Any] = methodcaller("get", "_compiled
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
 #: How many `TorchFunctionMode`s intercept every function.
 function_modes: Callable[[], int] = _lookup("_C._len_torch_function_stack", lambda: 1)
+#: How many `TorchFunctionMode`s see every call of a function of PyTorch.
+function_modes: Callable[[], int] = _lookup("_C._len_torch_function_stack", lambda: 1)
 #: Whether `torch.jit.trace` records a graph. `torch.jit.is_tracing` takes longer to say so.
 in_jit_trace: Callable[[], bool] = _lookup("_C._is_tracing", torch.jit.is_tracing)
 #: Whether autocast is enabled for any device.

@@ -72,9 +72,7 @@ def test_both_readmes_say_what_the_result_files_say() -> None:
         {f"{mark['file']}.{mark['what']}": mark["text"] for mark in MARKED.finditer(page.read_text(encoding="utf-8"))}
         for page in (ROOT / "README.md", ROOT / "README.zh.md")
     ]
-    assert {"encoders.equal", "encoders.train-equal", "module.tiny-eval", "gpu.device"} <= said[0].keys() & said[
-        1
-    ].keys()
+    assert {"engines.half-equal", "engines.short", "module.tiny-eval", "gpu.device"} <= said[0].keys() & said[1].keys()
     assert all(said[0][figure] == said[1][figure] for figure in said[0].keys() & said[1].keys())
 
 
@@ -131,12 +129,12 @@ def test_a_page_names_every_machine_of_its_figures(page: Path) -> None:
     assert {machines[file] for file in machines.keys() - {"architectures", "gpu"}} <= named
 
 
-@pytest.mark.parametrize("apart", [{"activated", "sentences"}, set()], ids=["the others", "activated"])
+@pytest.mark.parametrize("apart", [{"activated", "sentences", "engines"}, set()], ids=["the others", "activated"])
 def test_the_readme_benchmarks_and_encoders_are_of_one_machine_and_day(apart: set[str]) -> None:
-    """But for `activated` and `sentences`, which are of one machine and day together."""
+    """But for `activated`, `sentences` and `engines`, which are of one machine and day together."""
     shown = [page for page in PAGES if name(page) in ("README.md", "docs/en/benchmarks.md", "docs/en/encoders.md")]
     names = {mark["file"] for page in shown for mark in MARKED.finditer(page.read_text(encoding="utf-8"))}
-    chosen = names - {"architectures", "gpu"} - apart if apart else names & {"activated", "sentences"}
+    chosen = names - {"architectures", "gpu"} - apart if apart else names & {"activated", "sentences", "engines"}
     kept = [read(RESULTS / f"{file}.json") for file in chosen]
     assert len({(one.machine, one.date) for one in kept}) == 1
 

@@ -123,9 +123,10 @@ class LeanLayers:
             for parts, after in zip(layers, following, strict=True)
         ]
         self._layers = [_Layer(parts, dtype, each) for parts, each in zip(layers, norms, strict=True)]
+        self.features, self.parameters_dtype = layers[0].output.weight.shape[0], layers[0].output.weight.dtype
         self._parameters = parameters
         self._counted = [each for each in parameters if not each.is_inference()]
-        self._contents = self._read_contents()
+        self._places, self._digest = self._read_places(), digest(parameters)
 
     @property
     def names_of_angles(self) -> set[str]:
@@ -134,13 +135,14 @@ class LeanLayers:
 
     def are_current(self) -> bool:
         """Whether the copies hold what the parameters hold now."""
-        return self._read_contents() == self._contents
+        # PyTorch does not count what is written through ``parameter.data``.
+        return self._read_places() == self._places and digest(self._parameters) == self._digest
 
-    def _read_contents(self) -> tuple[object, ...]:
-        # A parameter may hold another tensor now, or other numbers, which PyTorch does not always count.
+    def _read_places(self) -> tuple[list[int], list[int], bool]:
+        """Where the parameters lie, and how often they were written. Another tensor may have been put into one."""
         addresses = [each.data_ptr() for each in self._parameters]
         in_order = all(map(Tensor.is_contiguous, self._parameters))
-        return digest(self._parameters), in_order, addresses, [each._version for each in self._counted]
+        return addresses, [each._version for each in self._counted], in_order
 
     def run(
         self,
@@ -154,7 +156,7 @@ class LeanLayers:
         """The output of the last layer, or of the last norm.
 
         Args:
-            x: (B, L, E), or packed (1, T, E).
+            x: (B, L, E), or packed (1, T, E), with E = `features`.
             environment: of the call, without tracing, observers, transforms and gradients.
             mask: of all layers, beside their own. Default: none.
             sequences: of packed tokens.
@@ -164,7 +166,7 @@ class LeanLayers:
             A new tensor of the shape of `x`, in the dtype of the copies.
         """
         masks = {id(own): shared(_both(mask, own)) for own in (layer.parts.mask for layer in self._layers)}
-        residual = x.to(self.dtype, copy=True)
+        residual = x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
         normed = residual if self._entry is None else normalize(residual.clone(), self._entry)
         for layer in self._layers:
             first, second = layer.norms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,17 +25,25 @@ class Unchanged:
 
     Args:
         modules: all modules whose code is not run.
+        children: of the encoder that holds them.
+        config: of the encoder, as a dictionary.
         allows: whether a hook may stay, because it does nothing now.
     """
 
-    def __init__(self, modules: list[nn.Module], allows: Callable[[Any], bool]) -> None:
-        self._modules, self._allows = modules, allows
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        children: dict[str, Any],
+        config: dict[str, Any],
+        allows: Callable[[Any], bool],
+    ) -> None:
+        self._modules, self._allows, self._owners = modules, allows, children
         self._fields = [module.__dict__ for module in modules]
         self._hooks = [fields[name] for fields in self._fields for name in _HOOKS]
         self._kinds = [type(module) for module in modules]
-        self._forwards = _forwards(self._kinds)
+        self._code = code_of(self._kinds)
         self._held = self._read_held()
-        self._set_up = [module.__dict__ for module in modules if not isinstance(module, _WITHOUT_SETTINGS)]
+        self._set_up = [module.__dict__ for module in modules if not isinstance(module, _WITHOUT_SETTINGS)] + [config]
         self._settings = [list(fields.values()) for fields in self._set_up]
 
     def holds(self) -> bool:
@@ -45,23 +53,28 @@ class Unchanged:
             return False
         if any(map(_training, fields)) or any(map(operator.contains, fields, itertools.repeat("forward"))):
             return False
-        if any_compiled(fields):
+        if any_compiled(fields) or list(map(type, self._modules)) != self._kinds:
             return False
-        if list(map(type, self._modules)) != self._kinds or _forwards(self._kinds) != self._forwards:
-            return False
-        held = self._read_held()
-        if len(held) != len(self._held) or any(map(operator.is_not, held, self._held)):
+        if not _same(code_of(self._kinds), self._code) or not _same(self._read_held(), self._held):
             return False
         return all(map(_has_settings, self._set_up, self._settings))
 
     def _read_held(self) -> list[object]:
         """Every child and parameter, in order."""
         of_each = map(_values, itertools.chain(map(_children, self._fields), map(_parameters, self._fields)))
-        return list(itertools.chain.from_iterable(of_each))
+        return [*self._owners.values(), *itertools.chain.from_iterable(of_each)]
 
 
-def _forwards(kinds: list[type[nn.Module]]) -> list[object]:
-    return [kind.forward for kind in dict.fromkeys(kinds)]
+def code_of(kinds: list[type[nn.Module]]) -> list[object]:
+    """The forwards of classes, and everything else that classes outside of PyTorch define."""
+    once = dict.fromkeys(kinds)
+    others = (vars(kind).values() for kind in once if not kind.__module__.startswith("torch."))
+    return [*(kind.forward for kind in once), *itertools.chain.from_iterable(others)]
+
+
+def _same(actual: Sequence[object], expected: Sequence[object]) -> bool:
+    """Whether both hold the same objects."""
+    return len(actual) == len(expected) and not any(map(operator.is_not, actual, expected))
 
 
 def _has_settings(fields: dict[str, Any], settings: list[object]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from ._unpad_checks import OF_TOKENS, runs_in_one_kernel, takes_tokens
 
 #: Arguments of a packed row. The boundaries are first.
 _OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+#: Encoders that multiply their embeddings by the mask.
+_SCALING = ("DebertaModel", "DebertaV2Model", "FlaubertModel", "XLMModel")
 
 
 class EncoderCall(NamedTuple):
@@ -56,7 +59,7 @@ def read_call(encoder: nn.Module, arguments: dict[str, Any]) -> EncoderCall | No
     """The call, or ``None`` if it must run as it is."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     mask = arguments.pop("attention_mask", None)
-    boundaries = [arguments.pop(name, None) for name in _OF_ROWS]
+    boundaries: list[Any] = [arguments.pop(name, None) for name in _OF_ROWS]
     if mask is None:
         tokens = arguments.get("input_ids", arguments.get("inputs_embeds"))
         mask = tokens[..., 0] if isinstance(tokens, Tensor) and tokens.dim() == 3 else tokens
@@ -67,19 +70,36 @@ def read_call(encoder: nn.Module, arguments: dict[str, Any]) -> EncoderCall | No
         return None
     if (mask.is_cuda and not runs_in_one_kernel(encoder)) or (mask.is_cpu and not reads_values(mask)):
         return None
+    if real is not None and _scales_embeddings(encoder, mask):
+        return None
     # Unlike `_layer/unpadding.py`, this compares no costs: all layers share one row, so packing always pays.
     tokens = find_tokens(None if real is None else real.bool(), mask.shape[0], mask.shape[1])
     config: Any = encoder.config
     arguments.setdefault("output_hidden_states", getattr(config, "output_hidden_states", False))
     return_dict = arguments.pop("return_dict", getattr(config, "return_dict", True))
     texts = None
-    if boundaries[0] is not None:  # as sentence-transformers packs texts
-        if real is not None or "position_ids" not in arguments:
+    if boundaries[0] is not None or boundaries[1] is not None:  # as sentence-transformers packs texts
+        if real is not None or "position_ids" not in arguments or not _are_of_one_row(boundaries, mask):
             return None
         row = mask[0, :, None]
-        texts = read_sequences(boundaries[0], boundaries[1], row, row)
+        texts = read_sequences(cast(Tensor, boundaries[0]), cast(Tensor, boundaries[1]), row, row)
     arguments["position_ids"] = _positions(encoder, arguments, mask)
     return EncoderCall(tokens, arguments, return_dict is False, texts)
+
+
+def _are_of_one_row(boundaries: list[Any], tokens: Tensor) -> bool:
+    """Whether queries and keys have the same boundaries in a batch of one; the layers' own code refuses others."""
+    first, second = boundaries[:2]
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor) or tokens.shape[0] != 1:
+        return False
+    return first is second or (first.shape == second.shape and torch.equal(first, second))
+
+
+def _scales_embeddings(encoder: nn.Module, mask: Tensor) -> bool:
+    """Whether an encoder multiplies its embeddings by a mask with other numbers than 0 and 1."""
+    if type(encoder).__name__ not in _SCALING or mask.dtype == torch.bool or not mask.is_cpu:
+        return False
+    return bool(((mask != 0) & (mask != 1)).any())
 
 
 def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -109,4 +129,7 @@ def _positions(module: nn.Module, arguments: dict[str, Any], mask: Tensor) -> Te
             return count(arguments["input_ids"], embeddings.padding_idx)
         if count is not None:
             return torch.arange(mask.shape[1], device=mask.device)[None] + embeddings.padding_idx + 1
+    own = getattr(embeddings, "position_ids", None)
+    if type(own) is Tensor and own.dim() == 2 and own.shape[0] == 1 and own.shape[1] >= mask.shape[1]:
+        return own[:, : mask.shape[1]]
     return torch.arange(mask.shape[1], device=mask.device)[None]

@@ -14,7 +14,8 @@ from .._encoder.steps import TYPES, Norm
 from .._encoder.unchanged import Unchanged
 from .._environment import Environment, forced_linears
 from .._native import extension, why_missing
-from ._unpad_checks import collects_outputs, is_of_single_tokens, is_of_the_library
+from .._torch_private import function_modes
+from ._unpad_checks import collects_outputs, is_of_the_library
 
 
 class Reading(NamedTuple):
@@ -40,11 +41,11 @@ Read = Callable[[Any], Reading]
 class _Lean:
     """The layers of one encoder, and the modules that they were read from."""
 
-    def __init__(self, reading: Reading, dtype: torch.dtype) -> None:
-        modules = reading.modules
-        self._unchanged = Unchanged(modules, is_of_the_library)
-        foreign = [kind for kind in {type(module) for module in modules} if not is_of_single_tokens(kind.forward)]
-        if foreign or not self._unchanged.holds():
+    def __init__(self, encoder: nn.Module, reading: Reading, dtype: torch.dtype) -> None:
+        modules, config = reading.modules, getattr(encoder, "config", None)
+        fields = {} if config is None else vars(config)
+        self._unchanged = Unchanged(modules, encoder.__dict__["_modules"], fields, is_of_the_library)
+        if not self._unchanged.holds():
             raise ValueError("one of its modules has hooks or other code, or is in training")
         parameters = [each for module in modules for each in module.parameters(recurse=False)]
         self.layers = LeanLayers(reading.layers, parameters, dtype, reading.norm_first, reading.last_norm)
@@ -61,8 +62,12 @@ def _read(encoder: nn.Module, read: Read) -> Reading | str:
     if extension is None:
         return why_missing
     parameters = list(encoder.parameters())
-    if any(type(each) is not nn.Parameter or not each.is_cpu for each in parameters):
+    if not all(type(each) is nn.Parameter and each.is_cpu and each.layout is torch.strided for each in parameters):
         return "not all of its parameters are plain tensors on the CPU"
+    if not all(map(torch.Tensor.is_contiguous, parameters)):
+        return "one of its parameters is not contiguous"
+    if any(each.data_ptr() == 0 and each.numel() > 0 for each in parameters):
+        return "one of its parameters has no memory now"
     kinds = {each.dtype for each in parameters}
     if len(kinds) != 1 or not kinds <= TYPES.keys():
         return "its parameters are neither float32 nor bfloat16"
@@ -96,7 +101,7 @@ def lean_layers(
         if isinstance(reading, str):
             return None
         try:
-            known = _Lean(reading, dtype or reading.layers[0].output.weight.dtype)
+            known = _Lean(encoder, reading, dtype or reading.layers[0].output.weight.dtype)
         except ValueError:
             return None
         _known[encoder] = known
@@ -114,6 +119,6 @@ def _is_seen(encoder: nn.Module, environment: Environment) -> bool:
         return True
     if environment.autocast or environment.tracing or forced_linears.value or not torch.backends.mkldnn.enabled:
         return True
-    if torch.get_float32_matmul_precision() != "highest" or collects_outputs():
+    if torch.get_float32_matmul_precision() != "highest" or collects_outputs() or function_modes():
         return True
     return environment.gradients and any(parameter.requires_grad for parameter in encoder.parameters())

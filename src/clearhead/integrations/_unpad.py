@@ -21,12 +21,15 @@ from .._layer.tokens import RealTokens
 from .._torch_private import remove_hook
 from ._encoder_call import EncoderCall, by_name, is_padding, read_call
 from ._lean import forget, lean_layers
-from ._lean_families import FAMILIES, parts_in_loop, read_encoder, results_of, run_lean
+from ._lean_families import FAMILIES, parts_in_loop, results_of, run_lean
+from ._lean_reading import read_encoder
 from ._packed_row import boundaries_of, running
 from ._row_arguments import arguments_of_row
 from ._unpad_checks import (
     counts_distances,
     has_convolution,
+    is_of_single_tokens,
+    windows_fit,
     works_token_by_token,
 )
 
@@ -120,11 +123,17 @@ def keep_padding(encoder: nn.Module, head: nn.Module | None) -> None:
     """Undo `remove_padding`."""
     del encoder.forward
     forget(encoder)
-    if head is not None and _is_partial_of(head, _forward_of_head):
-        del head.forward
+    if head is not None:
+        restore_head(head)
     pooler: nn.Module | None = getattr(encoder, "pooler", None)
     if pooler is not None:
         _unhook(pooler)
+
+
+def restore_head(model: nn.Module) -> None:
+    """Give a model its own forward again, if `remove_padding` replaced it as that of a head."""
+    if _is_partial_of(model, _forward_of_head):
+        del model.forward
 
 
 def _replace_forward(module: nn.Module, function: Callable[..., Any], *arguments: object) -> None:
@@ -216,7 +225,7 @@ def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *
     """
     args, forward = _without_module(encoder, args), type(encoder).forward
     call = None
-    if not is_tracing() and not running.labels_padding:
+    if not is_tracing() and not running.labels_padding and is_of_single_tokens(forward):
         call = read_call(encoder, by_name(encoder, args, kwargs))
     if call is None:
         return forward(encoder, *args, **kwargs)
@@ -225,8 +234,9 @@ def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *
     if type(encoder).__name__ in FAMILIES and call.is_plain and 0 not in call.tokens.counts:
         lean = lean_layers(encoder, dtype, environment, read_encoder)
     packs = call.tokens.indices is not None and _fits(encoder, call.tokens, reads_first, environment, lean)
-    if lean is not None:
-        return _run_lean(lean, encoder, call, environment, packs)
+    output = None if lean is None else _run_lean(lean, encoder, call, environment, packs)
+    if output is not None:
+        return output
     return _run_packed(encoder, call) if packs else forward(encoder, *args, **kwargs)
 
 
@@ -244,13 +254,14 @@ def _run_packed(encoder: nn.Module, call: EncoderCall) -> Any:
 
 
 def _run_lean(lean: LeanLayers, encoder: nn.Module, call: EncoderCall, environment: Environment, packs: bool) -> Any:
-    """Clearhead's loop, on one row if `packs`."""
+    """Clearhead's loop, on one row if `packs`. ``None`` if the encoder's own code has to run."""
     if packs:
-        states = call.tokens.pad(run_lean(lean, encoder, call.in_row(), environment, sequences=call.sequences())[0])
+        states = run_lean(lean, encoder, call.in_row(), environment, sequences=call.sequences())
+        states = None if states is None else call.tokens.pad(states[0])
     else:
         mask = None if call.tokens.indices is None else masks.keep(keys=call.tokens.real)
         states = run_lean(lean, encoder, call.arguments, environment, mask=mask, sequences=call.texts)
-    return results_of(encoder, states, call.as_tuple)
+    return None if states is None else results_of(encoder, states, call.as_tuple)
 
 
 def _fits(
@@ -262,7 +273,7 @@ def _fits(
     if 0 in tokens.counts or (reads_first and any(tokens.starts)):
         return False
     # In a row, two tokens are closer if padding between them is removed.
-    if counts_distances(encoder) and not tokens.contiguous:
+    if counts_distances(encoder) and not (tokens.contiguous and windows_fit(encoder)):
         return False
     pooler = encoder.__dict__["_modules"].get("pooler")
     if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:

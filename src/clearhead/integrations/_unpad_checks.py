@@ -87,6 +87,16 @@ def runs_in_one_kernel(encoder: nn.Module) -> bool:
     return is_one_kernel(dtype, head_dim)
 
 
+def windows_fit(encoder: nn.Module) -> bool:
+    """Whether the windows of layers are those of the configuration, of which a model makes its padded masks."""
+    config: Any = encoder.config
+    for layer, kind in zip(getattr(encoder, "layers", ()), getattr(config, "layer_types", None) or (), strict=False):
+        window = config.sliding_window + 1 if kind == "sliding_attention" else None
+        if getattr(layer, "attention_type", kind) != kind or layer.attn.sliding_window != window:
+            return False
+    return True
+
+
 def has_convolution(encoder: nn.Module) -> bool:
     """Whether an encoder mixes neighbouring tokens, as a DeBERTa with ``conv_kernel_size`` does."""
     return getattr(getattr(encoder, "encoder", None), "conv", None) is not None

@@ -14,7 +14,7 @@ from .._encoder.products import gains_by_bfloat16
 from .._layer.linear import Linear
 from ..errors import ArgumentError
 from ._lean import describe_loop
-from ._lean_families import read_encoder
+from ._lean_reading import read_encoder
 from ._lean_stacks import read_stack, run_by_itself, run_in_loop, runs_in_loop, stacks_in
 from ._pretrained import (
     head_of,
@@ -26,7 +26,7 @@ from ._pretrained import (
     why_not_set,
 )
 from ._torch_modules import linears_to_swap, own_linears, swap_attention, swap_attention_back
-from ._unpad import ENCODERS, is_unpadded, keep_padding, remove_padding, why_no_encoder, why_padded
+from ._unpad import ENCODERS, is_unpadded, keep_padding, remove_padding, restore_head, why_no_encoder, why_padded
 
 
 def upgrade(
@@ -62,8 +62,9 @@ def upgrade(
 
     In inference on the CPU their layers, and those of each `clearhead.transformer.Encoder`, then run in one loop, on
     copies of their weights that are laid out for the processor. The first call makes the copies. They are made again
-    when a parameter or a module was changed; after writing single numbers through ``parameter.data``, which PyTorch
-    does not count, call `upgrade` again. With ``dtype=torch.bfloat16`` the loop multiplies in bfloat16, and computes
+    when a parameter or a module was changed. What is written through ``parameter.data`` or NumPy, or to parameters made
+    in inference mode, is not counted by PyTorch and found by samples: after such a write to a part of a weight, call
+    `upgrade` again. With ``dtype=torch.bfloat16`` the loop multiplies in bfloat16, and computes
     norms and softmax in float32. Parameters and outputs keep their dtype. Calls that need the layers' own code
     (training, gradients, hidden states, hooks, autocast) run it in the parameters' dtype.
 
@@ -161,6 +162,8 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     unpadded = tuple(name for name, part in pretrained.items() if is_unpadded(part))
     for name in unpadded:
         keep_padding(pretrained[name], head_of(pretrained, name))
+    for part in pretrained.values():  # of encoders that were downgraded by themselves
+        restore_head(part)
     for stack in filter(runs_in_loop, model.modules()):
         run_by_itself(stack)
     layers = own_linears(model)
