@@ -1,8 +1,9 @@
-"""The class of a module, swapped in place, also below what other tools put around the module."""
+"""The class or the forward of a module, swapped in place, also below what other tools put around the module."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -34,6 +35,21 @@ def swap_class(module: nn.Module, old: type[nn.Module], new: type[nn.Module]) ->
             forward.__wrapped__ = rebound
     module.__class__ = kind
     return None
+
+
+def replace_forward(module: nn.Module, function: Callable[..., Any], *arguments: object) -> None:
+    """Let a module run ``function(module, *arguments, …)`` as its forward. ``del module.forward`` undoes it."""
+    # Not a hook, because sentence-transformers calls `forward` itself. A `partial` can be copied and pickled.
+    forward: Any = partial(function, module, *arguments)
+    forward.__wrapped__ = module.forward  # for its signature
+    module.forward = forward
+
+
+def forward_is(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether `replace_forward` set this function as the forward of a module."""
+    forward = module.__dict__.get("forward")
+    forward = getattr(forward, "__func__", forward)  # accelerate's unwrap_model binds it again
+    return isinstance(forward, partial) and forward.func is function
 
 
 def of_a_subclass(module: nn.Module) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from .._multihead import MultiHeadAttention
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
 from ..transformer import Encoder, EncoderLayer, FeedForward, SwiGLU
+from ._classes import forward_is, replace_forward
 from ._lean import Reading, forget, lean_layers
 from ._lean_reading import Parts, require_shapes
 
@@ -28,9 +28,7 @@ def run_in_loop(stack: nn.Module, dtype: torch.dtype | None) -> None:
     """Let a stack run in the loop where a call allows it, on new copies."""
     if runs_in_loop(stack):
         run_by_itself(stack)
-    forward: Any = partial(_forward, stack, dtype)
-    forward.__wrapped__ = stack.forward
-    stack.forward = forward
+    replace_forward(stack, _forward, dtype)
 
 
 def run_by_itself(stack: nn.Module) -> None:
@@ -41,8 +39,7 @@ def run_by_itself(stack: nn.Module) -> None:
 
 def runs_in_loop(module: nn.Module) -> bool:
     """Whether `run_in_loop` was called for a module."""
-    forward = vars(module).get("forward")
-    return isinstance(forward, partial) and forward.func is _forward
+    return forward_is(module, _forward)
 
 
 _OWN_FORWARD = Encoder.forward

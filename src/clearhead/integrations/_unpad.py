@@ -6,8 +6,6 @@ attention, an encoder works token by token. Its attention functions receive the 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,6 +17,7 @@ from .._encoder.layers import LeanLayers
 from .._environment import Environment, is_tracing, read_environment, reads_values
 from .._layer.tokens import RealTokens
 from .._torch_private import remove_hook
+from ._classes import forward_is, replace_forward
 from ._encoder_call import EncoderCall, by_name, is_padding, read_call
 from ._lean import forget, lean_layers
 from ._lean_families import FAMILIES, parts_in_loop, results_of, run_lean
@@ -92,7 +91,7 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
         return _PADDED[type(encoder).__name__][1]
     if "forward" in encoder.__dict__ and not is_unpadded(encoder):
         return "its forward was replaced"
-    if head is not None and "forward" in head.__dict__ and not _is_partial_of(head, _forward_of_head):
+    if head is not None and "forward" in head.__dict__ and not forward_is(head, _forward_of_head):
         return f"the forward of {type(head).__name__} was replaced"
     if any(not (parameter.is_cpu or parameter.is_cuda) for parameter in encoder.parameters()):
         return "it is neither on the CPU nor on a CUDA device"
@@ -111,9 +110,9 @@ def remove_padding(encoder: nn.Module, head: nn.Module | None, dtype: torch.dtyp
         keep_padding(encoder, head)
     pooler: nn.Module | None = getattr(encoder, "pooler", None)
     of_tokens = head is None or type(head).__name__.endswith(_HEADS_OF_TOKENS)
-    _replace_forward(encoder, _forward, pooler is not None or not of_tokens, dtype)
+    replace_forward(encoder, _forward, pooler is not None or not of_tokens, dtype)
     if head is not None and "forward" not in head.__dict__ and type(head).__name__ not in _HEADS_WITHOUT_PADDING:
-        _replace_forward(head, _forward_of_head)
+        replace_forward(head, _forward_of_head)
     if pooler is not None:
         _unhook(pooler)
         pooler.register_forward_pre_hook(_pad_for_pooler, prepend=True)
@@ -132,15 +131,8 @@ def keep_padding(encoder: nn.Module, head: nn.Module | None) -> None:
 
 def restore_head(model: nn.Module) -> None:
     """Give a model its own forward again, if `remove_padding` replaced it as that of a head."""
-    if _is_partial_of(model, _forward_of_head):
+    if forward_is(model, _forward_of_head):
         del model.forward
-
-
-def _replace_forward(module: nn.Module, function: Callable[..., Any], *arguments: object) -> None:
-    # Not a hook, because sentence-transformers calls `forward` itself. A `partial` can be copied and pickled.
-    forward: Any = functools.partial(function, module, *arguments)
-    forward.__wrapped__ = module.forward  # for its signature
-    module.forward = forward
 
 
 def _unhook(pooler: nn.Module) -> None:
@@ -150,14 +142,7 @@ def _unhook(pooler: nn.Module) -> None:
 
 def is_unpadded(module: nn.Module) -> bool:
     """Whether `remove_padding` was called for a module."""
-    return _is_partial_of(module, _forward)
-
-
-def _is_partial_of(module: nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether `_replace_forward` set this function as the forward of a module."""
-    forward = module.__dict__.get("forward")
-    forward = getattr(forward, "__func__", forward)  # accelerate's unwrap_model binds it again
-    return isinstance(forward, functools.partial) and forward.func is function
+    return forward_is(module, _forward)
 
 
 @dataclass(frozen=True)
