@@ -61,38 +61,23 @@ _INPUTS, _OUTPUTS = ["input_ids", "attention_mask"], ["last_hidden_state"]
 
 def _export(model: nn.Module, folder: Path) -> Path:
     """Write the model as ONNX, for batches and lengths of any size."""
-    path = folder / "exported.onnx"
-    example = Batch.of([7, 5, 3])
     shapes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=512)}
-    torch.onnx.export(
-        _LastHiddenState(model).eval(),
-        (example.ids, example.mask),
-        path,
-        input_names=_INPUTS,
-        output_names=_OUTPUTS,
-        dynamic_shapes=dict.fromkeys(_INPUTS, shapes),
-        opset_version=18,
-        dynamo=True,
-        verbose=False,
-    )
-    return path
+    options: dict[str, Any] = {"dynamic_shapes": dict.fromkeys(_INPUTS, shapes), "verbose": False}
+    return _write(model, folder / "exported.onnx", dynamo=True, opset_version=18, **options)
 
 
 def _trace(model: Any, folder: Path) -> Path:
     """Write a BERT as ONNX in the form in which ONNX Runtime finds its attention: traced, with eager attention."""
-    path = folder / "traced.onnx"
-    example = Batch.of([7, 5, 3])
     model.set_attn_implementation("eager")
-    torch.onnx.export(
-        _LastHiddenState(model).eval(),
-        (example.ids, example.mask),
-        path,
-        input_names=_INPUTS,
-        output_names=_OUTPUTS,
-        dynamic_axes={name: {0: "batch", 1: "length"} for name in (*_INPUTS, *_OUTPUTS)},
-        opset_version=17,
-        dynamo=False,
-    )
+    axes = {name: {0: "batch", 1: "length"} for name in (*_INPUTS, *_OUTPUTS)}
+    return _write(model, folder / "traced.onnx", dynamo=False, opset_version=17, dynamic_axes=axes)
+
+
+def _write(model: nn.Module, path: Path, **options: Any) -> Path:
+    example = Batch.of([7, 5, 3])
+    given = example.ids, example.mask
+    names: dict[str, Any] = {"input_names": _INPUTS, "output_names": _OUTPUTS}
+    torch.onnx.export(_LastHiddenState(model).eval(), given, path, **names, **options)
     return path
 
 

@@ -125,6 +125,11 @@ class Environment(NamedTuple):
     observed: bool
     kernel: Any
 
+    @property
+    def sees_modules(self) -> bool:
+        """Whether something sees or changes what modules compute inside: observers, transforms, modes, global hooks."""
+        return self.observed or self.transformed or self.dispatching or self.module_hooks
+
 
 #: Nothing surrounds a call, without gradients and with them.
 _QUIET = tuple(Environment(False, False, False, False, False, gradients, False, None) for gradients in (False, True))

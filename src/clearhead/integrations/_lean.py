@@ -115,7 +115,7 @@ def forget(encoder: nn.Module) -> None:
 
 def _is_seen(encoder: nn.Module, environment: Environment) -> bool:
     """Whether something around the call would see, change or record what the layers' own code does."""
-    if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:
+    if environment.sees_modules:
         return True
     if environment.autocast or environment.tracing or forced_linears.value or not torch.backends.mkldnn.enabled:
         return True

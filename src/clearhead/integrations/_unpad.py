@@ -253,7 +253,7 @@ def _fits(
     encoder: nn.Module, tokens: RealTokens, reads_first: bool, environment: Environment, lean: LeanLayers | None
 ) -> bool:
     """Whether the environment, the modules and the position of the padding allow one row."""
-    if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:
+    if environment.sees_modules:
         return False
     if 0 in tokens.counts or (reads_first and any(tokens.starts)):
         return False
