@@ -20,7 +20,7 @@ TABLES_SCRIPT = DOCS / "site" / "tables.js"
 ELSEWHERE = {
     ROOT / "README.md": "index.md",
     ROOT / "README.zh.md": "index.md",
-    **{DOCS / name: name for name in ("architecture.md", "stability.md", "decisions.md", "releasing.md")},
+    **{page: page.name for page in DOCS.glob("*.md")},
     ROOT / "CONTRIBUTING.md": "contributing.md",
     ROOT / "SECURITY.md": "security.md",
     ROOT / "CHANGELOG.md": "changelog.md",

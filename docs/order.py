@@ -1,0 +1,29 @@
+"""Reads docs/pages.toml: the sections of the site with their pages, and where old addresses lead."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Section", "redirects", "sections"]
+
+FILE = Path(__file__).with_name("pages.toml")
+
+
+class Section(NamedTuple):
+    """A section of the navigation: its title in each language, and the places of its pages."""
+
+    titles: dict[str, str]
+    pages: list[str]
+
+
+def sections() -> list[Section]:
+    """Every section, in order."""
+    listed = tomllib.loads(FILE.read_text(encoding="utf-8"))["sections"]
+    return [Section({name: each[name] for name in ("en", "zh")}, each["pages"]) for each in listed]
+
+
+def redirects() -> dict[str, str]:
+    """The place of each former page, and the place that replaces it."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))["redirects"]
