@@ -22,7 +22,7 @@ STATUSES = {
     "differs": "A result differs from that of `eager` by more than the limit. The remark says which one.",
     "not built": "The test could not build a tiny random model or its input. The remark is the test's own error, "
     "not one of Clearhead. Nothing is known about the type: "
-    "[check your own model](which-models.md#check-your-own-model).",
+    "[check your own model](models.md#check-your-own-model).",
 }
 #: What the remarks of the table mean.
 REMARKS = """## Remarks
@@ -33,11 +33,11 @@ one of two remarks:
 
 * `from_config`: KeyError. `from_config` builds a model with `attn_implementation="clearhead"`, as loading does.
   transformers cannot do this for the class. If you call `set_attn_implementation("clearhead")` later, there is no
-  error, but a part of the model, or all of it, keeps its own attention. [What to do](which-models.md#refusals).
+  error, but a part of the model, or all of it, keeps its own attention. [What to do](models.md#refusals).
 * ArgumentError. The model's calls pass an argument that Clearhead does not support. The remark names it. `upgrade`
-  leaves such a model as it is. [What to do](which-models.md#refusals).
+  leaves such a model as it is. [What to do](models.md#refusals).
 
-The reasons for *agrees with SDPA* are in [Which models?](which-models.md#types-that-agree-with-sdpa-only)."""
+The reasons for *agrees with SDPA* are in [Which models?](models.md#types-that-agree-with-sdpa-only)."""
 #: What the numbers in remarks mean, after an example of them.
 NUMBERS = """In every remark with numbers:
 
