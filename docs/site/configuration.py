@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from docs.order import redirects, sections
+from docs.order import redirects, repository, sections
 
-from .reference import SOURCES
-from .staging import NOTEBOOK_SCRIPT, TABLES_SCRIPT, sources
+from .reference import INTERNAL, SOURCES
+from .staging import SCRIPTS, sources
 
 PALETTE = [
     {"media": "(prefers-color-scheme: light)", "scheme": "default", "toggle": {"icon": "lucide/sun"}},
@@ -25,8 +25,9 @@ HANDLER = {
         "extensions": [str(Path(__file__).with_name("docstrings.py"))],
         "heading_level": 2,
         "members_order": "source",
-        "filters": ["!^_"],
-        "inherited_members": False,
+        "filters": ["!^_", f"!^({'|'.join(INTERNAL)})$"],
+        "inherited_members": True,
+        "line_length": 88,
         "merge_init_into_class": True,
         "separate_signature": True,
         "show_signature_annotations": True,
@@ -62,7 +63,7 @@ def configuration(language: str, reference: list[tuple[str, str]]) -> dict[str, 
         "site_name": "Clearhead",
         "use_directory_urls": True,
         "extra_css": ["extra.css"],
-        "extra_javascript": [NOTEBOOK_SCRIPT.name, TABLES_SCRIPT.name],
+        "extra_javascript": [script.name for script in SCRIPTS],
         "nav": navigation(language, reference),
         "theme": {
             "language": language,
@@ -97,6 +98,8 @@ def configuration(language: str, reference: list[tuple[str, str]]) -> dict[str, 
             },
         },
     }
+    if repository():
+        project["repo_url"] = repository()
     there = sources(language)
     moved = {old: new for old, new in redirects().items() if new.partition("#")[0] in there and old not in there}
     plugins: dict[str, Any] = {"redirects": {"redirect_maps": moved}}

@@ -10,12 +10,16 @@ from pathlib import Path
 
 from docs.markdown import FENCE, HEADING, headings
 
+from .models import with_table
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-#: Fits a frame to its page, and gives the page the theme of the site.
-NOTEBOOK_SCRIPT = ROOT / "src" / "clearhead" / "plot" / "notebook.js"
-#: Lets the keyboard scroll wide tables.
-TABLES_SCRIPT = DOCS / "site" / "tables.js"
+#: Every script of the site. The first fits a frame to its page, and gives the page the theme of the site.
+SCRIPTS = (
+    ROOT / "src" / "clearhead" / "plot" / "notebook.js",
+    DOCS / "site" / "tables.js",
+    DOCS / "site" / "models.js",
+)
 #: Files outside docs/en that are pages of the site, and their place there.
 ELSEWHERE = {
     ROOT / "README.md": "index.md",
@@ -140,7 +144,7 @@ def stage(language: str, folder: Path, live: Path | None) -> dict[str, Path]:
     pages = sources(language)
     for place, page in pages.items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        text = with_frame(staged(page, place, language), place, language, live)
+        text = with_table(with_frame(staged(page, place, language), place, language, live))
         text = WITHOUT_SIDEBARS + text if place == "index.md" else text
         (folder / place).write_text(text, encoding="utf-8")
     shutil.copy(NOTEBOOK, folder)
@@ -148,7 +152,7 @@ def stage(language: str, folder: Path, live: Path | None) -> dict[str, Path]:
         shutil.copy(notebook, folder / notebook.relative_to(DOCS / language))
     shutil.copytree(DOCS / "images", folder / "images", dirs_exist_ok=True)
     shutil.copy(DOCS / "site" / "extra.css", folder / "extra.css")
-    for script in (NOTEBOOK_SCRIPT, TABLES_SCRIPT):
+    for script in SCRIPTS:
         shutil.copy(script, folder / script.name)
     if live is not None:
         shutil.copytree(live / language, folder / "live")

@@ -1,4 +1,7 @@
-"""On every page of the built site, words stay whole and the page does not scroll sideways; wide tables scroll alone."""
+"""On every page of the built site, words stay whole and the page does not scroll sideways; wide tables scroll alone.
+
+Python fits a screen of 1,400 pixels, and pictures have no white paper in the dark scheme.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from docs.site.staging import address, sources
 from tests.plot.browsing import needs_chromium
 
 pytestmark = needs_chromium
-WIDTHS = (390, 1400)
+WIDTHS = (390, 768, 1400, 1920)
 #: Every page, below the root of the site.
 PAGES = [
     "",
@@ -43,12 +46,21 @@ BROKEN = r"""() => {
 }"""
 #: The tables that reach beyond the page and lie in no box that scrolls, and boxes that the keyboard does not reach.
 ESCAPED = r"""() => [...document.querySelectorAll("article table")].filter((table) => {
-    const box = table.closest(".md-typeset__scrollwrap, pre, .highlight");
+    const box = table.closest(".md-typeset__scrollwrap, .rows, pre, .highlight");
     if (!box) return table.getBoundingClientRect().right > window.innerWidth;
     const scrolls = box.scrollWidth > box.clientWidth;
     return scrolls && box.classList.contains("md-typeset__scrollwrap")
         && (getComputedStyle(box).overflowX !== "auto" || box.tabIndex !== 0);
 }).map((table) => table.textContent.trim().slice(0, 80))"""
+
+
+#: The Python that one has to scroll.
+LONG = """() => [...document.querySelectorAll(":is(.language-python, .language-pycon) pre > code")]
+    .filter((code) => code.scrollWidth > code.clientWidth)
+    .map((code) => code.textContent.split("\\n").reduce((a, b) => (a.length > b.length ? a : b)))"""
+#: The pictures that look in the dark as they do in the light.
+WHITE = """() => [...document.querySelectorAll("article img")]
+    .filter((picture) => getComputedStyle(picture).filter === "none").map((picture) => picture.src)"""
 
 
 @pytest.fixture(scope="module", name="page")
@@ -61,12 +73,17 @@ def _page(browser: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("path", dict.fromkeys(PAGES), ids=lambda path: path or "first page")
-def test_words_stay_whole_and_only_tables_scroll_sideways(page: Any, address: str, path: str) -> None:
-    page.goto(address + path)
-    for width in WIDTHS:
-        page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate(BROKEN) == [], f"broken at {width} pixels"
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"scrolls sideways at {width} pixels"
+def test_words_stay_whole_pictures_are_dark_and_only_tables_scroll_sideways(page: Any, address: str, path: str) -> None:
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        page.goto(address + path)
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            assert page.evaluate(BROKEN) == [], f"broken at {width} pixels"
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, f"scrolls sideways at {width} pixels"
+            if width == 1400:
+                assert page.evaluate(LONG) == []
+    assert page.evaluate(WHITE) == []
     page.set_viewport_size({"width": 390, "height": 900})
     page.wait_for_timeout(20)
     assert page.evaluate(ESCAPED) == []
