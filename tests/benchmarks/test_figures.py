@@ -21,7 +21,6 @@ UNIT = r"(?:×(?! ?\d)|(?:%|ms|µs|s|seconds|kB|KB|MB|GB|TB|KiB|MiB|GiB|GFLOP/s|
 FIGURE = re.compile(rf"(?<![\w.,–])\d[\d.,]* ?{UNIT}")
 #: Numbers with a unit that nobody measured, by page: a bar, a definition, or a size that is chosen.
 MEANT = {
-    "docs/architecture.md": {"keeps it below 5 MB": "a bar"},
     "docs/extending.md": {"catch 85 % of the faults": "a bar"},
     "docs/en/benchmarks.md": {"above 1×, Clearhead": "how to read a ratio"},
     "docs/en/look.md": {"The limit is 5 MB": "a bar"},
