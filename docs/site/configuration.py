@@ -25,7 +25,7 @@ HANDLER = {
         "extensions": [str(Path(__file__).with_name("docstrings.py"))],
         "heading_level": 2,
         "members_order": "source",
-        "filters": ["!^_", f"!^({'|'.join(INTERNAL)})$"],
+        "filters": ["!^_", f"!^({INTERNAL})$"],
         "inherited_members": True,
         "line_length": 88,
         "merge_init_into_class": True,

@@ -28,6 +28,8 @@ def types(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     remarks = dict.fromkeys(figures["by upgrade"], BY_UPGRADE) | figures["as far"]
     for name, value in figures["known"].items():
         remarks[name] = f"outputs agree; weights differ by {value:.1e}, because eager scales them to a sum of 1"
+    for name, (own, sdpa) in figures["gradients"]["worse"].items():
+        remarks[name] = f"error of gradients {own:.1e}, SDPA {sdpa:.1e}"
     for result in ("agrees", "keeps eager", "refused", "differs", "not built"):
         for name, remark in _named(figures[result]):
             shown = "agrees with SDPA" if result == "agrees" and name in figures["as far"] else result

@@ -15,21 +15,9 @@ SOURCES = ROOT / "src"
 FIRST = ("MultiHeadAttention", "attention", "upgrade", "record", "activate")
 #: Methods that other parts of Clearhead call, and nobody else.
 INTERNAL = (
-    *("start_inside", "wanted", "attended", "kept_call", "report_unseen", "sides", "name_of"),
-    *("with_totals", "with_heads", "like", "counted", "is_part", "computed", "head_sums", "head_numbers", "before"),
-    *("has_no_sizes", "bias_tensors", "with_bias_tensors", "add_bias_gradients", "sizes", "structure", "signature"),
-    *(
-        "parts",
-        "after",
-        "tensors",
-        "validate",
-        "of_grid",
-        "read_coverage",
-        "inner_block",
-        "require_weights",
-        "pair",
-        "extra_repr",
-    ),
+    "start_inside|wanted|attended|kept_call|report_unseen|sides|name_of|with_totals|with_heads|like|counted|is_part"
+    "|computed|head_sums|head_numbers|before|has_no_sizes|bias_tensors|with_bias_tensors|add_bias_gradients|sizes"
+    "|structure|signature|parts|after|tensors|validate|of_grid|read_coverage|inner_block|require_weights|pair|extra_repr"
 )
 #: Modules whose names have pages, in the order of the reference.
 MODULES = (

@@ -16,6 +16,7 @@ from benchmarks.quality.architectures_cases.results import Finding, Outcome, Run
 from benchmarks.quality.architectures_cases.running import run_all
 from benchmarks.quality.architectures_cases.summary import summarize
 from benchmarks.quality.architectures_cases.types import Architecture
+from docs.site.models import types
 
 LLAMA = Architecture("llama", "llama", "LlamaModel")
 AGREES = Outcome("llama", "LlamaModel", calls={"from_config": 3}, compared=5, largest=1e-6)
@@ -91,6 +92,15 @@ def test_outcomes_survive_the_file(tmp_path: Path) -> None:
     assert read(tmp_path / "kept.json") == run
 
 
+def test_the_table_of_models_names_results_and_reasons() -> None:
+    refused = Outcome("sam", "SamModel", refused={"from_config": "KeyError: 'clearhead'"}, compared=5)
+    assert sorted(types(summarize(Run("some versions", [AGREES, NOT_BUILT, refused])))) == [
+        ("dinat", "not built", "ImportError: DinatModel requires the natten library"),
+        ("llama", "agrees", ""),
+        ("sam", "refused", "`from_config`: KeyError: 'clearhead'"),
+    ]
+
+
 def test_the_summary_lists_as_many_model_types_as_it_counts() -> None:
     summary = read_kept(architectures.SUMMARY).figures
     lists = {status: summary[status] for status in ("agrees", "keeps eager", "refused", "differs") if summary[status]}
@@ -129,6 +139,7 @@ def test_gradients_further_from_float64_than_sdpas_are_listed() -> None:
     ]
     summary = summarize(Run("some versions", outcomes))
     assert summary["gradients"] == {"compared": 3, "median ratio": 1.3e-4 / 2.9e-5, "worse": {"far": [1.3e-4, 2.9e-5]}}
+    assert ("far", "agrees", "error of gradients 1.3e-04, SDPA 2.9e-05") in types(summary)
 
 
 def test_a_process_that_ends_or_has_no_result_is_an_outcome_and_the_next_architecture_goes_on() -> None:

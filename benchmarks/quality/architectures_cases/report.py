@@ -1,4 +1,4 @@
-"""A run as a table for the terminal."""
+"""A run in lines for the terminal. The page of models has a row for each type (docs/site/models.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .summary import Summary, as_far_of, describe, summarize
 
 __all__ = ["show"]
 
-#: In the order in which they are printed.
+#: The results, from the best to the least.
 STATUSES = ("agrees", "agrees with SDPA", "keeps eager", "refused", "differs", "not built")
 
 
