@@ -117,10 +117,13 @@ class BoundMask:
         return result
 
     def _read_structure(self) -> Structure:
-        if self.mask is None:
+        mask, grid = self.mask, self.grid
+        if mask is None:
             return Structure()
-        parts = self.parts
-        return self.mask.structure(self.grid) if parts[0] is self else met([part.structure for part in parts])
+        masks = mask.parts()
+        if len(masks) == 1 and masks[0] is mask:
+            return mask.structure(grid)
+        return met([bind(part, grid, self.is_kept).structure for part in masks])
 
     def _read_parts(self) -> tuple[BoundMask, ...]:
         """The parts; none if the mask itself is the only one, because no object should hold itself."""
