@@ -99,13 +99,15 @@ def _native_plan(
 
 def _compute_output(planned: NativePlan, call: Call) -> Results:
     """The output of a call whose tensors are laid out as the plan's."""
-    low, high, stop, first, last, visible, bias = NO_LIMITS if call.mask is None else lowered(call.bound)
+    low, high, stop, *masks = NO_LIMITS if call.mask is None else lowered(call.bound)
     sinks, sequences, others = call.sinks, call.sequences, ()
-    if not (last is visible is bias is sinks is sequences is call.seed is None):
+    if sinks is not None and sinks.dtype is not torch.float32:
+        sinks = sinks.float()
+    if call.seed is not None or sequences is not None:
         bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
-        if sinks is not None and sinks.dtype is not torch.float32:
-            sinks = sinks.float()
-        others = addresses_of((sinks, first, last, visible, bias, call.seed, *bounds), call.offset)
+        others = addresses_of((sinks, *masks, call.seed, *bounds), call.offset)
+    elif sinks is not None or masks[1] is not None or masks[2] is not None or masks[3] is not None:
+        others = [0 if x is None else x.data_ptr() for x in (sinks, *masks)]  # a call may end after any argument
     return Results(planned.compute(call.query, call.key, call.value, (low, high, stop), others))
 
 

@@ -111,7 +111,9 @@ def lowered(bound: BoundMask) -> Lowered:
     if bound.mask is None:
         return NO_LIMITS
     band = bound.band
-    return bound.form("native", lambda: _lower(bound)) if band is None else (*band, None, None, None, None)
+    if band is None:
+        return bound.form("native", lambda: _lower(bound))
+    return band.low, band.high, band.stop, None, None, None, None
 
 
 def named(mask: Lowered) -> dict[str, Any]:

@@ -117,13 +117,10 @@ class BoundMask:
         return result
 
     def _read_structure(self) -> Structure:
-        mask, grid = self.mask, self.grid
-        if mask is None:
+        if self.mask is None:
             return Structure()
-        masks = mask.parts()
-        if len(masks) == 1 and masks[0] is mask:
-            return mask.structure(grid)
-        return met([bind(part, grid, self.is_kept).structure for part in masks])
+        parts = self.parts
+        return self.mask.structure(self.grid) if parts[0] is self else met([part.structure for part in parts])
 
     def _read_parts(self) -> tuple[BoundMask, ...]:
         """The parts; none if the mask itself is the only one, because no object should hold itself."""
@@ -177,11 +174,13 @@ class BoundMask:
         band = self.band
         if band is not None:
             return band if sized else "band"
-        structure = self.structure
-        if structure.exact:
-            return structure.layout(sized)
+        return self.form(("key", sized), lambda: self._read_key(sized))
+
+    def _read_key(self, sized: bool) -> Hashable | None:
+        layout = self.structure.layout(sized)
+        if self.structure.exact:
+            return layout
         signature = None if self.mask is None else self.mask.signature()
-        layout = structure.layout(sized)
         # Whether it is evaluated for each head, which native refuses, depends on these two.
         grid = self.grid
         empty = 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
