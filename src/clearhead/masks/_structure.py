@@ -180,14 +180,6 @@ class Structure:
             (self.keyed and other.keys is None) or (other.keyed and self.keys is None),
         )
 
-    def only_band(self, grid: Grid) -> Band | None:
-        """The band, if the mask is exactly this band; else ``None``."""
-        if not self.exact or self.tensors or self.biases:
-            return None
-        if self.rows is not None or self.queries is not None or self.keys is not None:
-            return None
-        return Band.whole(grid) if self.band is None else self.band
-
     def layout(self, sized: bool) -> Hashable | None:
         """The layouts of its tensors and, if `sized`, the numbers of its band. ``None`` with tensors of other kinds."""
         rows, layouts = self.rows, [*map(_layout_of, (self.queries, self.keys, *self.tensors, *self.biases))]
