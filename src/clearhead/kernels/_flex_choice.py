@@ -5,16 +5,10 @@ These are calls whose long mask rules out blocks of keys, and large calls that a
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
-from torch import Tensor
 
 from .. import masks
-from .._call.call import Call, valid_call
 from .._call.layout import Layout
-from .._environment import autocast_off
-from ..masks._base import Mask
 from ..masks._bound import BoundMask
 from ..masks._lowering import hides_nothing, is_plain_causal
 from ..masks._structure import Structure
@@ -22,7 +16,7 @@ from ._base import Refusal
 from ._first_check import FirstCheck
 from ._flex import FlexKernel
 from ._flex_rule import SIDE
-from ._reference import ReferenceKernel
+from ._small_call import SHAPE, largest_error
 from ._triton import available
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
@@ -83,32 +77,10 @@ def _is_trusted(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
-    error = _error(device, dtype)
+    ids = torch.arange(SHAPE[2], device=device) // 110
+    mask = masks.documents(ids) & masks.sliding_window(70, 20)
+    error = largest_error(FlexKernel(), mask, device, dtype, lse=True)
     return None if error <= _TOLERANCE else f"its numbers are wrong by {error:.2g}"
 
 
 CHECK = FirstCheck("FlexAttention", "`sdpa` runs long masks.", _compare)
-
-
-def _error(device: torch.device, dtype: torch.dtype) -> float:
-    """The largest error of the results and the gradients of a small call, relative to the largest number."""
-    generator, shape = torch.Generator().manual_seed(0), (2, 2, 300, 64)
-    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
-    ids = torch.arange(300, device=device) // 110
-    mask = masks.documents(ids) & masks.sliding_window(70, 20)
-    with torch.inference_mode(False), torch.enable_grad(), autocast_off(inputs[0]):
-        results = _results(FlexKernel(), mask, inputs)
-        expected = _results(ReferenceKernel(), mask, [each.double() for each in inputs])
-    errors = [((a.double() - b).abs().amax() / b.abs().amax()) for a, b in zip(results, expected, strict=True)]
-    return float(torch.stack(errors).nan_to_num(nan=torch.inf).amax())
-
-
-def _results(kernel: FlexKernel | ReferenceKernel, mask: Mask, inputs: list[Tensor]) -> list[Tensor]:
-    """The output and the log-sum-exp, and the gradients of query, key and value."""
-    *leaves, gradient = (each.clone().requires_grad_() for each in inputs)
-    query, key, value = leaves
-    call = valid_call(Call(query, key, value, mask, lse=True))
-    results = kernel.plan(call.layout, call.bound)(call)
-    output, lse = results.output, cast(Tensor, results.lse)
-    gradients = gradient.detach(), gradient.detach()[..., 0].to(lse.dtype)
-    return [output.detach(), lse.detach(), *torch.autograd.grad((output, lse), leaves, gradients)]

@@ -100,7 +100,7 @@ TABLE: dict[str, tuple[Callable[[], Mask | None], dict[str, Any], set[str], set[
     "heads differ": (lambda: masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 > 0), {}, _BLOCKS, _BLOCKS),
     "ALiBi": (lambda: ALiBi(H), {}, _BLOCKS, _BLOCKS),
     "softcap": (lambda: None, {"softcap": 2.0}, _BLOCKS, _BLOCKS),
-    "sinks": (lambda: None, {"sinks": True}, _BLOCKS, _BLOCKS),
+    "sinks": (lambda: None, {"sinks": True}, _FUSED, _FUSED),
 }
 
 
