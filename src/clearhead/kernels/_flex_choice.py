@@ -1,6 +1,6 @@
 """Which calls run on `flex` without being forced, on a GPU only.
 
-These are calls whose long mask rules out blocks of keys, and large calls that ask for the log-sum-exp.
+These are calls whose long mask rules out blocks of keys, and large calls with a soft-cap, ALiBi or the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._triton import available
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
 FEWEST = 4096
-#: From this many scores (B · H · L · S) on, `flex` computes the log-sum-exp where `sdpa` does not. Below it the many
+#: From this many scores (B · H · L · S) on, `flex` computes what `sdpa` does not. Below it the many
 #: operators of `chunked` take milliseconds, and compiled code takes seconds to make.
 FEWEST_SCORES = 1 << 22
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -35,20 +35,24 @@ def leaves_to_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
     if layout.device.type != "cuda" or layout.tracing or layout.sequences is not None:
         return ()
     (batch, heads, length, dim), keys, value_dim = layout.query, layout.key[2], layout.value[3]
-    if layout.lse:
+    # Blocks compute these in many operators, and no other kernel of PyTorch computes them.
+    changes_scores = layout.softcap is not None or any(part.structure.slopes for part in bound.parts)
+    if layout.lse or changes_scores:
         is_large = min(length, keys) >= SIDE and batch * heads * length * keys >= FEWEST_SCORES
     else:
         is_large = bound.mask is not None and min(length, keys) >= FEWEST
     if not is_large or max(dim, value_dim) > _LARGEST_DIM or layout.dtype not in _DTYPES:
         return ()
-    if layout.formula or FlexKernel().refusals(layout, bound):
+    if layout.formula - FlexKernel.formula or FlexKernel().refusals(layout, bound):
         return ()
-    fits = _has_rules_alone if layout.lse else _leaves_out
+    fits = _has_rules_alone if layout.lse or changes_scores else _leaves_out
     if bound.mask is not None and not bound.form(fits.__name__, lambda: fits(bound)):
         return ()
     if not _is_trusted(layout.device, layout.dtype):
         return ()
-    computes = "computes the log-sum-exp in one kernel" if layout.lse else "skips the keys that the mask rules out"
+    computes = "skips the keys that the mask rules out"
+    if layout.lse or changes_scores:
+        computes = f"computes {'the log-sum-exp' if layout.lse else 'a soft-cap or ALiBi'} in one kernel"
     return (Refusal(f"`flex` {computes}"),)
 
 
@@ -58,9 +62,11 @@ def _leaves_out(bound: BoundMask) -> bool:
 
 
 def _has_rules_alone(bound: BoundMask) -> bool:
-    """Whether a mask is made of rules about positions and of `documents`."""
+    """Whether a mask is made of rules about positions, of `documents` and of ALiBi."""
     for part in bound.parts:
         structure = part.structure
+        if structure.slopes is not None:
+            continue
         is_rule = structure.documents is not None or all(map(_is_rule, structure.either or (structure,)))
         if part.has_bias or not is_rule:
             return False
