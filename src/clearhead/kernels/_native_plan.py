@@ -336,10 +336,7 @@ def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tens
     names = ("query", "key", "value", "output", "lse")
     for name, x in zip(names, (*arguments[:3], output, lse), strict=True):
         if x is not None and x.numel() and not x.data_ptr():
-            got, fix = (
-                "a tensor whose memory was freed",
-                "Free the storage after the backward pass, or restore it before.",
-            )
+            got, fix = "a tensor whose memory was freed", "Free it after the backward pass, or restore it before."
             raise DeviceError(f"saved {name}", expected="the numbers that were saved", got=got, fix=fix)
 
 
