@@ -336,3 +336,13 @@ def test_a_decoding_step_that_sees_every_key_is_planned_once(kernel: str, name: 
     # Of one key, and of more; the window hides keys from the fifth one on.
     seen = {call.key.shape[2] for call in calls if call.query.dtype == torch.float32}
     assert seen == ({1, 2, 5, 8, 13} if name == "window" else {1, 2})
+
+
+def test_a_row_without_keys_has_a_plan_of_its_own() -> None:
+    forget()
+    query, key, value = drawn(dtype=torch.float64)
+    for keys in (1, 0, 3, 0):
+        given = query[:, :, :1], key[:, :, :keys], value[:, :, :keys]
+        output = clearhead.attention(*given)
+        require_near(output, attend(*given, kernel="reference"))
+        assert bool(output.any()) == bool(keys)

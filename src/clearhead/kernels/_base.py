@@ -81,7 +81,7 @@ class Kernel(ABC):
     isolates_hidden: ClassVar[bool] = False
     #: Whether NaN in a fully masked query stays out of the output by itself; its gradients may not.
     isolates_queries: ClassVar[bool] = False
-    #: Whether one plan computes all packed sequences of a call (`Request.sequences`).
+    #: Whether one plan computes all packed sequences of a call (`Call.sequences`).
     takes_packed: ClassVar[bool] = False
     #: The optional parts of the formula that it computes (`FORMULA`).
     formula: ClassVar[frozenset[str]] = frozenset()
