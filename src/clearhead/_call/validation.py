@@ -96,7 +96,7 @@ def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int |
 def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
     """Sinks as the native kernel reads them: float32 or float64, without gaps. A sink of −∞ is no sink."""
     if _are_read_as_they_are(sinks, query, heads):
-        return sinks
+        return sinks.resolve_neg()
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
@@ -109,7 +109,7 @@ def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
 
 def _are_read_as_they_are(sinks: Tensor, query: Tensor, heads: int) -> bool:
     """Whether sinks pass every check and have no gaps, as a module's parameter does."""
-    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.shape != (heads,) or sinks.is_neg():
+    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.shape != (heads,):
         return False
     is_near = sinks.is_cpu is query.is_cpu is True or sinks.device == query.device
     return is_near and sinks.layout is _STRIDED and sinks.is_contiguous() and not sinks.is_nested

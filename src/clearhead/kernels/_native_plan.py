@@ -201,10 +201,6 @@ class NativePlan:
         )
         return output
 
-    def empty_output_gradient(self, like: Tensor) -> Tensor:
-        """Zeros like the output, in the dtype of the query."""
-        return like.new_zeros(self._shape)
-
     def empty_output(self, like: Tensor) -> Tensor:
         """(B, H, L, Dv)."""
         if self._output_dtype is like.dtype:
