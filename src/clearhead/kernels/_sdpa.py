@@ -14,7 +14,7 @@ from .._call.heads import fold_group, unfold_group
 from .._call.layout import Layout, has_contiguous_rows
 from ..masks._bound import BoundMask
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
-from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
+from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused, name_of
 from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
 from ._sdpa_sinks import Options, attend_with_sinks, refusals_of_sinks
@@ -42,7 +42,7 @@ class SdpaKernel(Kernel):
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         if layout.sequences is not None:
-            return refusals_of_sequences(layout, bound)
+            return tuple(refusals_of_sequences(layout, bound, layout.same_sequences))
         causal_nan = layout.scale <= 0 and _is_flagged_causal(layout, bound)
         reasons = applicable(
             {
@@ -140,8 +140,13 @@ def _sinks_of_rows(sinks: Tensor, call: Call, folded: bool) -> Tensor:
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
-    """PyTorch's CPU kernel allocates with `torch.empty_like` and writes rows without gaps."""
-    return tensor.contiguous() if rows_interleave(tensor) else tensor
+    """PyTorch's CPU kernel allocates with `torch.empty_like`, and writes as if its rows had no gaps.
+
+    They have some for tensors that overlap themselves, such as those of `Tensor.unfold`, whose rows are contiguous.
+    """
+    if 1 not in tensor.stride()[:-1] or tensor.shape[-1] == 1:
+        return tensor
+    return tensor if torch.empty_like(tensor, device="meta").stride(-1) == 1 else tensor.contiguous()
 
 
 def _reasons_of_values(layout: Layout, bound: BoundMask) -> list[Refusal]:
