@@ -163,7 +163,8 @@ def _put_plan(call: Call, environment: Environment, plans: Plans, of_mask: Hasha
     plan, fits_all = _new_plan(call, environment)
     layout, key = call.layout, call.plan_key
     has_keys = bool(layout.gradients) or layout.weights is not None
-    of_sizes = plan, layout if has_keys or not _sees_all_in_one_row(call) else None
+    # Without a key, as in a graph, sizes may be symbols, which are not compared.
+    of_sizes = plan, layout if has_keys or key is None or not _sees_all_in_one_row(call) else None
     if len(plans) == _MOST_MASKS:
         plans.clear()
     if sized or fits_all or key is None:

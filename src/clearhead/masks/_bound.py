@@ -123,15 +123,10 @@ class BoundMask:
         return result
 
     def _read_structure(self) -> Structure:
-        mask, grid = self.mask, self.grid
-        if mask is None:
+        if self.mask is None:
             return Structure()
-        masks = mask.parts()
-        if len(masks) == 1 and masks[0] is mask:
-            return mask.structure(grid)
-        # Parts that are kept find their structures once. Others are not bound for a call that reads no more of them.
-        bounds = self.parts if self.is_kept or self._parts is not None else [bind(part, grid) for part in masks]
-        return met([bound.structure for bound in bounds])
+        parts = self.parts
+        return self.mask.structure(self.grid) if parts[0] is self else met([part.structure for part in parts])
 
     def _read_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
         structure, rows, keys = self.structure, self.structure.rows, self.structure.keys
