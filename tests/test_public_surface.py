@@ -54,7 +54,8 @@ SURFACE = {
         Comparison Page Tokens compare given page plot_heads plot_image plot_map plot_received plot_rollout read_tokens
     """,
     "clearhead.positions": """
-        ALiBi DynamicNTKScaling LinearScaling Llama3Scaling RelativeBias Rotary Scaling YarnScaling rotary_from_config
+        ALiBi DynamicNTKScaling LinearScaling Llama3Scaling LogScale RelativeBias Rotary Scaling Temperature YarnScaling
+        rotary_from_config
     """,
     "clearhead.transformer": """
         Decoder DecoderCache DecoderLayer DecoderWeights Encoder EncoderLayer FeedForward SwiGLU load_transformer

@@ -198,7 +198,8 @@ class MultiHeadAttention(nn.Module):
                 A cache never implies causality. Pass ``masks.causal()``, which compares absolute positions.
             positions: absolute positions of the queries. In self-attention, and with a position part, they are also
                 those of the keys. An int p means p … p + L − 1. A tensor has integers (L,) or (B, L), in which −1
-                marks padding. Default: the positions after those in the cache, else 0 … L−1.
+                marks padding. For a `Rotary` with several ``axes`` they may be (axes, B, L); masks and caches then
+                count tokens. Default: the positions after those in the cache, else 0 … L−1.
             cache: from `clearhead.caches`. The new keys and values are added to it, and the queries attend to all of
                 its keys. Default: none.
             need_weights: also return the weights, before dropout. The output is the same to rounding. Default False.

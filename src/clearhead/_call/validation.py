@@ -107,13 +107,14 @@ def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
     """Sinks as the native kernel reads them: float32 or float64, without gaps. A sink of −∞ is no sink."""
     if _are_read_as_they_are(sinks, query, heads):
         return sinks.resolve_neg()
-    expected = f"a float tensor ({heads},)"
+    query_sinks = (query.shape[0], heads, query.shape[-2])
+    expected = f"a float tensor ({heads},) or {query_sinks}"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
-    if sinks.shape != (heads,):
+    if sinks.shape != (heads,) and sinks.shape != query_sinks:
         raise ShapeError(
             "sinks",
-            expected=f"one logit per query head, ({heads},)",
+            expected=f"one logit per query head, ({heads},), or per query, {query_sinks}",
             got=shape_text(sinks.shape),
             fix="Grouped heads have one sink per query head too.",
         )

@@ -160,14 +160,18 @@ class Layer:
         weights: str | None,
     ) -> tuple[Tensor, Tensor | None]:
         """`run` with positions or a cache. The mask is the module's and the call's."""
-        at = positions_of_queries(positions, cache, query.shape[-2])
+        # Positions of several axes are the position part's alone: masks and caches count tokens.
+        of_axes = (
+            positions if isinstance(positions, Tensor) and positions.dim() == 3 and self.position is not None else None
+        )
+        at = positions_of_queries(positions if of_axes is None else None, cache, query.shape[-2])
         # In self-attention, and with a position part, the new keys have the positions of the queries.
         new_key_positions = at if cache is None and (key is query or self.position is not None) else None
         attended = None if cache is None else cache.get()
         if attended is not None:  # cross-attention to a memory whose keys are projected already
             q = self.projected_query(query, environment)
         else:
-            q, k, v = self.projected(query, key, value, at, environment)
+            q, k, v = self.projected(query, key, value, at if of_axes is None else of_axes, environment)
             attended = KeyValues(k, v) if cache is None else cache.update(k, v, at)
         mask = with_hidden(mask, attended, at)
         form = None if self.form is None else self.form(q, attended.key, cache)
