@@ -63,8 +63,10 @@ class Tree(OfTensor):
     def __init__(self, ancestors: Tensor) -> None:
         super().__init__("tree", ancestors)
 
-    def visible(self, block: Block) -> Tensor:
+    def visible(self, block: Block) -> Tensor | None:
         grid, count = block.grid, self._tensor.shape[1]
+        if count == 0:
+            return None
         seen = take(self.on(grid), 0, block.batch)
         rows, columns = block.i[0, 0, :, 0], block.j[0, 0, 0]
         rows, columns = rows - (grid.query_length - count), columns - (grid.key_length - count)
@@ -74,11 +76,12 @@ class Tree(OfTensor):
 
     def structure(self, grid: Grid) -> Structure:
         rows, keys, count = grid.query_length, grid.key_length, self._tensor.shape[1]
+        visible = self.visible(Block(grid))
+        if visible is None:
+            return Structure(diagonal=True)
         # No node sees a later one, so kernels skip half of the tree. Queries before it see the keys before it.
         high = keys - rows if rows <= count else max(keys - rows, keys - count - 1)
-        return Structure(
-            band=Band(-rows, high, keys), tensors=(self.visible(Block(grid)),), diagonal=rows == keys == count
-        )
+        return Structure(band=Band(-rows, high, keys), tensors=(visible,), diagonal=rows == keys)
 
     def validate(self, grid: Grid) -> None:
         batch, count, _ = self._tensor.shape
