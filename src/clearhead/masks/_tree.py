@@ -99,12 +99,10 @@ class Tree(OfTensor):
 
 def _ancestors(parents: Tensor, nodes: Tensor) -> Tensor:
     """Bool (1 or B, N, N), true at each node's ancestors and at the node itself."""
-    count = nodes.shape[0]
-    seen = (nodes[:, None] == nodes).expand(parents.shape[0], count, count)
-    # Node N is the place before the tree. With each pass every node looks twice as far up.
-    seen = torch.nn.functional.pad(seen, (0, 0, 0, 1))
-    jump = torch.nn.functional.pad(torch.where(parents < 0, count, parents), (0, 1), value=count)
-    for _ in range(count.bit_length()):
+    seen = (nodes[:, None] == nodes).expand(parents.shape[0], -1, -1)
+    jump = torch.where(parents < 0, nodes, parents)  # a root stays at itself
+    # With each pass every node looks twice as far up.
+    for _ in range(nodes.shape[0].bit_length()):
         seen = seen | seen.gather(1, jump[:, :, None].expand_as(seen))
         jump = jump.gather(1, jump)
-    return seen[:, :count]
+    return seen
