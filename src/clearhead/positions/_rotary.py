@@ -209,7 +209,7 @@ def _rotated_features(head_dim: int, fraction: float) -> int:
     return size
 
 
-def _axes_of_pairs(axes: object, pairs: int) -> tuple[int, ...]:
+def _axes_of_pairs(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
     expected = f"the axis of each of the {pairs} pairs, an int ≥ 0, every axis up to the last"
     checked = tuple(integer("axes", axis, least=0, expected=expected) for axis in items("axes", axes, expected))
     if len(checked) != pairs or {*checked} != {*range(max(checked) + 1)}:

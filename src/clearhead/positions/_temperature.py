@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import integer, is_finite, kind, number, settings_text
-from ..errors import DTypeError, ShapeError
+from .._checks import FLOATS, integer, is_finite, kind, number, settings_text, strided
+from ..errors import DTypeError, ShapeError, shape_text
 from ._checks import positive
 from ._rotary import Rotary, RotaryForward, checked_positions
 from ._scaling import Scaling
 
 
-class Tempered(nn.Module):
+class Tempered(nn.Module, ABC):
     """Rotates queries and keys, if it has a `Rotary`, and scales the queries."""
 
     __call__: RotaryForward  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -31,19 +32,22 @@ class Tempered(nn.Module):
         """That of the `Rotary`."""
         return None if self.rotary is None else self.rotary.scaling
 
-    def factors(self, positions: Tensor) -> Tensor:
+    @abstractmethod
+    def _factors(self, positions: Tensor, num_heads: int) -> Tensor:
         """The factor of each query, (1 or B, 1 or H, L), from its position as a float (1 or B, 1, L)."""
-        raise NotImplementedError
 
     def forward(
         self, q: Tensor, k: Tensor, positions: int | Tensor, *, length: int | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Scale the queries, after the rotation. Arguments and errors are those of `Rotary`."""
+        expected = "a float tensor (B, H, L, D)"
+        if strided("q", q, expected, dtypes=FLOATS).dim() != 4:
+            raise ShapeError("q", expected=expected, got=shape_text(q.shape))
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         at = checked_positions(positions, q, torch.int64).clamp(min=0).to(dtype)  # (1 or B, L)
         if self.rotary is not None:
             q, k = self.rotary(q, k, positions, length=length)
-        return (q * self.factors(at[:, None])[..., None]).to(q.dtype), k
+        return (q * self._factors(at[:, None], q.shape[1])[..., None]).to(q.dtype), k
 
 
 @final
@@ -81,7 +85,7 @@ class Temperature(Tempered):
         self.period: int = integer("period", period, least=1)
         self.first: int = integer("first", first, least=0)
 
-    def factors(self, positions: Tensor) -> Tensor:
+    def _factors(self, positions: Tensor, num_heads: int) -> Tensor:
         return 1 + self.beta * ((positions + self.first) / self.period).floor().log1p()
 
     def extra_repr(self) -> str:
@@ -137,16 +141,10 @@ class LogScale(Tempered):
         """Set every s to `start`."""
         nn.init.constant_(self.weight, self.start)
 
-    def factors(self, positions: Tensor) -> Tensor:
+    def _factors(self, positions: Tensor, num_heads: int) -> Tensor:
+        if num_heads != self.num_heads:
+            raise ShapeError("q", expected=f"num_heads = {self.num_heads} heads (B, H, L, D)", got=str(num_heads))
         return self.weight.to(positions.dtype)[:, None] * positions.log1p()  # (1 or B, H, L)
-
-    def forward(
-        self, q: Tensor, k: Tensor, positions: int | Tensor, *, length: int | Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Scale the queries, after the rotation. Arguments and errors are those of `Rotary`."""
-        if q.dim() == 4 and q.shape[1] != self.num_heads:
-            raise ShapeError("q", expected=f"num_heads = {self.num_heads} heads (B, H, L, D)", got=str(q.shape[1]))
-        return super().forward(q, k, positions, length=length)
 
     def extra_repr(self) -> str:
         """The settings."""
