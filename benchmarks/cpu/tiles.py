@@ -21,7 +21,7 @@ from benchmarks.timing import interleaved
 from benchmarks.writing import significant, table
 from clearhead import masks
 
-HEADS, HEAD_DIM, LENGTH, NODES = 8, 64, 4096, 2048
+HEADS, HEAD_DIM, LENGTH, NODES, FEW_NODES = 8, 64, 4096, 2048, 64
 ROWS, KEYS = 48, 128
 NOTHING = "no mask"
 
@@ -52,8 +52,8 @@ def blocks(length: int) -> dict[str, masks.Mask]:
 def trees(count: int) -> dict[str, masks.Mask]:
     return {
         "one chain": masks.tree(chains(count, count)),
-        "chains of 512": masks.tree(chains(count, 512)),
-        "chains of 128": masks.tree(chains(count, 128)),
+        "4 chains": masks.tree(chains(count, max(1, count // 4))),
+        "16 chains": masks.tree(chains(count, max(1, count // 16))),
         "two children each": masks.tree((torch.arange(count) - 1).div(2, rounding_mode="floor")),
     }
 
@@ -73,11 +73,11 @@ def measure(chosen: dict[str, masks.Mask], queries: int, keys: int, rounds: int)
 
 
 def lines(effort: Effort) -> list[Line]:
-    length, count = effort.size(LENGTH), effort.size(NODES)
+    length, count, few = effort.size(LENGTH), effort.size(NODES), effort.size(FEW_NODES)
     return [
         Line("blocks", lambda: measure(blocks(length), length, length, effort.rounds)),
         Line("trees", lambda: measure(trees(count), count, count, effort.rounds)),
-        Line("trees after keys", lambda: measure(trees(count), count, 2 * count, effort.rounds)),
+        Line("trees after keys", lambda: measure(trees(few), few, few + 2 * length, effort.rounds)),
     ]
 
 

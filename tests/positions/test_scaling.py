@@ -179,7 +179,7 @@ ERRORS: dict[str, tuple[object, str]] = {
     "fraction out of range": ({"partial_rotary_factor": 1.5}, "fraction: expected a share in (0, 1], got 1.5."),
     "unknown setting": ({"mrope_axes": 3}, "got mrope_axes. Remove what has no effect in your model"),
     "few pairs": ({"mrope_section": [1, 2]}, "axes: expected the axis of each of the 32 pairs"),
-    "sections of no number": ({"mrope_section": 3}, "mrope_section: expected an int ≥ 0 for each axis, got 3."),
+    "a section below 0": ({"mrope_section": [1, -2]}, "mrope_section: expected an int ≥ 0 for each axis, got -2."),
     "setting of another type": ({"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}, "got beta_fast."),
     "length of another kind": ({**YARN, "max_position_embeddings": 7}, "got max_position_embeddings. Remove"),
     "one for each kind of layer": ({"one": {}, "two": {}}, "of one, two. Give rope_parameters['one'] for such a"),
