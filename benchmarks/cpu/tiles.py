@@ -60,11 +60,11 @@ def trees(count: int) -> dict[str, masks.Mask]:
 
 def measure(chosen: dict[str, masks.Mask], queries: int, keys: int, rounds: int) -> dict[str, list[float]]:
     """Of every mask the seconds of a forward pass, and the share of the tiles that it shows."""
-    query, *operands = (torch.randn(1, HEADS, length, HEAD_DIM) for length in (queries, keys, keys))
+    query, key, value = (torch.randn(1, HEADS, length, HEAD_DIM) for length in (queries, keys, keys))
     prepared: dict[str, Any] = {name: mask.prepare(queries, keys) for name, mask in chosen.items()}
     shares = {NOTHING: 1.0, **{name: visible_share(mask, queries, keys) for name, mask in chosen.items()}}
     ways = {
-        name: lambda mask=mask: clearhead.attention(query, *operands, mask)
+        name: lambda mask=mask: clearhead.attention(query, key, value, mask)
         for name, mask in {NOTHING: None, **prepared}.items()
     }
     with torch.no_grad():
