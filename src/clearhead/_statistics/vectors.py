@@ -103,12 +103,11 @@ class Extremes(Statistic):
         smallest = shifted.masked_fill(shifted == float("-inf"), float("inf"))
         for end, (score, column) in enumerate((shifted.max(-1), smallest.min(-1))):
             score = (score.to(rows.shift.dtype) + rows.shift.squeeze(-1)).to(self._scores.dtype)
-            kept = self._scores[where][..., end]
-            # Another block may hold other columns of these rows.
-            found = score > kept if end == 0 else score < kept
+            kept, keys, column = self._scores[where][..., end], self._keys[where][..., end], column + rows.columns.start
+            # Another block may hold other columns of these rows. Of equal scores the first key is named.
+            found = (score > kept if end == 0 else score < kept) | ((score == kept) & (column < keys))
             self._scores[where][..., end] = torch.where(found, score, kept)
-            keys = self._keys[where][..., end]
-            self._keys[where][..., end] = torch.where(found, column + rows.columns.start, keys)
+            self._keys[where][..., end] = torch.where(found, column, keys)
 
     def result(self) -> dict[str, Any]:
         return {"extremes": self._scores, "extreme_keys": self._keys}
