@@ -41,6 +41,47 @@ def test_inputs_and_heads_of_other_sizes() -> None:
     torch.testing.assert_close(output, module.out_proj(merge_heads(expected.output.float())))
 
 
+@pytest.mark.parametrize("gate", ["elementwise", "head"])
+def test_a_gate_multiplies_the_heads_outputs(gate: Any) -> None:
+    sizes = {"num_kv_heads": 1, "head_dim": 5, "qdim": 11, "kdim": 13}
+    module = MultiHeadAttention(E, H, vdim=13, gate=gate, **sizes).double()
+    bare = MultiHeadAttention(E, H, vdim=13, **sizes).double()
+    bare.load_state_dict({name: x for name, x in module.state_dict().items() if "gate" not in name})
+    bare.out_proj = nn.Identity()
+    query, memory = torch.randn(B, L, 11).double(), torch.randn(B, S, 13).double()
+    factors = torch.sigmoid(query @ module.gate_proj.weight.T + module.gate_proj.bias)
+    factors = factors if gate == "elementwise" else factors.repeat_interleave(5, -1)
+    expected = (bare(query, memory) * factors) @ module.out_proj.weight.T + module.out_proj.bias
+    output, weights = module(query, memory, need_weights=True)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(module(query[0], memory[0]), expected[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(weights, bare(query, memory, need_weights=True)[1], rtol=0, atol=1e-10)
+    assert torch.equal(module(query, memory, mask=~masks.sliding_window(9, 9)), module.out_proj.bias.expand(B, L, E))
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "head"])
+@pytest.mark.parametrize("hooked", ["", "q_proj", "gate_proj", "out_proj"])
+def test_a_gate_of_padded_and_jagged_batches(gate: Any, hooked: str) -> None:
+    module, shapes = MultiHeadAttention(48, H, gate=gate), []
+    if hooked:
+        module.get_submodule(hooked).register_forward_hook(lambda part, inputs, output: shapes.append(inputs[0].shape))
+    items, lengths = [torch.randn(length, 48) for length in (3, 250, 40)], torch.tensor([3, 250, 40])
+    expected = [module(item, mask=masks.causal()) for item in items]
+    shapes.clear()
+    padded = torch.nn.utils.rnn.pad_sequence(items, batch_first=True)
+    output = module(padded, mask=masks.causal() & masks.lengths(lengths, lengths))
+    assert all(shape == (3, 250, 48) for shape in shapes)  # a hook sees what it would see without the removal
+    jagged = module(torch.nested.as_nested_tensor(items, layout=torch.jagged), mask=masks.causal())
+    for row, packed, item in zip(output, jagged.unbind(), expected, strict=True):
+        torch.testing.assert_close(row[: len(item)], item, rtol=0, atol=1e-5)
+        torch.testing.assert_close(packed, item, rtol=0, atol=1e-5)
+
+
+def test_another_gate_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"gate: expected 'elementwise' or 'head', got 'both'"):
+        MultiHeadAttention(E, H, gate="both")  # type: ignore[arg-type]
+
+
 def test_without_a_batch() -> None:
     module = MultiHeadAttention(E, H)
     query, memory = torch.randn(L, E), torch.randn(S, E)

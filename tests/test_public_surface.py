@@ -45,7 +45,8 @@ SURFACE = {
     "clearhead.integrations.transformers": "AttentionMonitorCallback attention_forward cache_for make_mask register",
     "clearhead.kernels": "Kernel Refusal",
     "clearhead.masks": """
-        Mask MaskReport PreparedMask bias causal documents drop keep lengths mask_mod prefix sliding_window
+        Mask MaskReport PreparedMask bias block_causal causal documents drop keep lengths mask_mod prefix sliding_window
+        tree
     """,
     "clearhead.nn": "Linear MultiheadAttention functional",
     "clearhead.nn.functional": "scaled_dot_product_attention",
@@ -53,7 +54,8 @@ SURFACE = {
         Comparison Page Tokens compare given page plot_heads plot_image plot_map plot_received plot_rollout read_tokens
     """,
     "clearhead.positions": """
-        ALiBi DynamicNTKScaling LinearScaling Llama3Scaling RelativeBias Rotary Scaling YarnScaling rotary_from_config
+        ALiBi DynamicNTKScaling LinearScaling Llama3Scaling LogScale RelativeBias Rotary Scaling Temperature YarnScaling
+        rotary_from_config
     """,
     "clearhead.transformer": """
         Decoder DecoderCache DecoderLayer DecoderWeights Encoder EncoderLayer FeedForward SwiGLU load_transformer

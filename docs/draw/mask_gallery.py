@@ -30,6 +30,8 @@ GALLERY = {
     "causal-bottom-right": Example('masks.causal("bottom_right")', 4, 8),
     "sliding-window": Example("masks.sliding_window(2, 0)"),
     "sliding-window-both": Example("masks.sliding_window(1, 1)"),
+    "block-causal": Example("masks.block_causal(3)"),
+    "tree": Example("masks.tree(torch.tensor([-1, 0, 0, 1, 1, 2]))", 6, 8),
     "prefix": Example("masks.prefix(3)"),
     "lengths": Example("masks.lengths(torch.tensor([8, 5]))", items=2),
     "lengths-queries": Example("masks.lengths(torch.tensor([8, 5]), query_lengths=torch.tensor([8, 5]))", items=2),

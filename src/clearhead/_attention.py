@@ -88,7 +88,8 @@ def attention(
         scale: factor of the scores. Default 1/√D.
         dropout_p: probability in [0, 1] that a weight is dropped. Default 0. This function has no training mode.
         softcap: c > 0 limits scores to (−c, c). Default: none.
-        sinks: (H,) logits that only enlarge the denominator of the softmax. Default: none.
+        sinks: (H,) logits that only enlarge the denominator of the softmax, or (B, H, L), one for each query. Default:
+            none.
         query_positions: absolute positions, which masks use. An int p means p … p + L − 1. A tensor has integers (L,)
             or (B, L). Default 0 … L−1.
         key_positions: likewise an int, (S,) or (B, S). (B, H, S) is for heads that hold different keys.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ._call.call import weights_wanted
 from ._call.call_types import AttentionForward
 from ._call.naming import add_module
 from ._call.sharding import HeadShard, SequenceShard
-from ._checks import flag, is_finite, is_positive, is_probability, number, number_or_none, require_factory, size
+from ._checks import choice, flag, is_finite, is_positive, is_probability, number, number_or_none, require_factory, size
 from ._environment import Environment, read_environment
 from ._layer.jagged import calling_with, is_jagged, read_jagged, refuse_jagged
 from ._layer.layer import Layer
@@ -74,6 +74,10 @@ class MultiHeadAttention(nn.Module):
         softcap: c > 0 limits scores to (−c, c) (Gemma 2). Default: none.
         sinks: whether each head learns a logit that only enlarges the denominator of the softmax (gpt-oss). The
             parameter ``sinks`` (H,) holds them. Default False.
+        gate: multiplies the heads' outputs by the sigmoid of a projection of the query, ``gate_proj``: one factor for
+            each feature (``"elementwise"``: Qwen3-Next, AFMoE) or for each head (``"head"``: Step 3.5). It has a bias
+            as the query projection. Source: Qiu et al., "Gated attention for large language models", 2025. Default:
+            none.
         mask: a mask of the module, such as a sliding window, `ALiBi` or a `RelativeBias`. It is combined with the mask
             of every call. Default: none.
         device, dtype: of the parameters.
@@ -116,6 +120,7 @@ class MultiHeadAttention(nn.Module):
         k_norm: nn.Module | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        gate: Literal["elementwise", "head"] | None = None,
         mask: Mask | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -142,6 +147,10 @@ class MultiHeadAttention(nn.Module):
         self.v_proj: Linear = Linear(size("vdim", vdim), kv_inner, bias=bias, device=device, dtype=dtype)
         out_bias = bias if out_bias is None else flag("out_bias", out_bias)
         self.out_proj: Linear = Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
+        self.gate_proj: Linear | None = None
+        if gate is not None:
+            features = inner if choice("gate", gate, ("elementwise", "head")) == "elementwise" else self.num_heads
+            self.gate_proj = Linear(qdim, features, bias=bias, device=device, dtype=dtype)
         logits = torch.empty(self.num_heads, device=device, dtype=dtype) if flag("sinks", sinks) else None
         self.sinks: nn.Parameter | None
         self.register_parameter("sinks", None if logits is None else nn.Parameter(logits))
@@ -149,7 +158,7 @@ class MultiHeadAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw every projection from Xavier's uniform distribution and set biases and sinks to zero."""
-        draw_projections(self.q_proj, self.k_proj, self.v_proj, self.out_proj)
+        draw_projections(self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.gate_proj)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -189,7 +198,8 @@ class MultiHeadAttention(nn.Module):
                 A cache never implies causality. Pass ``masks.causal()``, which compares absolute positions.
             positions: absolute positions of the queries. In self-attention, and with a position part, they are also
                 those of the keys. An int p means p … p + L − 1. A tensor has integers (L,) or (B, L), in which −1
-                marks padding. Default: the positions after those in the cache, else 0 … L−1.
+                marks padding. For a `Rotary` with several ``axes`` they may be (axes, B, L); masks and caches then
+                count tokens. Default: the positions after those in the cache, else 0 … L−1.
             cache: from `clearhead.caches`. The new keys and values are added to it, and the queries attend to all of
                 its keys. Default: none.
             need_weights: also return the weights, before dropout. The output is the same to rounding. Default False.
@@ -283,7 +293,11 @@ def layer_of(
         offset = shard.offset if dropout_p else None
         linears = None  # inputs enter a shard through exchanges
     inner, kv_inner = heads * head_dim, kv_heads * head_dim
-    scale, softcap = module.scale, module.softcap
+    scale, softcap, gate_proj = module.scale, module.softcap, module.gate_proj
+
+    def gate(query: Tensor) -> Tensor:
+        x = query if shard is None else cast(Tensor, shard.enter(query)[0])
+        return call(cast(nn.Module, gate_proj), x, environment).sigmoid()
 
     def project(query: Tensor, key: Tensor | None, value: Tensor | None, multiply: Multiply) -> tuple[Tensor, Any, Any]:
         if shard is not None:
@@ -308,7 +322,7 @@ def layer_of(
         kv_heads,
         mask,
         {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout_p": dropout_p, "offset": offset},
-        (modules["q_proj"], modules["k_proj"], modules["v_proj"]),
+        (modules["q_proj"], modules["k_proj"], modules["v_proj"], *(() if gate_proj is None else (gate_proj,))),
         module.q_norm,
         module.k_norm,
         module.position,
@@ -320,4 +334,5 @@ def layer_of(
         None if shard is None else shard.all_weights,
         linears,
         (heads, kv_heads, head_dim, scale, softcap, dropout_p, sinks is None),
+        gate=None if gate_proj is None else gate,
     )

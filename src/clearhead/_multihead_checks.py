@@ -137,9 +137,11 @@ def set_mask(owner: Any, mask: Mask | None) -> None:
         owner.mask_parts = nn.ModuleList(part for part in mask.parts() if isinstance(part, nn.Module))
 
 
-def draw_projections(*projections: nn.Linear) -> None:
+def draw_projections(*projections: nn.Linear | None) -> None:
     """Draw weights from Xavier's uniform distribution and set biases to zero."""
     for projection in projections:
+        if projection is None:
+            continue
         nn.init.xavier_uniform_(projection.weight)
         if projection.bias is not None:
             nn.init.zeros_(projection.bias)

@@ -39,6 +39,12 @@ _ALTERNATING = _GROUPED | {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+_HYBRID = _GROUPED | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.4},
+    "rms_norm_eps": 1e-2,
+    **{"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_key_head_dim": 4, "linear_value_head_dim": 4},
+}
 _SCALED = {"rope_theta": 100.0, "original_max_position_embeddings": 16}
 _LLAMA3 = _SCALED | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = _SCALED | {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -217,6 +223,9 @@ CASES = {
         | {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": _YARN | {"truncate": False}},
         **_WINDOWS,
     ),
+    "afmoe": Case("Afmoe", _ALTERNATING | {"num_dense_layers": 3, "rms_norm_eps": 1e-2}, **_WINDOWS),
+    "qwen3_next": Case("Qwen3Next", _HYBRID | {"attention_bias": True}, layers=(1,)),
+    "qwen3_5": Case("Qwen3_5Text", _HYBRID, layers=(1,)),
     "gpt_neox": Case(
         "GPTNeoX", _WHOLE | {"hidden_size": 80, "rope_parameters": _PARTIAL}, x="layers.{layer}.attention"
     ),

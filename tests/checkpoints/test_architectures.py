@@ -19,6 +19,7 @@ from .architectures import (
     DEEPSEEK,
     PROMPT,
     TYPICAL,
+    WINDOW,
     B,
     Case,
     L,
@@ -46,6 +47,27 @@ def compare(case: Case, model: nn.Module) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_whole_batch(name: str) -> None:
     compare(CASES[name], CASES[name].model())
+
+
+@pytest.mark.parametrize("name", ["afmoe", "qwen3_next", "qwen3_5"])
+def test_gradients_through_a_gate(name: str) -> None:
+    case = CASES[name]
+    model = case.model()
+    for layer in case.layers:
+        theirs, ours = model.layers[layer].self_attn, case.load(model, layer)
+        x = torch.randn(B, L, ours.embed_dim, requires_grad=True)
+        at = torch.arange(L)[None]
+        hidden = torch.full((L, L), -torch.inf).triu(1)
+        if layer in case.windowed:
+            hidden = hidden + torch.full((L, L), -torch.inf).tril(-WINDOW)
+        expected, _ = theirs(x, position_embeddings=model.rotary_emb(x, at), attention_mask=hidden[None, None])
+        upstream, output = torch.randn(B, L, ours.embed_dim), ours(x, mask=case.mask)
+        (of_theirs, k_theirs), (of_ours, k_ours) = (
+            torch.autograd.grad((y * upstream).sum(), (x, module.k_proj.weight))
+            for module, y in ((theirs, expected), (ours, output))
+        )
+        for found, other in ((output, expected), (of_ours, of_theirs), (k_ours, k_theirs)):
+            assert_close(found, other)
 
 
 @pytest.mark.parametrize(("side", "told_by"), [("left", "positions"), ("right", "mask")])

@@ -117,7 +117,10 @@ def test_settings_that_switch_something_off(models: dict[str, Any]) -> None:
     assert from_transformers(gemma2, 1, config=uncapped).softcap is None
 
 
-KNOWN = "llama, mistral, qwen3, gemma2, gpt_oss, gpt_neox, bloom, t5, deepseek_v2, deepseek_v3, gpt2, bert, vit"
+KNOWN = (
+    "llama, mistral, qwen3, gemma2, gpt_oss, afmoe, qwen3_next, qwen3_5_text, gpt_neox, bloom, t5, deepseek_v2, "
+    "deepseek_v3, gpt2, bert, vit"
+)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def attention(kv_heads: int = HEADS, *, dtype: torch.dtype = torch.float64, **pa
             {
                 "rotary": lambda: positions.Rotary(DIM),
                 "rotary of the length": lambda: positions.Rotary(DIM, scaling=positions.DynamicNTKScaling(4.0, 8)),
+                "temperature": lambda: positions.Temperature(0.5, 8, rotary=positions.Rotary(DIM)),
                 "norm": lambda: nn.RMSNorm(DIM),
                 "layer norm": lambda: (LayerNorm if dtype == torch.bfloat16 else nn.LayerNorm)(DIM),
                 "per head": lambda name=name: HeadNorm(HEADS if name == "q_norm" else kv_heads, DIM),
@@ -67,7 +68,7 @@ def attention(kv_heads: int = HEADS, *, dtype: torch.dtype = torch.float64, **pa
                 "relative window": lambda: positions.RelativeBias(HEADS, 8, 16) & masks.sliding_window(9, 3),
                 "alibi": lambda: positions.ALiBi(HEADS),
             }[part]()
-            if isinstance(part, str)
+            if isinstance(part, str) and name != "gate"
             else part
         )
     module = clearhead.MultiHeadAttention(EMBED, HEADS, num_kv_heads=kv_heads, **made)

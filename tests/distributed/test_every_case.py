@@ -33,6 +33,8 @@ WAYS = {
 PARTS: dict[str, dict[str, Any]] = {
     "none": {},
     "sinks": {"position": "rotary", "sinks": True},
+    "gate": {"position": "temperature", "gate": "elementwise"},
+    "gate of heads": {"gate": "head"},
     "norms": {"q_norm": "layer norm", "k_norm": "norm", "mask": "alibi"},
     "relative": {"mask": "relative", "softcap": 5.0},
     "window": {"mask": "relative window", "bias": False, "scale": 0.3, "position": "rotary"},
@@ -42,7 +44,7 @@ LENGTHS = ("64", "67", "less than W")
 RECORDS: dict[str, dict[str, Any]] = {
     "entropy": {"statistics": ("entropy", "received")},
     "largest": {"statistics": ("max_logit", "raw_max_logit", "confidence")},
-    "keys": {"statistics": ("top_k", "rows", "sink"), "top_k": 5, "sink_keys": 2},
+    "keys": {"statistics": ("top_k", "extremes", "rows", "sink"), "top_k": 5, "sink_keys": 2},
     "positions": {"statistics": ("distance", "offset", "map"), "offsets": (-1, 2, 0), "map_size": 7},
     "outputs": {"statistics": ("head_average", "output", "output_norm")},
     "some heads": {"statistics": ("received", "top_k", "map"), "heads": (5, 2), "map_pooling": "max"},

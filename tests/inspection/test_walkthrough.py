@@ -56,7 +56,7 @@ def bias_with_minus_infinity() -> masks.Mask:
 def with_every_part() -> MultiHeadAttention:
     own_mask = masks.sliding_window(3, 1) & ALiBi(H)
     parts = {"position": Rotary(D), "q_norm": nn.RMSNorm(D, eps=1e-6), "k_norm": nn.LayerNorm(D), "mask": own_mask}
-    return MultiHeadAttention(E, H, num_kv_heads=2, softcap=0.7, sinks=True, scale=0.9, **parts)
+    return MultiHeadAttention(E, H, num_kv_heads=2, softcap=0.7, sinks=True, gate="head", scale=0.9, **parts)
 
 
 def every_kind_of_mask() -> masks.Mask:
@@ -164,7 +164,9 @@ def formulas(module: MultiHeadAttention, x: Tensor) -> dict[str, Tensor]:
     tensors["softmax"] = exp / (exp.sum(-1, keepdim=True) + p["sinks"].exp()[:, None, None])
     tensors["weighted_sum"] = torch.einsum("bhij,bhjd->bhid", tensors["softmax"], tensors["value_heads"][:, key_head])
     tensors["merge"] = torch.cat(tensors["weighted_sum"].unbind(1), -1)
-    tensors["output_projection"] = tensors["merge"] @ p["out_proj.weight"].T + p["out_proj.bias"]
+    factors = torch.sigmoid(x @ p["gate_proj.weight"].T + p["gate_proj.bias"])
+    tensors["gate"] = tensors["merge"] * factors.repeat_interleave(D, -1)
+    tensors["output_projection"] = tensors["gate"] @ p["out_proj.weight"].T + p["out_proj.bias"]
     return tensors
 
 
@@ -178,7 +180,7 @@ def test_every_step_is_its_formula() -> None:
     assert [step.name for step in walk.steps] == [
         *("input", "query_projection", "key_projection", "value_projection", "query_heads", "key_heads", "value_heads"),
         *("query_norm", "key_norm", "query_position", "key_position", "shared_heads", "scores", "softcap", "own_mask"),
-        *("mask", "sinks", "softmax", "weighted_sum", "merge", "output_projection"),
+        *("mask", "sinks", "softmax", "weighted_sum", "merge", "gate", "output_projection"),
     ]
     for step in walk.steps:
         torch.testing.assert_close(step.tensor, expected[step.name], rtol=0, atol=1e-10, msg=step.name)

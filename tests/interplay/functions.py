@@ -119,6 +119,7 @@ def _masked_sdpa() -> Subject:
 ATTENTION: dict[str, Callable[[], Subject]] = {
     "padded": partial(_padded, _attention_padded),
     "grouped with sinks": partial(_batched, _attention_grouped, 2, L, (H,)),
+    "sinks of queries": partial(_batched, _attention_grouped, 2, L, (B, H, L)),
     "learned bias": partial(_batched, _attention_bias, H, L, (1, H, L, S)),
     "dropout": partial(_batched, _attention_dropout, 2, S),
 }

@@ -142,6 +142,8 @@ OWN: dict[str, Callable[[], Subject]] = {
     "causal and padded": _own,
     "padding removed": partial(_own, WIDE, LONG, causal=False),
     "grouped with sinks, norms and positions": partial(_own, parts=_GROUPED),
+    "gated, with a scale that learns": partial(_own, parts={"gate": "head", "position": lambda: positions.LogScale(H)}),
+    "gated, padding removed": partial(_own, WIDE, LONG, causal=False, parts={"gate": "elementwise"}),
     "learned bias": partial(_own, parts={"mask": lambda: positions.RelativeBias(H, 4, 8)}),
     "with weights": partial(_own, need_weights=True, average_attn_weights=False),
     "dropout": partial(_own, parts={"dropout": 0.3}),

@@ -11,7 +11,16 @@ from clearhead.kernels import _blocks, _weights
 from clearhead.kernels._choice import KERNELS
 from tests.support.closeness import require_near
 
-REASON = {"softcap": "it has no soft-cap", "sinks": "it has no sinks"}
+REASON = {
+    "softcap": "it has no soft-cap",
+    "sinks": "it has no sinks",
+    "row_sinks": "it has no sinks of single queries",
+}
+OPTIONS = {
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.zeros(2)},
+    "row_sinks": {"sinks": torch.zeros(1, 2, 3)},
+}
 
 
 @pytest.mark.parametrize("part", REASON)
@@ -20,7 +29,7 @@ def test_what_a_kernel_does_not_declare_is_refused(
     kernel: clearhead.kernels.Kernel, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(1, 2, 3, 4)
-    options = {"softcap": 2.0} if part == "softcap" else {"sinks": torch.zeros(2)}
+    options = OPTIONS[part]
     monkeypatch.setattr(type(kernel), "formula", frozenset(REASON) - {part})
     assert REASON[part] in clearhead.explain(x, x, x, **options).reasons[kernel.name]
     assert REASON[part] not in clearhead.explain(x, x, x).reasons[kernel.name]

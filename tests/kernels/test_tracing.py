@@ -28,6 +28,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "bottom right": {"mask": masks.causal("bottom_right")},
     "window": {"mask": masks.sliding_window(3, 2)},
     "prefix": {"mask": masks.causal() | masks.prefix(2)},
+    "blocks": {"mask": masks.block_causal(3)},
+    "tree": {"mask": masks.tree(torch.tensor([-1, 0, 0, 1, 3]))},
     "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
     "where": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k) % 3 != b)},
     "where per head": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b)},
@@ -111,6 +113,20 @@ def test_tensors_of_masks_are_inputs_of_the_graph() -> None:
 
     calls = ((random(n), torch.rand(BATCH, n) > 0.5, torch.randn(n, n)) for n in LENGTHS)
     assert len(check_compiled(attend, calls)) == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_sinks_of_queries_and_a_tree_that_is_made_in_the_graph(backend: str) -> None:
+    def attend(x: Tensor, sinks: Tensor, parents: Tensor) -> Tensor:
+        return clearhead.attention(x, x, x, masks.tree(parents), sinks=sinks)
+
+    inputs = random(11, grad=True), torch.randn(BATCH, HEADS, 11, requires_grad=True)
+    parents = torch.tensor([-1, 0, 0, 1, 3])
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    results = [function(*inputs, parents) for function in (compiled, attend)]
+    gradients = [torch.autograd.grad(result.square().sum(), inputs) for result in results]
+    torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
 
 
 SLOW = [

@@ -112,6 +112,16 @@ case("positions.Rotary")(
         scaling=positions.LinearScaling(2.0),
     )
 )
+case("positions.Temperature", rotary="rotary")(
+    lambda: Call(positions.Temperature, beta=0.1, period=3, first=1, rotary=positions.Rotary(4))
+)
+case("positions.LogScale")(lambda: Call(positions.LogScale, num_heads=H, start=0.5))
+case("positions.LogScale.forward", weight=6)(
+    lambda: Call(
+        positions.LogScale(H), q=torch.randn(B, H, L, D), k=torch.randn(B, KV, L, D), positions=torch.arange(L)
+    )
+)
+case("attention, sinks of queries")(lambda: Call(clearhead.attention, **qkv(), sinks=torch.zeros(B, H, L)))
 case("positions.Rotary.forward", weight=6)(
     lambda: Call(positions.Rotary(D), q=torch.randn(B, H, L, D), k=torch.randn(B, KV, L, D), positions=torch.arange(L))
 )

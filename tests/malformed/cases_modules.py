@@ -52,6 +52,7 @@ def _qkv() -> dict[str, Tensor]:
 def _() -> Call:
     sizes = {"embed_dim": E, "num_heads": H, "num_kv_heads": 3, "head_dim": 4, "qdim": 5, "kdim": 6, "vdim": 7}
     parts = {"position": positions.Rotary(4), "q_norm": nn.LayerNorm(4), "k_norm": None, "mask": masks.causal()}
+    parts["gate"] = "head"
     return Call(clearhead.MultiHeadAttention, **sizes, **parts, scale=0.5, dropout=0.1, dtype=torch.float32)
 
 
@@ -70,6 +71,12 @@ def _() -> Call:
     module = _attention(position=positions.Rotary(4), q_norm=nn.LayerNorm(4), mask=masks.sliding_window(2, 2))
     mask = masks.lengths(torch.tensor([3, 5]))
     return Call(module, query=_x(), positions=torch.arange(L), mask=mask)
+
+
+@case("MultiHeadAttention.forward, with positions of axes", weight=6)
+def _() -> Call:
+    module = _attention(position=positions.Rotary(4, axes=[0, 1]), gate="elementwise")
+    return Call(module, query=_x(), positions=torch.arange(L).expand(2, B, L), mask=masks.causal())
 
 
 NAMED_CACHE: dict[str, Any] = dict.fromkeys(("query", "key", "value", "positions"), "cache")

@@ -114,7 +114,7 @@ FIELDS: dict[str, list[Changes]] = {
     "key_positions": [{"key_positions": places} for places in (None, 0, 1, 3, "(L,)", "(B, L)")],
     "scale": [{"scale": scale} for scale in (None, 0.3, 1.0, -0.5)],
     "softcap": [{"softcap": softcap} for softcap in (None, 0.7, 3.0)],
-    "sinks": [{"sinks": sinks} for sinks in (False, True)],
+    "sinks": [{"sinks": sinks} for sinks in (False, True, "rows")],
     "dropout_p": [{"dropout_p": p} for p in (0.0, 0.3, 0.6, 1.0)],
     "gradients": [
         *({"learns": learns} for learns in ((), ("query",), ("key", "value"), LEAVES, ("bias", "sinks"))),
@@ -179,7 +179,8 @@ def leaves_of(call: Changes) -> dict[str, Tensor]:
             drawn[:, :, -1] = torch.nan
         leaves[name] = _LAYOUTS[layout](drawn.to(call["dtype"])).detach()
     if call["sinks"]:
-        leaves["sinks"] = torch.randn(call["heads"], generator=random).to(call["dtype"])
+        of_rows = (call["batch"], call["heads"], call["length"]) if call["sinks"] == "rows" else (call["heads"],)
+        leaves["sinks"] = torch.randn(of_rows, generator=random).to(call["dtype"])
     if call["mask"] in BIASES:
         leaves["bias"] = BIASES[call["mask"]](Sizes(call)).to(call["dtype"])
     return {name: x.requires_grad_(name in call["learns"]) for name, x in leaves.items()}

@@ -41,6 +41,8 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "two biases": lambda: masks.bias((_BIAS * 16).round() / 16) & ALiBi(6),  # whose sums are exact
     "bias per head": lambda: masks.bias((_BIAS * torch.arange(1, 7)[:, None, None])[None]),
     "computed per head": lambda: masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b),
+    "blocks": lambda: masks.block_causal(3),
+    "tree": lambda: masks.tree(torch.tensor([-1, 0, 0, 1])),
     "or": lambda: masks.causal() | masks.prefix(torch.tensor([1, 3])),
     "not": lambda: ~masks.sliding_window(1, 1),
 }

@@ -102,7 +102,8 @@ def _options(draw, frame: Frame, dtype: torch.dtype, *, fusable: bool) -> dict[s
     sinks = None
     if draw(st.integers(0, 2)) == 0:
         kind = draw(st.sampled_from([dtype, torch.float32]))
-        sinks = _random(kind, frame.generator, frame.heads).requires_grad_(draw(st.booleans()))
+        shape = draw(st.sampled_from([(frame.heads,), (frame.batch, frame.heads, frame.length)]))
+        sinks = _random(kind, frame.generator, *shape).requires_grad_(draw(st.booleans()))
     return {
         "scale": scale,
         "softcap": draw(st.sampled_from([None, None, 0.7, 20])),

@@ -52,7 +52,8 @@ def exact_attention(
         scores = scores + bias.double().masked_fill(bias.detach() == -torch.inf, 0)
     hidden = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        sink = sinks.double()[None, :, None, None].expand(*shape[:3], 1)
+        of_rows = sinks if sinks.dim() == 3 else sinks[None, :, None]
+        sink = of_rows.double()[..., None].expand(*shape[:3], 1)
         lse = torch.cat([hidden, sink], -1).logsumexp(-1)
     else:
         lse = hidden.masked_fill(~sees, 0).logsumexp(-1).masked_fill(~sees[..., 0], -torch.inf)

@@ -146,6 +146,27 @@ def _prefix(draw: Draw, frame: Frame) -> Part:
     return Part(masks.prefix(counts), lambda b, h, i, j: keys[b][j] < int(counts[b]))
 
 
+def _block_causal(draw: Draw, frame: Frame) -> Part:
+    size = draw(st.integers(1, 5))
+    queries, keys = frame.query_positions, frame.key_positions
+    return Part(masks.block_causal(size), lambda b, h, i, j: keys[b][j] // size <= queries[b][i] // size)
+
+
+def _tree(draw: Draw, frame: Frame) -> Part:
+    count = draw(st.integers(0, frame.count))
+    items = draw(st.sampled_from([1, frame.batch]))
+    parents = (frame.random(items, count) * torch.arange(1, count + 1)).long() - 1
+    first_row, first_key = frame.length - count, frame.count - count
+
+    def rule(b: int, h: int, i: int, j: int) -> bool:
+        node, key = i - first_row, j - first_key
+        while node > max(key, -1):
+            node = int(parents[b if items > 1 else 0, node])
+        return key < 0 or node == key
+
+    return Part(masks.tree(parents if items > 1 else parents[0]), rule)
+
+
 def _lengths(draw: Draw, frame: Frame) -> Part:
     shape = draw(st.sampled_from([(1,), (frame.batch,), (frame.batch, frame.length)]))
     visible = (frame.random(*shape) * (frame.count + 1)).long()
@@ -261,6 +282,8 @@ PREDICATES: dict[str, Callable[[Draw, Frame], Part]] = {
     "causal": _causal,
     "window": _window,
     "prefix": _prefix,
+    "block_causal": _block_causal,
+    "tree": _tree,
     "lengths": _lengths,
     "documents": _documents,
     "where": _where,

@@ -32,7 +32,7 @@ class Case:
     value_dim: int = 7
     mask: Make = lambda b, h, length, count: None
     options: dict[str, object] = field(default_factory=dict)
-    sinks: bool = False
+    sinks: bool | str = False  # "rows" for one of each query
     learnt: tuple[int, ...] = ()
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ class Case:
             "value": (self.batch, self.kv_heads, self.count, self.value_dim),
         }
         if self.sinks:
-            shapes["sinks"] = (heads,)
+            shapes["sinks"] = (self.batch, heads, self.length) if self.sinks == "rows" else (heads,)
         if self.learnt:
             shapes["bias"] = self.learnt
         made = {name: torch.randn(shape, generator=random).to(dtype) for name, shape in shapes.items()}
@@ -167,6 +167,11 @@ CASES: dict[str, Case] = {
     "soft-cap, window": Case(options={"softcap": 0.7}, mask=lambda *_: masks.sliding_window(50, 0)),
     "scale": Case(options={"scale": -1.5}),
     "sinks": Case(sinks=True),
+    "sinks of rows": Case(sinks="rows", mask=lambda *_: masks.causal()),
+    "sinks of rows, hidden rows": Case(
+        sinks="rows", mask=lambda *_: masks.sliding_window(3, 0) & masks.prefix(100), options={"softcap": 1.5}
+    ),
+    "sinks of rows, one query": Case(sinks="rows", length=1),
     "sinks, hidden rows": Case(sinks=True, mask=lambda *_: masks.sliding_window(3, 0) & masks.prefix(100)),
     "dropout": Case(options={"dropout_p": 0.3}),
     "dropout, window": Case(options={"dropout_p": 0.1}, mask=lambda *_: masks.sliding_window(100, 0)),

@@ -21,7 +21,7 @@ Rule = Callable[[int, int, int, int], bool]
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention request: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), sinks (H,)."""
+    """One attention request: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, Dv), sinks (H,) or (B, H, L)."""
 
     query: Tensor
     key: Tensor

@@ -23,6 +23,7 @@ EVERY = (
     "raw_max_logit",
     "confidence",
     "top_k",
+    "extremes",
     "sink",
     "distance",
     "offset",
@@ -39,6 +40,7 @@ TOLERANCES = {
     "received_mean": (1e-5, 1e-6),
     "max_logit": (1e-5, 1e-5),
     "raw_max_logit": (1e-5, 1e-5),
+    "extremes": (1e-5, 1e-5),
     "distance": (1e-5, 1e-5),
     "output": (1e-5, 1e-5),
     "output_norm": (1e-5, 1e-5),
@@ -121,6 +123,13 @@ class Oracle:
     def confidence(self) -> Tensor:
         return torch.cat([self.p, torch.zeros(*self.p.shape[:3], 1, dtype=torch.float64)], -1).amax(-1)
 
+    def extremes(self) -> Tensor:
+        return torch.stack([self._ends(torch.Tensor.amax, -torch.inf), self._ends(torch.Tensor.amin, torch.inf)], -1)
+
+    def _ends(self, reduce: Callable[[Tensor, int], Tensor], hidden: float) -> Tensor:
+        scores = torch.where(self.visible, self.exact.scores, hidden)
+        return reduce(torch.cat([scores, scores.new_full((*scores.shape[:3], 1), hidden)], -1), -1)
+
     def sink(self, keys: int) -> Tensor:
         """Mass on the first keys that any query of the item sees."""
         seen = self.visible.any(2)  # (B, H, S)
@@ -201,6 +210,9 @@ def compare(found: object, oracle: Oracle, *, exact: float | None = None) -> Non
         if name == "top_k":
             _compare_top_k(found, oracle, exact)
             continue
+        if name == "extreme_keys":
+            _compare_extreme_keys(found, oracle, exact)
+            continue
         expected = getattr(oracle, name)(*arguments.get(name, ()))
         actual = getattr(found, name)
         assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)}, not {tuple(expected.shape)}"
@@ -209,6 +221,18 @@ def compare(found: object, oracle: Oracle, *, exact: float | None = None) -> Non
             actual.double(), expected.double(), rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
     assert found.hidden_queries.tolist() == oracle.hidden_queries().tolist()
+
+
+def _compare_extreme_keys(found: object, oracle: Oracle, exact: float | None) -> None:
+    """The named keys have the scores of the oracle; of scores that round alike, any may be named."""
+    keys, sees = found.extreme_keys, oracle.visible.any(-1)
+    assert torch.equal(keys >= 0, sees[..., None].expand_as(keys))
+    if oracle.visible.shape[-1]:
+        named = keys.clamp(min=0)
+        assert bool(oracle.visible.gather(-1, named)[sees].all()), "only visible keys are named"
+        scores = oracle.exact.scores.gather(-1, named)[sees]
+        rtol, atol = TOLERANCES["extremes"] if exact is None else (0.0, exact)
+        torch.testing.assert_close(scores, oracle.extremes()[sees], rtol=rtol, atol=atol)
 
 
 def _compare_top_k(found: object, oracle: Oracle, exact: float | None) -> None:

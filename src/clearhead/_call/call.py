@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._checks import PLAIN, flag, number
 from .._environment import Environment, read_environment
-from ..errors import ClearheadError
+from ..errors import ClearheadError, ShapeError
 from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
@@ -131,6 +131,9 @@ class Call:
             self.key_positions = read_positions("key_positions", self.key_positions, self.key, heads=heads)
         if self.sinks is not None:
             self.sinks = read_sinks(self.sinks, self.query, self.heads[0] if self.heads else self.query.shape[1])
+        if self.sequences is not None and self.row_sinks is not None:
+            fix = "Pass one logit per head, or padded sequences."
+            raise ShapeError("sinks", expected="(H,) for packed sequences", got="sinks of single queries", fix=fix)
         if self.sequences is not None and self.mask is not None:
             require_within(self.mask)
         # Plans are found by Python's numbers, to which valid ones of other types are equal. `validate` checks ranges.
@@ -191,6 +194,11 @@ class Call:
     def finite_sinks(self) -> Tensor | None:
         """The sinks, with a finite number instead of −∞: it would be the only term of a fully masked row."""
         return None if self.sinks is None else self.sinks.clamp_min(NO_SINK)
+
+    @property
+    def row_sinks(self) -> Tensor | None:
+        """The sinks, if each query has its own."""
+        return None if self.sinks is None or self.sinks.dim() == 1 else self.sinks
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

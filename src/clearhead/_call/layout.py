@@ -12,7 +12,7 @@ from .._checks import PLAIN
 
 Placed = tuple[tuple[int, ...], tuple[int, ...]]  #: shape and strides of a tensor
 #: The optional parts of the formula, by their names in `Call`.
-FORMULA = ("softcap", "sinks")
+FORMULA = ("softcap", "sinks", "row_sinks")
 _STRIDED = torch.strided
 
 
@@ -194,7 +194,7 @@ def plain_key_of(call: Any) -> tuple[object, ...]:
         dropout_p,
         call.lse,
         weights,
-        call.sinks is None,
+        None if call.sinks is None else call.sinks.dim(),
         gradients,
         None if sequences is None else (sequences.count, sequences.cu_seqlens_q is sequences.cu_seqlens_k),
         environment.transformed,

@@ -96,7 +96,8 @@ def restored_all(names: Sequence[str], returned: Sequence[Tensor], layouts: Sequ
 def restored_sinks(sinks: Tensor, layout: Layout) -> Tensor:
     """Sinks that came back, as kernels read them: float32 or float64, without gaps."""
     dtype = torch.float64 if sinks.dtype is torch.float64 else torch.float32
-    return restored("saved sinks", sinks, (layout.query[1],), dtype, layout.device).resolve_neg().contiguous()
+    shape = layout.query[:3] if "row_sinks" in layout.formula else layout.query[1:2]
+    return restored("saved sinks", sinks, shape, dtype, layout.device).resolve_neg().contiguous()
 
 
 def restored_biases(mask: Mask, returned: Iterator[Tensor]) -> Iterator[Tensor]:

@@ -97,11 +97,13 @@ def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
     """Sinks as the native kernel reads them: float32 or float64, without gaps. A sink of −∞ is no sink."""
     if _are_read_as_they_are(sinks, query, heads):
         return sinks.resolve_neg()
-    expected = f"a float tensor ({heads},)"
+    query_sinks = (query.shape[0], heads, query.shape[-2])
+    expected = f"a float tensor ({heads},) or {query_sinks}"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
-    if sinks.shape != (heads,):
-        expected, fix = f"one logit per query head, ({heads},)", "Grouped heads have one sink per query head too."
+    if sinks.shape != (heads,) and sinks.shape != query_sinks:
+        expected = f"one logit per query head, ({heads},), or per query, {query_sinks}"
+        fix = "Grouped heads have one sink per query head too."
         raise ShapeError("sinks", expected=expected, got=shape_text(sinks.shape), fix=fix)
     same_device("sinks", sinks, query.device, "query's device")
     return (sinks if sinks.dtype in _READ else sinks.float()).resolve_neg().contiguous()

@@ -52,6 +52,7 @@ class Layer:
         settings: what determines the layouts of projections and the plan of attention, besides inputs and parameters.
         multiply: the GEMM of unmodified projections.
         plan: of the call, if it has one (`fits`).
+        gate: from the query (…, features) to factors of the heads' outputs, (…, H·Dv) or (…, H).
     """
 
     project: Callable[[Tensor, Tensor | None, Tensor | None, Multiply], tuple[Tensor, Any, Any]]
@@ -72,6 +73,7 @@ class Layer:
     settings: Hashable = ()
     multiply: Multiply = linear
     plan: LayerPlan | None = None
+    gate: Callable[[Tensor], Tensor] | None = None
 
     def fits(self, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> bool:
         """Find the plan of the call, and return whether the module has checked equal inputs before."""
@@ -139,7 +141,7 @@ class Layer:
         if bound is not None and bound.grid.has_sizes(q.shape[0], q.shape[-2], k.shape[-2]):
             call.bound_ = bound
         results = attend(call, environment, known=known)
-        return self.projected_out(results, environment, form, batched=query.dim() == 3)
+        return self.projected_out(results, query, environment, form, batched=query.dim() == 3)
 
     @property
     def is_plain(self) -> bool:
@@ -158,14 +160,18 @@ class Layer:
         weights: str | None,
     ) -> tuple[Tensor, Tensor | None]:
         """`run` with positions or a cache. The mask is the module's and the call's."""
-        at = positions_of_queries(positions, cache, query.shape[-2])
+        # Positions of several axes are the position part's alone: masks and caches count tokens.
+        of_axes = (
+            positions if isinstance(positions, Tensor) and positions.dim() == 3 and self.position is not None else None
+        )
+        at = positions_of_queries(positions if of_axes is None else None, cache, query.shape[-2])
         # In self-attention, and with a position part, the new keys have the positions of the queries.
         new_key_positions = at if cache is None and (key is query or self.position is not None) else None
         attended = None if cache is None else cache.get()
         if attended is not None:  # cross-attention to a memory whose keys are projected already
             q = self.projected_query(query, environment)
         else:
-            q, k, v = self.projected(query, key, value, at, environment)
+            q, k, v = self.projected(query, key, value, at if of_axes is None else of_axes, environment)
             attended = KeyValues(k, v) if cache is None else cache.update(k, v, at)
         mask = with_hidden(mask, attended, at)
         form = None if self.form is None else self.form(q, attended.key, cache)
@@ -175,7 +181,7 @@ class Layer:
         call = Call(*operands, mask, **self.options, **positions_at, weights=weights)
         scale, softcap, sinks = call.scale, call.softcap, call.sinks
         results = attend(call, environment)
-        returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
+        returned = self.projected_out(results, query, environment, form, batched=query.dim() == 3)
         # Only now: these queries have attended to the keys that the cache may evict.
         observed = q if form is None else form.observed
         if cache is not None and observed is not None:
@@ -183,9 +189,15 @@ class Layer:
         return returned
 
     def projected_out(
-        self, results: Results, environment: Environment, form: Operands | None = None, *, batched: bool = True
+        self,
+        results: Results,
+        query: Tensor,
+        environment: Environment,
+        form: Operands | None = None,
+        *,
+        batched: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output after the output projection, and the weights; without a batch where the inputs have none."""
+        """The output after gate and output projection, and the weights; without a batch where the inputs have none."""
         mixed, weights = results.output, results.weights  # (B, H, L, Dv), or merged (B, L, H·Dv)
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
@@ -203,6 +215,7 @@ class Layer:
             merged = mixed.reshape(mixed.shape[0], 1, mixed.shape[1] * mixed.shape[3])  # (B, 1, H·Dv)
         else:
             merged = mixed.transpose(1, 2).flatten(2)  # (B, L, H·Dv)
+        merged = self.gated(merged, query)
         if self.plan is None or self.linears is None:
             output = apply_linear(self.out_proj, merged, environment)  # (…, E)
         else:
@@ -210,6 +223,13 @@ class Layer:
         if batched and not self.batch_first:
             output = output.transpose(0, 1)
         return output, weights if weights is None or batched else weights.squeeze(0)
+
+    def gated(self, merged: Tensor, query: Tensor) -> Tensor:
+        """The outputs of all heads (…, H·Dv) times the factors that the gate makes of the query (…, features)."""
+        if self.gate is None:
+            return merged
+        factors = self.gate(query).reshape(*merged.shape[:-1], self.num_heads, -1)  # (…, H, Dv or 1)
+        return (merged.unflatten(-1, (self.num_heads, -1)) * factors).flatten(-2)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
@@ -270,7 +290,7 @@ class Layer:
         """
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
         results = attend(Call(q, k, v, mask, **self.options, sequences=sequences), environment, show)
-        return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
+        return self.gated(results.output.squeeze(0).transpose(0, 1).flatten(1), query)  # (T, H·Dv)
 
     def _unpadded(
         self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], environment: Environment

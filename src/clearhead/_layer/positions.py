@@ -15,6 +15,7 @@ from ..masks._grid import as_positions
 from ..masks._positional import Present
 from ..positions._checks import require_in_range
 from ..positions._rotary import Rotary
+from ..positions._temperature import Tempered
 
 #: Rotates queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
 PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
@@ -50,7 +51,7 @@ def require_one_length(queries: int, keys: int) -> None:
 
 def of_whole(position: PositionPart, positions: Positions | None, length: int) -> PositionPart:
     """A position part for parts of a sequence of some length, whose positions these are."""
-    scaling = position.scaling if isinstance(position, Rotary) else None
+    scaling = position.scaling if isinstance(position, Rotary | Tempered) else None
     if scaling is None or not scaling.follows_length:
         return position
     last = positions.amax() if isinstance(positions, Tensor) else (positions or 0) + length - 1

@@ -12,14 +12,16 @@ from .._checks import PLAIN
 from .._environment import Environment
 from .._torch_private import COMPILED_CALL, any_global_hook, is_compiled
 from ..positions._rotary import Rotary
+from ..positions._temperature import LogScale, Temperature, Tempered
 from .linear import Linear, linear, require_linear
 
 #: Weight and bias, which may be ``None``, of one linear layer after the other.
 Linears = list[Any]
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
+_NORMS = nn.RMSNorm, nn.LayerNorm, nn.Identity
 #: Other parts of an attention layer that compute every token by itself.
-_OF_SINGLE_TOKENS: dict[type, Any] = {kind: kind.forward for kind in (nn.RMSNorm, nn.LayerNorm, nn.Identity, Rotary)}
+_OF_SINGLE_TOKENS: dict[type, Any] = {kind: kind.forward for kind in (*_NORMS, Rotary, Temperature, LogScale)}
 
 
 def _hooks_of(fields: dict[str, Any]) -> tuple[dict[int, Any], ...]:
@@ -101,7 +103,9 @@ def takes_packed(part: object) -> bool:
     hooks = [hook for each in _hooks_of(fields) if each for hook in each.values()]
     if not all(getattr(hook, "__module__", "").startswith("clearhead.") for hook in hooks):
         return False
-    if isinstance(part, Rotary):
+    if isinstance(part, Tempered) and not takes_packed(part.rotary):
+        return False
+    if isinstance(part, Rotary | Tempered):
         # The longest position of a padded batch may be that of padding.
         return part.scaling is None or not part.scaling.follows_length
     # A norm over several dimensions mixes tokens, and so may one scale for all activations of a quantised weight.

@@ -153,7 +153,7 @@ INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t r
     const double without = sum == 0 ? -INFINITY : row_max == LOWEST ? LOWEST : row_max * LN_OF_2 + log(sum);
     double lse = without;
     if (p.sinks) {
-        const double sink = p.sink(head), top = without > sink ? without : sink;
+        const double sink = p.sink(batch, head, row), top = without > sink ? without : sink;
         lse = top + log(exp(without - top) + exp(sink - top));
         factor *= static_cast<float>(exp(without - lse));
     }

@@ -54,7 +54,7 @@ constexpr Argument<Problem> PLAN[] = {
     ARGUMENT(type),
     TO_EACH("query_shape", &to.batch, &to.heads, &to.rows, &to.dim),
     TO_EACH("value_shape", &to.batch, &to.kv_heads, &to.keys, &to.value_dim),
-    TO("scale", exact_scale), TO("softcap", exact_softcap), ARGUMENT(drop_below), ARGUMENT(wide_output),
+    TO("scale", exact_scale), TO("softcap", exact_softcap), ARGUMENT(drop_below), ARGUMENT(wide_output), ARGUMENT(row_sinks),
     ARGUMENT(query), ARGUMENT(key), ARGUMENT(value), ARGUMENT(output),
     ARGUMENT(query_gradient), ARGUMENT(key_gradient), ARGUMENT(value_gradient), ARGUMENT(bias_gradient),
     ARGUMENT(sequences),

@@ -121,6 +121,7 @@ struct Problem : RowRanges {
     double* lse;         // (B, H, L), natural logarithm; null in a forward pass that does not return it
     int64_t lse_batch, lse_head;  // strides of everything (B, H, L)
     const float* sinks;  // (H), or null
+    bool row_sinks;      // whether they are (B, H, L)
     View visible;        // bytes, or null
     View bias;           // float32, or null
 
@@ -155,12 +156,15 @@ struct Problem : RowRanges {
     int64_t row_place(int64_t b, int64_t h, int64_t i) const { return b * lse_batch + h * lse_head + i; }
     int64_t group() const { return heads / kv_heads; }
     // A sink of −∞ is none: its weight is 0 beside any score, and in the softmax of a fully masked row it is the only term.
-    double sink(int64_t h) const { return sinks[h] < -1e38f ? -1e38f : sinks[h]; }
+    double sink(int64_t b, int64_t h, int64_t i) const {
+        const float logit = sinks[row_sinks ? row_place(b, h, i) : h];
+        return logit < -1e38f ? -1e38f : logit;
+    }
     // Σ_j ds of a row that is not fully masked. NaN if δ is not finite.
     double sum_of_score_gradients(int64_t b, int64_t h, int64_t i) const {
         const int64_t place = row_place(b, h, i);
         const double of_lse = lse_gradient ? lse_gradient[place] : 0, delta = correction[place] + of_lse;
-        const double of_sink = sinks ? exp(sink(h) - lse[place]) : 0;
+        const double of_sink = sinks ? exp(sink(b, h, i) - lse[place]) : 0;
         return isfinite(delta) ? of_sink * delta + (1 - of_sink) * of_lse : NAN;
     }
     // Rows of all query heads that share a key/value head.

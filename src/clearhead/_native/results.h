@@ -15,13 +15,13 @@ static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel
         const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : highest * ln2;
         double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
         if (p.sinks && sum != 0) {  // one more term of the total, where shift is the larger of row maximum and sink
-            const double sink = p.sink(tile.head[lane]), shift = row_max < sink ? sink : row_max;
+            const double sink = p.sink(batch, tile.head[lane], tile.row[lane]), shift = row_max < sink ? sink : row_max;
             const double total = sum * exp(row_max - shift) + exp(sink - shift);
             factor = exp(row_max - shift) / total;  // from e^(s − row maximum) to e^(s − shift), over the total
             lse = log(total) + shift;
             entropy = sum * factor * (lse - row_max);
         } else if (p.sinks) {
-            lse = p.sink(tile.head[lane]);
+            lse = p.sink(batch, tile.head[lane], tile.row[lane]);
         }
         if (p.lse) p.lse[place] = lse;
         panel.factor[lane] = static_cast<float>(factor);

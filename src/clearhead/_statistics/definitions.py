@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .over_queries import Map, MaxLogit, RawMaxLogit, Received, WeightAtOffset
 from .per_query import Confidence, Distance, Entropy, Sink
 from .statistic import Statistic
-from .vectors import HeadAverage, Output, OutputNorm, Rows, TopKeys
+from .vectors import Extremes, HeadAverage, Output, OutputNorm, Rows, TopKeys
 
 STATISTICS: dict[str, type[Statistic]] = {
     kind.name: kind
@@ -18,6 +18,7 @@ STATISTICS: dict[str, type[Statistic]] = {
         RawMaxLogit,
         Confidence,
         TopKeys,
+        Extremes,
         Sink,
         Distance,
         WeightAtOffset,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -77,6 +77,40 @@ class TopKeys(Statistic):
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return {"top_k": TopK(buffers["top_keys"], buffers["top_weights"])}
+
+
+@final
+class Extremes(Statistic):
+    """The largest and the smallest score of each query, and their keys."""
+
+    name = "extremes"
+    meaning = "max_j s_ij and min_j s_ij over visible keys; −∞ and ∞ for a fully masked query"
+    beside: ClassVar = {"extreme_keys": "the keys j of both, −1 for a fully masked query"}
+    shape = ("B", "H", "L", "2")
+    of = "scores"
+    averaged = False
+
+    def begin(self) -> None:
+        ends = self.zeros(2).copy_(torch.tensor([float("-inf"), float("inf")]))
+        self._scores = ends.expand(*self.row_shape, 2).clone()
+        self._keys = torch.full_like(self._scores, -1, dtype=torch.int64)
+
+    def add(self, rows: BlockRows) -> None:
+        if rows.width == 0:
+            return
+        where = rows.block.batch, rows.block.heads, rows.place
+        shifted = rows.shifted
+        smallest = shifted.masked_fill(shifted == float("-inf"), float("inf"))
+        for end, (score, column) in enumerate((shifted.max(-1), smallest.min(-1))):
+            score = (score.to(rows.shift.dtype) + rows.shift.squeeze(-1)).to(self._scores.dtype)
+            kept, keys, column = self._scores[where][..., end], self._keys[where][..., end], column + rows.columns.start
+            # Another block may hold other columns of these rows. Of equal scores the first key is named.
+            found = (score > kept if end == 0 else score < kept) | ((score == kept) & (column < keys))
+            self._scores[where][..., end] = torch.where(found, score, kept)
+            self._keys[where][..., end] = torch.where(found, column, keys)
+
+    def result(self) -> dict[str, Any]:
+        return {"extremes": self._scores, "extreme_keys": self._keys}
 
 
 def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:

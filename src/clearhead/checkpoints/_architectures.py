@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import _readings as read
-from ._blocks import Reading, StoredAttention
+from ._blocks import Reading, StoredAttention, gated_queries
 from ._deepseek import latent
 from ._namings import Entry, Naming, namings_called
 
@@ -28,9 +28,9 @@ _VIT: dict[str, Any] = {"causal": False, "dropout": _BERT_DROPOUT, "bias": "qkv_
 _LATENT = StoredAttention("layers.{layer}.self_attn.", _DEEPSEEK, build=latent)
 
 
-def _like_llama(*readings: Reading, bias: str | bool = "attention_bias") -> tuple[StoredAttention, ...]:
+def _like_llama(*readings: Reading, bias: str | bool = "attention_bias", **options: Any) -> tuple[StoredAttention, ...]:
     """A block of Llama's names, with what is read of its configuration."""
-    return (StoredAttention("layers.{layer}.self_attn.", _O_PROJ, readings, bias=bias),)
+    return (StoredAttention("layers.{layer}.self_attn.", _O_PROJ, readings, bias=bias, **options),)
 
 
 def _like_t5(part: str, path: str, *readings: Reading, layers: str = "num_decoder_layers") -> StoredAttention:
@@ -47,6 +47,11 @@ ARCHITECTURES: dict[str, tuple[StoredAttention, ...]] = {
     "qwen3": _like_llama(read.rotary, read.head_norms, read.alternating_window),
     "gemma2": _like_llama(read.rotary, read.query_scale, read.softcap, read.alternating_window),
     "gpt_oss": _like_llama(read.rotary, read.sinks, read.alternating_window),
+    "afmoe": _like_llama(read.local_rotary, read.head_norms, read.alternating_window, read.gate),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text"),
+        _like_llama(read.rotary, read.centred_norms, read.gate, build=gated_queries),
+    ),
     "gpt_neox": (StoredAttention("layers.{layer}.attention.", _FUSED, (read.rotary,), bias="attention_bias"),),
     "bloom": (StoredAttention("h.{layer}.self_attention.", _FUSED, (read.alibi,)),),
     "t5": (

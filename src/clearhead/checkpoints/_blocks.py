@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, CheckpointError, shape_text
 from ..masks._base import Mask
 from ._namings import Naming
-from ._tensors import Projections, Tensors, fill, ungrouped, unpack
+from ._tensors import Projections, Tensors, fill, fill_linear, ungrouped, unpack
 
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 
@@ -203,7 +203,7 @@ def multi_head(layer: StoredLayer) -> MultiHeadAttention:
     for read in layer.block.reads:
         parts |= read(layer)
     layer.require_nothing_left()
-    sinks = parts.pop("sinks", None)
+    sinks, gate = parts.pop("sinks", None), parts.pop("gate", None)
     module = MultiHeadAttention(
         layer.embed_dim,
         layer.num_heads,
@@ -213,10 +213,13 @@ def multi_head(layer: StoredLayer) -> MultiHeadAttention:
         out_bias=projections["output"].bias is not None,
         dropout=layer.dropout,
         sinks=sinks is not None,
+        gate=None if gate is None else "elementwise",
         device="meta",
         **parts,
     )
     fill(module, projections)
+    if gate is not None:
+        fill_linear(module.gate_proj, gate)
     if sinks is not None:
         module.sinks = sinks
     if module.position is not None:
@@ -231,8 +234,20 @@ def multi_head(layer: StoredLayer) -> MultiHeadAttention:
         for name, part in parts.items()
         if part is not None
     ]
-    report(module, lines + ["  sinks: one per head"] * (sinks is not None), causal=layer.block.causal)
+    lines += ["  sinks: one per head"] * (sinks is not None) + ["  gate: elementwise"] * (gate is not None)
+    report(module, lines, causal=layer.block.causal)
     return module
+
+
+def gated_queries(layer: StoredLayer) -> MultiHeadAttention:
+    """`multi_head` of a layer whose query projection holds, head by head, the query and then its gate."""
+    tensors, heads = dict(layer.tensors), layer.num_heads
+    for name in ("q_proj.weight", "q_proj.bias"):
+        rows = tensors.get(key := layer.prefix + name)
+        if rows is not None and rows.shape[0] == 2 * heads * layer.head_dim:  # other sizes are refused as they are
+            query, gate = rows.unflatten(0, (heads, 2, -1)).unbind(1)  # (H, D, …) each
+            tensors[key], tensors[layer.prefix + name.replace("q_", "gate_")] = query.flatten(0, 1), gate.flatten(0, 1)
+    return multi_head(replace(layer, tensors=tensors))
 
 
 def report(module: Attention, lines: list[str], *, causal: bool) -> None:

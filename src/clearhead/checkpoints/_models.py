@@ -22,8 +22,9 @@ def from_transformers(source: Source, layer: int, *, config: Any = None, part: s
     """Build one attention layer of a transformers model: its weights and every setting of its configuration.
 
     The settings are: grouped heads and head size, rotary positions with their scaling, ALiBi or relative bias, norms
-    of queries and keys, scale, soft-cap, sinks, sliding window, dropout. The known models are Llama, Mistral, Qwen3,
-    Gemma 2, gpt-oss, GPT-NeoX, BLOOM, T5, DeepSeek-V2 and -V3, GPT-2, BERT and ViT. The module itself is not causal:
+    of queries and keys, scale, soft-cap, sinks, gate, sliding window, dropout. The known models are Llama, Mistral,
+    Qwen3, Qwen3-Next, Qwen3.5, Gemma 2, gpt-oss, AFMoE, GPT-NeoX, BLOOM, T5, DeepSeek-V2 and -V3, GPT-2, BERT and ViT
+    (of hybrid models the layers with attention). The module itself is not causal:
     pass ``mask=masks.causal()``. Its attribute ``loaded_from`` lists what was read, and whether the model is causal.
 
     Args:

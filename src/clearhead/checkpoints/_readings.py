@@ -11,6 +11,7 @@ from .. import masks
 from ..errors import ArgumentError
 from ..positions import ALiBi, RelativeBias, rotary_from_config
 from ._blocks import Reading, StoredLayer
+from ._namings import Projection
 from ._tensors import parameter
 
 
@@ -31,6 +32,27 @@ def head_norms(layer: StoredLayer) -> dict[str, Any]:
         norms[name] = nn.RMSNorm(layer.head_dim, eps=layer.setting("rms_norm_eps"), device="meta")
         norms[name].weight = parameter(layer.tensor(f"{name}.weight", (layer.head_dim,)))
     return norms
+
+
+def local_rotary(layer: StoredLayer) -> dict[str, Any]:
+    """`rotary` in the layers that look back through a window. The others have no positions."""
+    return rotary(layer) if layer.setting("layer_types")[layer.number] == "sliding_attention" else {}
+
+
+def centred_norms(layer: StoredLayer) -> dict[str, Any]:
+    """`head_norms` whose weights are stored minus one."""
+    norms = head_norms(layer)
+    for norm in norms.values():
+        norm.weight.data += 1
+    return norms
+
+
+def gate(layer: StoredLayer) -> dict[str, Any]:
+    """The projection of a gate with one factor for each feature."""
+    shape = layer.num_heads * layer.head_dim, layer.embed_dim
+    weight = layer.tensor("gate_proj.weight", shape)
+    has_bias = f"{layer.prefix}gate_proj.bias" in layer.tensors
+    return {"gate": Projection(weight, layer.tensor("gate_proj.bias", shape[:1]) if has_bias else None)}
 
 
 def softcap(layer: StoredLayer) -> dict[str, Any]:

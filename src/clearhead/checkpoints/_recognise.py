@@ -129,6 +129,7 @@ _OBSTACLES = (
         r".*(relative_attention_bias|relative_position_bias_table|distance_embedding|rel_pos).*",
         "relative positions, which change the scores; checkpoints.from_transformers reads T5's",
     ),
+    (r"(gate|g)_proj\..*", "a gate of the output, which checkpoints.from_transformers reads"),
     (r".*lora_.*", "LoRA: merge it into the weights first"),
 )
 _T5 = re.compile(r"(.*\.)?(SelfAttention|EncDecAttention)\.")

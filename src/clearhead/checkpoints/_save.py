@@ -54,6 +54,9 @@ def _projections(module: object) -> Projections:
     if not isinstance(module, MultiHeadAttention):
         expected = "a clearhead.MultiHeadAttention"
         raise DTypeError("module", expected=expected, got=type(module).__name__)
+    if module.gate_proj is not None:
+        fix = "Its state_dict() has all of its parameters."
+        raise CheckpointError("module", expected="the four projections", got="a gate, which no naming has", fix=fix)
     projections: dict[Role, Projection] = {}
     for role, name in LINEARS.items():
         linear = getattr(module, name)

@@ -198,13 +198,18 @@ LINEARS = dict(zip(ROLES, ("q_proj", "k_proj", "v_proj", "out_proj"), strict=Tru
 
 def fill(module: MultiHeadAttention, projections: Projections) -> None:
     """Replace the parameters of the module's projections by copies of the tensors."""
-    for role, (weight, bias) in projections.items():
-        linear: Any = getattr(module, LINEARS[role])
-        linear.weight = parameter(weight)
-        if bias is not None:
-            linear.bias = parameter(bias)
-        elif linear.bias is not None:
-            linear.bias = nn.Parameter(weight.new_zeros(weight.shape[0]))
+    for role, projection in projections.items():
+        fill_linear(getattr(module, LINEARS[role]), projection)
+
+
+def fill_linear(linear: Any, projection: Projection) -> None:
+    """Replace the parameters of a linear layer by copies of the tensors."""
+    weight, bias = projection
+    linear.weight = parameter(weight)
+    if bias is not None:
+        linear.bias = parameter(bias)
+    elif linear.bias is not None:
+        linear.bias = nn.Parameter(weight.new_zeros(weight.shape[0]))
 
 
 def parameter(tensor: Tensor) -> nn.Parameter:

@@ -20,7 +20,7 @@ from .._statistics.definitions import need_values
 from .._statistics.result import AttentionStatistics
 from .._statistics.statistic import Options
 from .._weights import Queries, checked_queries, row_numbers
-from ..errors import KernelError
+from ..errors import KernelError, ShapeError
 from ..masks._base import Mask
 from ..masks._grid import as_positions
 from ..masks._tensors import as_mask
@@ -158,6 +158,9 @@ def _read(
     local = {name: how[name] for name in ("scale", "softcap", "sinks")}
     with torch.no_grad(), autocast_off(query):
         call = valid_call(Call(query, key, values[0] if values else key, **local), environment)
+    if call.row_sinks is not None:
+        fix = "Pass one logit per head, or compute them on one process."
+        raise ShapeError("sinks", expected="(H,) for a split sequence", got="sinks of single queries", fix=fix)
     as_positions("query_positions", how["query_positions"])
     as_positions("key_positions", how["key_positions"], per_head=True)
     if query_mask is not None:

@@ -79,7 +79,7 @@ class LocalSequence(OfThisProcess):
         layer = layer_of(module, environment)
         if checked.cache is not None:
             results = decode(layer, checked[:3], checked.mask, checked.cache, shards, self.group, environment)
-            return layer.projected_out(results, environment, batched=checked.batched)
+            return layer.projected_out(results, checked.query, environment, batched=checked.batched)
         if layer.options.get("dropout_p"):
             heads = layer.options.get("offset") or Offset(module.num_heads)
             seed_tensor = torch.tensor(gathered[0]["seed"], device="cpu")
@@ -157,7 +157,7 @@ class LocalSequence(OfThisProcess):
         shared = SharedCall(self.group, self.rank, queries, keys, grid, options, environment)
         operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
         _require_kernel(operands, shared)
-        return layer.projected_out(self._attend(operands, shared), environment, batched=batched)
+        return layer.projected_out(self._attend(operands, shared), query, environment, batched=batched)
 
     def _attend(self, operands: Operands, shared: SharedCall) -> Results:
         """Exchange and attend, and show the call to observers."""

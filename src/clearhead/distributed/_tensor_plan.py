@@ -104,6 +104,8 @@ class Splitting:
         self._add_linear(f"{name}.q_proj", module.q_proj, _COLUMNS)
         self._add_linear(f"{name}.k_proj", module.k_proj, kv_placements, kv_features)
         self._add_linear(f"{name}.v_proj", module.v_proj, kv_placements, kv_features)
+        if module.gate_proj is not None:
+            self._add_linear(f"{name}.gate_proj", module.gate_proj, _COLUMNS)
         self._add_linear(f"{name}.out_proj", module.out_proj, _ROWS)
         self._add_head_norm(f"{name}.q_norm", module.q_norm, module.num_heads, module.head_dim, True)
         self._add_head_norm(f"{name}.k_norm", module.k_norm, module.num_kv_heads, module.head_dim, splits_keys)

@@ -93,8 +93,12 @@ def take_steps(
     operands = _make_heads(recorder, layer, projections, environment)
     with autocast_off(inputs[0]):
         mixed, hidden_rows = _attend(recorder, layer, operands, mask, environment)
-    recorder.add("merge", "(B, L, H·D)", "merge_heads(o)", merge_heads(mixed))
-    output, _ = layer.projected_out(Results(mixed), environment)
+    merged = merge_heads(mixed)
+    recorder.add("merge", "(B, L, H·D)", "merge_heads(o)", merged)
+    if module.gate_proj is not None:
+        factors = f"sigmoid({_linear_formula('', 'query', 'g', module.gate_proj).removeprefix(' = ')})"
+        recorder.add("gate", "(B, L, H·D)", f"o = o · {factors}", layer.gated(merged, inputs[0]))
+    output, _ = layer.projected_out(Results(mixed), inputs[0], environment)
     recorder.add("output_projection", "(B, L, E)", _linear_formula("output", "o", "o", module.out_proj), output)
     return output, hidden_rows
 

@@ -86,6 +86,7 @@ def attention_forward(
     *,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
@@ -106,6 +107,7 @@ def attention_forward(
         dropout: probability, applied in training.
         softcap: c of c·tanh(s/c).
         s_aux: (H,) sink logits.
+        sinks: (B, H, L, 1) sink logits of each query (Inkling 2).
         sliding_window: without a mask, keys more than ``sliding_window`` − 1 positions away are masked.
         is_causal: without a mask, ``True`` makes the call causal, with the last query at the last key.
         position_bias: bias of the scores, (B or 1, H or 1, L or 1, S).
@@ -148,6 +150,7 @@ def attention_forward(
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         weights = _weights_wanted(module, output_attentions)
+        s_aux = s_aux if sinks is None else sinks.squeeze(-1)
         options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, False, weights, sequences
         output, _, weights = attend(Call(query, key, value, *options), read_environment())
         if cache_layer is not None:

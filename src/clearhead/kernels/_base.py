@@ -18,7 +18,7 @@ from ..masks._lowering import computed_sizes
 from ..masks._structure import joined
 
 #: Parts of the formula whose names in messages are others.
-_PARTS = {"softcap": "soft-cap"}
+_PARTS = {"softcap": "soft-cap", "row_sinks": "sinks of single queries"}
 #: The computation of all calls of one layout.
 Plan = Callable[[Call], Results]
 
@@ -142,6 +142,11 @@ def rows_of_mask(fields: Any, rows: Tensor, shape: tuple[int, int]) -> dict[str,
     return {**chosen, "low": -len(rows), "high": count}
 
 
+def of_rows(sinks: Tensor) -> Tensor:
+    """Sinks (H,) or (B, H, L) as (1 or B, H, 1 or L)."""
+    return sinks[None, :, None] if sinks.dim() == 1 else sinks
+
+
 def applicable(reasons: dict[str, bool]) -> list[Refusal]:
     """A refusal for each reason that applies."""
     return [Refusal(reason) for reason, applies in reasons.items() if applies]
@@ -150,6 +155,8 @@ def applicable(reasons: dict[str, bool]) -> list[Refusal]:
 def refusals_of_formula(layout: Layout, computed: frozenset[str]) -> list[Refusal]:
     """Refuse the parts of the formula that are not among the computed ones."""
     missing = [name for name in FORMULA if name in layout.formula - computed]
+    if "sinks" in missing and "row_sinks" in missing:
+        missing.remove("row_sinks")
     return [Refusal("it has no {part}", part=_PARTS.get(name, name)) for name in missing]
 
 

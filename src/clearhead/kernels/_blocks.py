@@ -20,10 +20,10 @@ from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ..masks._lowering import ENOUGH_ROWS, row_blocks
 from ..masks._structure import Band
-from ._base import refusals_of_formula
+from ._base import of_rows, refusals_of_formula
 
 #: The optional parts of the formula that `block_scores` and what follows it compute.
-BLOCK_FORMULA = frozenset({"softcap", "sinks"})
+BLOCK_FORMULA = frozenset({"softcap", "sinks", "row_sinks"})
 #: Elements of the score matrix in memory. Four to six temporaries of this size exist together.
 BLOCK_ELEMENTS = 1 << 20
 #: The same on a GPU. There every operator costs a launch, and small blocks leave the GPU idle.
@@ -216,9 +216,9 @@ def block_scores(
 
 
 def block_sinks(call: Call, block: Block, dtype: torch.dtype) -> Tensor | None:
-    """The sinks of the block's heads, (1, h, 1, 1), or ``None``."""
+    """The sinks of the block's heads, (1, h, 1, 1), or of its rows, (b, h, l, 1); or ``None``."""
     sinks = call.finite_sinks
-    return None if sinks is None else sinks[block.heads].to(dtype)[None, :, None, None]
+    return None if sinks is None else block.cut(of_rows(sinks)[..., None]).to(dtype)
 
 
 def exact_dtype(call: Call) -> torch.dtype:

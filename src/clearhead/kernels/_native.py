@@ -90,7 +90,13 @@ def _native_plan(
 ) -> NativePlan:
     """The plan of all calls of a layout, with operands of these strides and masks that are lowered alike."""
     operands = zip(layout.operand_shapes, strides, strict=True)
-    numbers = layout.scale, layout.softcap or 0.0, layout.dropout_p, layout.sequences or 0
+    numbers = (
+        layout.scale,
+        layout.softcap or 0.0,
+        layout.dropout_p,
+        layout.sequences or 0,
+        "row_sinks" in layout.formula,
+    )
     masks = [placed(arguments.get(name)) for name in ("last", "visible", "bias")]
     heads = (layout.query[1], layout.key[1]) if layout.merged else None
     options = {"bias_gradient": bias_gradient, "differentiable": bool(layout.gradients), "heads": heads}

@@ -77,6 +77,7 @@ class NativePlan:
         softcap: float = 0.0,
         dropout_p: float = 0.0,
         sequences: int = 0,
+        row_sinks: bool = False,
         last: Placed | None = None,
         visible: Placed | None = None,
         bias: Placed | None = None,
@@ -137,6 +138,7 @@ class NativePlan:
             scale=scale,
             softcap=softcap,
             sequences=sequences,
+            row_sinks=row_sinks,
             drop_below=round(dropout_p * _LEVELS),
             wide_output=differentiable,
         )
@@ -343,10 +345,10 @@ def placed(tensor: Tensor | None) -> Placed | None:
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-    query, key, value, _, _, last, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
+    query, key, value, sinks, _, last, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
     operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
     dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    numbers = scale, softcap, dropped, sequences
+    numbers = scale, softcap, dropped, sequences, sinks is not None and sinks.dim() > 1
     return cached_plan(query.dtype, *operands, *numbers, *map(placed, (last, visible, bias)), **options)
 
 

@@ -41,8 +41,9 @@ def as_declared(arguments: NativeArguments, output_gradient: Tensor) -> NativeAr
     query = restored("saved query", query, (batch, heads, length, dim), dtype, CPU)
     key = restored("saved key", key, (batch, kv_heads, keys, dim), dtype, CPU)
     value = restored("saved value", value, (batch, kv_heads, keys, value_dim), dtype, CPU)
+    of_rows = arguments.sinks is not None and arguments.sinks.dim() > 1
     whole = {
-        "sinks": (heads,),
+        "sinks": (batch, heads, length) if of_rows else (heads,),
         **dict.fromkeys(("first", "last"), (batch, length)),
         **dict.fromkeys(("visible", "bias"), (batch, heads, length, keys)),
         "seed": (),

@@ -88,12 +88,17 @@ def _of_rows(arguments: NativeArguments, rows: Tensor) -> NativeArguments:
     query, count = arguments.query, arguments.key.shape[2]
     of_mask = rows_of_mask(arguments, rows, (query.shape[2], count))
     ranges = {name: of_mask[name].contiguous() for name in ("first", "last") if name in of_mask}
+    if arguments.sinks is not None and arguments.sinks.dim() > 1:
+        ranges["sinks"] = arguments.sinks.index_select(2, rows)
     return arguments._replace(query=query.index_select(2, rows), **{**of_mask, **ranges})
 
 
 def _of_head(arguments: NativeArguments, head: int) -> NativeArguments:
     """The arguments of one query head."""
     kv_head = head * arguments.key.shape[1] // arguments.query.shape[1]
-    of_query = cut(arguments, {"query": 1, "sinks": 0, "visible": 1, "bias": 1}, slice(head, head + 1))
+    per_row = arguments.sinks is not None and arguments.sinks.dim() > 1
+    of_query = cut(arguments, {"query": 1, "sinks": int(per_row), "visible": 1, "bias": 1}, slice(head, head + 1))
+    if per_row:
+        of_query["sinks"] = of_query["sinks"].contiguous()
     of_key = cut(arguments, {"key": 1, "value": 1}, slice(kv_head, kv_head + 1))
     return arguments._replace(**of_query, **of_key)

@@ -10,7 +10,7 @@ from ..masks._bound import BoundMask
 from ._base import Refusal, refusals_of_formula, refusals_of_heads
 from ._native_arguments import DTYPES
 
-NATIVE_FORMULA = frozenset({"softcap", "sinks"})
+NATIVE_FORMULA = frozenset({"softcap", "sinks", "row_sinks"})
 _MOST_CELLS = 1 << 26  # of a mask that has to be written to memory for statistics
 
 

@@ -12,7 +12,7 @@ from .._call.heads import fold_group, unfold_group
 from .._call.layout import FORMULA, Layout
 from ..masks._bound import BoundMask
 from ..masks._grid import Block
-from ._base import Kernel, Plan, Refusal
+from ._base import Kernel, Plan, Refusal, of_rows
 
 
 @final
@@ -57,7 +57,7 @@ def reference_weights(call: Call) -> tuple[Tensor, Tensor]:
     keys = scores.shape[-1]
     sinks = call.finite_sinks
     if sinks is not None:  # a sink is one more key, whose value is zero
-        sinks = sinks.to(scores.dtype)[None, :, None, None]
+        sinks = of_rows(sinks).to(scores.dtype)[..., None]  # (1 or B, H, 1 or L, 1)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
         return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
     masked = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)

@@ -17,6 +17,7 @@ from .._call.heads import merge_heads
 from .._call.packed import as_one_sequence, each_sequence
 from .._torch_private import any_autocast, is_batched
 from ..errors import KernelError
+from ._base import of_rows
 from ._reference import reference_results
 
 OptionalTensors = Sequence[Tensor | None]
@@ -35,9 +36,10 @@ def allow_second_derivatives(kernel_name: str, call: Call, results: Results) -> 
 
 
 def sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
-    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
-    p_sink = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
-    return -(p_sink * correction).sum((0, 2)).to(sinks.dtype)
+    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over the rows that share it."""
+    sinks_of_rows = of_rows(sinks).to(lse.dtype)
+    gradient = -((sinks_of_rows - lse).exp() * correction)  # (B, H, L)
+    return gradient.sum_to_size(sinks_of_rows.shape).view(sinks.shape).to(sinks.dtype)
 
 
 class _Identity(torch.autograd.Function):

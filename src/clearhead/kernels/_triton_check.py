@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import masks
 from .._call.call import Call, valid_call
 from .._environment import autocast_off
-from ._base import Refusal
+from ._base import Refusal, refusals_of_formula
 from ._first_check import FirstCheck
 from ._reference import reference_scores, reference_weights
 from ._triton import available, operands_of
@@ -27,6 +27,8 @@ def triton_refusals(call: Call) -> tuple[Refusal, ...]:
     layout, query = call.layout, call.query
     if layout.tracing or layout.transformed or layout.dispatching or layout.subclass is not None:
         return (Refusal("graphs, transforms, dispatch modes and subclasses of tensors need PyTorch's own operators"),)
+    if "row_sinks" in layout.formula:
+        return tuple(refusals_of_formula(layout, frozenset({"softcap", "sinks"})))
     if not available(query) or 0 in (*query.shape, *call.key.shape):
         return (Refusal("it needs Triton, a CUDA device, D ≤ {dim}, no float64 and no empty tensor", dim=LARGEST_DIM),)
     if CHECK.passes(query.device, query.dtype):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from .._call.call import Call
+from ..masks._grid import take
+from ._base import of_rows
 from ._block_weights import block_weights, product_gradient
 from ._blocks import LongSum, block_scores, block_sinks, grouped, grouped_transposed, score_blocks
 from ._reference import reference_weights
@@ -26,16 +28,22 @@ def weights_gradients(call: Call, chosen: Tensor | None, average: bool, gradient
             weights_gradient = gradient[block.batch, None, place, block.columns].to(dtype) / heads
         else:
             weights_gradient = gradient[block.batch, block.heads, place, block.columns].to(dtype)
+        # A row may be chosen more than once: its gradients add up.
+        every = torch.arange(place.start, place.stop, device=query.device)
+        rows = every if chosen is None else cast(Tensor, block.rows)
         mean = (weights * weights_gradient).sum(-1, keepdim=True)
         sinks = block_sinks(call, block, dtype)
         if sinks is not None and sinks_gradient is not None:
-            sinks_gradient.run[block.heads] -= ((sinks - lse).exp() * mean).sum((0, 2, 3))
+            of_sinks = ((sinks - lse).exp() * mean).sum_to_size(sinks.shape).squeeze(-1)  # (1 or b, h, 1 or l)
+            total = take(take(of_rows(sinks_gradient.run), 0, block.batch), 1, block.heads)
+            if total.shape[2] == 1:
+                total -= of_sinks
+            else:
+                total.index_add_(2, rows, of_sinks, alpha=-1)
         scores_gradient = weights * (weights_gradient - mean)
         product_gradient(call, block, scores_gradient, tanh, bias_gradients)
-        # A row may be chosen more than once: its gradients add up.
         target = query_gradient[block.batch, block.heads]
-        rows = torch.arange(place.start, place.stop, device=query.device) if chosen is None else block.rows
-        target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
+        target.index_add_(2, rows, grouped(scores_gradient, key))
         kv_heads = slice(block.heads.start // call.layout.group, block.heads.stop // call.layout.group)
         of_block = grouped_transposed(scores_gradient, query, key.shape[1])
         key_gradient.run[block.batch, kv_heads, block.columns] += of_block

@@ -13,18 +13,21 @@ Example:
 """
 
 from ._base import Mask
+from ._block_causal import block_causal
 from ._documents import documents
 from ._lengths import lengths
 from ._positional import causal, mask_mod, prefix, sliding_window
 from ._prepared import PreparedMask
 from ._report import MaskReport
 from ._tensors import bias, drop, keep
+from ._tree import tree
 
 __all__ = [
     "Mask",
     "MaskReport",
     "PreparedMask",
     "bias",
+    "block_causal",
     "causal",
     "documents",
     "drop",
@@ -33,4 +36,5 @@ __all__ = [
     "mask_mod",
     "prefix",
     "sliding_window",
+    "tree",
 ]

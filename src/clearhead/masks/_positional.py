@@ -21,7 +21,7 @@ from ._of_tensor import broadcasts, require_integers
 from ._structure import UNKNOWN, Band, Structure
 
 Align = Literal["top_left", "bottom_right"]
-_FAR = 2**61  # exceeds every position, and plus a position still fits 64 bits
+FAR = 2**61  # exceeds every position, and plus a position still fits 64 bits
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -65,7 +65,7 @@ def sliding_window(left: int, right: int) -> Mask:
     for name, value in (("left", left), ("right", right)):
         fix = "For no limit on that side write a number as large as S."
         integer(name, value, least=0, most=math.inf, fix=fix)
-    return SlidingWindow(min(left, _FAR), min(right, _FAR))
+    return SlidingWindow(min(left, FAR), min(right, FAR))
 
 
 def prefix(n: int | Tensor) -> Mask:
@@ -96,7 +96,7 @@ def prefix(n: int | Tensor) -> Mask:
         integer("n", n, least=0, most=math.inf, expected="an int ≥ 0, or an integer tensor (B,)")
     except ClearheadError as error:
         return recorded_call(prefix, error, locals())
-    return Prefix(min(n, _FAR))
+    return Prefix(min(n, FAR))
 
 
 def mask_mod(fn: Predicate) -> Mask:
@@ -120,7 +120,7 @@ def mask_mod(fn: Predicate) -> Mask:
     return _MaskMod(fn)
 
 
-class _Rule(Mask):
+class Rule(Mask):
     """A rule about positions that has settings instead of tensors, so it fits every call."""
 
     def signature(self) -> Hashable:
@@ -131,7 +131,7 @@ class _Rule(Mask):
         return True
 
 
-class _Diagonals(_Rule):
+class _Diagonals(Rule):
     """Key j is visible to query i if j − i is within limits. If positions count up, this is a band."""
 
     @abstractmethod
@@ -198,7 +198,7 @@ class SlidingWindow(_Diagonals):
 
 
 @final
-class Present(_Rule):
+class Present(Rule):
     """Hides padding, which has position −1, and hides all keys from it."""
 
     def visible(self, block: Block) -> Tensor | None:
@@ -222,7 +222,7 @@ class Present(_Rule):
 
 
 @final
-class Prefix(_Rule):
+class Prefix(Rule):
     """`prefix` with one number for all batch items."""
 
     def __init__(self, n: int) -> None:

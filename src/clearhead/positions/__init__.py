@@ -18,15 +18,18 @@ from ._config import rotary_from_config
 from ._relative import RelativeBias
 from ._rotary import Rotary
 from ._scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from ._temperature import LogScale, Temperature
 
 __all__ = [
     "ALiBi",
     "DynamicNTKScaling",
     "LinearScaling",
     "Llama3Scaling",
+    "LogScale",
     "RelativeBias",
     "Rotary",
     "Scaling",
+    "Temperature",
     "YarnScaling",
     "rotary_from_config",
 ]

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .._checks import flag, integer, is_finite, number, shown
+from .._checks import flag, integer, is_finite, items, number, shown
 from ..errors import ArgumentError, DTypeError
 from ._checks import factor_at_least_one, positive
 from ._rotary import Rotary
 from ._scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
 _ANY = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+_OF_AXES = {"mrope_section", "mrope_interleaved"}
 _OF_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
 #: The settings that each rope_type needs, in the order of the arguments of its scaling.
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -37,8 +38,8 @@ def rotary_from_config(
     Args:
         rope_parameters: ``config.rope_parameters`` of transformers 5 (``rope_scaling`` before it): ``rope_type`` (one
             of default, linear, dynamic, yarn and llama3) with its settings, ``rope_theta`` (default 10000) and
-            ``partial_rotary_factor`` (default 1). If it has one dictionary per layer type, pass the one of your layer.
-            ``None`` means unscaled.
+            ``partial_rotary_factor`` (default 1). ``mrope_section`` and ``mrope_interleaved`` become axes. If it has
+            one dictionary per layer type, pass the one of your layer. ``None`` means unscaled.
         head_dim: D.
         max_position_embeddings: ``config.max_position_embeddings``: the original length of dynamic, and the default of
             ``original_max_position_embeddings`` of yarn and llama3.
@@ -72,7 +73,19 @@ def rotary_from_config(
         fraction=settings.get("partial_rotary_factor", 1.0),
         interleaved=interleaved,
         scaling=_scaling(rope_type, settings, max_position_embeddings),
+        axes=_axes(settings),
     )
+
+
+def _axes(settings: dict[str, Any]) -> list[int] | None:
+    """The axis of each pair. Interleaved axes take turns as long as they have pairs, and the first takes the rest."""
+    section = settings.get("mrope_section")
+    if section is None:
+        return None
+    if not settings.get("mrope_interleaved"):
+        return [axis for axis, count in enumerate(section) for _ in range(count)]
+    turns = [pair % len(section) for pair in range(sum(section))]
+    return [axis if pair < len(section) * section[axis] else 0 for pair, axis in enumerate(turns)]
 
 
 def _rope_type(settings: dict[str, Any]) -> str:
@@ -89,7 +102,7 @@ def _rope_type(settings: dict[str, Any]) -> str:
 
 def _require_known(settings: dict[str, Any], rope_type: str) -> None:
     """Raise for unknown settings, because they could change the outputs of the model."""
-    known = _ANY | {*_NEEDED[rope_type]} - {"max_position_embeddings"}
+    known = _ANY | _OF_AXES | {*_NEEDED[rope_type]} - {"max_position_embeddings"}
     if rope_type == "yarn":
         known |= _OF_YARN
     unknown = sorted(settings.keys() - known, key=str)
@@ -102,8 +115,11 @@ def _require_known(settings: dict[str, Any], rope_type: str) -> None:
 
 def _require_numbers(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
-        if name == "truncate":
+        if name in ("truncate", "mrope_interleaved"):
             flag(name, value)
+        elif name == "mrope_section":
+            fix = "an int ≥ 0 for each axis"
+            [integer(name, count, least=0, expected=fix) for count in items(name, value, fix)]
         elif name == "original_max_position_embeddings":
             integer(name, value, least=1)
         elif name == "rope_theta":

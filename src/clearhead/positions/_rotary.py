@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import FLOATS, INTEGERS, flag, integer, same_device, settings_text, strided
+from .._checks import FLOATS, INTEGERS, flag, integer, items, same_device, settings_text, strided
 from .._environment import is_tracing
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._checks import positive, require_in_range
@@ -46,10 +46,12 @@ class Rotary(nn.Module):
         interleaved: True pairs the features (0, 1), (2, 3), … as in RoFormer and GPT-J. False pairs feature i and
             size/2 + i as in Llama and GPT-NeoX. Default False.
         scaling: for contexts longer than in training, such as ``LinearScaling(factor=2.0)``. Default none.
+        axes: the axis by which each of the size/2 pairs rotates, from 0, if positions have several: time, height and
+            width in Qwen2-VL, with ``[0] * 16 + [1] * 24 + [2] * 24`` (M-RoPE). Default: positions have one axis.
 
     Raises:
-        ArgumentError: for sizes and numbers out of range, an odd number of rotated features, or a scaling that does not
-            fit.
+        ArgumentError: for sizes and numbers out of range, an odd number of rotated features, or a scaling or axes that
+            do not fit.
         DTypeError: for arguments of another type.
 
     Example:
@@ -63,6 +65,7 @@ class Rotary(nn.Module):
     """
 
     frequencies: Tensor
+    axis_of_pair: Tensor | None
     __call__: RotaryForward  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
@@ -72,6 +75,7 @@ class Rotary(nn.Module):
         fraction: float = 1.0,
         interleaved: bool = False,
         scaling: Scaling | None = None,
+        axes: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.head_dim: int = integer("head_dim", head_dim, least=1)
@@ -87,9 +91,12 @@ class Rotary(nn.Module):
                 fix = "rotary_from_config reads the dictionary of a configuration." if is_dict else ""
                 raise DTypeError("scaling", expected=expected, got=got, fix=fix)
             scaling.validate(self.size)
+        self.axes: tuple[int, ...] | None = None if axes is None else _axes_of_pairs(axes, self.size // 2)
         # On the default device, so that models can be built on "meta" or an accelerator.
         device = torch.get_default_device()
         self.register_buffer("frequencies", self._constant_frequencies(device), persistent=False)
+        of_pairs = None if self.axes is None else torch.tensor(self.axes, device=device)
+        self.register_buffer("axis_of_pair", of_pairs, persistent=False)
 
     def forward(
         self, q: Tensor, k: Tensor, positions: int | Tensor, *, length: int | Tensor | None = None
@@ -101,7 +108,7 @@ class Rotary(nn.Module):
             k: (B, Hkv, L, D).
             positions: an int p for p … p + L − 1, or an integer tensor (L,) or (B, L). −1 marks padding, which is not
                 rotated. Values below −1 raise an error on the CPU. On other devices a check would synchronise the
-                device, so they count as padding.
+                device, so they count as padding. With `axes` also (axes, 1 or B, L).
             length: 1 + the longest position of the sequence to which q and k belong, for a scaling that depends on it.
                 Default: 1 + the longest of `positions`.
 
@@ -121,7 +128,7 @@ class Rotary(nn.Module):
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         # Starting an operator on a GPU takes longer than it runs on few numbers. A graph is the same for all devices.
         is_eager_gpu = not q.is_cpu and not is_tracing()
-        checked = _checked_positions(positions, q, dtype if is_eager_gpu else torch.int64)  # (1 or B, L)
+        checked = checked_positions(positions, q, dtype if is_eager_gpu else torch.int64, self.axes)  # (…, 1 or B, L)
         cos, sin = self._rotation(checked, dtype, length)
         if is_eager_gpu and q.shape[0] * q.shape[2] <= _FEW_TOKENS:  # both by one operator
             rotated = self._rotated(torch.cat((q, k), 1), cos, sin)
@@ -133,7 +140,10 @@ class Rotary(nn.Module):
         frequencies = self._frequencies(positions, dtype, length)
         # Positions of floats were counted up from an int ≥ 0.
         real = positions if positions.is_floating_point() else positions.clamp(min=0).to(dtype)
-        angles = real[:, None, :, None] * frequencies
+        if self.axis_of_pair is not None and real.dim() == 3:
+            angles = real[self.axis_of_pair.to(real.device)].permute(1, 2, 0)[:, None] * frequencies
+        else:
+            angles = real[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.scaling is not None and self.scaling.magnitude != 1:
             cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
@@ -184,7 +194,7 @@ class Rotary(nn.Module):
     def extra_repr(self) -> str:
         """The settings that are not the defaults, and the sizes."""
         fraction = None if self.size == self.head_dim else f"{self.fraction:g}"
-        options = {"fraction": fraction, "interleaved": self.interleaved, "scaling": self.scaling}
+        options = {"fraction": fraction, "interleaved": self.interleaved, "scaling": self.scaling, "axes": self.axes}
         return settings_text(head_dim=self.head_dim, base=f"{self.base:g}", **options)
 
 
@@ -199,8 +209,19 @@ def _rotated_features(head_dim: int, fraction: float) -> int:
     return size
 
 
-def _checked_positions(positions: object, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """Absolute positions (1 or B, L) of q (B, H, L, D): integers, or numbers of `dtype` that count up from an int."""
+def _axes_of_pairs(axes: Sequence[int], pairs: int) -> tuple[int, ...]:
+    expected = f"the axis of each of the {pairs} pairs, an int ≥ 0, every axis up to the last"
+    checked = tuple(integer("axes", axis, least=0, expected=expected) for axis in items("axes", axes, expected))
+    if len(checked) != pairs or {*checked} != {*range(max(checked) + 1)}:
+        raise ArgumentError("axes", expected=expected, got=f"{len(checked)} with the axes {sorted({*checked})}")
+    return checked
+
+
+def checked_positions(positions: object, q: Tensor, dtype: torch.dtype, axes: tuple[int, ...] | None = None) -> Tensor:
+    """Absolute positions (1 or B, L) of q (B, H, L, D): integers, or numbers of `dtype` that count up from an int.
+
+    With `axes` they may be (axes, 1 or B, L).
+    """
     batch, length = q.shape[0], q.shape[2]
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
         expected = "an int ≥ 0, where the first token stands"
@@ -209,9 +230,12 @@ def _checked_positions(positions: object, q: Tensor, dtype: torch.dtype) -> Tens
         return torch.arange(first, first + length, device=q.device, dtype=dtype)[None]  # (1, L)
     expected = "an int or an integer tensor (L,) or (B, L)"
     positions = strided("positions", positions, expected, dtypes=INTEGERS)
-    per_item = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)
-    if per_item.dim() != 2 or per_item.shape[1] != length or (per_item.shape[0] != 1 and per_item.shape[0] != batch):
+    per_item = positions[None] if positions.dim() == 1 else positions  # (…, 1 or B, L)
+    count = None if axes is None else max(axes) + 1
+    fits = per_item.dim() == 2 or (per_item.dim() == 3 and per_item.shape[0] == count)
+    if not fits or per_item.shape[-1] != length or (per_item.shape[-2] != 1 and per_item.shape[-2] != batch):
         expected = f"an int or shape ({length},) or ({batch}, {length}), one position per token"
+        expected += "" if count is None else f", or ({count}, {batch}, {length}), one for each axis"
         raise ShapeError("positions", expected=expected, got=shape_text(positions.shape))
     same_device("positions", per_item, q.device, "q's device", "Move them")
     require_in_range(per_item)
