@@ -134,7 +134,10 @@ def _require_labels(name: str, labels: Tensor) -> None:
 def require_fitting(masses: Masses, grid: Grid) -> None:
     """Raise `ShapeError` unless labels have the sizes of a call."""
     for mass in masses.each:
-        sides = (("query_labels", mass.query_labels, grid.query_length), ("key_labels", mass.key_labels, grid.key_length))
+        sides = (
+            ("query_labels", mass.query_labels, grid.query_length),
+            ("key_labels", mass.key_labels, grid.key_length),
+        )
         for name, labels, length in sides:
             if labels is None:
                 continue
