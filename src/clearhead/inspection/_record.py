@@ -132,7 +132,7 @@ class record(Drawable, RecordedCalls, Recorder):
         signature = self._counted_queries.signature(name)
         return self._names, repr(self._options), self._per, self._heads, repr(queries), signature
 
-    def _receive(self, layer: Layer, query: Tensor, call: Call, sides: Sides) -> None:
+    def _receive(self, layer: Layer, query: Tensor, call: Call, sides: Sides, output: Tensor | None) -> None:
         self._sides.setdefault(layer, sides)
         heads: HeadShard | None = getattr(self._running.model.get_submodule(layer.module), "head_shard", None)
         is_self, is_first = sides.queries == sides.keys, layer not in self._calls

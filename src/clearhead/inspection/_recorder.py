@@ -64,8 +64,16 @@ class Recorder(ABC):
         """The settings that all processes need to share for the running module. ``None`` if it is not recorded."""
 
     @abstractmethod
-    def _receive(self, layer: Layer, query: Tensor, call: Call, sides: Sides) -> None:
-        """Receive one call of a chosen layer, without gradients. `query` is the tensor that its query was read from."""
+    def _receive(self, layer: Layer, query: Tensor, call: Call, sides: Sides, output: Tensor | None) -> None:
+        """Receive one call of a chosen layer, without gradients.
+
+        Args:
+            layer: the layer.
+            query: the tensor from which the query of the call was read.
+            call: the call.
+            sides: its stacks.
+            output: its output (B, H, L, Dv), if Clearhead computed it.
+        """
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -98,10 +106,10 @@ class Recorder(ABC):
 
     def attended(self, call: Call, output: Tensor) -> Tensor:
         """Record a call of Clearhead's attention."""
-        self._flow.mark(output, self._captured((call.query, call.key, call.value), lambda _: call))
+        self._flow.mark(output, self._captured((call.query, call.key, call.value), lambda _: call, output))
         return output
 
-    def _captured(self, inputs: Sequence[Any], read: Callable[[nn.Module], Call]) -> int:
+    def _captured(self, inputs: Sequence[Any], read: Callable[[nn.Module], Call], output: Tensor | None = None) -> int:
         """Record one call, if the running layer is among `layers`. Returns the origins of its output."""
         name, what = self._running.current, obstacle(inputs)
         if name is None:
@@ -117,7 +125,7 @@ class Recorder(ABC):
             root = self._running.frames[0]
             self._picture_size = self._picture_size or picture_size((root.args, root.kwargs))
             with torch.no_grad():
-                self._receive(layer, inputs[0], read(self._running.model.get_submodule(name)), sides)
+                self._receive(layer, inputs[0], read(self._running.model.get_submodule(name)), sides, output)
         return origins
 
     def report_unseen(self) -> None:

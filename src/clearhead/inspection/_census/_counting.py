@@ -100,7 +100,7 @@ class Counting(Recorder):
         self._tokens_of_stack.clear()
 
     def finish(self) -> tuple[int, int]:
-        """Add the batch to the sums, and return its numbers of texts and of tokens, those of the layer with the most."""
+        """Add the batch to the sums. Returns its numbers of texts, and of tokens in the layer with the most."""
         for layer, moments in self._batch:
             known = self.moments.get(layer)
             if known is not None and known.count.shape != moments.count.shape:
@@ -111,28 +111,28 @@ class Counting(Recorder):
         self._shared.clear()
         return self._texts, max(self._tokens.values(), default=0)
 
-    def _receive(self, layer: Layer, query: Tensor, call: Call, sides: Sides) -> None:
-        if isinstance(call, PartialCall) or getattr(
-            self._running.model.get_submodule(layer.module), "head_shard", None
-        ):
+    def _receive(self, layer: Layer, query: Tensor, call: Call, sides: Sides, output: Tensor | None) -> None:
+        running = self._running.model.get_submodule(layer.module)
+        if isinstance(call, PartialCall) or getattr(running, "head_shard", None) is not None:
             self.wanted()
         is_self = sides.queries == sides.keys
         counted = self._counted_queries.of_call(layer.module, call, query, is_self=is_self, is_first=True)
         layout = self._layout(layer.module, call.grid.query_length, call.grid.key_length)
         padded = as_padded(call, counted)
         tokens = self._tokens_of(padded, sides, layout)
-        values = self._values(padded, tokens, layout)
+        values = self._values(padded, tokens, layout, _norms(padded, call, output))
         self._batch.append((layer, Moments.of(values, self._options.strongest)))
         self._tokens[layer] = self._tokens.get(layer, 0) + int(values.marks[0].any(1).sum())
 
-    def _values(self, padded: Padded, tokens: Tokens, layout: PatchLayout | None) -> Values:
+    def _values(self, padded: Padded, tokens: Tokens, layout: PatchLayout | None, norms: Tensor | None) -> Values:
         call = padded.call
         seen = self._masses(call, tokens)
-        options = Options(masses=seen.masses, exact=False)
-        computed = compute_statistics(call, _STATISTICS, options, padded.counted)
-        statistics: list[Tensor] = [computed.results[name] for name in _STATISTICS[:-1]]
-        numbers = torch.cat((torch.stack(statistics), computed.results["mass"].movedim(-1, 0)))  # (M, B, H, L)
-        sees: Tensor = computed.results["sees"]
+        options, found = Options(masses=seen.masses, exact=False), {} if norms is None else {"output_norm": norms}
+        computed = compute_statistics(call, [x for x in _STATISTICS if x not in found], options, padded.counted)
+        results: dict[str, Tensor] = {**computed.results, **found}
+        statistics = torch.stack([results[metric.name] for metric in STATISTICS])
+        numbers = torch.cat((statistics, results["mass"].movedim(-1, 0)))  # (M, B, H, L)
+        sees = results["sees"]
         counts = sees if padded.counted is None else sees & padded.counted[:, None]  # (B, H, L)
         marks = counts.expand(len(NAMES), *counts.shape).clone()
         marks[len(STATISTICS) :] &= seen.having
@@ -202,6 +202,16 @@ class Counting(Recorder):
             return find_layout(self._running.model, name, self._picture_size, queries, keys)
         except ArgumentError:
             return None
+
+
+def _norms(padded: Padded, call: Call, output: Tensor | None) -> Tensor | None:
+    """The norms (B, H, L) of outputs that the call has computed anyway, unless dropout or rounding is in them."""
+    if output is None or call.dropout_p > 0 or output.dtype not in (torch.float32, torch.float64):
+        return None
+    if output.shape[:3] != call.query.shape[:3]:
+        return None
+    norms = torch.linalg.vector_norm(output, dim=-1)  # (B, H, L)
+    return norms if padded.places is None else norms[0][:, padded.places.clamp(min=0)].transpose(0, 1)
 
 
 def _integers_of(frame: Frame) -> Iterator[Tensor]:

@@ -84,9 +84,8 @@ def census(
     """
     require_uncompiled()
     module("model", model)
-    counted = Counted(
-        whole_numbers("special", special), integer("window", window, least=0), size("strongest", strongest)
-    )
+    numbers = integer("window", window, least=0), size("strongest", strongest)
+    counted = Counted(whole_numbers("special", special), *numbers)
     path = None if checkpoint is None else _checkpoint(checkpoint)
     before = Census.load(path) if path is not None and path.exists() else None
     if before is not None and before.counted != counted:
