@@ -66,7 +66,7 @@ class Moments:
         mean = (counts * means).sum(1) / count.clamp(min=1)  # (M, H)
         squares = (squares + counts * (means - mean[:, None]).square()).sum(1)
         numbered = texts.to(largest.device)[None, :, None].expand_as(largest)
-        ranked = _strongest(*(each.movedim(1, -1) for each in (largest, numbered, positions)), most)
+        ranked = _strongest(largest.movedim(1, -1), numbered.movedim(1, -1), positions.movedim(1, -1), most)
         highest = largest.amax(1).double()
         return cls(count.long(), mean, squares, lowest.amin(1).double(), highest, *ranked).to("cpu")
 

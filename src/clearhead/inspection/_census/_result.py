@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._checks import index, number, shown, text
 from ..._statistics.recorded import RankedHead
+from ..._version import __version__
 from ...errors import ArgumentError, ShapeError, UnknownNameError, shape_text
+from . import _files
 from ._counting import Counted
-from ._metrics import KINDS, NAMES
+from ._files import State
+from ._metrics import KINDS, METRICS, NAMES
 from ._moments import Moments
 
-if TYPE_CHECKING:
-    from pandas import DataFrame  # pyright: ignore[reportMissingImports]
+
+_SUMS = ("mean", "spread", "lowest", "highest")
 
 
 class Strongest(NamedTuple):
@@ -178,9 +182,8 @@ class Census:
 
     def save(self, path: str | Path) -> None:
         """Write the whole census to a ``.safetensors`` file, whose metadata has the settings as JSON."""
-        from ._files import save
-
-        save(self, Path(path))
+        state = State(self.layers, self.counted, self.texts, self.tokens, self.batches, self.columns)
+        _files.save(state, Path(path))
 
     @staticmethod
     def load(path: str | Path) -> Census:
@@ -189,29 +192,51 @@ class Census:
         Raises:
             CheckpointError: for a file that is none.
         """
-        from ._files import load
-
-        return load(Path(path))
+        return Census(*_files.load(Path(path)))
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers as plain objects; the page "A census of heads" describes the fields."""
-        from ._files import index_of
-
-        return index_of(self)
+        """All numbers as plain objects, NaN as ``None``; the page "A census of heads" describes the fields."""
+        numbers = {metric: {name: getattr(self, name)(metric) for name in (*_SUMS, "count")} for metric in NAMES}
+        kinds: dict[tuple[str, int], list[str]] = {}
+        for kind, ranked in self.kinds().items():
+            for each in ranked:
+                kinds.setdefault((each.layer, each.head), []).append(kind)
+        heads: list[dict[str, Any]] = [
+            {
+                "layer": place,
+                "module": layer,
+                "head": head,
+                "kinds": kinds.get((layer, head), []),
+                "metrics": {
+                    metric: {name: _json_number(of_layers[layer][head]) for name, of_layers in each.items()}
+                    for metric, each in numbers.items()
+                },
+                "columns": {name: _json_number(column[layer][head]) for name, column in self.columns.items()},
+            }
+            for place, (layer, moments) in enumerate(self.layers.items())
+            for head in range(moments.count.shape[1])
+        ]
+        counts = {"texts": self.texts, "tokens": self.tokens, "batches": self.batches}
+        metrics = [metric._asdict() for metric in METRICS]
+        return {"clearhead": __version__, **counts, **asdict(self.counted), "metrics": metrics, "heads": heads}
 
     def write(self, folder: str | Path) -> None:
         """Write ``index.json`` with all numbers, and one file a head with its strongest texts beside it."""
-        from ._files import write
+        index, files = self.as_json(), {}
+        for head in index["heads"]:
+            place = head["layer"], head["head"]
+            head["file"] = "heads/layer-{}-head-{}.json".format(*place)
+            strongest = {name: [each._asdict() for each in self.strongest(name, *place)] for name in NAMES}
+            files[head["file"]] = {**{name: head[name] for name in ("layer", "module", "head")}, "strongest": strongest}
+        _files.write({**files, "index.json": index}, Path(folder))
 
-        write(self, Path(folder))
-
-    def frame(self) -> DataFrame:
+    def frame(self) -> Any:
         """A pandas table: one row a head, the columns those of the index of `write`, flat.
 
         Raises:
             ImportError: without pandas.
         """
-        from pandas import DataFrame as Frame  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+        frame: Any = import_module("pandas").DataFrame
 
         rows: list[dict[str, Any]] = []
         for head in self.as_json()["heads"]:
@@ -219,7 +244,7 @@ class Census:
             for metric, numbers in head["metrics"].items():
                 flat |= {metric if name == "mean" else f"{metric}_{name}": x for name, x in numbers.items()}
             rows.append(flat | head["columns"])
-        return Frame(rows)
+        return frame(rows)
 
     def name_of(self, layer: int | str) -> str:
         """The name of a layer: its number in running order, or its name."""
@@ -256,3 +281,9 @@ class Census:
 
 def _heads(census: Census) -> dict[str, int]:
     return {layer: moments.count.shape[1] for layer, moments in census.layers.items()}
+
+
+def _json_number(value: Tensor) -> float | int | None:
+    """A number as JSON has it; ``None`` for NaN."""
+    found = value.item()
+    return None if found != found else found
