@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from ._counting import Counted
 from ._files import State
 from ._metrics import KINDS, METRICS, NAMES
 from ._moments import Moments
-
 
 _SUMS = ("mean", "spread", "lowest", "highest")
 
