@@ -57,7 +57,7 @@ function drawScatter() {
   const [across, up] = [byId("across").value, byId("up").value];
   const [[left, right], [low, high]] = [bounds(across), bounds(up)];
   const x = (value) => 56 + (560 * (value - left)) / (right - left);
-  const y = (value) => 390 - (370 * (value - low)) / (high - low);
+  const y = (value) => 390 - (360 * (value - low)) / (high - low);
   const parts = [];
   for (const part of [0, 0.25, 0.5, 0.75, 1]) {
     const [atX, atY] = [left + part * (right - left), low + part * (high - low)];
@@ -66,7 +66,7 @@ function drawScatter() {
     parts.push(svg("text", { x: 50, y: y(atY) + 4, "text-anchor": "end" }, shown(atY)));
   }
   parts.push(svg("text", { x: 336, y: 432, "text-anchor": "middle" }, across + " →"));
-  parts.push(svg("text", { x: 8, y: 14 }, "↑ " + up));
+  parts.push(svg("text", { x: 8, y: 12 }, "↑ " + up));
   data.heads.forEach((head, at) => {
     const [here, there] = [valueOf(head, across), valueOf(head, up)];
     if (here === null || there === null) return;
@@ -124,7 +124,7 @@ function showHead(head) {
     return row;
   });
   byId("numbers").replaceChildren(...numbers);
-  byId("rows").replaceChildren(...(head.rows.length ? head.rows.map(drawRow) : [html("p", say`No text is kept for this head.`, "quiet")]));
+  byId("strongest").replaceChildren(...(head.rows.length ? head.rows.map(drawRow) : [html("p", say`No text is kept for this head.`, "quiet")]));
   const link = byId("other-page");
   link.hidden = !data.other;
   if (data.other) {
@@ -134,13 +134,13 @@ function showHead(head) {
 }
 
 function drawRow(row) {
-  const box = html("div", "", "row");
+  const box = html("div", "", "strong");
   box.append(html("p", say`${row.metric} ${shown(row.value)}, text ${row.text}, token ${row.position}`, "quiet"));
   const line = html("p");
   line.dir = "auto";
   row.context.forEach(([token, weight], at) => {
     const element = html(at === row.at ? "span" : "mark", token, at === row.at ? "query" : "");
-    element.style.background = `color-mix(in oklab, var(--focus) ${Math.round(100 * Math.min(1, weight))}%, transparent)`;
+    element.style.background = `color-mix(in oklab, var(--focus) ${Math.round(60 * Math.min(1, weight))}%, transparent)`;
     element.title = shown(weight);
     line.append(element, " ");
   });
