@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..._call.call import Call, build_call
+from ..._call.sequences import SameSequence
 from ..._statistics.masses import Mass, Masses
 from ...masks import lengths
+from ...masks._combined import all_of
 from ...masks._grid import Block
 
 _CELLS = 1 << 24  # of all masses that are looked at together
@@ -55,14 +57,15 @@ class Padded(NamedTuple):
 
 def as_padded(call: Call, counted: Tensor | None) -> Padded:
     """A call of packed sequences as a padded batch, of which the fast forms compute statistics."""
-    if call.sequences is None:
+    parts = [part.mask for part in call.bound.parts]
+    same = next((mask for mask in parts if isinstance(mask, SameSequence)), None)
+    others = [mask for mask in parts if mask is not same]
+    if same is None or not all(mask is None or mask.has_no_sizes for mask in others):
         return Padded(call, counted)
-    sides = [torch.tensor(ends, device=call.query.device) for ends in (call.sequences.queries, call.sequences.keys)]
+    sequences = same.sequences
+    sides = (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
     places, key_places = (_places(starts) for starts in sides)
-    counts, key_counts = (starts.diff() for starts in sides)
-    mask = lengths(key_counts, counts)
-    if call.mask is not None:
-        mask = call.mask & mask
+    mask = all_of([lengths(sides[1].diff(), sides[0].diff()), *others])
     query = call.query[0][:, places.clamp(min=0)].transpose(0, 1)  # (n, H, L, D)
     key, value = (x[0][:, key_places.clamp(min=0)].transpose(0, 1) for x in (call.key, call.value))
     real = places >= 0
