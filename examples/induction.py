@@ -1,6 +1,6 @@
 """Train a two-layer model on repeated sequences, and find its induction head with a census.
 
-    python examples/induction.py [--steps 1500] [--figure induction.svg]
+    python examples/induction.py [--steps 1200] [--figure induction.svg]
 
 Each sequence repeats a few random tokens, so the next token is known only to a model that looks up what followed the
 token before. Two layers of attention learn to: a head of the first layer attends to the previous token, and one of the
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks, positions
 
-VOCABULARY, LENGTH, WIDTH, HEADS = 64, 48, 64, 4
+VOCABULARY, LENGTH, WIDTH, HEADS = 48, 33, 64, 4
 
 
 class AttentionOnly(nn.Module):
@@ -44,7 +44,7 @@ class AttentionOnly(nn.Module):
 
 def repeated(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Sequences (B, L) with a random period each, and where the next token is known, bool (B, L − 1)."""
-    periods = torch.randint(8, LENGTH // 2 + 1, (batch, 1), generator=generator)
+    periods = torch.randint(6, LENGTH // 2 + 1, (batch, 1), generator=generator)
     tokens = torch.randint(VOCABULARY, (batch, LENGTH), generator=generator)
     places = torch.arange(LENGTH)
     return tokens.gather(1, places % periods), places[1:] >= periods
@@ -55,13 +55,13 @@ def train(steps: int, generator: torch.Generator) -> AttentionOnly:
     model = AttentionOnly()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(steps):
-        tokens, known = repeated(64, generator)
+        tokens, known = repeated(32, generator)
         logits = model(tokens[:, :-1])  # (B, L − 1, vocabulary)
         loss = F.cross_entropy(logits[known], tokens[:, 1:][known])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 250 == 0 or step == steps - 1:
+        if step % 200 == 0 or step == steps - 1:
             print(f"step {step}: loss {loss.item():.3f}")
     return model.eval()
 
@@ -85,13 +85,13 @@ def draw(model: nn.Module, tokens: Tensor, found: clearhead.Census, path: Path) 
 def main(arguments: list[str] | None = None) -> clearhead.Census:
     """Train, take the census, and print what it found."""
     parser = argparse.ArgumentParser(description="Train a two-layer model and find its induction head.")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--figure", type=Path)
     chosen = parser.parse_args(arguments)
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = train(chosen.steps, generator)
-    found = clearhead.census(model, [repeated(64, generator)[0] for _ in range(8)])
+    found = clearhead.census(model, [repeated(32, generator)[0] for _ in range(8)])
     print(found)
     if chosen.figure:
         draw(model, repeated(1, generator)[0], found, chosen.figure)
