@@ -89,9 +89,14 @@ class _Running(TorchFunctionMode):
     ) -> Any:
         if func in _PRODUCTS and self._components and not kwargs and _is_scores(*args):
             component = self._components[-1]
-            if not any(getattr(component, name)._forward_hooks for name in _HOOKS if hasattr(component, name)):
+            if not any(_has_hooks(getattr(component, name, None)) for name in _HOOKS):
                 return _Scores(args[0], args[1].transpose(-2, -1), component)
         return func(*args, **(kwargs or {}))
+
+
+def _has_hooks(point: Any) -> bool:
+    """Whether a user's hook hangs on a hook point. A record has hooks of its own on every module."""
+    return bool(getattr(point, "fwd_hooks", ()) or getattr(point, "bwd_hooks", ()))
 
 
 def _is_scores(left: object, right: object) -> bool:
@@ -143,8 +148,8 @@ class _Scores(_Lazy):
         self.mask: Mask | None = None
 
     def __mul__(self, factor: Any) -> Any:
-        if self.mask is None and isinstance(factor, (int, float)):
-            return _Scores(self.query, self.key, self.component, self.scale * factor)
+        if self.mask is None and (isinstance(factor, (int, float)) or getattr(factor, "numel", lambda: 0)() == 1):
+            return _Scores(self.query, self.key, self.component, self.scale * float(factor))
         return self.computed() * factor
 
     def masked(self, mask: Mask | None) -> _Scores:
@@ -157,7 +162,7 @@ class _Scores(_Lazy):
         if self.mask is None:
             return scores
         shape = scores.shape
-        visible = self.mask.dense(shape[2], shape[3], batch_size=shape[0], device=scores.device)
+        visible = self.mask.dense(shape[2], shape[3], batch_size=shape[0]).to(scores.device)
         return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
 
     @classmethod
@@ -191,4 +196,11 @@ class _Pattern(_Lazy):
         if func in _PRODUCTS and isinstance(pattern, _Pattern):
             scores = pattern.scores
             return attention(scores.query, scores.key, args[1], scores.mask, scale=scores.scale)
+        if func is F.dropout and isinstance(pattern, _Pattern) and not _drops(*args[1:], **(kwargs or {})):
+            return pattern
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _drops(p: float = 0.5, training: bool = True, **_: object) -> bool:
+    """Whether `F.dropout` with these arguments changes anything."""
+    return training and p > 0
