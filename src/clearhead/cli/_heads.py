@@ -58,7 +58,7 @@ class _Corpus:
 
 def heads(
     model: Annotated[str | None, typer.Argument(help="A folder, or a name on the hub.", show_default=False)] = None,
-    texts: Annotated[list[Path] | None, typer.Option(help="A UTF-8 file; each line is a text.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="A UTF-8 file; each line is a text.", show_default=False)] = None,
     repeat_random: Annotated[
         bool, typer.Option("--repeat-random", help="Random tokens, repeated once, instead of texts.")
     ] = False,
@@ -66,7 +66,7 @@ def heads(
         bool, typer.Option("--special/--no-special", help="Give texts their special tokens, such as [CLS].")
     ] = True,
     threshold: Annotated[
-        float | None, typer.Option(help="The mean weight that names a head.", show_default="0.4")
+        float | None, typer.Option(help="The mean weight that names a head.", show_default="0.4", metavar="WEIGHT")
     ] = None,
     window: Annotated[int, typer.Option(help="The reach of the mass `window`, in tokens.")] = 5,
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("heads.html"),
@@ -89,8 +89,8 @@ def heads(
     head attends from a token to the one that followed it the first time.
     """
     require_language(lang)
-    if bool(texts) == repeat_random:
-        got = "neither" if not texts else "both"
+    if (texts is not None) == repeat_random:
+        got = "both" if repeat_random else "neither"
         raise UsageProblem(explain_problem("--texts", expected="either --texts FILE or --repeat-random", got=got))
     page = None if no_html else html
     require_writable({"html": page, "json": json, "checkpoint": checkpoint})
@@ -101,7 +101,7 @@ def heads(
             if not loaded.recordable:
                 raise ArgumentError(f"model {loaded.name}", expected="attention that can be replaced", got="its own")
             work.step(say("reading the texts"))
-            corpus = _repeated(loaded) if repeat_random else _read(loaded, texts or [], special)
+            corpus = _repeated(loaded) if texts is None else _read(loaded, texts, special)
             found = _count(loaded, corpus, work, window, checkpoint)
             if json is not None:
                 found.write(json)
@@ -126,20 +126,18 @@ def _count(loaded: PretrainedModel, corpus: _Corpus, work: Work, window: int, ch
         )
 
 
-def _read(loaded: PretrainedModel, paths: Sequence[Path], special: bool) -> _Corpus:
-    windows: list[Window] = []
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError("--texts", expected="a UTF-8 file", got=f"{path}: {error}") from error
-        for line in filter(str.strip, lines):
-            windows += cut_into_windows(loaded, line)
+def _read(loaded: PretrainedModel, path: Path, special: bool) -> _Corpus:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError("--texts", expected="a UTF-8 file", got=f"{path}: {error}") from error
+    windows = [window for line in filter(str.strip, lines) for window in cut_into_windows(loaded, line)]
     if not windows:
-        raise ArgumentError("--texts", expected="at least one text", got="empty files")
+        raise ArgumentError("--texts", expected="at least one text", got="empty lines")
     if special:
         return _Corpus([window.inputs for window in windows], [window.tokens for window in windows])
-    return _Corpus(*zip(*map(_without_special, windows), strict=True))
+    inputs, tokens = zip(*map(_without_special, windows), strict=True)
+    return _Corpus(inputs, tokens)
 
 
 def _without_special(window: Window) -> tuple[dict[str, Tensor], Tokens]:
@@ -235,12 +233,9 @@ def _row(
 ) -> StrongRow:
     first = max(0, position - AROUND)
     context = [(names[at], float(row[at])) for at in range(first, min(len(names), position + AROUND + 1))]
-    best = row.topk(min(KEYS, len(row)))
-    keys = [
-        (names[at], at, weight)
-        for at, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        if weight >= 0.005
-    ]
+    values, places = row.topk(min(KEYS, len(row)))
+    best: list[tuple[int, float]] = list(zip(places.tolist(), values.tolist(), strict=True))
+    keys = [(names[at], at, weight) for at, weight in best if weight >= 0.005]
     cut = None if weights is None else weights[:MAP, :MAP]
     return StrongRow(metric, value, text, position, context, position - first, keys, cut)
 

@@ -1,7 +1,7 @@
 """TransformerLens: a bridge model whose attention patterns are not built unless a hook asks for them.
 
-A bridge of TransformerLens 4 computes softmax(q kᵀ) v by itself, with hooks on the scores and on the pattern between the
-products. `fused` replaces the products by `clearhead.attention` where nothing hangs on these hooks.
+A bridge of TransformerLens 4 computes softmax(q kᵀ) v by itself, with hooks on the scores and on the pattern between
+the products. `fused` replaces the products by `clearhead.attention` where nothing hangs on these hooks.
 """
 
 from __future__ import annotations
