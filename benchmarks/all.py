@@ -22,6 +22,7 @@ __all__ = ["NAMES", "main"]
 NAMES = (
     "module",
     "record_memory",
+    "census",
     "record_time",
     "weights_memory",
     "window",

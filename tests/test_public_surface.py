@@ -20,10 +20,11 @@ import clearhead
 #: Every public module and its names. What has an underscore anywhere in its path is private.
 SURFACE = {
     "clearhead": """
-        AttentionStatistics Explanation MultiHeadAttention MultiHeadLatentAttention Summary TopK UpgradeReport
-        Walkthrough __version__ activate attention attention_statistics attention_varlen attention_weights caches
-        check_values checkpoints downgrade errors explain head_importance intervene kernels masks merge_heads monitor
-        nn plot positions qk_clip_ record split_heads transformer upgrade use_kernel use_linear walkthrough
+        AttentionStatistics Census Explanation Mass MultiHeadAttention MultiHeadLatentAttention Summary TopK
+        UpgradeReport Walkthrough __version__ activate attention attention_statistics attention_varlen
+        attention_weights caches census check_values checkpoints downgrade errors explain head_importance
+        intervene kernels masks merge_heads monitor nn plot positions qk_clip_ record split_heads transformer
+        upgrade use_kernel use_linear walkthrough
     """,
     "clearhead.backend": "flash_attn_func flash_attn_varlen_func",
     "clearhead.caches": """
@@ -42,6 +43,7 @@ SURFACE = {
     """,
     "clearhead.inspection": "",
     "clearhead.integrations": "",
+    "clearhead.integrations.transformer_lens": "fused",
     "clearhead.integrations.transformers": "AttentionMonitorCallback attention_forward cache_for make_mask register",
     "clearhead.kernels": "Kernel Refusal",
     "clearhead.masks": """

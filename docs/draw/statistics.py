@@ -46,6 +46,7 @@ def recorded() -> clearhead.AttentionStatistics:
         statistics=tuple(STATISTICS),
         top_k=2,
         map_size=3,
+        masses=(clearhead.Mass(-1, -1),),
     )
 
 

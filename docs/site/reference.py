@@ -31,6 +31,7 @@ MODULES = (
     "clearhead.nn.functional",
     "clearhead.plot",
     "clearhead.checkpoints",
+    "clearhead.integrations.transformer_lens",
     "clearhead.integrations.transformers",
     "clearhead.distributed",
     "clearhead.kernels",

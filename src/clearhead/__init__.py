@@ -12,6 +12,7 @@ from ._environment import check_values
 from ._layer.linear import use_linear
 from ._multihead import MultiHeadAttention
 from ._statistics.compute import attention_statistics
+from ._statistics.masses import Mass
 from ._statistics.result import AttentionStatistics
 from ._statistics.summary import Summary
 from ._statistics.vectors import TopK
@@ -24,6 +25,8 @@ from .kernels._choice import Explanation, use_kernel
 if TYPE_CHECKING:  # `__getattr__` imports these on first use
     from . import checkpoints, nn, plot, transformer
     from ._latent import MultiHeadLatentAttention
+    from .inspection._census._result import Census
+    from .inspection._census._run import census
     from .inspection._intervene import head_importance, intervene
     from .inspection._monitor import monitor
     from .inspection._qk_clip import qk_clip_
@@ -34,7 +37,9 @@ if TYPE_CHECKING:  # `__getattr__` imports these on first use
 
 __all__ = [
     "AttentionStatistics",
+    "Census",
     "Explanation",
+    "Mass",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "Summary",
@@ -48,6 +53,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "caches",
+    "census",
     "check_values",
     "checkpoints",
     "downgrade",
@@ -76,9 +82,11 @@ register()
 
 _PACKAGES = ("checkpoints", "inspection", "integrations", "nn", "plot", "transformer")
 _NAMES = {
+    "Census": "inspection._census._result",
     "MultiHeadLatentAttention": "_latent",
     "UpgradeReport": "integrations._upgrade",
     "Walkthrough": "inspection._walkthrough_result",
+    "census": "inspection._census._run",
     "downgrade": "integrations._upgrade",
     "head_importance": "inspection._intervene",
     "intervene": "inspection._intervene",

@@ -121,16 +121,16 @@ def require_within(mask: Mask) -> None:
 
 def within_sequences(sequences: PackedSequences, mask: Mask | None) -> Mask:
     """A mask of the T × Tk scores: `mask` within sequences."""
-    same = _SameSequence(sequences)
+    same = SameSequence(sequences)
     return same if mask is None else same & mask
 
 
 @final
-class _SameSequence(Mask):
+class SameSequence(Mask):
     """Each query attends to the keys of its own sequence."""
 
     def __init__(self, sequences: PackedSequences) -> None:
-        self._sequences = sequences
+        self.sequences = sequences
         self._of_query = _numbers(sequences.cu_seqlens_q, sequences.tokens[0])
         self._of_key = _numbers(sequences.cu_seqlens_k, sequences.tokens[1])
 
@@ -139,13 +139,13 @@ class _SameSequence(Mask):
 
     def structure(self, grid: Grid) -> Structure:
         # A graph does not know the boundaries.
-        if not self._sequences.queries:
+        if not self.sequences.queries:
             return UNKNOWN
-        bounds, numbers = self._sequences.cu_seqlens_k, self._of_query
+        bounds, numbers = self.sequences.cu_seqlens_k, self._of_query
         return Structure(rows=RowRanges(bounds[numbers][None], bounds[numbers + 1][None]))
 
     def describe(self) -> str:
-        return f"same_sequence({self._sequences.count})"
+        return f"same_sequence({self.sequences.count})"
 
 
 def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:

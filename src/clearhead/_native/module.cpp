@@ -115,6 +115,7 @@ constexpr Argument<Statistics> STATISTICS[] = {
     ARGUMENT(map), ARGUMENT(map_rows), ARGUMENT(map_columns), ARGUMENT(map_max),
     ARGUMENT(sink), ARGUMENT(first_keys), ARGUMENT(sink_keys),
     ARGUMENT(distance), ARGUMENT(shift), ARGUMENT(stripes), ARGUMENT(offsets), ARGUMENT(offset_count),
+    ARGUMENT(mass), ARGUMENT(mass_ranges), ARGUMENT(query_labels), ARGUMENT(key_labels), ARGUMENT(mass_count),
     ARGUMENT(exact),
 };
 

@@ -192,6 +192,10 @@ struct Statistics {
     float* stripes;   // (B, H, L, offset_count): the weight of key i + shift + offset, −1 if it is not visible
     const int64_t* offsets;
     int64_t offset_count, shift;
+    float* mass;      // (mass_count, B, H, L): Σ p over the keys of the row's label from i + low to i + high
+    const int64_t* mass_ranges;  // (mass_count, 3): low, high, and whether labels count
+    const int32_t *query_labels, *key_labels;  // (mass_count, B, L) and (mass_count, B, S)
+    int64_t mass_count;
     bool exact;       // scores in double precision; for rows whose scores fit the cache
 
     bool averages(const Problem& p) const { return weights.data && weights.head == 0 && p.heads > 1; }

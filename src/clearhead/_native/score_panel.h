@@ -34,6 +34,9 @@ struct ScorePanel {
     float visible[TILE];            // the number of visible keys of each row
     float factor[TILE];             // from e^(s − row maximum) to p
     float counted[TILE];            // 1 for rows that sums over rows include, else 0
+    double* masses;                 // (mass_count × TILE): Σ e^(s − row maximum) of some keys
+    int32_t* labels;                // (mass_count × TILE)
+    int64_t lowest_row, highest_row;
 
     float* at(int64_t key) const { return scores + (key - start) * tile.vectors * LANES; }
     int64_t first_block() const { return start / BLOCK * BLOCK; }

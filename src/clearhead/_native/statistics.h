@@ -6,6 +6,7 @@
 #pragma once
 #include "exact.h"
 #include "largest.h"
+#include "masses.h"
 #include "results.h"
 
 namespace clearhead::ISA {
@@ -102,7 +103,7 @@ static int64_t panels_together(const Problem& p, const Statistics& s) {
 static int64_t panel_size(const Problem& p, const Statistics& s) {
     const int64_t keys = keys_of_panel(p), octets = keys / OCTET;
     const int64_t lists = 2 * Largest{s.top}.capacity(), raw_maxima = s.raw ? 1 : 0;
-    return (keys + octets + p.dim + 2 * width_of_output(p) + lists + raw_maxima) * TILE + round_up(keys / BLOCK, 16);
+    return (keys + octets + p.dim + 2 * width_of_output(p) + lists + raw_maxima) * TILE + masses_size(s) + round_up(keys / BLOCK, 16);
 }
 
 static int64_t statistics_scratch(const Problem& p, const Statistics& s) {
@@ -128,6 +129,7 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
     panel.largest.scores = take(scratch, panel.largest.capacity() * TILE);
     panel.largest.keys = reinterpret_cast<int32_t*>(take(scratch, panel.largest.capacity() * TILE));
     panel.raw_max = s.raw ? take(scratch, TILE) : nullptr;
+    open_masses(p, s, batch, scratch, panel);
     for (int lane = 0; s.raw && lane < TILE; lane++) panel.raw_max[lane] = -INFINITY;
     rows_to_lanes<T>(p.query, tile, batch, p.dim, 1, panel.tile.query);
     for (int lane = 0; lane < TILE; lane++) {
@@ -197,6 +199,7 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
         if (panel.tile.summed++ == run) end_panel_run(panel);
         by_vectors(panel.tile.vectors, [&](auto v) {
             weigh_block<v.value>(panel, block);
+            if (s.mass_count) add_masses<v.value>(p, s, panel, block, b);
             if (width) mix_block<v.value>(panel, block, fetch_next, width);
         });
     };
@@ -214,6 +217,7 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
         if (width) write_output<T>(p, s, panels[n], b);
         if (s.sink) write_sink(p, s, panels[n], b);
         if (s.stripes) write_stripes(p, s, panels[n], b);
+        if (s.mass_count) write_masses(p, s, panels[n], b);
         if (s.weights.data) write_weights(p, s, panels[n], b);
         by_vectors(panels[n].tile.vectors, [&](auto v) {
             if (sums.map) pool<v.value>(p, s, panels[n], sums);

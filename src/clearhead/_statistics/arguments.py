@@ -13,17 +13,18 @@ from .._call.call import Call
 from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
 from ..errors import ArgumentError, ShapeError, shape_text
 from .definitions import STATISTICS
+from .masses import Mass, make_masses
 from .statistic import Options
 
 Per = Literal["query_head", "kv_head"]
 DEFAULT = ("entropy", "received", "max_logit", "top_k")
 
 
-def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]:
+def require_names(statistics: Sequence[str], has_value: bool, *, has_masses: bool = False) -> tuple[str, ...]:
     """Check the names of statistics.
 
     Raises:
-        ArgumentError: for an unknown name, or for a statistic of values without values.
+        ArgumentError: for an unknown name, or for a statistic without the argument that it needs.
     """
     expected = f"names among {', '.join(STATISTICS)}"
     names = (statistics,) if isinstance(statistics, str) else tuple(items("statistics", statistics, expected))
@@ -32,12 +33,20 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
             raise ArgumentError("statistics", expected=expected, got=shown(name))
         if STATISTICS[name].of == "values" and not has_value:
             raise ArgumentError("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
+        if STATISTICS[name].argument == "masses" and not has_masses:
+            fix = "Pass masses= to attention_statistics, or take a clearhead.census of a model."
+            raise ArgumentError("statistics", expected=f"masses= for {name!r}", got="no masses", fix=fix)
     # Duplicates are computed once.
     return tuple(dict.fromkeys(names))
 
 
 def make_options(
-    top_k: int, map_size: int, map_pooling: Literal["mass", "max"], sink_keys: int, offsets: Sequence[int]
+    top_k: int,
+    map_size: int,
+    map_pooling: Literal["mass", "max"],
+    sink_keys: int,
+    offsets: Sequence[int],
+    masses: Sequence[Mass] = (),
 ) -> Options:
     """Check the options.
 
@@ -48,7 +57,7 @@ def make_options(
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LARGEST:
             raise ArgumentError(name, expected="an int ≥ 1", got=shown(number))
     choice("map_pooling", map_pooling, ("mass", "max"))
-    return Options(top_k, map_size, map_pooling, sink_keys, whole_numbers("offsets", offsets))
+    return Options(top_k, map_size, map_pooling, sink_keys, whole_numbers("offsets", offsets), make_masses(masses))
 
 
 def whole_numbers(name: str, numbers: Sequence[int]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from ..masks._base import Mask
 from ..masks._tensors import as_mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
 from .definitions import LIST, SHAPES, STATISTICS
+from .masses import Mass, require_fitting
 from .result import AttentionStatistics
 from .statistic import Options, Statistic
 from .totals import Computed, PartialCall
@@ -48,6 +49,7 @@ def attention_statistics(
     map_pooling: Literal["mass", "max"] = "mass",
     sink_keys: int = 1,
     offsets: Sequence[int] = (-1,),
+    masses: Sequence[Mass] = (),
     per: Per = "query_head",
 ) -> AttentionStatistics:
     """Compute statistics of the weights of one call, block by block. Gradients are not recorded.
@@ -71,6 +73,7 @@ def attention_statistics(
             ``raw_max_logit``, ``offset`` and ``map``. By default all queries count.
         queries: the queries that ``rows`` covers. By default ``rows`` covers all.
         top_k, map_size, map_pooling, sink_keys, offsets: see above. `map_pooling` is ``"mass"`` or ``"max"``.
+        masses: the keys that ``mass`` sums over, each a `Mass`.
         per: ``"kv_head"`` averages over the query heads of each key/value head. Pass `statistics` with it, because
             ``top_k`` is a default statistic and has no average. Default ``"query_head"``.
 
@@ -88,8 +91,8 @@ def attention_statistics(
         >>> stats.entropy.exp().round().tolist()  # a uniform query sees e^entropy keys
         [[[1.0, 2.0, 3.0, 4.0]]]
     """
-    names = require_names(statistics, value is not None)
-    options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
+    options = make_options(top_k, map_size, map_pooling, sink_keys, offsets, masses)
+    names = require_names(statistics, value is not None, has_masses=bool(options.masses.each))
     # `attention` casts in the same way under autocast, so these are the weights of the model's call.
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
     for name, tensor in {"query": query, "key": key, "value": value}.items():
@@ -100,6 +103,7 @@ def attention_statistics(
         operands = query, key, values[0] if values else key
         positions: dict[str, Any] = {"query_positions": query_positions, "key_positions": key_positions}
         call = build_call(Call(*operands, as_mask(mask), scale, softcap, sinks, **positions))
+        require_fitting(options.masses, call.grid)
         return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
 
 
@@ -185,7 +189,9 @@ def _by_kernel(
     others = [each for each, form in forms.items() if form is None]
     if len(others) == len(forms):
         return _by_blocks(call, others, counted)
-    buffers = write(call, {name: x for form in forms.values() for name, x in (form or {}).items()}, counted)
+    wanted = {name: x for form in forms.values() for name, x in (form or {}).items()}
+    wanted["exact"] = all(each.options.exact for each in forms)
+    buffers = write(call, wanted, counted)
     tensors = {name: x for each in forms if each not in others for name, x in each.read(buffers).items()}
     if others:
         tensors |= _by_blocks(call, others, counted).tensors
@@ -194,9 +200,11 @@ def _by_kernel(
 
 def _by_blocks(call: Call, statistics: Sequence[Statistic], counted: Tensor | None) -> Computed:
     column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
+    exact = all(each.options.exact for each in statistics)
+    dtype = exact_dtype(call) if exact else call.layout.compute_dtype
     blocks = (
         BlockRows(call, block, place, query, key, None if column is None else column[block.batch, :, place])
-        for block, place, query, key in score_blocks(call, dtype=exact_dtype(call))
+        for block, place, query, key in score_blocks(call, dtype=dtype)
     )
     return fold_blocks(blocks, statistics, call)
 

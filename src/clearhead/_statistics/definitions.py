@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .over_queries import Map, MaxLogit, RawMaxLogit, Received, WeightAtOffset
-from .per_query import Confidence, Distance, Entropy, Sink
+from .per_query import Confidence, Distance, Entropy, Sink, TopLogit
 from .statistic import Statistic
-from .vectors import Extremes, HeadAverage, Output, OutputNorm, Rows, TopKeys
+from .vectors import Extremes, HeadAverage, MassOf, Output, OutputNorm, Rows, TopKeys
 
 STATISTICS: dict[str, type[Statistic]] = {
     kind.name: kind
@@ -17,11 +17,13 @@ STATISTICS: dict[str, type[Statistic]] = {
         MaxLogit,
         RawMaxLogit,
         Confidence,
+        TopLogit,
         TopKeys,
         Extremes,
         Sink,
         Distance,
         WeightAtOffset,
+        MassOf,
         Map,
         HeadAverage,
         Output,
@@ -34,11 +36,11 @@ STATISTICS: dict[str, type[Statistic]] = {
 PER_QUERY = tuple(result for kind in STATISTICS.values() if kind.shape == Statistic.shape for result in kind.results())
 #: Statistics that combine batch items and calls by their maximum.
 BY_MAXIMUM = frozenset(name for name, kind in STATISTICS.items() if kind.by_maximum)
-#: Statistics that are computed from the weights only, except those that hold weights of single queries and keys.
+#: Statistics of the weights that need no argument, except those that hold weights of single queries and keys.
 OF_WEIGHTS = tuple(
     name
     for name, kind in STATISTICS.items()
-    if kind.of == "weights" and kind.shape[-2:] not in (("L", "S"), ("n", "S"))
+    if kind.of == "weights" and kind.argument is None and kind.shape[-2:] not in (("L", "S"), ("n", "S"))
 )
 #: The dimensions of each result, as in `Statistic.shape`, and of ``sees``.
 SHAPES = {result: kind.shape for kind in STATISTICS.values() for result in kind.results()} | {"sees": Statistic.shape}

@@ -63,6 +63,32 @@ class Confidence(Statistic):
 
 
 @final
+class TopLogit(Statistic):
+    """The largest score of each query, after soft-cap and bias. 0 if no key is visible, so that means stay finite."""
+
+    name = "top_logit"
+    meaning = "max_j s_ij over visible keys"
+    of = "scores"
+
+    def begin(self) -> None:
+        self.accumulator = self.zeros(*self.row_shape).fill_(float("-inf"))
+
+    def add(self, rows: BlockRows) -> None:
+        where = (rows.block.batch, rows.block.heads, rows.place)
+        largest = rows.largest.squeeze(-1).to(self.accumulator.dtype)
+        self.accumulator[where] = torch.maximum(self.accumulator[where], largest)
+
+    def result(self) -> dict[str, Any]:
+        return self.read({"largest": self.accumulator})
+
+    def kernel_form(self) -> dict[str, Any]:
+        return {}  # `largest` is always present
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        return {"top_logit": buffers["largest"].masked_fill(buffers["largest"] == float("-inf"), 0)}
+
+
+@final
 class Sink(Statistic):
     """The mass on the first keys of the batch item that any query sees."""
 

@@ -7,7 +7,7 @@ Notation: p_ij are the weights and s_ij the scores of `attention`. Q are the cou
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from .._call.call import Call
 from .._weights import Queries
 from ..kernels._block_rows import BlockRows
+from .masses import Masses
 from .totals import ONE_PROCESS, Totals
 
 #: The kernels list at most this many keys per query. Longer lists take memory comparable to the scores.
@@ -31,6 +32,9 @@ class Options:
     map_pooling: Literal["mass", "max"] = "mass"
     sink_keys: int = 1
     offsets: tuple[int, ...] = (-1,)
+    masses: Masses = field(default_factory=Masses)
+    #: Whether few keys are scored in double precision on the CPU.
+    exact: bool = True
 
 
 @dataclass(eq=False)
@@ -58,6 +62,8 @@ class Statistic(ABC):
     of: ClassVar[Literal["weights", "scores", "values"]] = "weights"
     #: Whether ``per="kv_head"`` may average it over query heads.
     averaged: ClassVar[bool] = True
+    #: The argument without which there is nothing to compute.
+    argument: ClassVar[str | None] = None
     #: Whether batch items are combined by their maximum, not by their mean.
     by_maximum: ClassVar[bool] = False
 

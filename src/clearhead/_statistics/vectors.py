@@ -1,4 +1,4 @@
-"""Statistics with a vector per query: its top keys, its weights or its output; and the norm of the output."""
+"""Statistics with a vector per query: its top keys, weights, masses or output; and the norm of the output."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from .._weights import row_numbers
 from ..kernels._block_rows import GROUP_KEYS, BlockRows
 from ..kernels._blocks import grouped
+from .masses import Masses
 from .statistic import MOST_LISTED_KEYS, Statistic
 
 
@@ -196,6 +197,42 @@ class OutputNorm(_MixedValues):
 
     def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
         return {"output_norm": buffers["norm"]}
+
+
+@final
+class MassOf(Statistic):
+    """The mass on some keys: one number per query for each of `masses`."""
+
+    name = "mass"
+    meaning = "Σ p_ij over the keys of each of `masses`"
+    shape = ("B", "H", "L", "number of masses")
+    argument = "masses"
+
+    @property
+    def _masses(self) -> Masses:
+        return self.options.masses
+
+    def begin(self) -> None:
+        self.accumulator = self.zeros(*self.row_shape, len(self._masses.each))
+
+    def add(self, rows: BlockRows) -> None:
+        for place, inside in enumerate(self._masses.inside(rows.block)):
+            mass = torch.linalg.vecdot(rows.terms, inside.to(rows.terms.dtype))[..., None] / rows.total
+            self.put(self.accumulator[..., place], rows, mass)
+
+    def native_form(self) -> dict[str, Any] | None:
+        shift, count = self.call.grid.shift, len(self._masses.each)
+        if shift is None:
+            return None
+        queries, keys = self._masses.labels(self.call.grid)
+        ends = [(mass.ends[0] + shift, mass.ends[1] + shift, mass.key_labels is not None) for mass in self._masses.each]
+        ranges = torch.tensor(ends, dtype=torch.int64).view(count, 3)
+        labels = {"query_labels": queries, "key_labels": keys}
+        return {"mass": (count, *self.row_shape), "mass_ranges": ranges, **labels, "mass_count": count}
+
+    def read(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        mass: Tensor = buffers["mass"]  # (M, B, H, L)
+        return {"mass": mass.movedim(0, -1)}
 
 
 @final

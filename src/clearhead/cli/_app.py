@@ -9,6 +9,7 @@ import typer
 from .._version import __version__
 from ._doctor import doctor
 from ._errors import OneLineErrors
+from ._heads import heads
 from ._look import look
 from ._walkthrough import walkthrough
 
@@ -37,5 +38,5 @@ def _options(
     pass
 
 
-for command in (look, walkthrough, doctor):
+for command in (look, heads, walkthrough, doctor):
     main.command()(command)

@@ -117,6 +117,11 @@ def deliver(look: Look, paths: Mapping[str, Path | None], step: Callable[[str], 
         if path is not None:
             step(title)
             files.append((name, path, make(path)))
+    return write_files(files)
+
+
+def write_files(files: Sequence[tuple[str, Path, bytes]]) -> list[Path]:
+    """Write files, each by the name of its option, its path and its contents: all of them, or none."""
     begun, path = "", Path()
     try:
         with ExitStack() as stack:

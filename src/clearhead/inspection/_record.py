@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from .._call.call import Call
-from .._call.naming import remember_names
-from .._call.observers import observing
 from .._call.sharding import HeadShard
 from .._checks import choice, index, module
 from .._statistics.arguments import DEFAULT, Per, make_options, require_names, require_per, whole_numbers
 from .._statistics.compute import compute_statistics
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.stacks import Sides
-from .._torch_private import in_backward, in_compiled_function, is_compiler_error
 from .._weights import Queries, checked_queries
 from ..errors import ClearheadError, RecordError
 from ._calls import Calls
-from ._capture import CaptureMode, Unseen, obstacle
 from ._chosen_layers import ChosenLayers
 from ._drawing import Drawable
-from ._flow import Flow
-from ._naming import Layer, ModuleNames, uncompiled
-from ._padding import CountedQueries
-from ._patch_layout import find_layout, picture_size
+from ._naming import Layer
+from ._patch_layout import find_layout
 from ._recorded_calls import RecordedCalls
+from ._recorder import Recorder, require_uncompiled
 
 Keep = Literal["statistics", "queries_keys"]
 
-_UNCOMPILED = "Run it uncompiled: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: …"
 
-
-class record(Drawable, RecordedCalls):
+class record(Drawable, RecordedCalls, Recorder):
     """Record the attention of a model inside a ``with`` block, without gradients and without changing its results.
 
     Recorded are Clearhead's modules and functions, all calls of `F.scaled_dot_product_attention` (transformers with
@@ -87,8 +78,6 @@ class record(Drawable, RecordedCalls):
         (['self_attn'], torch.Size([2, 3, 5]))
     """
 
-    recomputing = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -106,54 +95,22 @@ class record(Drawable, RecordedCalls):
         offsets: Sequence[int] = (-1,),
         per: Per = "query_head",
     ) -> None:
-        if in_compiled_function():
-            raise RecordError(f"record: expected to be made outside of compiled functions. {_UNCOMPILED}")
+        require_uncompiled()
         module("model", model)
         choice("keep", keep, ("statistics", "queries_keys"))
         self._names = require_names(statistics, has_value=True)
         require_per(per, self._names)
         self._options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
-        super().__init__(ChosenLayers(layers, model))
+        RecordedCalls.__init__(self, ChosenLayers(layers, model))
+        Recorder.__init__(self, model, self._layers, query_mask)
         self._heads = None if heads is None else whole_numbers("heads", heads)
-        self._running = ModuleNames(model)
-        self._flow = Flow(self._running)
-        self._counted_queries = CountedQueries(query_mask, self._running, self._flow)
         self._keep = keep
         self._queries = checked_queries("queries", queries)
         self._per: Per = per
-        remember_names(model)
-        self._unseen = Unseen(self._running)
-        self._picture_size: tuple[int, int] | None = None
-        self._stack = ExitStack()
 
-    def __enter__(self) -> record:
-        with ExitStack() as stack:
-            stack.enter_context(uncompiled(self._running.model))
-            stack.enter_context(self._running.following())
-            stack.enter_context(observing(self))
-            stack.enter_context(CaptureMode(self._captured, self._unseen.note, self._flow))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self.stop()
-        if kind is None:
-            self.report_unseen()
-        elif is_compiler_error(kind):
-            problem = "record: a compiled function attended inside the block, where calls cannot be observed."
-            raise RecordError(f"{problem} {_UNCOMPILED}") from error
-
-    def start_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Start in a forward pre-hook of the model, while its call with these arguments runs."""
-        self.__enter__()
-        model = self._running.model
-        if hasattr(model, "_orig_mod"):  # torch.compile made it, and its compiled forward is called next
-            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self._running.enter("", model, args, kwargs)
-
-    def stop(self) -> None:
-        """End the block without a report of unrecorded attention."""
-        self._stack.close()
+    @property
+    def _layers_seen(self) -> Collection[Layer]:
+        return self._calls
 
     def wanted(self) -> Hashable:
         """The settings that all processes need to share for the running module. ``None`` if it is not recorded.
@@ -175,41 +132,15 @@ class record(Drawable, RecordedCalls):
         signature = self._counted_queries.signature(name)
         return self._names, repr(self._options), self._per, self._heads, repr(queries), signature
 
-    def attended(self, call: Call, output: Tensor) -> Tensor:
-        """Record a call of Clearhead's attention."""
-        self._flow.mark(output, self._captured((call.query, call.key, call.value), lambda _: call))
-        return output
-
-    def _captured(self, inputs: Sequence[Any], read: Callable[[nn.Module], Call]) -> int:
-        """Record one call, if the running layer is among `layers`. Returns the origins of its output."""
-        name, what = self._running.current, obstacle(inputs)
-        if name is None:
-            return 0
-        layer = self._flow.layer(name, inputs[0])
-        is_chosen = self._layers.include(layer)
-        if what is not None:
-            if is_chosen:
-                self._unseen.note(what)
-            return self._flow.origins(inputs[0])
-        sides, origins = self._flow.attended(layer, inputs[0], inputs[1])
-        if is_chosen:
-            self._sides.setdefault(layer, sides)
-            self._record(layer, inputs[0], read, sides)
-        return origins
-
-    def _record(self, layer: Layer, query: Tensor, read: Callable[[nn.Module], Call], sides: Sides) -> None:
-        running = self._running.model.get_submodule(layer.module)
-        heads: HeadShard | None = getattr(running, "head_shard", None)
-        with torch.no_grad():
-            call = read(running)
-            is_self, is_first = sides.queries == sides.keys, layer not in self._calls
-            find = partial(self._counted_queries.of_call, layer.module, call, query, is_self=is_self, is_first=is_first)
-            counted = find() if heads is None else self._agreed(layer.module, heads, find)
-            statistics = compute_statistics(call, self._names, self._options, counted, self._queries, self._per, heads)
+    def _receive(self, layer: Layer, query: Tensor, call: Call, sides: Sides, output: Tensor | None) -> None:
+        self._sides.setdefault(layer, sides)
+        heads: HeadShard | None = getattr(self._running.model.get_submodule(layer.module), "head_shard", None)
+        is_self, is_first = sides.queries == sides.keys, layer not in self._calls
+        find = partial(self._counted_queries.of_call, layer.module, call, query, is_self=is_self, is_first=is_first)
+        counted = find() if heads is None else self._agreed(layer.module, heads, find)
+        statistics = compute_statistics(call, self._names, self._options, counted, self._queries, self._per, heads)
         if self._heads is not None:
             statistics = statistics.with_heads(self._heads)
-        root = self._running.frames[0]
-        self._picture_size = self._picture_size or picture_size((root.args, root.kwargs))
         calls = self._calls.setdefault(layer, Calls())
         calls.add(self._running.root_calls, statistics, call if self._keep == "queries_keys" else None)
 
@@ -241,12 +172,3 @@ class record(Drawable, RecordedCalls):
         """The positions of a vision model's tokens on its input, from the model's configuration."""
         module, first = self._layer(layer).module, self[self.name_of(layer)][0]
         return find_layout(self._running.model, module, self._picture_size, first.query_length, first.key_length)
-
-    def report_unseen(self) -> None:
-        """Raise if chosen layers did not run or nothing was recorded. Warn of attention that was not recorded."""
-        if in_backward() and not self._calls:
-            got = "a block inside one that activation checkpointing computes again"
-            fix = "Calls are not recorded twice. Record around the whole model, or around its backward pass too."
-            raise RecordError("record", expected="a block around the checkpointed function", got=got, fix=fix)
-        self._layers.require_ran()
-        self._unseen.report({layer.module for layer in self._calls})

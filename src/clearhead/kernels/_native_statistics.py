@@ -31,7 +31,8 @@ def statistics(call: Call, wanted: dict[str, Any], counted: Tensor | None) -> di
     Args:
         call: the validated call.
         wanted: arguments of the kernel, by the names of `Statistics` in ``_native/problem.h``. A tuple is the shape of
-            a buffer that it writes. ``output`` asks for the output of the call.
+            a buffer that it writes. ``output`` asks for the output of the call. ``exact`` (default ``True``) scores few
+            keys in double precision.
         counted: bool (B, L), the queries that ``received`` and ``map`` include, or ``None`` for all.
 
     Returns:
@@ -46,7 +47,8 @@ def statistics(call: Call, wanted: dict[str, Any], counted: Tensor | None) -> di
             options[name] = call.query.new_zeros(shape, dtype=dtype)
     if "weights" in options:
         options["weights_strides"] = weights_strides(options["weights"])
-    options |= {"exact": exact_dtype(call) == torch.float64, "shift": call.grid.shift or 0}
+    options["exact"] = options.get("exact", True) and exact_dtype(call) == torch.float64
+    options["shift"] = call.grid.shift or 0
     options["counted"] = None if counted is None else counted.contiguous()
     if with_output:
         options["output"] = plan.forward(arguments, **options)

@@ -90,7 +90,7 @@ class Page:
         return (
             f'<iframe class="clearhead-page" srcdoc="{html.escape(self.text)}" sandbox="allow-scripts" '
             f'title="Attention" style="width: 100%; height: {self.height}px; border: 0"></iframe>'
-            f"<script>{_part('notebook.js')}</script>"
+            f"<script>{part_of_page('notebook.js')}</script>"
         )
 
     def __repr__(self) -> str:
@@ -212,15 +212,15 @@ class PageMaker:
             "compared": compared,
             "words": words_now(),
         }
-        style, script = _part("page.css"), _script()
+        style, script = part_of_page("page.css"), _script()
         parts = {
-            "policy": f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+            "policy": f"default-src 'none'; script-src {source_of(script)}; style-src {source_of(style)}; "
             "base-uri 'none'; form-action 'none'",
             "title": html.escape(shown_title),
             "lang": language_now(),
             "style": style,
             "script": script,
-            "data": _json(data),
+            "data": json_in_html(data),
             **(still_parts(self._first, place, shown_title) if self._first else {}),
             "streams": "\n".join(
                 f'<script type="application/octet-stream" id="stream-{number}">{stream}</script>'
@@ -232,27 +232,27 @@ class PageMaker:
         return Page(re.sub(places, lambda name: parts[name[1]], _skeleton()))
 
 
-def _json(data: dict[str, Any]) -> str:
+def json_in_html(data: dict[str, Any]) -> str:
     """JSON that HTML cannot misread: ASCII only, and no character that could end the element around it."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _source(text: str) -> str:
+def source_of(text: str) -> str:
     """The content security policy's name for one inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
 
 
 def _skeleton() -> str:
     """The page's HTML, with its [[texts]] in the chosen language."""
-    return re.sub(r"\[\[(.+?)\]\]", lambda name: say(name[1]), _part("page.html"), flags=re.DOTALL)
+    return re.sub(r"\[\[(.+?)\]\]", lambda name: say(name[1]), part_of_page("page.html"), flags=re.DOTALL)
 
 
 @cache
 def _script() -> str:
     """The page's modules in one function, which may await."""
-    return f'"use strict";\n(async () => {{\n{bundle("page_main.js", _part)}}})();\n'
+    return f'"use strict";\n(async () => {{\n{bundle("page_main.js", part_of_page)}}})();\n'
 
 
-def _part(name: str) -> str:
+def part_of_page(name: str) -> str:
     return resources.files("clearhead.plot").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,255 @@
+"""``clearhead heads``: what every head of a pretrained model does, over a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from ..errors import ArgumentError, explain_problem
+from ..inspection._census._metrics import MASSES
+from ..inspection._census._result import Census
+from ..inspection._census._run import census
+from ..plot._census_page import MAP, StrongRow, census_page
+from ..plot._html import Page
+from ..plot._language import say, speaking
+from ..plot._tokens import Tokens
+from . import _demo as demo
+from ._demo import PretrainedModel
+from ._errors import UsageProblem, warn
+from ._output import print_with, require_writable, write_files
+from ._progress import Work, at_work
+from ._running import about_the_model, run_recorded
+from ._walkthrough import LANGUAGE, require_language
+from ._windows import Window, cut_into_windows
+
+TOKENS_AT_ONCE = 4096
+REPEATED, REPEATS = 50, 32  # tokens that are repeated, and how many such texts
+AROUND, KEYS, ROWS = 12, 16, 3  # tokens of a context on each side, keys of a row, rows of a head
+MAPS = 24  # named heads with a whole map
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    """The texts of a census: their batches, and each text again as its model reads it."""
+
+    texts: Sequence[dict[str, Tensor]]
+    tokens: Sequence[Tokens]
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """Texts in order, padded to the longest of a batch."""
+        batch: list[dict[str, Tensor]] = []
+        for text in self.texts:
+            longest = max(each["input_ids"].shape[1] for each in (*batch, text))
+            if batch and longest * (len(batch) + 1) > TOKENS_AT_ONCE:
+                yield _padded(batch)
+                batch = []
+            batch.append(text)
+        if batch:
+            yield _padded(batch)
+
+
+def heads(
+    model: Annotated[str | None, typer.Argument(help="A folder, or a name on the hub.", show_default=False)] = None,
+    texts: Annotated[Path | None, typer.Option(help="A UTF-8 file; each line is a text.", show_default=False)] = None,
+    repeat_random: Annotated[
+        bool, typer.Option("--repeat-random", help="Random tokens, repeated once, instead of texts.")
+    ] = False,
+    special: Annotated[
+        bool, typer.Option("--special/--no-special", help="Give texts their special tokens, such as [CLS].")
+    ] = True,
+    threshold: Annotated[
+        float | None, typer.Option(help="The mean weight that names a head.", show_default="0.4", metavar="WEIGHT")
+    ] = None,
+    window: Annotated[int, typer.Option(help="The reach of the mass `window`, in tokens.")] = 5,
+    html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("heads.html"),
+    no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
+    json: Annotated[Path | None, typer.Option(help="A folder for index.json and a file for each head.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A .safetensors file: an interrupted census continues there.")
+    ] = None,
+    other: Annotated[
+        str | None, typer.Option("--link", help="The address of a page of `clearhead look` to link to.")
+    ] = None,
+    lang: Annotated[str, typer.Option(help=LANGUAGE)] = "en",
+) -> None:
+    """Count what every head of a pretrained Transformer attends to, over many texts, and name the heads.
+
+    Prints the heads of each kind: previous token, same token, duplicate, induction, first token, special tokens. Writes
+    a page with all heads as points and as a grid, and the texts in which each was strongest.
+
+    --repeat-random is the usual test of induction heads: a causal model reads random tokens twice, and an induction
+    head attends from a token to the one that followed it the first time.
+    """
+    require_language(lang)
+    if (texts is not None) == repeat_random:
+        got = "both" if repeat_random else "neither"
+        raise UsageProblem(explain_problem("--texts", expected="either --texts FILE or --repeat-random", got=got))
+    page = None if no_html else html
+    require_writable({"html": page, "json": json, "checkpoint": checkpoint})
+    with speaking(lang):
+        with at_work() as work:
+            loaded = demo.load_text_model(model, notify=warn)
+            work.loaded()
+            if not loaded.recordable:
+                raise ArgumentError(f"model {loaded.name}", expected="attention that can be replaced", got="its own")
+            work.step(say("reading the texts"))
+            corpus = _repeated(loaded) if texts is None else _read(loaded, texts, special)
+            found = _count(loaded, corpus, work, window, checkpoint)
+            if json is not None:
+                found.write(json)
+            if page is not None:
+                work.step(say("writing the page"))
+                made = page_of(loaded, found, corpus, threshold, other)
+                write_files([("html", page, made.text.encode())])
+        print_with(lambda console: _show(console, loaded, found, threshold, [page, json]))
+
+
+def _count(loaded: PretrainedModel, corpus: _Corpus, work: Work, window: int, checkpoint: Path | None) -> Census:
+    batches = list(corpus.batches())
+    step = work.step(say("counting"), len(batches))
+    with about_the_model(loaded):
+        return census(
+            loaded.model,
+            batches,
+            special=loaded.reader.all_special_ids,
+            window=window,
+            checkpoint=checkpoint,
+            progress=lambda *_: step(),
+        )
+
+
+def _read(loaded: PretrainedModel, path: Path, special: bool) -> _Corpus:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError("--texts", expected="a UTF-8 file", got=f"{path}: {error}") from error
+    windows = [window for line in filter(str.strip, lines) for window in cut_into_windows(loaded, line)]
+    if not windows:
+        raise ArgumentError("--texts", expected="at least one text", got="empty lines")
+    if special:
+        return _Corpus([window.inputs for window in windows], [window.tokens for window in windows])
+    inputs, tokens = zip(*map(_without_special, windows), strict=True)
+    return _Corpus(inputs, tokens)
+
+
+def _without_special(window: Window) -> tuple[dict[str, Tensor], Tokens]:
+    kept = torch.tensor([not special for special in window.tokens.special])
+    names = [name for name, keep in zip(window.tokens.names, kept.tolist(), strict=True) if keep]
+    return {name: x[:, kept] for name, x in window.inputs.items()}, Tokens(names, [False] * len(names))
+
+
+def _repeated(loaded: PretrainedModel) -> _Corpus:
+    """Random tokens, each sequence twice, after the token with which the model's texts begin."""
+    special = set(loaded.reader.all_special_ids)
+    ordinary = torch.tensor([number for number in range(len(loaded.reader)) if number not in special])
+    drawn = torch.Generator().manual_seed(0)
+    ids = ordinary[torch.randint(len(ordinary), (REPEATS, REPEATED), generator=drawn)]
+    twice = torch.cat((ids, ids), 1)
+    first = loaded.reader.bos_token_id
+    if first is not None:
+        twice = torch.cat((torch.full((REPEATS, 1), first), twice), 1)
+    rows = [{"input_ids": row[None], "attention_mask": torch.ones(1, len(row), dtype=torch.long)} for row in twice]
+    names = [loaded.reader.convert_ids_to_tokens(row.tolist()) for row in twice]
+    return _Corpus(rows, [Tokens(list(map(str, row))) for row in names])
+
+
+def _padded(batch: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    longest = max(text["input_ids"].shape[1] for text in batch)
+    return {
+        name: torch.cat([torch.nn.functional.pad(text[name], (0, longest - text[name].shape[1])) for text in batch])
+        for name in batch[0]
+    }
+
+
+def page_of(
+    loaded: PretrainedModel, found: Census, corpus: _Corpus, threshold: float | None, other: str | None
+) -> Page:
+    """The page, with the strongest rows of every head; the named heads have whole maps."""
+    names = list(found.layers)
+    kinds = {
+        kind: [(names.index(head.layer), head.head, head.weight) for head in ranked]
+        for kind, ranked in found.kinds(threshold).items()
+    }
+    mapped = [place[:2] for ranked in by_rank(kinds) for place in ranked][:MAPS]
+    return census_page(
+        found.as_json(),
+        _rows(loaded, found, corpus, set(mapped)),
+        title=say("What the heads of {0} do", loaded.name),
+        kinds=kinds,
+        masses=[mass.name for mass in MASSES],
+        other=other,
+    )
+
+
+def by_rank(kinds: dict[str, list[tuple[int, int, float]]]) -> Iterator[list[tuple[int, int, float]]]:
+    """The first head of every kind, then the second, and so on."""
+    for rank in range(max(map(len, kinds.values()), default=0)):
+        yield [ranked[rank] for ranked in kinds.values() if rank < len(ranked)]
+
+
+def _rows(
+    loaded: PretrainedModel, found: Census, corpus: _Corpus, mapped: set[tuple[int, int]]
+) -> dict[tuple[int, int], list[StrongRow]]:
+    """The strongest rows of every head, whose texts run once more."""
+    wanted: dict[int, list[tuple[int, int, str, int, float]]] = {}
+    for layer, moments in enumerate(found.layers.values()):
+        for head in range(moments.count.shape[1]):
+            metric = _telling(found, layer, head)
+            for text, position, value in found.strongest(metric, layer, head)[:ROWS]:
+                wanted.setdefault(text, []).append((layer, head, metric, position, value))
+    rows: dict[tuple[int, int], list[StrongRow]] = {}
+    for text, places in wanted.items():
+        rec = run_recorded(loaded, corpus.texts[text], ("entropy",), set())
+        for layer, head, metric, position, value in places:
+            has_map = (layer, head) in mapped and not any(
+                row.weights is not None for row in rows.get((layer, head), ())
+            )
+            queries = None if has_map else [position]
+            weights = rec.weights(layer, head, queries)[0]  # (n, S)
+            row = weights[position if has_map else 0]
+            given = (metric, value, text, position, corpus.tokens[text].names, row, weights if has_map else None)
+            rows.setdefault((layer, head), []).append(_row(*given))
+    return {place: sorted(found, key=lambda row: -row.value) for place, found in rows.items()}
+
+
+def _telling(found: Census, layer: int, head: int) -> str:
+    """The mass that is largest in the mean, but for that of the window, which holds others."""
+    name = found.name_of(layer)
+    means = {mass.name: float(found.mean(mass.name)[name][head]) for mass in MASSES if mass.name != "window"}
+    known = {metric: mean for metric, mean in means.items() if mean == mean}
+    return max(known, key=lambda metric: known[metric], default="entropy")
+
+
+def _row(
+    metric: str, value: float, text: int, position: int, names: Sequence[str], row: Tensor, weights: Tensor | None
+) -> StrongRow:
+    first = max(0, position - AROUND)
+    context = [(names[at], float(row[at])) for at in range(first, min(len(names), position + AROUND + 1))]
+    values, places = row.topk(min(KEYS, len(row)))
+    best: list[tuple[int, float]] = list(zip(places.tolist(), values.tolist(), strict=True))
+    keys = [(names[at], at, weight) for at, weight in best if weight >= 0.005]
+    cut = None if weights is None else weights[:MAP, :MAP]
+    return StrongRow(metric, value, text, position, context, position - first, keys, cut)
+
+
+def _show(console: Console, loaded: PretrainedModel, found: Census, threshold: float | None, paths: list[Any]) -> None:
+    facts = say(
+        "{0} heads · {1} tokens in {2} texts", len(found.rank_heads("entropy")), f"{found.tokens:,}", found.texts
+    )
+    console.print(Text(f"{loaded.name} · {facts}", style="bold"))
+    names = list(found.layers)
+    for kind, ranked in found.kinds(threshold).items():
+        listed = ", ".join(f"{names.index(head.layer)}.{head.head} ({head.weight:.2f})" for head in ranked[:8])
+        more = say(" and {0} more", len(ranked) - 8) if len(ranked) > 8 else ""
+        console.print(Text.assemble((f"{kind:<16}", "bold"), f"{listed or '–'}{more}"), soft_wrap=True)
+    console.print(Text(say("Layer and head, from 0, and the mean weight on such keys."), style="dim"))
+    for path in filter(None, paths):
+        console.print(say("wrote {0}", path), markup=False, soft_wrap=True)

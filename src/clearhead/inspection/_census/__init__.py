@@ -1,0 +1,1 @@
+"""A census: what every head of a model does, over a corpus."""

@@ -1,0 +1,174 @@
+"""`census`: run a model over a corpus, and count what every head does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._checks import integer, items, module, shown, size
+from ..._statistics.arguments import whole_numbers
+from ...errors import ArgumentError, DTypeError
+from .._chosen_layers import ChosenLayers
+from .._recorder import require_uncompiled
+from ._counting import Counted, Counting
+from ._metrics import METRICS
+from ._result import Census
+
+_SAVED_EVERY = 60.0  # seconds
+
+#: The list of metrics in the docstring.
+_LIST = f"\n{' ' * 4}".join(
+    f"* ``{metric.name}``: {metric.meaning}" + ("" if metric.counts == "all" else f"; counted are {metric.counts}")
+    for metric in METRICS
+)
+
+
+def census(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    special: Sequence[int] = (),
+    window: int = 5,
+    strongest: int = 8,
+    layers: Sequence[int | str] | None = None,
+    run: Callable[[nn.Module, Any], object] | None = None,
+    checkpoint: str | Path | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Census:
+    """Run a model over a corpus and count what every head attends to. Gradients are not recorded.
+
+    For each head and each metric it keeps the number of queries, the mean, the spread, both extremes, and the texts in
+    which the metric was largest. The metrics are
+
+    {metrics}
+
+    Padding never counts. In cross-attention only ``special``, ``first`` and the numbers without distances are counted.
+    Images have no tokens in a line, so they have ``same``, ``first``, and distances between patches. Weights are those
+    of `attention` before dropout, in float32. Memory does not grow with the corpus. The model runs in the mode that it
+    is in, so call ``model.eval()`` first.
+
+    Tokens are the integers (B, L) among the arguments of the model or of a module in it. Each batch item is a text, or
+    each sequence of a packed batch.
+
+    Args:
+        model: the model. The same attention is seen as by `record`.
+        batches: the arguments of each call: a mapping of names, a tuple, or one tensor.
+        special: ids of special tokens, such as ``tokenizer.all_special_ids``. Default none.
+        window: the reach of ``window``, in positions. Default 5.
+        strongest: how many texts are kept for each metric of a head. Default 8.
+        layers: the attention modules to count, as names or as numbers in running order. Default all.
+        run: ``run(model, batch)`` runs the model on one batch. Default: a call.
+        checkpoint: a ``.safetensors`` file to which the census is saved every minute, and when it ends or is
+            interrupted. If it exists, the census continues there: as many batches as it has are skipped.
+        progress: called after each batch with the numbers of its texts and tokens.
+
+    Returns:
+        A `Census`.
+
+    Raises:
+        ArgumentError: without a batch, and for a checkpoint with other settings.
+        RecordError: if no attention was recorded, or a call is split over processes.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 12), clearhead.MultiHeadAttention(12, 3)).eval()
+        >>> batches = [torch.randint(10, (2, 7)) for _ in range(3)]
+        >>> found = clearhead.census(model, batches)
+        >>> found.texts, found.tokens, found.mean("duplicate")["1"].shape
+        (6, 42, torch.Size([3]))
+    """
+    require_uncompiled()
+    module("model", model)
+    numbers = integer("window", window, least=0), size("strongest", strongest)
+    counted = Counted(whole_numbers("special", special), *numbers)
+    path = None if checkpoint is None else _checkpoint(checkpoint)
+    before = Census.load(path) if path is not None and path.exists() else None
+    if before is not None and before.counted != counted:
+        raise ArgumentError("checkpoint", expected=f"one with the settings {counted}", got=str(before.counted))
+    if isinstance(batches, (str, bytes, Tensor, Mapping)):
+        raise DTypeError("batches", expected="an iterable of batches", got=shown(batches))
+    return _Corpus(model, counted, layers, before).count(items_of(batches), run or _call, path, progress)
+
+
+if census.__doc__:  # python -OO leaves none
+    census.__doc__ = census.__doc__.replace("{metrics}", _LIST)
+
+
+class _Corpus:
+    """The loop over the batches."""
+
+    def __init__(
+        self, model: nn.Module, counted: Counted, layers: Sequence[int | str] | None, before: Census | None
+    ) -> None:
+        self._model, self._counted, self._before = model, counted, before
+        self._counting = Counting(model, ChosenLayers(layers, model), counted)
+        self._texts, self._tokens, self._batches = 0, 0, 0
+
+    def count(
+        self,
+        batches: Iterable[Any],
+        run: Callable[[nn.Module, Any], object],
+        path: Path | None,
+        progress: Callable[[int, int], object] | None,
+    ) -> Census:
+        """Count all batches but those that the checkpoint has."""
+        skipped, saved = 0 if self._before is None else self._before.batches, time.monotonic()
+        try:
+            with self._counting, torch.no_grad():
+                for place, batch in enumerate(batches):
+                    if place < skipped:
+                        continue
+                    texts, tokens = self._add(batch, run)
+                    if progress is not None:
+                        progress(texts, tokens)
+                    if path is not None and time.monotonic() - saved >= _SAVED_EVERY:
+                        self._result().save(path)
+                        saved = time.monotonic()
+        except BaseException:
+            if path is not None and self._batches:
+                self._result().save(path)
+            raise
+        result = self._result()
+        if path is not None:
+            result.save(path)
+        return result
+
+    def _add(self, batch: Any, run: Callable[[nn.Module, Any], object]) -> tuple[int, int]:
+        self._counting.begin(self._texts)
+        run(self._model, batch)
+        texts, tokens = self._counting.finish()
+        self._texts, self._tokens, self._batches = self._texts + texts, self._tokens + tokens, self._batches + 1
+        return texts, tokens
+
+    def _result(self) -> Census:
+        counts = self._texts, self._tokens, self._batches
+        own = Census(self._counting.names, self._counted, *counts)
+        return own if self._before is None else self._before if not self._batches else self._before.merged(own)
+
+
+def items_of(batches: Iterable[Any]) -> Iterable[Any]:
+    """An iterable as it is, so that a corpus is never held in memory.
+
+    Raises:
+        DTypeError: for anything else.
+    """
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        items("batches", batches, "an iterable of batches")
+    return batches
+
+
+def _checkpoint(path: str | Path) -> Path:
+    if not isinstance(path, (str, Path)) or Path(path).suffix != ".safetensors":
+        raise ArgumentError("checkpoint", expected="the path of a .safetensors file", got=shown(path))
+    return Path(path)
+
+
+def _call(model: nn.Module, batch: Any) -> object:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
