@@ -95,9 +95,11 @@ def _native_plan(
     operands = zip(layout.operand_shapes, strides, strict=True)
     numbers = layout.scale, layout.softcap or 0.0, layout.dropout_p, layout.sequences or 0
     masks = [placed(lowered.get(name)) for name in ("last", "visible", "bias")]
+    selected = placed(lowered.get("selected"))
+    selection = None if selected is None else (selected, lowered["block"])
     heads = (layout.query[1], layout.key[1]) if layout.merged else None
     options = {"bias_gradient": bias_gradient, "differentiable": bool(layout.gradients), "heads": heads}
-    return cached_plan(layout.dtype, *operands, *numbers, *masks, **options)
+    return cached_plan(layout.dtype, *operands, *numbers, *masks, selection, **options)
 
 
 def _lowered(bound: BoundMask) -> Lowered:
@@ -111,13 +113,13 @@ def _lowered(bound: BoundMask) -> Lowered:
 def _compute_output(planned: NativePlan, call: Call) -> Results:
     """The output of a call whose tensors are laid out as the plan's."""
     lowered = _NO_LIMITS if call.mask is None else _lowered(call.bound)
-    low, high, stop, first, last, visible, bias = lowered
+    low, high, stop, first, last, visible, bias, *_ = lowered  # whose keys are not selected
     sinks, sequences, others = call.sinks, call.sequences, ()
     if not (last is visible is bias is sinks is sequences is call.seed is None):
         bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
         if sinks is not None and sinks.dtype is not torch.float32:
             sinks = sinks.float()
-        others = addresses_of((sinks, first, last, visible, bias, call.seed, *bounds), call.offset)
+        others = addresses_of((sinks, first, last, visible, bias, None, call.seed, *bounds), call.offset)
     return Results(planned.compute(call.query, call.key, call.value, (low, high, stop), others))
 
 

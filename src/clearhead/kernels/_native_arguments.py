@@ -33,11 +33,14 @@ class NativeArguments(NamedTuple):
             There is no first without a last.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: float32 of such a shape, added to the scores.
+        selected: int32 (1 or B, heads, L, k), numbers of blocks of `block` keys that a row sees; −1 is none. Without gaps
+            in a row; the heads divide H.
         seed: int64 scalar; dropout is drawn from it.
         cu_seqlens_q, cu_seqlens_k: int64 (sequences + 1,), where packed sequences begin and the last ends.
         scale: factor of the scores.
         softcap: 0 is none.
         dropout_p: probability that a weight is dropped, if there is a seed.
+        block: see `selected`.
         low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
         offset: the numbers of an `Offset`, for dropout. ``None`` means those of a call of its own.
     """
@@ -50,12 +53,14 @@ class NativeArguments(NamedTuple):
     last: Tensor | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
+    selected: Tensor | None = None
     seed: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0
+    block: int = 1
     low: int | None = None
     high: int | None = None
     stop: int | None = None
@@ -72,10 +77,10 @@ class NativeArguments(NamedTuple):
 
         The tensors must outlive the call.
         """
-        _, _, _, sinks, _, last, visible, bias, seed, cu_seqlens_q, *_ = self
-        if sinks is last is visible is bias is seed is cu_seqlens_q is None:
+        _, _, _, sinks, _, last, visible, bias, selected, seed, cu_seqlens_q, *_ = self
+        if sinks is last is visible is bias is selected is seed is cu_seqlens_q is None:
             return ()
-        return addresses_of(self[3:11], self.offset)
+        return addresses_of(self[3:12], self.offset)
 
 
 class BackwardArguments(NamedTuple):
@@ -108,7 +113,7 @@ def addresses_of(others: Sequence[Tensor | None], offset: Sequence[int] | None =
 
 
 OPERANDS = "threads", "query", "key", "value", "output", "lse", "keys", "low", "high", "stop"
-require_declared("arguments", *OPERANDS, *NativeArguments._fields[3:11], *Offset._fields, *BackwardArguments._fields)
+require_declared("arguments", *OPERANDS, *NativeArguments._fields[3:12], *Offset._fields, *BackwardArguments._fields)
 require_declared("types", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
 
 

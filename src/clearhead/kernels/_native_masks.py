@@ -10,7 +10,7 @@ from torch import Tensor
 from ..masks._bound import BoundMask
 from ..masks._structure import joined
 from ..masks._terms import terms_of
-
+from ._gathered import gathers
 
 class Lowered(NamedTuple):
     """A mask by the names of `NativeArguments`: a key is visible where all of them allow it."""
@@ -22,11 +22,13 @@ class Lowered(NamedTuple):
     last: Tensor | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
+    selected: Tensor | None = None
+    block: int = 1
 
 
 def lower_mask(bound: BoundMask) -> Lowered:
     """A mask as the kernel reads it."""
-    terms = terms_of(bound)
+    terms = terms_of(bound, gathers=True) if gathers(bound) else terms_of(bound)
     if terms.query_documents is not None or terms.slopes is not None:
         terms = terms.written(bound.grid)
     visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
@@ -37,4 +39,8 @@ def lower_mask(bound: BoundMask) -> Lowered:
     if last is not None:  # both have the same strides
         last = last.long().contiguous()
         first = None if first is None else first.long().contiguous()
-    return Lowered(terms.low, terms.high, terms.stop, first, last, visible, bias)
+    lowered = Lowered(terms.low, terms.high, terms.stop, first, last, visible, bias)
+    if terms.selection is None:
+        return lowered
+    indices, block = terms.selection  # a copy unless it is int32 without gaps
+    return lowered._replace(selected=indices.int().contiguous(), block=block)

@@ -18,6 +18,7 @@ from ._lengths import lengths
 from ._positional import causal, mask_mod, prefix, sliding_window
 from ._prepared import PreparedMask
 from ._report import MaskReport
+from ._selected import selected
 from ._tensors import bias, drop, keep
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "lengths",
     "mask_mod",
     "prefix",
+    "selected",
     "sliding_window",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._native.coverage import find_coverage
 from ._bound import BoundMask
 from ._grid import Block, Grid
+from ._listed import listed_columns, shown_cells
 from ._lowering import chosen_cell, row_blocks
 from ._structure import Band, RowRanges, Structure
 
@@ -75,6 +76,8 @@ def _find_coverage(bound: BoundMask) -> Coverage:
     if structure.exact and not structure.tensors and not structure.biases:
         queries, keys = _coverage_of_ranges(structure, grid)
         return Coverage.of(None if queries is None else _unless_all(queries), _unless_all(keys))
+    if any(part.structure.selection is not None for part in bound.parts):
+        return Coverage.of(*map(_unless_all, _coverage_of_lists(bound)))
     # An accelerator would wait for a search, and has the memory and the speed for all cells of one pass.
     if grid.device.type != "cpu" and grid.batch_size * grid.query_length * grid.key_length <= _CELLS_AT_ONCE:
         return _coverage_at_once(bound)
@@ -126,6 +129,29 @@ def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[
     covered_keys = every if queries is None else queries.any(1, keepdim=True)
     covered_queries, covered_keys = _and(covered_queries, queries), _and(covered_keys, keys)
     return covered_queries, covered_keys.expand(-1, grid.key_length)
+
+
+def _coverage_of_lists(bound: BoundMask) -> tuple[Tensor, Tensor]:
+    """The covered queries (1 or B, 1 or H, L) and keys (1 or B, 1 or H, S) of selected keys, from their lists."""
+    grid, selection = bound.grid, next(each for part in bound.parts if (each := part.structure.selection))
+    cell = bound.visible(chosen_cell(grid))
+    items, heads = (1, 1) if cell is None else cell.shape[:2]
+    queries = torch.zeros(items, heads, grid.query_length, dtype=torch.bool, device=grid.device)
+    keys = torch.zeros(items, heads, grid.key_length + 1, dtype=torch.bool, device=grid.device)
+    of_row = selection.indices[..., 0, :].numel() * selection.block * heads
+    step = max(1, _ROWS_AT_A_TIME // max(1, of_row))
+    for start in range(0, grid.query_length, step):
+        block = Block(grid, rows=slice(start, min(start + step, grid.query_length)))
+        columns, shown = listed_columns(selection, block)
+        if columns.shape[1] > 1:
+            listing = block.h.flatten() * columns.shape[1] // grid.num_heads
+            columns, shown = columns.index_select(1, listing), shown.index_select(1, listing)
+        others = shown_cells(bound, block, columns)
+        shown = (shown if others is None else shown & others).expand(items, heads, -1, -1)
+        queries[..., block.rows] = shown.any(-1)
+        # What is not shown marks one more column.
+        keys.scatter_(2, torch.where(shown, columns, grid.key_length).flatten(2), True)
+    return queries, keys[..., :-1]
 
 
 def _and(marks: Tensor, more: Tensor | None) -> Tensor:
