@@ -40,6 +40,7 @@ from ._flash_name import register_flash
 from ._keywords import WITHOUT_EFFECT, refuse_unknown
 from ._masks import carried_by, causal_mask, make_mask, read_mask
 from ._packed_row import sequences_of
+from ._selected_keys import selected_keys
 
 if TYPE_CHECKING:
     from ._trainer import AttentionMonitorCallback
@@ -59,6 +60,7 @@ _NAMES = {
     "cu_seqlens_k": "cu_seq_lens_k",
     "masks.keep": "attention_mask",
     "mask keep(...)": "attention_mask",
+    "mask selected(...)": "indices or block_indices",
 }
 
 # Layers of these models do not pass ``output_attentions`` on, and transformers' hooks do not collect from them. Their
@@ -89,6 +91,8 @@ def attention_forward(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
@@ -109,6 +113,9 @@ def attention_forward(
         sliding_window: without a mask, keys more than ``sliding_window`` − 1 positions away are masked.
         is_causal: without a mask, ``True`` makes the call causal, with the last query at the last key.
         position_bias: bias of the scores, (B or 1, H or 1, L or 1, S).
+        indices: int (B, L, k), the keys that an indexer selects for each query. Masked keys among them stay masked.
+        block_indices: int (B, Hkv, L, k), the blocks of ``module.config.index_block_size`` keys that it selects, −1 for
+            none. Without a mask the call is causal.
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of packed sequences. Causal masks and windows then apply
             within each sequence.
         output_attentions: whether to return the weights.
@@ -142,7 +149,11 @@ def attention_forward(
         elif attention_mask is not None:
             mask = read_mask(attention_mask, query, key)
         else:
+            is_causal = is_causal or block_indices is not None
             mask, queries_at = _mask_of_call(query, key, sliding_window, is_causal)
+        selected = selected_keys(module, indices, block_indices)
+        if selected is not None:
+            mask = _combined(mask, selected)
         if position_bias is not None:
             mask = _combined(mask, masks.bias(position_bias))
         dropout_p = dropout if module.training else 0.0
