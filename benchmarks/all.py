@@ -26,6 +26,7 @@ NAMES = (
     "weights_memory",
     "window",
     "decoding",
+    "selected",
     "eviction",
     "linear",
     "products",

@@ -25,6 +25,7 @@ from ..kernels._saved_by_pytorch import saved_as_given
 from ..kernels._sdpa import share_worth_skipping
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
+from ..masks._selected import selects
 from .mixing import MIXED, MIXED_ONCE, plan_mixed
 
 _MOST_MASKS = 64  # plans of one key, of masks that the kernels read differently
@@ -205,8 +206,9 @@ def _new_plan(call: Call, environment: Environment) -> tuple[Plan, bool]:
         return plan_mixed(lambda call: run_call(call, environment), environment.kernel), True
     if layout.sequences is not None:
         kernel = None if layout.tracing else choose_for_packed(call, environment.kernel)
-        if kernel is None and not cast(PackedSequences, call.sequences).queries:
-            # A graph and an accelerator have no values of boundaries to cut sequences by: a mask hides the others.
+        if kernel is None and (selects(call.mask) or not cast(PackedSequences, call.sequences).queries):
+            # A graph and an accelerator have no values of boundaries to cut sequences by: a mask hides the others. Lists
+            # are of columns of all sequences.
             return lambda call: run_call(as_one_sequence(call), environment), False
         if kernel is None:
             one_by_one = _each_alone(environment)

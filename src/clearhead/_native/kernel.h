@@ -3,8 +3,7 @@
 #pragma once
 #include "backward.h"
 #include "encoder.h"
-#include "gathered_backward.h"
-#include "statistics.h"
+#include "gathered_statistics.h"
 
 namespace clearhead::ISA {
 
@@ -21,7 +20,8 @@ constexpr Kernels table(const char* name) {
             statistics_scratch, BY_TYPE(statistics),
             BY_TYPE(norm_rows), BY_TYPE(rotate_rows),
             gathered_rows, gathered_scratch, gathered_partial, BY_TYPE(gather), BY_TYPE(merge_gathered),
-            gathered_back_scratch, BY_TYPE(gather_back), false, multiply_matrices};
+            gathered_back_scratch, BY_TYPE(gather_back),
+            gathered_statistics_scratch, BY_TYPE(gather_statistics), false, multiply_matrices};
 }
 // clang-format on
 

@@ -285,6 +285,8 @@ struct Kernels {
     void (*merge_gathered[3])(const Problem&, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count);
     int64_t (*gathered_back_scratch)(const Problem&);
     void (*gather_back[3])(const Problem&, const Task&, float* sums, float* scratch);
+    int64_t (*gathered_statistics_scratch)(const Problem&);
+    void (*gather_statistics[3])(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
     bool pairs;  // whether the forward pass of bfloat16 multiplies pairs
     void (*multiply)(const Multiplication&);
 };

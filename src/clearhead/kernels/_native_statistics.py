@@ -88,7 +88,8 @@ def _of_rows(arguments: NativeArguments, rows: Tensor) -> NativeArguments:
     query, count = arguments.query, arguments.key.shape[2]
     of_mask = rows_of_mask(arguments, rows, (query.shape[2], count))
     ranges = {name: of_mask[name].contiguous() for name in ("first", "last") if name in of_mask}
-    return arguments._replace(query=query.index_select(2, rows), **{**of_mask, **ranges})
+    selected = None if arguments.selected is None else arguments.selected.index_select(2, rows)
+    return arguments._replace(query=query.index_select(2, rows), selected=selected, **{**of_mask, **ranges})
 
 
 def _of_head(arguments: NativeArguments, head: int) -> NativeArguments:
@@ -96,4 +97,7 @@ def _of_head(arguments: NativeArguments, head: int) -> NativeArguments:
     kv_head = head * arguments.key.shape[1] // arguments.query.shape[1]
     of_query = cut(arguments, {"query": 1, "sinks": 0, "visible": 1, "bias": 1}, slice(head, head + 1))
     of_key = cut(arguments, {"key": 1, "value": 1}, slice(kv_head, kv_head + 1))
+    if (selected := arguments.selected) is not None:
+        listing = head * selected.shape[1] // arguments.query.shape[1]
+        of_key["selected"] = selected[:, listing : listing + 1]
     return arguments._replace(**of_query, **of_key)

@@ -69,8 +69,6 @@ def refusals_of_statistics(layout: Layout, bound: BoundMask) -> tuple[Refusal, .
         return (Refusal("its weights and statistics are no operator that a TorchDispatchMode could see"),)
     if layout.sequences is not None:
         return (Refusal("it has no weights or statistics of packed sequences"),)
-    if gathers(bound):
-        return (Refusal("it has no weights or statistics of selected keys"),)
     cells = bound.grid.batch_size * bound.grid.query_length * bound.grid.key_length
     if cells > _MOST_CELLS and not reads_in_place(bound):
         return (Refusal("for weights and statistics it would write down a mask of {cells:,} cells", cells=cells),)
@@ -79,4 +77,6 @@ def refusals_of_statistics(layout: Layout, bound: BoundMask) -> tuple[Refusal, .
 
 def reads_in_place(bound: BoundMask) -> bool:
     """Whether the kernel reads the whole mask without writing a part of it down."""
-    return all(part.structure.exact for part in bound.parts)
+    gathered = gathers(bound)
+    structures = (part.structure for part in bound.parts)
+    return all(each.exact or (gathered and each.selection is not None) for each in structures)

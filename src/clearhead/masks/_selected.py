@@ -83,7 +83,10 @@ class Selected(OfTensor):
         return marks if grid.key_length == 1 else take(marks, 3, block.columns)  # (1 or b, 1 or h, l, s)
 
     def structure(self, grid: Grid) -> Structure:
-        return Structure(exact=False, selection=Selection(self._of_heads(), self._block))
+        indices = self._of_heads()
+        if indices.shape[3] == 0:  # no kernel reads empty lists
+            indices = indices.new_full((*indices.shape[:3], 1), -1)
+        return Structure(exact=False, selection=Selection(indices, self._block))
 
     def validate(self, grid: Grid) -> None:
         same_device("mask selected(...)", self._tensor, grid.device, "query's device")
