@@ -160,6 +160,8 @@ def texts(measured: Figures) -> dict[str, str]:
     ]
     if rows:
         found["table"] = table(("for each key/value head", "dense, ms", "selected, ms", "faster"), rows)
+    if one := measured.get("16 query heads"):
+        found["sixteen"] = _ratio(one)
     if one := measured.get("a step of decoding"):
         found["decoding"] = _ratio(one)
     if one := measured.get("memory"):

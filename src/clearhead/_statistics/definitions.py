@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .over_queries import Map, MaxLogit, RawMaxLogit, Received, WeightAtOffset
-from .per_query import Confidence, Distance, Entropy, Sink
+from .per_query import Confidence, Distance, Entropy, LostMass, Sink
 from .statistic import Statistic
 from .vectors import HeadAverage, Output, OutputNorm, Rows, TopKeys
 
@@ -20,6 +20,7 @@ STATISTICS: dict[str, type[Statistic]] = {
         TopKeys,
         Sink,
         Distance,
+        LostMass,
         WeightAtOffset,
         Map,
         HeadAverage,

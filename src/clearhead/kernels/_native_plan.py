@@ -361,7 +361,7 @@ def placed_selection(arguments: NativeArguments) -> tuple[Placed, int] | None:
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-    query, key, value, _, _, last, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
+    query, key, value, _, _, last, visible, bias, _, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
     operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
     dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
     numbers = scale, softcap, dropped, sequences
