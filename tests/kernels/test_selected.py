@@ -73,6 +73,18 @@ CASES: dict[str, tuple[Callable[[], masks.Mask], dict[str, Any]]] = {
     "bias": (lambda: masks.selected(lists(B, L, K, of=S)) & masks.bias(torch.randn(1, 1, 1, S)), {}),
     "bias of heads": (lambda: masks.selected(lists(B, L, K, of=S)) & masks.bias(torch.randn(B, H, L, S)), {}),
     "rule": (lambda: masks.selected(lists(B, L, K, of=S)) & masks.mask_mod(lambda b, h, q, k: (q + k) % 3 > 0), {}),
+    "documents": (
+        lambda: masks.selected(lists(B, S, K, of=S)) & masks.documents(torch.arange(S) // 40),
+        {"length": S},
+    ),
+    "scattered documents": (
+        lambda: masks.selected(lists(B, S, K, of=S)) & masks.documents(torch.arange(S) % 3),
+        {"length": S},
+    ),
+    "scattered documents, blocks": (
+        lambda: masks.selected(lists(B, S, 3, of=10), block=10) & masks.documents(torch.arange(S) % 3),
+        {"length": S},
+    ),
     "twice": (lambda: masks.selected(lists(B, L, K, of=S)) & masks.selected(lists(1, L, 40, of=S)), {}),
     "sinks": (lambda: masks.selected(lists(B, L, K, of=S)), {"sinks": torch.linspace(-2, 2, H)}),
     "soft-cap": (lambda: masks.selected(lists(B, L, K, of=S)), {"softcap": 1.5, "scale": 0.7}),
@@ -85,9 +97,10 @@ CASES: dict[str, tuple[Callable[[], masks.Mask], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_agree_with_the_formula(case: str, kernel: str) -> None:
     torch.manual_seed(0)
-    (make, options), tensors = CASES[case], inputs()
-    mask = make()
-    assert gathers(bind(mask, Grid(B, H, L, S, torch.device("cpu"))))
+    make, options = CASES[case][0], dict(CASES[case][1])
+    length = options.pop("length", L)
+    tensors, mask = inputs(length=length), make()
+    assert gathers(bind(mask, Grid(B, H, length, S, torch.device("cpu"))))
     expected = results("reference", tensors, mask, **options)
     require_close(results(kernel, [x.float() for x in tensors], mask, **options), expected, 1e-5)
     if kernel == "chunked":

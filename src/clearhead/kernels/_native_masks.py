@@ -5,11 +5,13 @@ from __future__ import annotations
 from operator import and_
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..masks._bound import BoundMask
+from ..masks._listed import at_columns
 from ..masks._structure import joined
-from ..masks._terms import terms_of
+from ..masks._terms import Terms, terms_of
 from ._gathered import gathers
 
 class Lowered(NamedTuple):
@@ -29,6 +31,8 @@ class Lowered(NamedTuple):
 def lower_mask(bound: BoundMask) -> Lowered:
     """A mask as the kernel reads it."""
     terms = terms_of(bound, gathers=True) if gathers(bound) else terms_of(bound)
+    if terms.selection is not None and terms.selection.block == 1:
+        terms = _within_documents(terms)
     if terms.query_documents is not None or terms.slopes is not None:
         terms = terms.written(bound.grid)
     visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
@@ -44,3 +48,14 @@ def lower_mask(bound: BoundMask) -> Lowered:
         return lowered
     indices, block = terms.selection  # a copy unless it is int32 without gaps
     return lowered._replace(selected=indices.int().contiguous(), block=block)
+
+
+def _within_documents(terms: Terms) -> Terms:
+    """The terms with documents as part of the lists of selected keys, so that they need not be written as (L, S)."""
+    selection, of_queries, of_keys = terms.selection, terms.query_documents, terms.key_documents
+    if selection is None or of_queries is None or of_keys is None or of_keys.shape[1] == 0:
+        return terms
+    listed = at_columns(of_keys[:, None, None], selection.indices.long().clamp(0, of_keys.shape[1] - 1))
+    same = listed == of_queries[:, None, :, None]  # (1 or B, heads, L, k)
+    selection = selection._replace(indices=torch.where(same, selection.indices, -1))
+    return terms._replace(selection=selection, query_documents=None, key_documents=None)
