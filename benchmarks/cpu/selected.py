@@ -2,11 +2,11 @@
 
     python -m benchmarks.cpu.selected [--rounds 3] [--docs]
 
-Each query lists 2,048 of 32,768 keys at random, which is the worst case: neighbouring queries share nothing. Dense is the
-same call without a mask. A step of decoding lists as many of 131,072 keys, and its time includes the construction of the
-mask. The share table finds from which share of the keys on gathering loses. Memory is the growth of the peak resident
-memory of a process of its own, forward alone (with its output) and forward and backward (with its gradients). Errors are
-those of the output and of the gradients against float64, relative to the largest number.
+Each query lists 2,048 of 32,768 keys at random, which is the worst case: neighbouring queries share nothing. Dense is
+the same call without a mask. A step of decoding lists as many of 131,072 keys, and its time includes the construction
+of the mask. Shares of the keys show from which one on gathering loses. Memory is the growth of the peak resident memory
+of a process of its own, forward alone (with its output) and forward and backward (with its gradients). Errors are those
+of the output and of the gradients against float64, relative to the largest number.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def peak_growth(queries: int, keys: int, listed: int, train: bool) -> float:
 def memory(effort: Effort) -> dict[str, list[float]]:
     sizes = effort.size(QUERIES), effort.size(KEYS, 64)
     return {
-        str(listed): [
-            effort.in_a_process(peak_growth, *sizes, effort.size(listed), train) for train in (False, True)
-        ]
+        str(listed): [effort.in_a_process(peak_growth, *sizes, effort.size(listed), train) for train in (False, True)]
         for listed in LISTS
     }
 

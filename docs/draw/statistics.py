@@ -187,7 +187,7 @@ def distance() -> Canvas:
 
 def lost_mass() -> Canvas:
     """Columns that an indexer leaves out."""
-    canvas = start("The lost mass is the weight that keys would have which masks.selected leaves out, here keys 1 and 3")
+    canvas = start("Lost mass is the weight of the keys that masks.selected leaves out, here keys 1 and 3")
     for column in (1, 3):
         frame(canvas, column, column, LENGTH - column)
     left_out = of_head("rows")[:, [1, 3]].sum(-1)

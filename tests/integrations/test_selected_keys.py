@@ -165,8 +165,8 @@ def test_bounded_caches_are_refused_with_words(name: str) -> None:
 def test_blocks_need_their_size() -> None:
     query = torch.randn(1, 2, 3, 4)
     module, blocks = torch.nn.Module(), torch.zeros(1, 2, 3, 1, dtype=torch.long)
-    with pytest.raises(ArgumentError, match="block_indices: expected a layer whose config.index_block_size"):
+    with pytest.raises(ArgumentError, match=r"block_indices: expected a layer whose config\.index_block_size"):
         integration.attention_forward(module, query, query, query, None, block_indices=blocks)
+    indices = torch.full((1, 3, 1), 7)
     with pytest.raises(ArgumentError, match=r"indices or block_indices: .*numbers from 0 to 2 .*got 7"):
-        indices = torch.full((1, 3, 1), 7)
         integration.attention_forward(module, query, query, query, None, indices=indices)

@@ -114,7 +114,10 @@ def test_half_precision_errs_no_more_than_twice_the_formula(dtype: torch.dtype) 
     tensors, mask = inputs(dtype), masks.selected(lists(B, L, K, of=S))
     exact = results("reference", [x.double() for x in tensors], mask)
     errors = [
-        [float((got.double() - right).abs().max()) for got, right in zip(results(kernel, tensors, mask), exact, strict=True)]
+        [
+            float((got.double() - right).abs().max())
+            for got, right in zip(results(kernel, tensors, mask), exact, strict=True)
+        ]
         for kernel in ("native", "reference")
     ]
     for ours, theirs in zip(*errors, strict=True):
@@ -122,7 +125,9 @@ def test_half_precision_errs_no_more_than_twice_the_formula(dtype: torch.dtype) 
 
 
 @native
-@pytest.mark.parametrize(("heads", "length", "keys", "listed"), [(1, 300, 3001, 301), (16, 19, 3001, 301), (4, 1, 9001, 900)])
+@pytest.mark.parametrize(
+    ("heads", "length", "keys", "listed"), [(1, 300, 3001, 301), (16, 19, 3001, 301), (4, 1, 9001, 900)]
+)
 def test_long_lists_in_blocks_of_keys_and_shared_by_threads(heads: int, length: int, keys: int, listed: int) -> None:
     torch.manual_seed(0)
     shapes = (1, heads, length, 64), (1, 1, keys, 64), (1, 1, keys, 64)

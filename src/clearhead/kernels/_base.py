@@ -154,7 +154,7 @@ def refusals_of_formula(layout: Layout, computed: frozenset[str]) -> list[Refusa
 
 
 def refusals_of_heads(bound: BoundMask, gathers: bool = False) -> list[Refusal]:
-    """Refuse a mask whose lowering would be as large as the scores; that of selected keys that a kernel gathers is not."""
+    """Refuse a mask whose lowering would be as large as the scores. That of keys that a kernel gathers is not."""
     sizes = bound.form(("computed sizes", gathers), partial(computed_sizes, bound, gathers))
     if any(heads > 1 for _, heads in sizes):
         return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]

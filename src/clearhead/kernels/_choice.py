@@ -16,7 +16,6 @@ from ._base import Kernel, Refusal, refusals_of_formula
 from ._chunked import ChunkedKernel
 from ._flex import FlexKernel
 from ._flex_choice import leaves_to_flex
-from ._gathered import gathers
 from ._native import NativeKernel
 from ._reference import ReferenceKernel
 from ._sdpa import SdpaKernel
@@ -151,10 +150,7 @@ def _reservations(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
         if lacks_threads and batch * heads * length * layout.key[2] * dim >= _WORTH_THREADS:
             return (Refusal("it was built without OpenMP and would run on one thread"),)
     elif kernel.name == "chunked" or (kernel.name == "sdpa" and not layout.lse):
-        left = leaves_to_flex(*request)
-        if not left and kernel.name == "sdpa" and call.grid.has_values and gathers(call.bound):
-            return (Refusal("`chunked` gathers the few keys that are selected, and it would compute all"),)
-        return left
+        return leaves_to_flex(*request)
     return ()
 
 

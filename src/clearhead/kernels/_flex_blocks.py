@@ -229,7 +229,8 @@ def _blocks_of_lists(selection: Selection, grid: Grid) -> tuple[Tensor, Tensor]:
     last = (columns + (SIDE - 1)).clamp(max=grid.key_length - 1) // selection.block
     first, last = listed.index_select(3, columns // selection.block), listed.index_select(3, last)
     some, every = (
-        F.pad(each, (0, 0, 0, -grid.query_length % SIDE)).unflatten(2, (-1, SIDE)) for each in (first | last, first & last)
+        F.pad(each, (0, 0, 0, -grid.query_length % SIDE)).unflatten(2, (-1, SIDE))
+        for each in (first | last, first & last)
     )
     return some.any(3), every.all(3)
 

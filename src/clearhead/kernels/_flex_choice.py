@@ -59,12 +59,12 @@ def leaves_to_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
 
 
 def _leaves_out(bound: BoundMask) -> bool:
-    """Whether a mask is made of rules about positions, of `documents` and of selected blocks, and hides more than `causal` alone."""
+    """Whether a mask is made of rules about positions, `documents` and `selected`, and hides more than `causal`."""
     return not hides_nothing(bound) and not is_plain_causal(bound) and _has_rules_alone(bound)
 
 
 def _has_rules_alone(bound: BoundMask) -> bool:
-    """Whether a mask is made of rules about positions, of `documents` and of selected blocks that fill its own."""
+    """Whether a mask is made of rules about positions, of `documents`, and of selected blocks that fill its own."""
     for part in bound.parts:
         structure = part.structure
         is_rule = structure.documents is not None or all(map(_is_rule, structure.either or (structure,)))

@@ -96,7 +96,9 @@ class _Gathered(NamedTuple):
             return None
         units, group = self.query.shape[:2]
         columns = self.columns.repeat_interleave(group, 0)[None]  # (1, h, l, n)
-        every = call.dropout_factors(Block(call.grid, self.block.batch, self.block.heads, self.block.rows), self.key.dtype)
+        every = call.dropout_factors(
+            Block(call.grid, self.block.batch, self.block.heads, self.block.rows), self.key.dtype
+        )
         return at_columns(every, columns)[0].unflatten(0, (units, group))
 
 

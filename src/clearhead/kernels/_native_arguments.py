@@ -33,8 +33,8 @@ class NativeArguments(NamedTuple):
             There is no first without a last.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: float32 of such a shape, added to the scores.
-        selected: int32 (1 or B, heads, L, k), numbers of blocks of `block` keys that a row sees; −1 is none. Without gaps
-            in a row; the heads divide H.
+        selected: int32 (1 or B, heads, L, k), numbers of blocks of `block` keys that a row sees; −1 is none. Rows have
+            no gaps, and the heads divide H.
         seed: int64 scalar; dropout is drawn from it.
         cu_seqlens_q, cu_seqlens_k: int64 (sequences + 1,), where packed sequences begin and the last ends.
         scale: factor of the scores.

@@ -14,6 +14,7 @@ from ..masks._structure import joined
 from ..masks._terms import Terms, terms_of
 from ._gathered import gathers
 
+
 class Lowered(NamedTuple):
     """A mask by the names of `NativeArguments`: a key is visible where all of them allow it."""
 
