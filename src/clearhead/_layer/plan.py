@@ -207,8 +207,8 @@ def _new_plan(call: Call, environment: Environment) -> tuple[Plan, bool]:
     if layout.sequences is not None:
         kernel = None if layout.tracing else choose_for_packed(call, environment.kernel)
         if kernel is None and (selects(call.mask) or not cast(PackedSequences, call.sequences).queries):
-            # A graph and an accelerator have no values of boundaries to cut sequences by, and selected keys are numbered
-            # through all sequences: a mask hides the others.
+            # A graph and an accelerator have no values of boundaries to cut sequences by, and selected keys are those
+            # of all sequences: a mask hides the others.
             return lambda call: run_call(as_one_sequence(call), environment), False
         if kernel is None:
             one_by_one = _each_alone(environment)
