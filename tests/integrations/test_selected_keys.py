@@ -114,9 +114,7 @@ def set_by_upgrade(model: Any) -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_both_routes_agree_with_eager(name: str, route: Any) -> None:
     model = model_of(name)
-    # The indexer of minimax_m3 pools blocks with padded tokens, so transformers' own implementations differ there too.
-    paddings = ("none", "right") if name == "minimax_m3_vl_text" else ("none", "left", "right")
-    batches = [batch(padding) for padding in paddings]
+    batches = [batch(padding) for padding in ("none", "left", "right")]
     expected = [states_and_gradients(model, each) for each in batches]
     route(model)
     for each, of_eager in zip(batches, expected, strict=True):
@@ -137,19 +135,21 @@ def test_the_indexer_matters(name: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("name", TYPES)
-def test_a_prompt_and_steps_with_a_cache_agree_with_eager(name: str, kind: str) -> None:
-    model, inputs = model_of(name), batch("none")
+def test_a_prompt_and_steps_with_a_cache_agree_with_eager(name: str, kind: str, padding: str) -> None:
+    model, inputs = model_of(name), batch(padding)
 
     def steps() -> Tensor:
         cache: Any = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, T + 7)
         tokens, states = inputs["input_ids"], []
         for start, stop in ((0, T - 4), *((n, n + 1) for n in range(T - 4, T))):
             places = torch.arange(start, stop)[None].expand(B, -1)
-            step = model(tokens[:, start:stop], past_key_values=cache, position_ids=places, use_cache=True)
-            states.append(step.last_hidden_state)
-        return torch.cat(states, 1)
+            marks = inputs["attention_mask"][:, :stop]
+            options: dict[str, Any] = {"past_key_values": cache, "position_ids": places, "use_cache": True}
+            states.append(model(tokens[:, start:stop], marks, **options).last_hidden_state)
+        return torch.cat(states, 1) * inputs["attention_mask"][..., None]
 
     expected = steps()
     set_by_name(model)

@@ -30,6 +30,20 @@ def selected_keys(module: Any, indices: Tensor | None, block_indices: Tensor | N
     return blocks if mask is None else mask & blocks
 
 
+def pools_padding(module: Any) -> bool:
+    """Whether an indexer of the layer's model scores blocks by all their tokens, padding included.
+
+    What it selects then depends on the states of padded tokens, which are fully masked queries of earlier layers.
+    """
+    return hasattr(getattr(module, "config", None), "index_block_size")
+
+
+def with_means_of_values(output: Tensor, lse: Tensor, value: Tensor) -> Tensor:
+    """The output (B, H, L, Dv) with the mean of all values in fully masked rows, as ``eager`` computes them."""
+    means = value.mean(2, keepdim=True).repeat_interleave(output.shape[1] // value.shape[1], 1)  # (B, H, 1, Dv)
+    return output.where((lse > float("-inf"))[..., None], means)
+
+
 def _selected(name: str, indices: Tensor, block: int) -> masks.Mask:
     try:
         return masks.selected(indices, block=block)

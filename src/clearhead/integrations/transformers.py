@@ -40,7 +40,7 @@ from ._flash_name import register_flash
 from ._keywords import WITHOUT_EFFECT, refuse_unknown
 from ._masks import carried_by, causal_mask, make_mask, read_mask
 from ._packed_row import sequences_of
-from ._selected_keys import selected_keys
+from ._selected_keys import pools_padding, selected_keys, with_means_of_values
 
 if TYPE_CHECKING:
     from ._trainer import AttentionMonitorCallback
@@ -159,8 +159,11 @@ def attention_forward(
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         weights = _weights_wanted(module, output_attentions)
-        options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, False, weights, sequences
-        output, _, weights = attend(Call(query, key, value, *options), read_environment())
+        pools = pools_padding(module)
+        options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, pools, weights, sequences
+        output, lse, weights = attend(Call(query, key, value, *options), read_environment())
+        if lse is not None:
+            output = with_means_of_values(output, lse, value)
         if cache_layer is not None:
             cache_layer.observe(Call(query, key, value, *options))
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
