@@ -15,6 +15,7 @@ from clearhead.masks._bound import bind
 from clearhead.masks._coverage import coverage
 from clearhead.masks._grid import Block, Grid, Offset
 from clearhead.masks._part import part_of
+from clearhead.positions import ALiBi
 
 B, H, L, S = 2, 6, 5, 11
 CPU = torch.device("cpu")
@@ -63,12 +64,13 @@ def test_every_cell(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("others", [None, masks.lengths(torch.tensor([4, S])), masks.causal("bottom_right")])
+@pytest.mark.parametrize("others", [None, masks.lengths(torch.tensor([4, S])), masks.causal("bottom_right"), ALiBi(H)])
 def test_coverage_is_that_of_the_cells(name: str, others: masks.Mask | None) -> None:
     indices, block = LISTS[name]
     mask = masks.selected(indices, block=block)
     mask = mask if others is None else others & mask
     cells = mask.dense(L, S, batch_size=B, num_heads=H)
+    cells = cells > float("-inf") if cells.is_floating_point() else cells
     found = coverage(bind(mask, Grid(B, H, L, S, CPU)))
     for marks, expected in ((found.queries, cells.any(-1)), (found.keys, cells.any(-2))):
         shown = torch.ones_like(expected) if marks is None else marks[..., 0].expand(expected.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -134,12 +135,10 @@ def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[
 def _coverage_of_lists(bound: BoundMask) -> tuple[Tensor, Tensor]:
     """The covered queries (1 or B, 1 or H, L) and keys (1 or B, 1 or H, S) of selected keys, from their lists."""
     grid, selection = bound.grid, next(each for part in bound.parts if (each := part.structure.selection))
-    cell = bound.visible(chosen_cell(grid))
-    items, heads = (1, 1) if cell is None else cell.shape[:2]
-    queries = torch.zeros(items, heads, grid.query_length, dtype=torch.bool, device=grid.device)
-    keys = torch.zeros(items, heads, grid.key_length + 1, dtype=torch.bool, device=grid.device)
-    of_row = selection.indices[..., 0, :].numel() * selection.block * heads
+    of_row = selection.indices[..., 0, :].numel() * selection.block * grid.num_heads
     step = max(1, _ROWS_AT_A_TIME // max(1, of_row))
+    queries: list[Tensor] = []
+    keys: Tensor | None = None
     for start in range(0, grid.query_length, step):
         block = Block(grid, rows=slice(start, min(start + step, grid.query_length)))
         columns, shown = listed_columns(selection, block)
@@ -147,11 +146,13 @@ def _coverage_of_lists(bound: BoundMask) -> tuple[Tensor, Tensor]:
             listing = block.h.flatten() * columns.shape[1] // grid.num_heads
             columns, shown = columns.index_select(1, listing), shown.index_select(1, listing)
         others = shown_cells(bound, block, columns)
-        shown = (shown if others is None else shown & others).expand(items, heads, -1, -1)
-        queries[..., block.rows] = shown.any(-1)
+        shown = shown if others is None else shown & others  # (1 or B, 1 or H, l, n)
+        queries.append(shown.any(-1))
+        if keys is None:
+            keys = shown.new_zeros(*shown.shape[:2], grid.key_length + 1)
         # What is not shown marks one more column.
         keys.scatter_(2, torch.where(shown, columns, grid.key_length).flatten(2), True)
-    return queries, keys[..., :-1]
+    return torch.cat(queries, 2), cast(Tensor, keys)[..., :-1]
 
 
 def _and(marks: Tensor, more: Tensor | None) -> Tensor:

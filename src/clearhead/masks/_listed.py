@@ -45,9 +45,8 @@ def shown_cells(bound: BoundMask, block: Block, columns: Tensor) -> Tensor | Non
         shown.append(at_columns(take(terms.key_documents, 0, block.batch)[:, None, None], columns) == queries)
     if terms.visible is not None:
         shown.append(at_columns(_rows_of(terms.visible, block), columns))
-    bias = bias_at(bound, block, columns)
-    if bias is not None:
-        shown.append(bias != float("-inf"))
+    if terms.bias is not None:  # slopes hide nothing
+        shown.append(at_columns(_rows_of(terms.bias, block), columns) != float("-inf"))
     every = None
     for each in shown:
         every = each if every is None else every & each
