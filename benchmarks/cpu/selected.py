@@ -40,9 +40,15 @@ SHARED_KEYS, SHARED_HEADS = 8192, (1, 8)
 LISTS = (512, 1024, 2048, 4096)
 
 
-def operands(heads: int, queries: int, keys: int, train: bool = False) -> list[Tensor]:
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
+def operands(heads: int, queries: int, keys: int, train: bool = False) -> Operands:
     """Of one key/value head."""
-    return [torch.randn(1, n, m, DIM, requires_grad=train) for n, m in ((heads, queries), (1, keys), (1, keys))]
+    query, key, value = (
+        torch.randn(1, n, m, DIM, requires_grad=train) for n, m in ((heads, queries), (1, keys), (1, keys))
+    )
+    return query, key, value
 
 
 def lists(queries: int, keys: int, listed: int) -> Tensor:
@@ -103,7 +109,7 @@ def shares(effort: Effort, heads: int) -> dict[str, list[float]]:
 def peak_growth(queries: int, keys: int, listed: int, train: bool) -> float:
     """Megabytes (10⁶ bytes) that a call needs on top of its inputs and lists."""
 
-    def run(tensors: list[Tensor], mask: masks.Mask) -> None:
+    def run(tensors: Operands, mask: masks.Mask) -> None:
         output = clearhead.attention(*tensors, mask)
         if train:
             output.sum().backward()
@@ -127,10 +133,10 @@ def errors(effort: Effort) -> dict[str, float]:
     mask, tensors = masks.selected(lists(queries, keys, effort.size(LISTED))), operands(4, queries, keys)
     found: list[list[Tensor]] = []
     for dtype, kernel in ((torch.float64, "reference"), (torch.float32, "native")):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        query, key, value = (x.detach().to(dtype).requires_grad_() for x in tensors)
         with clearhead.use_kernel(kernel):
-            output = clearhead.attention(*leaves, mask)
-        found.append([output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)])
+            output = clearhead.attention(query, key, value, mask)
+        found.append([output.detach(), *torch.autograd.grad(output.sin().sum(), (query, key, value))])
     names = ("output", "gradient of the query", "gradient of the key", "gradient of the value")
     return {
         name: float((ours.double() - exact).abs().max() / exact.abs().max())

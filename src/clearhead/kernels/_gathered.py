@@ -125,8 +125,8 @@ def gathered_gradients(
     for each in _blocks(call):
         item, place = each.block.batch.start, (each.block.batch, each.block.heads, each.block.rows)
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (each.query, each.key, each.value)]
-            mixed, block_lse = each.results(call, *leaves, each.factors(call))
+            query, key, value = leaves = [x.detach().requires_grad_() for x in (each.query, each.key, each.value)]
+            mixed, block_lse = each.results(call, query, key, value, each.factors(call))
             wanted, shape = torch.zeros_like(mixed), mixed.shape
             if output_gradient is not None:
                 wanted = output_gradient[place][0].to(dtype).view(shape)
