@@ -65,9 +65,7 @@ def attention(kv_heads: int = HEADS, *, dtype: torch.dtype = torch.float64, **pa
                 "per head": lambda name=name: HeadNorm(HEADS if name == "q_norm" else kv_heads, DIM),
                 "relative": lambda: positions.RelativeBias(HEADS, 8, 16),
                 "relative window": lambda: positions.RelativeBias(HEADS, 8, 16) & masks.sliding_window(9, 3),
-                "selected": lambda b, n, s: masks.causal() & masks.selected(torch.randint(-1, s, (b, n, 3))),
-    "selected blocks": lambda b, n, s: masks.selected(torch.randint(-1, -(-s // 5), (1, HEADS, n, 2)), block=5),
-    "alibi": lambda: positions.ALiBi(HEADS),
+                "alibi": lambda: positions.ALiBi(HEADS),
             }[part]()
             if isinstance(part, str)
             else part
