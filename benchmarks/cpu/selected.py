@@ -36,7 +36,7 @@ GROUPS = {
     f"16 query heads, blocks of {BLOCK}": (16, BLOCK),
 }
 SHARES = (16, 8, 4, 3, 2)
-SHARED_KEYS, SHARED_HEADS = 8192, (1, 8)
+SHARED_KEYS, SHARED_HEADS = 4096, (1, 16)
 LISTS = (512, 1024, 2048, 4096)
 
 
@@ -83,9 +83,9 @@ def decoding(effort: Effort) -> dict[str, float]:
 
 
 def shares(effort: Effort, heads: int) -> dict[str, list[float]]:
-    """Of each share of the keys, seconds of gathering them and of all keys under the same mask."""
+    """Of each share of the keys, seconds of gathering them and of all keys under the same mask, which heads share."""
     queries, keys = effort.size(QUERIES), effort.size(SHARED_KEYS, 64)
-    query, key, value = operands(heads, queries, keys)
+    query, key, value = (torch.randn(1, heads, n, DIM) for n in (queries, keys, keys))
     found: dict[str, list[float]] = {}
 
     def call(mask: masks.Mask, fewest: int) -> Callable[[], object]:

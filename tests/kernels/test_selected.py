@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], masks.Mask], dict[str, Any]]] = {
     "key heads": (lambda: masks.selected(lists(B, HKV, L, K, of=S)), {}),
     "query heads": (lambda: masks.selected(lists(1, H, L, K, of=S)), {}),
     "three of six heads": (lambda: masks.selected(lists(B, 3, L, K, of=S)), {}),
-    "blocks": (lambda: masks.selected(lists(B, HKV, L, 3, of=7), block=15), {}),
+    "blocks": (lambda: masks.selected(lists(B, HKV, L, 3, of=10), block=10), {}),
     "causal": (lambda: masks.selected(lists(B, L, K, of=S)) & masks.causal("bottom_right"), {}),
     "padding": (lambda: masks.lengths(torch.tensor([31, S])) & masks.selected(lists(B, L, K, of=S)), {}),
     "keep": (lambda: masks.selected(lists(B, L, K, of=S)) & masks.keep(either_half(B, 1, L, S)), {}),

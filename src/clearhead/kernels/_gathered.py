@@ -19,9 +19,9 @@ from ..masks._listed import at_columns, bias_at, listed_columns, shown_cells
 from ..masks._structure import Selection
 from ._second_order import sinks_gradient
 
-#: Gathering loses where there are not this many keys for each selected one (`python -m benchmarks.cpu.selected`). The
-#: mask as bools is then no larger than a few lists.
-FEWEST_SKIPPED = 2
+#: Gathering loses where there are not this many keys for each selected one, if many heads share a list (`python -m
+#: benchmarks.cpu.selected`). The mask as bools is then no larger than the lists.
+FEWEST_SKIPPED = 3
 #: Numbers of keys and values of a block.
 _ELEMENTS, _GPU_ELEMENTS = 1 << 21, 1 << 26
 
