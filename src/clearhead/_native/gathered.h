@@ -39,7 +39,8 @@ static GatheredSizes gathered_sizes(const Problem& p) {
     const int64_t most = larger(1, p.most_selected()), width = p.dim + p.value_dim;
     const int64_t state = p.heads_together() * (lanes_up(p.dim) + lanes_up(p.value_dim) + 2);
     const int64_t fitting = smaller(GATHERED_STATE / state, GATHERED_LISTS / most);
-    const int64_t rows = larger(1, smaller(MOST_GATHERED_ROWS, fitting)), keys = GATHERED_BYTES / (width * p.bytes()) + 1;
+    const int64_t rows = larger(1, smaller(MOST_GATHERED_ROWS, fitting)), bytes = larger(1, width * p.bytes());
+    const int64_t keys = GATHERED_BYTES / bytes + 1;
     if (rows * most < FEWEST_READS * p.keys) return {smaller(rows, 16), p.keys};
     return {rows, smaller(keys, p.keys)};
 }
