@@ -6,14 +6,20 @@ C++ declares the order in ``_native/module.cpp``. The two are compared when this
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import and_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._call.layout import Placed, has_contiguous_rows
 from .._native import require_declared
+from ..masks._bound import BoundMask
 from ..masks._grid import Offset
+from ..masks._listed import at_columns
+from ..masks._structure import joined
+from ..masks._terms import Terms, terms_of
+from ._gathered import gathers
 
 Strides = tuple[int, ...]
 
@@ -100,6 +106,57 @@ class BackwardArguments(NamedTuple):
 
 
 _NO_OFFSET = Offset(0)  # as many heads as the plan has
+
+
+#: Low, high, stop, first, last, visible, bias, selected and block of `NativeArguments`.
+Lowered = tuple[int, int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int]
+NO_LIMITS: Lowered = (-FAR, FAR, FAR, None, None, None, None, None, 1)
+
+
+def lowered(bound: BoundMask) -> Lowered:
+    """A mask as the kernel reads it: a band, one range of columns per row, and tensors that it reads in place."""
+    if bound.mask is None:
+        return NO_LIMITS
+    band = bound.band
+    if band is None:
+        return bound.form("native", lambda: _lower(bound))
+    return band.low, band.high, band.stop, *NO_LIMITS[3:]
+
+
+def named(mask: Lowered) -> dict[str, Any]:
+    """The arguments of a mask by name."""
+    names = ("low", "high", "stop", "first", "last", "visible", "bias", "selected", "block")
+    return dict(zip(names, mask, strict=True))
+
+
+def _lower(bound: BoundMask) -> Lowered:
+    terms = terms_of(bound, gathers(bound))
+    if terms.selection is not None and terms.selection.block == 1:
+        terms = _within_documents(terms)
+    terms = terms.written(bound.grid)
+    visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
+    if keys is not None:
+        visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)
+    if bias is not None:  # written out, because the kernel reads memory
+        bias = bias.float().resolve_neg()
+    if last is not None:  # both have the same strides
+        last = last.long().contiguous()
+        first = None if first is None else first.long().contiguous()
+    selected, block = (None, 1) if terms.selection is None else terms.selection
+    if selected is not None:
+        selected = selected.int().contiguous()
+    return terms.low, terms.high, terms.stop, first, last, visible, bias, selected, block
+
+
+def _within_documents(terms: Terms) -> Terms:
+    """The terms with documents as part of the lists of selected keys, so that they need not be written as (L, S)."""
+    selection, of_queries, of_keys = terms.selection, terms.query_documents, terms.key_documents
+    if selection is None or of_queries is None or of_keys is None or of_keys.shape[1] == 0:
+        return terms
+    listed = at_columns(of_keys[:, None, None], selection.indices.long().clamp(0, of_keys.shape[1] - 1))
+    same = listed == of_queries[:, None, :, None]  # (1 or B, heads, L, k)
+    selection = selection._replace(indices=torch.where(same, selection.indices, -1))
+    return terms._replace(selection=selection, query_documents=None, key_documents=None)
 
 
 def address_of(tensor: Tensor | None) -> int:
