@@ -27,6 +27,7 @@ NAMES = (
     "weights_memory",
     "window",
     "decoding",
+    "selected",
     "eviction",
     "linear",
     "products",

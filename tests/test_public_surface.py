@@ -47,8 +47,8 @@ SURFACE = {
     "clearhead.integrations.transformers": "AttentionMonitorCallback attention_forward cache_for make_mask register",
     "clearhead.kernels": "Kernel Refusal",
     "clearhead.masks": """
-        Mask MaskReport PreparedMask bias block_causal causal documents drop keep lengths mask_mod prefix sliding_window
-        tree
+        Mask MaskReport PreparedMask bias block_causal causal documents drop keep lengths mask_mod prefix selected
+        sliding_window tree
     """,
     "clearhead.nn": "Linear MultiheadAttention functional",
     "clearhead.nn.functional": "scaled_dot_product_attention",

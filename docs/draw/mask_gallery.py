@@ -37,6 +37,10 @@ GALLERY = {
     "lengths-queries": Example("masks.lengths(torch.tensor([8, 5]), query_lengths=torch.tensor([8, 5]))", items=2),
     "lengths-per-query": Example("masks.lengths(torch.tensor([[1, 2, 3, 4, 4, 4, 4, 4]]))"),
     "documents": Example("masks.documents(torch.tensor([0, 0, 0, 1, 1, 1, 1, 2]))"),
+    "selected": Example(
+        "masks.selected(torch.tensor([[[0, -1], [0, 1], [1, 2], [0, 3], [1, 4], [4, 5], [0, 6], [4, 7]]]))"
+    ),
+    "selected-blocks": Example("masks.selected(torch.tensor([[[0], [0], [0], [1], [0], [1], [2], [1]]]), block=3)"),
     "keep": Example("masks.keep(torch.eye(8, dtype=torch.bool))"),
     "keep-keys": Example("masks.keep(keys=torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]]))"),
     "drop": Example("masks.drop(torch.eye(8, dtype=torch.bool))"),

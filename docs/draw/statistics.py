@@ -186,6 +186,16 @@ def distance() -> Canvas:
     return canvas
 
 
+def lost_mass() -> Canvas:
+    """Columns that an indexer leaves out."""
+    canvas = start("Lost mass is the weight of the keys that masks.selected leaves out, here keys 1 and 3")
+    for column in (1, 3):
+        frame(canvas, column, column, LENGTH - column)
+    left_out = of_head("rows")[:, [1, 3]].sum(-1)
+    bars(canvas, left_out.tolist(), "weight of the framed keys", 1)
+    return canvas
+
+
 def offset() -> Canvas:
     """The mean over one diagonal."""
     canvas = start("Offset is the mean weight on one diagonal, here on the key before each query")
@@ -261,6 +271,7 @@ DRAWN = {
     "top_k": top_k,
     "sink": sink,
     "distance": distance,
+    "lost_mass": lost_mass,
     "offset": offset,
     "map": pooled_map,
     "head_average": head_average,

@@ -118,6 +118,8 @@ MASKS: dict[str, Callable[[int, int, int], Any]] = {
     "bias": lambda b, n, s: masks.bias(torch.randn(HEADS * b, n, s, dtype=torch.float64).requires_grad_()),
     "function of heads": lambda b, n, s: masks.mask_mod(lambda b, h, q, k: (q + h) % 3 != k % 3),
     "not": lambda b, n, s: ~masks.sliding_window(1, 1) & masks.causal(),
+    "selected": lambda b, n, s: masks.causal() & masks.selected(torch.randint(-1, s, (b, n, 3))),
+    "selected blocks": lambda b, n, s: masks.selected(torch.randint(-1, -(-s // 5), (1, HEADS, n, 2)), block=5),
     "alibi": lambda b, n, s: positions.ALiBi(HEADS) & masks.causal(),
     "nothing seen": lambda b, n, s: masks.lengths(torch.zeros(b, dtype=torch.int64)),
 }

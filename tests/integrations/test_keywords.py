@@ -145,7 +145,7 @@ def test_half_precision_and_queries_shared_by_the_batch() -> None:
 
 def test_unknown_keywords_are_refused_by_name_unless_they_are_none() -> None:
     inputs = tensors()
-    for name in ("indices", "sinks"):
+    for name in ("index_scores", "sinks"):
         with pytest.raises(ArgumentError, match=f"^{name}: .*may change the result"):
             attention_forward(layer(), *inputs, None, **{name: torch.zeros(1)})
     check(formula(*inputs), layer(), *inputs, None, indices=None, use_cache=True, position_ids=torch.arange(L)[None])

@@ -18,7 +18,7 @@ import clearhead
 from benchmarks.quality.architectures_cases.building import build_config
 from benchmarks.quality.architectures_cases.types import architectures
 from clearhead.errors import DTypeError
-from clearhead.integrations.transformers import attention_forward
+from clearhead.integrations.transformers import KEYWORDS, attention_forward
 from tests.integrations.architectures import relative_error
 from tests.integrations.conftest import Rows
 from tests.integrations.encoders import build, inputs_of, require_near
@@ -168,8 +168,9 @@ def test_what_clearheads_attention_refuses_is_left() -> None:
     kept = json.loads((Path(__file__).parents[2] / "benchmarks/results/architectures.json").read_text(encoding="utf-8"))
     error = re.compile(r"ArgumentError: (\w+): expected no keyword")
     refused = [(name, found[1]) for name, text in kept["figures"]["refused"].items() if (found := error.match(text))]
-    assert ("minimax_m3_vl_text", "block_indices") in refused
     for name, keyword in refused:
+        if keyword in KEYWORDS:  # which the results do not know yet
+            continue
         model = on_meta(name)
         report = clearhead.upgrade(model, linears=False)
         assert report.models == ()

@@ -268,3 +268,21 @@ def cells_of_blocks(visible: Tensor, side: int) -> Tensor:
     rows, columns = -visible.shape[-2] % side, -visible.shape[-1] % side
     padded = torch.nn.functional.pad(visible, (0, columns, 0, rows))
     return padded.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).transpose(-3, -2).flatten(-2)
+
+
+@pytest.mark.parametrize("block", [16, 20, 64])
+def test_selected_blocks_that_fill_its_own_are_read_as_lists(block: int) -> None:
+    """On a GPU, whose mask of (L, S) would be large."""
+    count = -(-300 // block)
+    indices = torch.randint(-1, count, (2, 1, 300, 2), generator=torch.Generator().manual_seed(0))
+    indices[:, :, 32:48] = 3 % count  # all queries of a block
+    mask, grid, side = masks.causal() & masks.selected(indices, block=block), Grid(2, HEADS, 300, 300, CPU), 16
+    with blocks_of(side):
+        blocks = lower_blocks(BoundMask(mask, grid))
+        cells = cells_of_blocks(visible(mask, grid), side)
+    seen, full = cells.any(-1), cells.all(-1)
+    assert not (seen & ~(blocks.partial | blocks.full)).any()
+    assert not (blocks.full & ~full).any()
+    shown = (rule(blocks, grid) & spread(blocks.partial, grid, side)) | spread(blocks.full, grid, side)
+    assert torch.equal(shown.expand(2, HEADS, 300, 300), visible(mask, grid).expand(2, HEADS, 300, 300))
+    assert "visible" not in blocks.rule

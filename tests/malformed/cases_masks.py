@@ -54,6 +54,12 @@ case("masks.block_causal", size="size")(lambda: Call(lambda size: _used(masks.bl
 case("masks.tree", weight=6, parents="tree")(
     lambda: Call(lambda parents: _used(masks.tree(parents)), parents=torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]]))
 )
+case("masks.selected", weight=6, indices="ids")(
+    lambda: Call(
+        lambda indices, block: _used(masks.selected(indices, block=block)),
+        **{"indices": torch.tensor([[[0, -1], [1, 0], [2, 2], [3, 1], [4, 0]]]), "block": 1},
+    )
+)
 case("masks.mask_mod", fn="where")(lambda: Call(lambda fn: _used(_mod(fn)), fn=lambda b, h, q, k: (q - k) % 2 == 0))
 case("masks.keep", weight=6, **MARKS)(lambda: Call(_keep, tensor=torch.ones(5, 5)))
 case("masks.keep(keys=...)", weight=6, **MARKS)(lambda: Call(_keep, keys=torch.ones(2, 5)))

@@ -35,6 +35,10 @@ def queries(lengths: Any, count: int = 4) -> Call:
 KEEP, FITS, PER_ITEM = "mask keep(...)", "(B, H, L, S) = (2, 6, 5, 7)", "Give one number per batch item."
 ONE, DIMS = "one tensor, either positional (L, S …) or keys= (B, S)", "2 to 4 dimensions, ending in (L, S)"
 LENGTHS, DOCUMENTS, MOD = "mask lengths(...)", "mask documents(...)", "mask mask_mod(fn)"
+SELECTED, LISTS = (
+    "mask selected(...)",
+    "(B or 1, L, k) or (B or 1, heads, L, k) with B = 2, L = 5 and heads that divide H = 6",
+)
 
 REFUSED = [
     ("a word", at_call("causal"), MaskTypeError, "mask", "a mask from clearhead.masks", "str. For example masks."),
@@ -51,6 +55,38 @@ REFUSED = [
     ("ids, B", at_call(masks.documents(ints(3, 5))), ShapeError, DOCUMENTS, "(T,) or (2, T)", "(3, 5)."),
     ("beyond the ids", at_ids(9), ArgumentError, DOCUMENTS, "positions from 0 to 8", "positions from 9 to 9 in query"),
     ("before the ids", at_ids(-1), ArgumentError, DOCUMENTS, "positions from 0 to 8", "positions from -1 to -1 in"),
+    ("lists, L", at_call(masks.selected(ints(2, 4, 1))), ShapeError, SELECTED, LISTS, "(2, 4, 1). Each query"),
+    ("lists, B", at_call(masks.selected(ints(3, 5, 1))), ShapeError, SELECTED, LISTS, "(3, 5, 1). Each query"),
+    ("lists, H", at_call(masks.selected(ints(2, 4, 5, 1))), ShapeError, SELECTED, LISTS, "(2, 4, 5, 1). Each"),
+    ("no heads", at_call(masks.selected(ints(2, 0, 5, 1))), ShapeError, SELECTED, LISTS, "(2, 0, 5, 1). Each"),
+    ("no key", at_call(masks.selected(ints(2, 5, 1) + 7)), ArgumentError, SELECTED, "0 to 6 of the 7 keys", "7. Num"),
+    (
+        "no block",
+        at_call(masks.selected(ints(2, 5, 1) + 3, block=3)),
+        ArgumentError,
+        SELECTED,
+        "2 of the 3 blocks",
+        "3.",
+    ),
+    ("below none", at_call(~masks.selected(ints(2, 5, 1) - 2)), ArgumentError, SELECTED, "−1 for none", "-2. Numbers"),
+    ("listed floats", lambda: masks.selected(Q), DTypeError, "indices", "an int32 or int64 tensor", "torch.float32."),
+    (
+        "listed bools",
+        lambda: masks.selected(Q.bool()),
+        DTypeError,
+        "indices",
+        "int32 or int64",
+        "torch.bool. A bool mask",
+    ),
+    (
+        "bare lists",
+        lambda: masks.selected(ints(5, 1)),
+        ShapeError,
+        "indices",
+        "(B or 1, L, k) or",
+        "(5, 1). Lists of one",
+    ),
+    ("empty blocks", lambda: masks.selected(ints(1, 5, 1), block=0), ArgumentError, "block", "an int ≥ 1", "0."),
     ("no bools", at_call(masks.mask_mod(lambda b, h, q, k: q)), DTypeError, MOD, "bool", "a torch.int64 tensor. "),
     ("rows", at_call(masks.mask_mod(lambda *_: META[None, None, 1:])), ShapeError, MOD, "fn", "(1, 1, 4, 7)."),
     ("corner", lambda: masks.causal("left"), ArgumentError, "align", "'top_left' or 'bottom_right'", "'left'."),

@@ -196,6 +196,19 @@ def _documents(draw: Draw, frame: Frame) -> Part:
     return Part(masks.documents(ids), lambda b, h, i, j: table[b][queries[b][i]] == table[b][keys[b][j]])
 
 
+def _selected(draw: Draw, frame: Frame) -> Part:
+    block = draw(st.sampled_from([1, 1, 2, 3]))
+    count = -(-frame.count // block)
+    listed = draw(st.integers(0, 4))
+    heads = draw(st.sampled_from([None, 1, frame.heads]))
+    outer = (draw(st.sampled_from([1, frame.batch])), *(() if heads is None else (heads,)))
+    numbers = (frame.random(*outer, frame.length, listed) * (count + 1)).long() - 1  # −1 is none; some come twice
+    indices = numbers.to(draw(st.sampled_from([torch.int32, torch.int64])))
+    lists = (numbers[:, None] if heads is None else numbers).expand(frame.batch, heads or 1, -1, -1).tolist()
+    of_head = lambda h: h if heads == frame.heads else 0  # noqa: E731
+    return Part(masks.selected(indices, block=block), lambda b, h, i, j: j // block in lists[b][of_head(h)][i])
+
+
 def _where(draw: Draw, frame: Frame) -> Part:
     fn = draw(st.sampled_from([_stripes, _late_keys, _early_queries, _odd_heads]))
     queries, keys = frame.query_positions, frame.key_positions
@@ -279,6 +292,7 @@ def _bias(draw: Draw, frame: Frame, dtype: torch.dtype, *, learnt: bool, several
 
 
 PREDICATES: dict[str, Callable[[Draw, Frame], Part]] = {
+    "selected": _selected,
     "causal": _causal,
     "window": _window,
     "prefix": _prefix,

@@ -16,6 +16,7 @@ from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
+from ..masks._selected import selects
 from .dropout import dropout_factors
 from .heads import split_heads
 from .layout import Layout, key_of, layout_of, plain_key_of
@@ -99,6 +100,8 @@ class Call:
     # Results of `zero_hidden` and `as_one_sequence`. Other tensors have other results.
     zeroed_: Call | None = field(default=None, init=False, repr=False)
     as_one_: Call | None = field(default=None, init=False, repr=False)
+    # Of a call that `zero_hidden` has made: query and key without zeros where nothing is selected, for the lost mass.
+    whole_: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     def read(self, environment: Environment) -> Call:
         """The call with a key, a batch of one where there is none, and positions and sinks as kernels read them.
@@ -330,5 +333,7 @@ def zero_hidden(call: Call, queries: bool = True) -> Call:
         zeroed = call.alike(key=key, value=value)
     if queries and covered.masked_queries is not None and zeroed.query is call.query:
         zeroed = zeroed.alike(query=call.query.masked_fill(covered.masked_queries, 0))
+    if selects(call.mask):
+        zeroed.whole_ = call.query, call.key
     call.zeroed_ = zeroed
     return zeroed

@@ -26,6 +26,7 @@ from ..kernels._sdpa import share_worth_skipping
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._lowering import hides_nothing
+from ..masks._selected import selects
 from .mixing import MIXED, MIXED_ONCE, plan_mixed
 
 _MOST_MASKS = 64  # plans of one key, of masks that the kernels read differently
@@ -217,8 +218,9 @@ def _new_plan(call: Call, environment: Environment) -> tuple[Plan, bool]:
         return plan_mixed(lambda call: run_call(call, environment), environment.kernel), True
     if layout.sequences is not None:
         kernel = None if layout.tracing else choose_for_packed(call, environment.kernel)
-        if kernel is None and not cast(PackedSequences, call.sequences).queries:
-            # A graph and an accelerator have no values of boundaries to cut sequences by: a mask hides the others.
+        if kernel is None and (selects(call.mask) or not cast(PackedSequences, call.sequences).queries):
+            # A graph and an accelerator have no values of boundaries to cut sequences by, and selected keys are those
+            # of all sequences: a mask hides the others.
             return lambda call: run_call(as_one_sequence(call), environment), False
         if kernel is None:
             one_by_one = _each_alone(environment)

@@ -125,7 +125,7 @@ static void score_few(const Problem& p, const BackwardTile& tile, const float* k
         for (int64_t r = 0; r < tile.count; r += TOGETHER) {  // which may include rows of zeros
             const int64_t present = smaller(LANES, count - j);
             Floats dot[TOGETHER];
-            dots(tile.few_queries + r * width, width, keys + j * stride, stride, p.dim, present, dot);
+            dots(tile.few_queries + r * width, width, Consecutive<float>(keys + j * stride, stride, p.dim), p.dim, present, dot);
             for (int64_t k = 0; k < present; k++)
                 for (int n = 0; n < TOGETHER; n++) to[(j + k) * V * LANES + r + n] = dot[n][k];
         }

@@ -29,6 +29,22 @@ INLINE int64_t distance(int64_t stride, int64_t columns) {
     return larger(1, AHEAD / (larger(1, columns) * static_cast<int64_t>(sizeof(T)))) * stride;
 }
 
+// The rows of keys, or values, from one on: a row's address, and the fetching of a row that is read later.
+template <class T>
+struct Consecutive {
+    const T* first;
+    int64_t stride, ahead;
+
+    Consecutive(const T* from, int64_t step, int64_t columns) : first(from), stride(step), ahead(distance<T>(step, columns)) {}
+    INLINE_METHOD const T* at(int64_t t) const { return first + t * stride; }
+    INLINE_METHOD void fetch_later(int64_t t, int64_t columns) const { fetch(at(t) + ahead, columns); }
+    INLINE_METHOD Consecutive from(int64_t t) const {
+        Consecutive rest = *this;
+        rest.first = at(t);
+        return rest;
+    }
+};
+
 // acc[r][k] += query r · key k over `count` columns from j on. `query` begins at column j.
 template <class T, int R>
 INLINE void multiply_keys(const float* query, int64_t width, const T* const (&key)[BESIDE], int64_t j, int64_t count,
@@ -40,17 +56,16 @@ INLINE void multiply_keys(const float* query, int64_t width, const T* const (&ke
 }
 
 // dot[r] = query r · key for LANES keys. From `count` on they repeat the last key.
-template <class T, int R>
-INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride, int64_t columns, int64_t count,
-                 Floats (&dot)[R]) {
+template <class T, template <class> class Rows, int R>
+INLINE void dots(const float* query, int64_t width, const Rows<T>& keys, int64_t columns, int64_t count, Floats (&dot)[R]) {
     Floats joined[R][LANES / BESIDE];
-    const int64_t ahead = distance<T>(stride, columns);
     for (int64_t t = 0; t < LANES; t += BESIDE) {
         Floats acc[R][BESIDE] = {};
         const T* from[BESIDE];
         for (int k = 0; k < BESIDE; k++) {
-            from[k] = key + smaller(t + k, count - 1) * stride;
-            fetch(from[k] + ahead, columns);
+            const int64_t key = smaller(t + k, count - 1);
+            from[k] = keys.at(key);
+            keys.fetch_later(key, columns);
         }
         int64_t j = 0;
         for (; j + LANES <= columns; j += LANES) multiply_keys<T, R>(query + j, width, from, j, LANES, acc);
@@ -60,16 +75,17 @@ INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride
     for (int r = 0; r < R; r++) dot[r] = join_sums<BESIDE, LANES / BESIDE>(joined[r]);
 }
 
-// N vectors of the outputs of R rows += Σ_j weights[j] · value_j. Prefetches `fetched` columns of later rows.
+// N vectors of the outputs of R rows, from column d on, += Σ_j weights[j] · value_j. Prefetches `fetched` columns of later rows.
 // The sum begins at 0: weights that are nearly equal round each addition alike, so the errors of a longer sum add up.
-template <class T, int N, int R>
-INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
-                int64_t ahead, int64_t fetched, float* output, int64_t width) {
+template <int N, int R, class Rows>
+INLINE void mix(const float (*weights)[CHUNK], const Rows& values, int64_t d, int64_t columns, int64_t count, int64_t fetched,
+                float* output, int64_t width) {
     Floats acc[R][N] = {};
     for (int64_t t = 0; t < count; t++) {
-        fetch(value + t * stride + ahead, fetched);
+        const auto* value = values.at(t) + d;
+        if (fetched) values.fetch_later(t, fetched);
         UNROLL for (int v = 0; v < N; v++) {
-            const Floats x = load_some(value + t * stride + v * LANES, columns - v * LANES);
+            const Floats x = load_some(value + v * LANES, columns - v * LANES);
             UNROLL for (int r = 0; r < R; r++) acc[r][v] += weights[r][t] * x;
         }
     }
@@ -80,22 +96,51 @@ INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, i
         }
 }
 
-template <class T, int R>
-static void mix_all(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
-                    float* output, int64_t width) {
-    const int64_t ahead = distance<T>(stride, columns);
+template <int R, class Rows>
+static void mix_all(const float (*weights)[CHUNK], const Rows& values, int64_t columns, int64_t count, float* output,
+                    int64_t width) {
     int64_t d = 0, fetched = columns;  // the first pass prefetches whole rows
     for (; columns - d >= 4 * LANES; d += 4 * LANES, fetched = 0)
-        mix<T, 4, R>(weights, value + d, stride, 4 * LANES, count, ahead, fetched, output + d, width);
+        mix<4, R>(weights, values, d, 4 * LANES, count, fetched, output + d, width);
     for (; d < columns; d += LANES, fetched = 0)
-        mix<T, 1, R>(weights, value + d, stride, columns - d, count, ahead, fetched, output + d, width);
+        mix<1, R>(weights, values, d, columns - d, count, fetched, output + d, width);
+}
+
+// The score of a product q·k, in units of log 2.
+INLINE Floats in_units_of_log2(const Problem& p, Floats dot) {
+    return p.softcap != 0 ? tanh(dot * (p.scale / p.softcap)) * (p.softcap * LOG2E) : dot * (p.scale * LOG2E);
+}
+
+// Turns scores of R rows, whose largest are `best`, into weights, and adds them to the rows' maxima and totals. Calls
+// rescale(row, factor) for outputs so far. Returns whether any row sees a key.
+template <int R, class Rescale>
+INLINE bool weigh_chunk(float (*scores)[CHUNK], const float (&best)[R], int64_t count, float* row_maxima, float* totals,
+                        const Rescale& rescale) {
+    bool visible = false;
+    for (int r = 0; r < R; r++) {
+        visible = visible || best[r] != -INFINITY;
+        if (best[r] > row_maxima[r]) {
+            const float factor = exp2(splat(row_maxima[r] - best[r]))[0];
+            rescale(r, factor);
+            totals[r] *= factor;
+            row_maxima[r] = best[r];
+        }
+        Floats total = {};
+        for (int64_t j = 0; j < count; j += LANES) {
+            const Floats x = exp2(load(scores[r] + j) - row_maxima[r]);
+            total += x;
+            store(scores[r] + j, x);
+        }
+        totals[r] += sum(total);
+    }
+    return visible;
 }
 
 // Scores (units of log 2, −∞ where hidden) and row maxima of R rows from `first` on, for keys [start, start + count).
 template <class T, int R>
 static void score_chunk(const Problem& p, const Tile& tile, int64_t batch, int64_t kv_head, int64_t first,
                         int64_t start, int64_t count, const float* query, float (*scores)[CHUNK], float (&best)[R]) {
-    const T* key = p.key.at<T>(batch, kv_head, start);
+    const Consecutive<T> keys(p.key.at<T>(batch, kv_head, start), p.key.row, p.dim);
     const bool dense = p.bias.data || p.visible.data;
     Ints lane;
     for (int n = 0; n < LANES; n++) lane[n] = n;
@@ -105,12 +150,11 @@ static void score_chunk(const Problem& p, const Tile& tile, int64_t batch, int64
         const int64_t present = smaller(LANES, count - j);
         const Ints column = lane + static_cast<int32_t>(start + j);
         Floats dot[R];
-        dots(query, lanes_up(p.dim), key + j * p.key.row, p.key.row, p.dim, present, dot);
+        dots(query, lanes_up(p.dim), keys.from(j), p.dim, present, dot);
         for (int r = 0; r < R; r++) {
             const int64_t row = first + r;
             const int32_t last = static_cast<int32_t>(smaller(tile.last[row], start + count));
-            Floats x = dot[r];
-            x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : x * (p.scale * LOG2E);
+            Floats x = in_units_of_log2(p, dot[r]);
             if (dense) x = add_mask(rounded(x), mask_row(p, batch, tile.head[row], tile.row[row], start + j, present));
             x = ((column >= tile.first[row]) & (column < last)) ? x : splat(-INFINITY);
             row_maxima[r] = larger(x, row_maxima[r]);
@@ -140,28 +184,15 @@ static void decode_chunk(const Problem& p, const Tile& tile, int64_t batch, int6
     float* output = partial_output(p, partial) + first * width;
     float scores[R][CHUNK], best[R];
     score_chunk<T, R>(p, tile, batch, kv_head, first, start, count, query, scores, best);
-    bool visible = false;
-    for (int r = 0; r < R; r++) {
-        visible = visible || best[r] != -INFINITY;
-        if (best[r] > row_maxima[r]) {
-            const float rescale = exp2(splat(row_maxima[r] - best[r]))[0];
-            for (int64_t d = 0; d < width; d += LANES) {
-                float *place = output + r * width + d, *total = place + p.folded_rows() * width;
-                store(place, load(place) * rescale);
-                store(total, load(total) * rescale);
-            }
-            totals[r] *= rescale;
-            row_maxima[r] = best[r];
+    const bool visible = weigh_chunk<R>(scores, best, count, row_maxima, totals, [&](int r, float factor) {
+        for (int64_t d = 0; d < width; d += LANES) {
+            float *place = output + r * width + d, *total = place + p.folded_rows() * width;
+            store(place, load(place) * factor);
+            store(total, load(total) * factor);
         }
-        Floats total = {};
-        for (int64_t j = 0; j < count; j += LANES) {
-            const Floats x = exp2(load(scores[r] + j) - row_maxima[r]);
-            total += x;
-            store(scores[r] + j, x);
-        }
-        totals[r] += sum(total);
-    }
-    if (visible) mix_all<T, R>(scores, p.value.at<T>(batch, kv_head, start), p.value.row, p.value_dim, count, output, width);
+    });
+    const Consecutive<T> values(p.value.at<T>(batch, kv_head, start), p.value.row, p.value_dim);
+    if (visible) mix_all<R>(scores, values, p.value_dim, count, output, width);
 }
 
 template <class T>

@@ -205,6 +205,7 @@ void backward_of_head(const Kernels& kernels, const Problem& p, int64_t head, fl
 void run_backward(const Kernels& kernels, const Problem& p) {
     if (p.sequences && p.table_buckets) return run_backward_with_tables(kernels, p);
     if (p.sequences) return run_each_sequence(run_backward, kernels, p);
+    if (p.selected.data) return run_gathered_backward(kernels, p);
     compute_backward(kernels, p);
     if (!may_hide_altogether(p) || !any_gradient_has_nan(p)) return;
     const Isolated isolated(p);

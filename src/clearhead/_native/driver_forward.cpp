@@ -110,6 +110,7 @@ void forward_of_head(const Kernels& kernels, const Problem& p, int64_t head, flo
 void run_forward(const Kernels& kernels, const Problem& p) {
     if (p.sequences && p.table_buckets) return run_forward_with_tables(kernels, p);
     if (p.sequences) return run_each_sequence(run_forward, kernels, p);
+    if (p.selected.data) return run_gathered_forward(kernels, p);
     compute_forward(kernels, p);
     const int64_t bytes = p.wide_output ? 4 : p.bytes();
     if (!may_hide_altogether(p) || !has_nan(p, p.output, p.heads, p.rows, p.value_dim, bytes)) return;

@@ -31,6 +31,10 @@ void run_forward_with_tables(const Kernels& kernels, const Problem& p);
 void run_backward_with_tables(const Kernels& kernels, const Problem& p);
 void clear_table_gradients(const Problem& p);
 
+// The passes of a problem with selected keys.
+void run_gathered_forward(const Kernels& kernels, const Problem& p);
+void run_gathered_backward(const Kernels& kernels, const Problem& p);
+
 // A problem from a row and a key of a batch item and head on. The caller sets its sizes and band.
 Problem part_of(const Problem& all, int64_t batch, int64_t head, int64_t kv_head, int64_t row, int64_t key);
 

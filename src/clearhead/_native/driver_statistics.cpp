@@ -72,7 +72,9 @@ void compute_statistics(const Kernels& kernels, const Problem& p, const Statisti
     const int64_t most = s.received || s.map ? STATISTICS_TASKS : p.threads > 1 ? TASKS_PER_THREAD * p.threads : 1;
     const int64_t tiles = divide_up(p.rows, kernels.tile_rows);
     const int64_t step = divide_up(tiles, smaller(tiles, divide_up(smaller(fitting, most), groups))) * kernels.tile_rows;
-    const int64_t chunks = divide_up(p.rows, step), floats = kernels.statistics_scratch(p, s);
+    const int64_t chunks = divide_up(p.rows, step), gathers = p.selected.data != nullptr;
+    const int64_t floats = gathers ? kernels.gathered_statistics_scratch(p) : kernels.statistics_scratch(p, s);
+    const auto pass = (gathers ? kernels.gather_statistics : kernels.statistics)[p.type];
     const ChunkSums sums(p, s, chunks, step);
     parallel_for(groups * chunks, p.threads, floats, [&](int64_t index, float* memory) {
         const int64_t group = index % groups, chunk = chunks - 1 - index / groups, start = chunk * step;
@@ -80,7 +82,7 @@ void compute_statistics(const Kernels& kernels, const Problem& p, const Statisti
         for (int64_t head = group * together; head < (group + 1) * together; head++) {
             const int64_t kv_head = head % p.heads / p.group(), folded = head % p.heads % p.group() * p.rows;
             const Task task = {head / p.heads, kv_head, folded + start, folded + stop, 0, p.keys, nullptr};
-            kernels.statistics[p.type](p, s, task, sums.of(head, chunk), memory);
+            pass(p, s, task, sums.of(head, chunk), memory);
         }
     });
     sums.add_up();
@@ -90,7 +92,7 @@ void compute_statistics(const Kernels& kernels, const Problem& p, const Statisti
 
 void run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s) {
     compute_statistics(kernels, p, s);
-    if (!p.output.data || !may_hide_altogether(p)) return;  // only outputs read values
+    if (!p.output.data || p.selected.data || !may_hide_altogether(p)) return;  // only outputs read values
     if (!has_nan(p, p.output, p.heads, p.rows, p.value_dim, p.bytes())) return;
     const Isolated isolated(p);
     if (!isolated.any()) return;

@@ -3,7 +3,7 @@
 #pragma once
 #include "backward.h"
 #include "encoder.h"
-#include "statistics.h"
+#include "gathered_statistics.h"
 
 namespace clearhead::ISA {
 
@@ -18,7 +18,10 @@ constexpr Kernels table(const char* name) {
             decode_scratch, partial_size, BY_TYPE(decode), BY_TYPE(merge),
             backward_scratch, sums_size, BY_TYPE(backward), BY_TYPE(write_sums),
             statistics_scratch, BY_TYPE(statistics),
-            BY_TYPE(norm_rows), BY_TYPE(rotate_rows), false, multiply_matrices};
+            BY_TYPE(norm_rows), BY_TYPE(rotate_rows),
+            gathered_rows, gathered_scratch, gathered_partial, BY_TYPE(gather), BY_TYPE(merge_gathered),
+            gathered_back_scratch, BY_TYPE(gather_back),
+            gathered_statistics_scratch, BY_TYPE(gather_statistics), false, multiply_matrices};
 }
 // clang-format on
 

@@ -59,6 +59,7 @@ constexpr Argument<Problem> PLAN[] = {
     ARGUMENT(query_gradient), ARGUMENT(key_gradient), ARGUMENT(value_gradient), ARGUMENT(bias_gradient),
     ARGUMENT(sequences),
     TO_EACH("last", &to.range_batch, &to.range_row), ARGUMENT(visible), ARGUMENT(bias),
+    ARGUMENT(selected), TO_EACH("selection", &to.selected_heads, &to.selected_count, &to.selected_block),
 };
 
 // Dropout is drawn from a number in a tensor.
@@ -86,6 +87,7 @@ constexpr Argument<Problem> CALL[] = {
     ARGUMENT(last),
     TO("visible", visible.data),
     TO("bias", bias.data),
+    TO("selected", selected.data),
     {"seed", read_seed},
     ARGUMENT(cu_seqlens_q),
     ARGUMENT(cu_seqlens_k),

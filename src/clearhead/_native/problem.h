@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <numeric>
 #include <type_traits>
 #include <utility>
 
@@ -25,6 +26,7 @@
 
 // Internal linkage: the linker must not merge copies that are compiled for different instruction sets.
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_METHOD inline __attribute__((always_inline))
 
 namespace clearhead {
 
@@ -125,6 +127,10 @@ struct Problem : RowRanges {
     View visible;        // bytes, or null
     View bias;           // float32, or null
 
+    // Row i sees only the keys of the blocks selected_i[0 … selected_count), in any order; −1 is none.
+    View selected;  // int32, numbers of blocks of `selected_block` keys, or null; the heads divide those of the queries
+    int64_t selected_heads, selected_count, selected_block;
+
     // Packed sequences in a batch of one. Rows [cu_seqlens_q[d], cu_seqlens_q[d + 1]) are those of sequence d. They see only
     // the keys [cu_seqlens_k[d], cu_seqlens_k[d + 1]). Masks and dropout count within a sequence, as if it were item d of a
     // batch.
@@ -167,6 +173,13 @@ struct Problem : RowRanges {
         const double of_sink = sinks ? exp(sink(b, h, i) - lse[place]) : 0;
         return isfinite(delta) ? of_sink * delta + (1 - of_sink) * of_lse : NAN;
     }
+    // Query heads whose rows see the same keys of one head, which are gathered for all of them.
+    int64_t heads_together() const {
+        if (visible.head || bias.head) return 1;
+        return std::gcd(group(), heads / larger(1, selected_heads));
+    }
+    // The most keys that a row has selected.
+    int64_t most_selected() const { return smaller(keys, selected_count * selected_block); }
     // Rows of all query heads that share a key/value head.
     int64_t folded_rows() const { return group() * rows; }
 };
@@ -210,6 +223,7 @@ struct TaskSums {
 };
 
 // Folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop). Only decoding splits keys.
+// Of selected keys: rows of all heads that share them, the first of which is `kv_head`, and part key_start of key_stop.
 struct Task {
     int64_t batch, kv_head, row_start, row_stop, key_start, key_stop;
     const float* masks;  // packed for its tiles, or null
@@ -272,6 +286,15 @@ struct Kernels {
     void (*statistics[3])(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
     void (*norm_rows[3])(const RowNorm&, int64_t start, int64_t stop, float* scratch);
     void (*rotate_rows[3])(const Rotation&, int64_t start, int64_t stop);
+    int64_t (*gathered_rows)(const Problem&);  // of one task
+    int64_t (*gathered_scratch)(const Problem&);
+    int64_t (*gathered_partial)(const Problem&);  // of a row
+    void (*gather[3])(const Problem&, const Task&, float* partials, float* scratch);
+    void (*merge_gathered[3])(const Problem&, int64_t batch, int64_t head, int64_t row, const float* partials, int64_t count);
+    int64_t (*gathered_back_scratch)(const Problem&);
+    void (*gather_back[3])(const Problem&, const Task&, float* sums, float* scratch);
+    int64_t (*gathered_statistics_scratch)(const Problem&);
+    void (*gather_statistics[3])(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
     bool pairs;  // whether the forward pass of bfloat16 multiplies pairs
     void (*multiply)(const Multiplication&);
 };

@@ -5,31 +5,46 @@
 
 namespace clearhead::ISA {
 
+// Sums of a row, in units of log 2: Σ e^(s − row maximum), Σ e^(s − row maximum) · (s − row maximum), and two maxima.
+struct RowSums {
+    double sum, inner, row_max, raw_max;
+    float visible;
+};
+
+// Writes lse and statistics of a row. Returns the factor from e^(s − row maximum) to p.
+static float finish_row_statistics(const Problem& p, const Statistics& s, int64_t batch, int64_t head, int64_t row,
+                                   const RowSums& sums) {
+    const int64_t place = p.row_place(batch, head, row);
+    const double sum = sums.sum, ln2 = LN_OF_2;
+    const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : sums.row_max * ln2;
+    double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
+    if (p.sinks && sum != 0) {  // one more term of the total, where shift is the larger of row maximum and sink
+        const double sink = p.sink(batch, head, row), shift = row_max < sink ? sink : row_max;
+        const double total = sum * exp(row_max - shift) + exp(sink - shift);
+        factor = exp(row_max - shift) / total;  // from e^(s − row maximum) to e^(s − shift), over the total
+        lse = log(total) + shift;
+        entropy = sum * factor * (lse - row_max);
+    } else if (p.sinks) {
+        lse = p.sink(batch, head, row);
+    }
+    const float to_weight = static_cast<float>(factor);
+    if (p.lse) p.lse[place] = lse;
+    if (s.largest) s.largest[place] = static_cast<float>(row_max);
+    if (s.raw) s.raw[place] = static_cast<float>(sum != sum ? NAN : sums.raw_max * unit_of_raw(p));
+    if (s.visible) s.visible[place] = sums.visible;
+    if (s.entropy) s.entropy[place] = static_cast<float>(entropy - static_cast<float>(sums.inner) * ln2 * factor);
+    if (s.confidence) s.confidence[place] = to_weight;
+    return to_weight;
+}
+
 // Statistics of each row from its sums, in double.
 static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel, int64_t batch) {
     const Tile& tile = panel.tile;
     for (int64_t lane = 0; lane < tile.count; lane++) {
-        const int64_t place = p.row_place(batch, tile.head[lane], tile.row[lane]);
-        const double sum = panel.tile.sum[lane], ln2 = LN_OF_2;
-        const double highest = panel.tile.row_max[lane] + panel.shift[lane];
-        const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : highest * ln2;
-        double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
-        if (p.sinks && sum != 0) {  // one more term of the total, where shift is the larger of row maximum and sink
-            const double sink = p.sink(batch, tile.head[lane], tile.row[lane]), shift = row_max < sink ? sink : row_max;
-            const double total = sum * exp(row_max - shift) + exp(sink - shift);
-            factor = exp(row_max - shift) / total;  // from e^(s − row maximum) to e^(s − shift), over the total
-            lse = log(total) + shift;
-            entropy = sum * factor * (lse - row_max);
-        } else if (p.sinks) {
-            lse = p.sink(batch, tile.head[lane], tile.row[lane]);
-        }
-        if (p.lse) p.lse[place] = lse;
-        panel.factor[lane] = static_cast<float>(factor);
-        if (s.largest) s.largest[place] = static_cast<float>(row_max);
-        if (s.raw) s.raw[place] = static_cast<float>(sum != sum ? NAN : panel.raw_max[lane] * unit_of_raw(p));
-        if (s.visible) s.visible[place] = panel.visible[lane];
-        if (s.entropy) s.entropy[place] = static_cast<float>(entropy - panel.inner[lane] * ln2 * factor);
-        if (s.confidence) s.confidence[place] = panel.factor[lane];
+        const double raw_max = s.raw ? panel.raw_max[lane] : 0;
+        const RowSums sums = {panel.tile.sum[lane], panel.inner[lane],
+                              panel.tile.row_max[lane] + panel.shift[lane], raw_max, panel.visible[lane]};
+        panel.factor[lane] = finish_row_statistics(p, s, batch, tile.head[lane], tile.row[lane], sums);
     }
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .over_queries import Map, MaxLogit, RawMaxLogit, Received, WeightAtOffset
-from .per_query import Confidence, Distance, Entropy, Sink, TopLogit
+from .per_query import Confidence, Distance, Entropy, LostMass, Sink, TopLogit
 from .statistic import Statistic
 from .vectors import Extremes, HeadAverage, MassOf, Output, OutputNorm, Rows, TopKeys
 
@@ -22,6 +22,7 @@ STATISTICS: dict[str, type[Statistic]] = {
         Extremes,
         Sink,
         Distance,
+        LostMass,
         WeightAtOffset,
         MassOf,
         Map,

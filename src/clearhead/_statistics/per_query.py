@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._call.call import zero_hidden
+from ..errors import ArgumentError
 from ..kernels._block_rows import BlockRows
+from ..kernels._blocks import block_scores
+from ..masks._base import Mask
+from ..masks._combined import all_of
 from ..masks._grid import take
+from ..masks._selected import Selected, selects
 from .statistic import MOST_LISTED_KEYS, Statistic
+from .totals import PartialCall
 
 
 @final
@@ -122,6 +129,44 @@ class Sink(Statistic):
         is_marked, numbers = marks.sort(dim=-1, descending=True, stable=True)
         first = numbers.masked_fill(is_marked == 0, -1)[..., :count].expand(*self.row_shape[:2], count)
         return {"sink": self.row_shape, "first_keys": first.int().contiguous(), "sink_keys": count}
+
+
+@final
+class LostMass(Statistic):
+    """The mass that the keys of `masks.selected` leave out, which takes the scores of all keys."""
+
+    name = "lost_mass"
+    meaning = "1 − exp(lse_i − lse_i of the same call without its `masks.selected`), 0 if it has none"
+    of: ClassVar = "scores"
+
+    def begin(self) -> None:
+        super().begin()
+        if isinstance(self.call, PartialCall):
+            expected, fix = "statistics without 'lost_mass'", "Compute it in one process, from the whole query and key."
+            raise ArgumentError("statistics", expected=expected, got="a call of several processes", fix=fix)
+        call = self.call
+        if not selects(call.mask):
+            self._dense = None
+            return
+        parts = cast(Mask, call.mask).parts()
+        query, key = call.whole_ or (call.query, call.key)
+        mask = all_of([part for part in parts if not isinstance(part, Selected)])
+        self._dense = zero_hidden(call.changed(query, key, key, mask=mask), queries=False)
+
+    def add(self, rows: BlockRows) -> None:
+        dense, block, group = self._dense, rows.block, self.call.layout.group
+        if dense is None:
+            return
+        kv_heads = slice(block.heads.start // group, block.heads.stop // group)
+        query = dense.query[block.batch, block.heads, rows.place].to(rows.query.dtype)
+        key = dense.key[block.batch, kv_heads, rows.columns].to(rows.key.dtype)
+        scores, _ = block_scores(dense, block, query, key)  # (b, h, l, s)
+        # Of all keys, of the listed ones, and of the sink, in units of e^shift.
+        every = (scores - rows.shift).exp().sum(-1, keepdim=True)
+        listed = rows.mass * rows.total
+        sink = rows.total - listed if self.call.sinks is not None else torch.zeros_like(listed)
+        lost = 1 - (listed + sink) / (every + sink)
+        self.put(self.accumulator, rows, lost.masked_fill(every + sink == 0, 0).clamp(min=0).to(self.accumulator.dtype))
 
 
 @final

@@ -40,6 +40,7 @@ from ._flash_name import register_flash
 from ._keywords import WITHOUT_EFFECT, refuse_unknown
 from ._masks import carried_by, causal_mask, make_mask, read_mask
 from ._packed_row import sequences_of
+from ._selected_keys import pools_padding, selected_keys, with_means_of_values
 
 if TYPE_CHECKING:
     from ._trainer import AttentionMonitorCallback
@@ -59,6 +60,7 @@ _NAMES = {
     "cu_seqlens_k": "cu_seq_lens_k",
     "masks.keep": "attention_mask",
     "mask keep(...)": "attention_mask",
+    "mask selected(...)": "indices or block_indices",
 }
 
 # Layers of these models do not pass ``output_attentions`` on, and transformers' hooks do not collect from them. Their
@@ -90,6 +92,8 @@ def attention_forward(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     output_attentions: bool | None = None,
@@ -111,6 +115,9 @@ def attention_forward(
         sliding_window: without a mask, keys more than ``sliding_window`` − 1 positions away are masked.
         is_causal: without a mask, ``True`` makes the call causal, with the last query at the last key.
         position_bias: bias of the scores, (B or 1, H or 1, L or 1, S).
+        indices: int (B, L, k), the keys that an indexer selects for each query. Masked keys among them stay masked.
+        block_indices: int (B, Hkv, L, k), the blocks of ``module.config.index_block_size`` keys that it selects, −1 for
+            none. Without a mask the call is causal.
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of packed sequences. Causal masks and windows then apply
             within each sequence.
         output_attentions: whether to return the weights.
@@ -144,15 +151,22 @@ def attention_forward(
         elif attention_mask is not None:
             mask = read_mask(attention_mask, query, key)
         else:
+            is_causal = is_causal or block_indices is not None
             mask, queries_at = _mask_of_call(query, key, sliding_window, is_causal)
+        selected = selected_keys(module, indices, block_indices)
+        if selected is not None:
+            mask = _combined(mask, selected)
         if position_bias is not None:
             mask = _combined(mask, masks.bias(position_bias))
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         weights = _weights_wanted(module, output_attentions)
         s_aux = s_aux if sinks is None else sinks.squeeze(-1)
-        options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, False, weights, sequences
-        output, _, weights = attend(Call(query, key, value, *options), read_environment())
+        pools = pools_padding(module)
+        options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, pools, weights, sequences
+        output, lse, weights = attend(Call(query, key, value, *options), read_environment())
+        if lse is not None:
+            output = with_means_of_values(output, lse, value)
         if cache_layer is not None:
             cache_layer.observe(Call(query, key, value, *options))
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)

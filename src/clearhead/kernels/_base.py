@@ -160,9 +160,9 @@ def refusals_of_formula(layout: Layout, computed: frozenset[str]) -> list[Refusa
     return [Refusal("it has no {part}", part=_PARTS.get(name, name)) for name in missing]
 
 
-def refusals_of_heads(bound: BoundMask) -> list[Refusal]:
-    """Refuse a mask whose lowering would be as large as the scores."""
-    sizes = bound.form("computed sizes", partial(computed_sizes, bound))
+def refusals_of_heads(bound: BoundMask, gathers: bool = False) -> list[Refusal]:
+    """Refuse a mask whose lowering would be as large as the scores. That of keys that a kernel gathers is not."""
+    sizes = bound.form(("computed sizes", gathers), partial(computed_sizes, bound, gathers))
     if any(heads > 1 for _, heads in sizes):
         return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
     return []

@@ -28,6 +28,7 @@ from ._blocks import (
     head_spans,
     span_blocks,
 )
+from ._gathered import gathered_forward, gathered_gradients, gathers
 from ._second_order import backward_pass, by_reference, sinks_gradient
 
 
@@ -80,12 +81,19 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         lse, *saved = ctx.saved_tensors
 
-        def by_blocks(call: Call) -> tuple[Tensor, ...]:
+        def by_blocks(call: Call) -> tuple[Tensor | None, ...]:
             layout = call.layout
             whole_lse = restored("saved lse", lse, layout.query[:3], layout.compute_dtype, layout.device)
+            if _gathers(call):
+                return gathered_gradients(call, whole_lse, *gradients)
             return chunked_gradients(call, whole_lse, *gradients)
 
         return backward_pass(ctx, gradients, lambda: ctx.rebuild(*saved), by_blocks, by_reference)
+
+
+def _gathers(call: Call) -> bool:
+    """Whether the keys that the call selects are gathered, which gives no gradient of a bias."""
+    return call.mask is not None and gathers(call.bound) and not call.layout.learns_bias
 
 
 def _empty_lse(call: Call) -> Tensor:
@@ -94,6 +102,8 @@ def _empty_lse(call: Call) -> Tensor:
 
 def _forward(call: Call, lse: Tensor | None) -> Tensor:
     """Return the output, and write lse (B, H, L) unless it is ``None``."""
+    if _gathers(call):
+        return gathered_forward(call, lse)
     output = call.value.new_empty(*call.query.shape[:3], call.value.shape[-1])
     workspace = Workspace()
     for span in head_spans(call):

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ..masks._bound import BoundMask
 from ..masks._grid import Block, Grid
-from ..masks._structure import Band, joined
+from ..masks._structure import Band, Selection, joined
 from ..masks._terms import Terms, terms_of_parts
 from ._flex_rule import PREFIXES, SIDE, Limits, numbers_on, table
+from ._gathered import selection_of
 
 _NO_LIMITS: Limits = (None, None)
 #: So many bands become constants of compiled kernels. Compiling takes seconds, and models have one band or two.
@@ -120,7 +121,9 @@ def lower_blocks(bound: BoundMask) -> FlexMask:
     """
     parts, grid = bound.parts, bound.grid
     union, either = next(((each, ranges) for each in parts if (ranges := _ranges_of(each))), (None, []))
-    terms = terms_of_parts([each for each in parts if each is not union], grid)
+    lists = selection_of(bound)
+    reads_lists = lists is not None and lists.block >= SIDE  # of smaller blocks a block of keys holds too many
+    terms = terms_of_parts([each for each in parts if each is not union], grid, reads_lists)
     for part in parts:
         if part.has_bias:  # NaN of a hidden key stays out only if its cells are hidden, whatever is added to them
             terms = terms._replace(visible=joined(terms.visible, part.visible(Block(grid)), and_))
@@ -140,6 +143,9 @@ def lower_blocks(bound: BoundMask) -> FlexMask:
         rule["visible"], rule["visible_steps"] = table(terms.visible)
     if terms.slopes is not None:
         rule["slopes"], rule["shift"] = terms.slopes, torch.full((), terms.shift, device=grid.device)
+    if terms.selection is not None:
+        rule["listed"], rule["listed_steps"] = table(_listed(terms.selection, grid))
+        rule["listed_keys"] = numbers_on(grid.device, [terms.selection.block], torch.int32)
     return replace(blocks, partial=some & ~full, full=full, rule=rule)
 
 
@@ -179,6 +185,8 @@ def _bounds(terms: Terms, either: list[tuple[Tensor | None, Tensor]], grid: Grid
         )
     if terms.visible is not None:
         yield _blocks_of_cells(terms.visible, grid)
+    if terms.selection is not None:
+        yield _blocks_of_lists(terms.selection, grid)
 
 
 def _of_rows(limit: Tensor, grid: Grid) -> Tensor:
@@ -204,6 +212,29 @@ def _blocks_of_cells(visible: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     blocks = F.pad(cells, (0, -grid.key_length % SIDE, 0, -grid.query_length % SIDE))
     blocks = blocks.unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE))  # (1 or B, 1 or H, n, SIDE, m, SIDE)
     return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
+
+
+def _listed(selection: Selection, grid: Grid) -> Tensor:
+    """Which blocks of keys each query lists, bool (1 or B, 1 or H, L, blocks)."""
+    indices, count = selection.indices.long(), -(-grid.key_length // selection.block)
+    places = torch.where((indices >= 0) & (indices < count), indices, count)
+    marks = torch.zeros(*places.shape[:3], count + 1, dtype=torch.bool, device=grid.device).scatter_(3, places, True)
+    heads = 1 if marks.shape[1] == 1 else grid.num_heads // marks.shape[1]
+    return marks[..., :count].repeat_interleave(heads, 1)
+
+
+def _blocks_of_lists(selection: Selection, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Whether any, and whether every query of a block lists the keys of a block, (1 or B, 1 or H, n, m)."""
+    listed = _listed(selection, grid)
+    columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)
+    # As long as a block of queries and keys at least, so that it has keys of two at most.
+    last = (columns + (SIDE - 1)).clamp(max=grid.key_length - 1) // selection.block
+    first, last = listed.index_select(3, columns // selection.block), listed.index_select(3, last)
+    some, every = (
+        F.pad(each, (0, 0, 0, -grid.query_length % SIDE)).unflatten(2, (-1, SIDE))
+        for each in (first | last, first & last)
+    )
+    return some.any(3), every.all(3)
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

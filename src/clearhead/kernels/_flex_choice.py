@@ -57,17 +57,18 @@ def leaves_to_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
 
 
 def _leaves_out(bound: BoundMask) -> bool:
-    """Whether a mask is made of rules about positions and of `documents`, and hides more than `causal` alone."""
+    """Whether a mask is made of rules about positions, `documents` and `selected`, and hides more than `causal`."""
     return not hides_nothing(bound) and not is_plain_causal(bound) and _has_rules_alone(bound)
 
 
 def _has_rules_alone(bound: BoundMask) -> bool:
-    """Whether a mask is made of rules about positions, of `documents` and of ALiBi."""
+    """Whether a mask is made of rules about positions, `documents`, ALiBi, and selected blocks that fill its own."""
     for part in bound.parts:
         structure = part.structure
         if structure.slopes is not None:
             continue
         is_rule = structure.documents is not None or all(map(_is_rule, structure.either or (structure,)))
+        is_rule = is_rule or (structure.selection is not None and structure.selection.block >= SIDE)
         if part.has_bias or not is_rule:
             return False
     return True

@@ -29,6 +29,7 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
             ``query_documents`` ((B,) L) and ``key_documents`` ((B,) S) must be equal.
             ``slopes``, float32 (H,), and ``shift`` hide nothing: they are those of `Terms`.
             ``visible`` and ``visible_steps`` are a `table` of cells.
+            ``listed`` and ``listed_steps`` are a `table` of the blocks of ``listed_keys`` keys that each query lists.
         limits: constants of the compiled code.
         b, h, i, j: batch item, head, row and column; integers that broadcast.
     """
@@ -52,6 +53,8 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
         conditions.append(_pick_one(rule["query_documents"], b, i) == _pick_one(rule["key_documents"], b, j))
     if "visible" in rule:
         conditions.append(pick(rule["visible"], rule["visible_steps"], b, h, i, j))
+    if "listed" in rule:
+        conditions.append(pick(rule["listed"], rule["listed_steps"], b, h, i, j // rule["listed_keys"][0]))
     return reduce(and_, conditions) if conditions else j >= 0
 
 

@@ -98,14 +98,16 @@ def _native_plan(
         "row_sinks" in layout.formula,
     )
     masks = [placed(arguments.get(name)) for name in ("last", "visible", "bias")]
+    selected = placed(arguments.get("selected"))
+    selection = None if selected is None else (selected, arguments["block"])
     heads = (layout.query[1], layout.key[1]) if layout.merged else None
     options = {"bias_gradient": bias_gradient, "differentiable": bool(layout.gradients), "heads": heads}
-    return cached_plan(layout.dtype, *operands, *numbers, *masks, **options)
+    return cached_plan(layout.dtype, *operands, *numbers, *masks, selection, **options)
 
 
 def _compute_output(planned: NativePlan, call: Call) -> Results:
     """The output of a call whose tensors are laid out as the plan's."""
-    low, high, stop, *masks = NO_LIMITS if call.mask is None else lowered(call.bound)
+    low, high, stop, *masks, _ = NO_LIMITS if call.mask is None else lowered(call.bound)  # no keys are selected
     sinks, sequences, others = call.sinks, call.sequences, ()
     if sinks is not None and sinks.dtype is not torch.float32:
         sinks = sinks.float()

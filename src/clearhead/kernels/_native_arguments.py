@@ -16,8 +16,10 @@ from .._call.layout import Placed, has_contiguous_rows
 from .._native import require_declared
 from ..masks._bound import BoundMask
 from ..masks._grid import Offset
+from ..masks._listed import at_columns
 from ..masks._structure import joined
-from ..masks._terms import terms_of
+from ..masks._terms import Terms, terms_of
+from ._gathered import gathers
 
 Strides = tuple[int, ...]
 
@@ -37,11 +39,14 @@ class NativeArguments(NamedTuple):
             There is no first without a last.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: float32 of such a shape, added to the scores.
+        selected: int32 (1 or B, heads, L, k), numbers of blocks of `block` keys that a row sees; −1 is none. Rows have
+            no gaps, and the heads divide H.
         seed: int64 scalar; dropout is drawn from it.
         cu_seqlens_q, cu_seqlens_k: int64 (sequences + 1,), where packed sequences begin and the last ends.
         scale: factor of the scores.
         softcap: 0 is none.
         dropout_p: probability that a weight is dropped, if there is a seed.
+        block: see `selected`.
         low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
         offset: the numbers of an `Offset`, for dropout. ``None`` means those of a call of its own.
     """
@@ -54,12 +59,14 @@ class NativeArguments(NamedTuple):
     last: Tensor | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
+    selected: Tensor | None = None
     seed: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     scale: float = 1.0
     softcap: float = 0.0
     dropout_p: float = 0.0
+    block: int = 1
     low: int | None = None
     high: int | None = None
     stop: int | None = None
@@ -76,10 +83,10 @@ class NativeArguments(NamedTuple):
 
         The tensors must outlive the call.
         """
-        _, _, _, sinks, _, last, visible, bias, seed, cu_seqlens_q, *_ = self
-        if sinks is last is visible is bias is seed is cu_seqlens_q is None:
+        _, _, _, sinks, _, last, visible, bias, selected, seed, cu_seqlens_q, *_ = self
+        if sinks is last is visible is bias is selected is seed is cu_seqlens_q is None:
             return ()
-        return addresses_of(self[3:11], self.offset)
+        return addresses_of(self[3:12], self.offset)
 
 
 class BackwardArguments(NamedTuple):
@@ -101,9 +108,9 @@ class BackwardArguments(NamedTuple):
 _NO_OFFSET = Offset(0)  # as many heads as the plan has
 
 
-#: Low, high, stop, first, last, visible and bias of `NativeArguments`.
-Lowered = tuple[int, int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-NO_LIMITS: Lowered = (-FAR, FAR, FAR, None, None, None, None)
+#: Low, high, stop, first, last, visible, bias, selected and block of `NativeArguments`.
+Lowered = tuple[int, int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int]
+NO_LIMITS: Lowered = (-FAR, FAR, FAR, None, None, None, None, None, 1)
 
 
 def lowered(bound: BoundMask) -> Lowered:
@@ -113,17 +120,21 @@ def lowered(bound: BoundMask) -> Lowered:
     band = bound.band
     if band is None:
         return bound.form("native", lambda: _lower(bound))
-    return band.low, band.high, band.stop, None, None, None, None
+    return band.low, band.high, band.stop, *NO_LIMITS[3:]
 
 
 def named(mask: Lowered) -> dict[str, Any]:
     """The arguments of a mask by name."""
-    return dict(zip(("low", "high", "stop", "first", "last", "visible", "bias"), mask, strict=True))
+    names = ("low", "high", "stop", "first", "last", "visible", "bias", "selected", "block")
+    return dict(zip(names, mask, strict=True))
 
 
 def _lower(bound: BoundMask) -> Lowered:
-    terms = terms_of(bound).written(bound.grid)
-    low, high, stop, _, first, last, keys, visible, bias, *_ = terms
+    terms = terms_of(bound, gathers(bound))
+    if terms.selection is not None and terms.selection.block == 1:
+        terms = _within_documents(terms)
+    terms = terms.written(bound.grid)
+    visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
     if keys is not None:
         visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)
     if bias is not None:  # written out, because the kernel reads memory
@@ -131,7 +142,21 @@ def _lower(bound: BoundMask) -> Lowered:
     if last is not None and not (first is None and last.dtype is torch.int64 and last.is_contiguous()):
         last = last.long().contiguous()  # both have the same strides
         first = None if first is None else first.long().contiguous()
-    return low, high, stop, first, last, visible, bias
+    selected, block = (None, 1) if terms.selection is None else terms.selection
+    if selected is not None:
+        selected = selected.int().contiguous()
+    return terms.low, terms.high, terms.stop, first, last, visible, bias, selected, block
+
+
+def _within_documents(terms: Terms) -> Terms:
+    """The terms with documents as part of the lists of selected keys, so that they need not be written as (L, S)."""
+    selection, of_queries, of_keys = terms.selection, terms.query_documents, terms.key_documents
+    if selection is None or of_queries is None or of_keys is None or of_keys.shape[1] == 0:
+        return terms
+    listed = at_columns(of_keys[:, None, None], selection.indices.long().clamp(0, of_keys.shape[1] - 1))
+    same = listed == of_queries[:, None, :, None]  # (1 or B, heads, L, k)
+    selection = selection._replace(indices=torch.where(same, selection.indices, -1))
+    return terms._replace(selection=selection, query_documents=None, key_documents=None)
 
 
 def address_of(tensor: Tensor | None) -> int:
@@ -145,7 +170,7 @@ def addresses_of(others: Sequence[Tensor | None], offset: Sequence[int] | None =
 
 
 OPERANDS = "threads", "query", "key", "value", "output", "lse", "keys", "low", "high", "stop"
-require_declared("arguments", *OPERANDS, *NativeArguments._fields[3:11], *Offset._fields, *BackwardArguments._fields)
+require_declared("arguments", *OPERANDS, *NativeArguments._fields[3:12], *Offset._fields, *BackwardArguments._fields)
 require_declared("types", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
 
 

@@ -22,6 +22,7 @@ _IN_SCHEMA: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     float: "float",
+    int: "SymInt",
     int | None: "SymInt?",
     Sequence[int] | None: "SymInt[]?",
 }

@@ -33,7 +33,7 @@ _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before 
 _PLANS = 256
 _CPU = torch.device("cpu")
 #: The arguments of tensors that a call does not have, before those of a backward pass.
-_NO_OTHERS = (0,) * 13
+_NO_OTHERS = (0,) * 14
 
 
 @final
@@ -50,6 +50,7 @@ class NativePlan:
         sequences: the number of packed sequences, or 0 for a batch. Bands and dropout count within a sequence.
         last: shape and strides of `NativeArguments.first` and `last`, or ``None``.
         visible, bias: those of these tensors, or ``None``.
+        selected: those of `NativeArguments.selected`, and its `block`, or ``None``.
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether there may be a backward pass; the output is then float32 whatever the dtype.
         output: strides of the output. Default: heads lie beside each other where the query's do.
@@ -81,6 +82,7 @@ class NativePlan:
         last: Placed | None = None,
         visible: Placed | None = None,
         bias: Placed | None = None,
+        selected: tuple[Placed, int] | None = None,
         bias_gradient: tuple[int, ...] | None = None,
         differentiable: bool = False,
         output: Strides | None = None,
@@ -125,7 +127,8 @@ class NativePlan:
         self._forward, self._backward, self._statistics = built.forward, built.backward, built.statistics
         names = ("query", "key", "value")
         masks = {"last": last, "visible": visible, "bias": bias}
-        self._masks = last, visible, bias
+        self._masks = last, visible, bias, selected
+        (_, heads_of_selected, _, count), block = ((0,) * 4, 0) if selected is None else (selected[0][0], selected[1])
         self._plan = built.plan(
             type=DTYPES[dtype],
             query_shape=operands[0][0],
@@ -135,6 +138,8 @@ class NativePlan:
             output=of_output,
             bias_gradient=strides_of_bias_gradient(bias_gradient),
             **{name: broadcast_strides(each) for name, each in masks.items()},
+            selected=broadcast_strides(None if selected is None else selected[0]),
+            selection=(heads_of_selected, count, block),
             scale=scale,
             softcap=softcap,
             sequences=sequences,
@@ -148,7 +153,7 @@ class NativePlan:
         query, key, value, _, _, last, visible, bias, *_ = arguments
         if (query.stride(), key.stride(), value.stride()) != self._operand_strides:
             return False
-        return (placed(last), placed(visible), placed(bias)) == self._masks
+        return (placed(last), placed(visible), placed(bias), placed_selection(arguments)) == self._masks
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -343,13 +348,20 @@ def placed(tensor: Tensor | None) -> Placed | None:
     return None if tensor is None else (tensor.shape, tensor.stride())
 
 
+def placed_selection(arguments: NativeArguments) -> tuple[Placed, int] | None:
+    """Shape and strides of the selected keys, and the keys of a block."""
+    selected = arguments.selected
+    return None if selected is None else ((selected.shape, selected.stride()), arguments.block)
+
+
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-    query, key, value, sinks, _, last, visible, bias, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
+    query, key, value, sinks, _, last, visible, bias, _, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
     operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
     dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
     numbers = scale, softcap, dropped, sequences, sinks is not None and sinks.dim() > 1
-    return cached_plan(query.dtype, *operands, *numbers, *map(placed, (last, visible, bias)), **options)
+    masks = *map(placed, (last, visible, bias)), placed_selection(arguments)
+    return cached_plan(query.dtype, *operands, *numbers, *masks, **options)
 
 
 #: `NativePlan`, of which the last ones are kept.

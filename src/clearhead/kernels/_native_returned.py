@@ -21,6 +21,7 @@ _DTYPES = {
     "last": torch.int64,
     "visible": torch.bool,
     "bias": torch.float32,
+    "selected": torch.int32,
     "seed": torch.int64,
 }
 
@@ -32,7 +33,7 @@ def as_declared(arguments: NativeArguments, output_gradient: Tensor) -> NativeAr
         ShapeError, DTypeError, DeviceError, ArgumentError: for tensors that do not hold the saved numbers.
     """
     batch, heads, length, value_dim = output_gradient.shape
-    query, key, value, *others = arguments[:11]
+    query, key, value, *others = arguments[:12]
     kv_heads, keys = key.shape[1:3] if key.dim() == 4 else (0, 0)
     if kv_heads == 0 or heads % kv_heads:
         expected = f"(B, Hkv, S, D) with an Hkv that divides H = {heads}"
@@ -46,6 +47,7 @@ def as_declared(arguments: NativeArguments, output_gradient: Tensor) -> NativeAr
         "sinks": (batch, heads, length) if of_rows else (heads,),
         **dict.fromkeys(("first", "last"), (batch, length)),
         **dict.fromkeys(("visible", "bias"), (batch, heads, length, keys)),
+        "selected": _of_selected(arguments.selected, batch, heads, length),
         "seed": (),
     }
     changed = {}
@@ -56,6 +58,13 @@ def as_declared(arguments: NativeArguments, output_gradient: Tensor) -> NativeAr
             if (bounds := getattr(arguments, name)) is not None:
                 changed[name] = _boundaries(name, bounds, tokens)
     return arguments._replace(query=query, key=key, value=value, **changed)
+
+
+def _of_selected(selected: Tensor | None, batch: int, heads: int, length: int) -> tuple[int, ...]:
+    """The whole shape of lists of keys, of whose heads and numbers nothing else tells."""
+    if selected is None or selected.dim() != 4 or selected.shape[1] == 0 or heads % selected.shape[1]:
+        return batch, heads, length, -1
+    return batch, selected.shape[1], length, selected.shape[3]
 
 
 def _of_mask(name: str, x: Tensor, whole: tuple[int, ...]) -> Tensor:

@@ -92,7 +92,8 @@ def _of_rows(arguments: NativeArguments, rows: Tensor) -> NativeArguments:
     ranges = {name: of_mask[name].contiguous() for name in ("first", "last") if name in of_mask}
     if arguments.sinks is not None and arguments.sinks.dim() > 1:
         ranges["sinks"] = arguments.sinks.index_select(2, rows)
-    return arguments._replace(query=query.index_select(2, rows), **{**of_mask, **ranges})
+    selected = None if arguments.selected is None else arguments.selected.index_select(2, rows)
+    return arguments._replace(query=query.index_select(2, rows), selected=selected, **{**of_mask, **ranges})
 
 
 def _of_head(arguments: NativeArguments, head: int) -> NativeArguments:
@@ -103,4 +104,7 @@ def _of_head(arguments: NativeArguments, head: int) -> NativeArguments:
     if per_row:
         of_query["sinks"] = of_query["sinks"].contiguous()
     of_key = cut(arguments, {"key": 1, "value": 1}, slice(kv_head, kv_head + 1))
+    if (selected := arguments.selected) is not None:
+        listing = head * selected.shape[1] // arguments.query.shape[1]
+        of_key["selected"] = selected[:, listing : listing + 1]
     return arguments._replace(**of_query, **of_key)

@@ -8,6 +8,7 @@ from .._call.layout import Layout
 from .._native import extension, why_missing
 from ..masks._bound import BoundMask
 from ._base import Refusal, refusals_of_formula, refusals_of_heads
+from ._gathered import gathers
 from ._native_arguments import DTYPES
 
 NATIVE_FORMULA = frozenset({"softcap", "sinks", "row_sinks"})
@@ -30,6 +31,8 @@ def refusals_besides_formula(layout: Layout, bound: BoundMask) -> tuple[Refusal,
         reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=layout.dtype))
     if layout.learns_bias and (layout.tracing or layout.dispatching or learnt_shape(bound) is None):
         reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
+    if layout.learns_bias and gathers(bound):
+        reasons.append(Refusal("it gives no gradient of a bias where it gathers selected keys"))
     if layout.sequences is not None:
         if layout.tracing or layout.dispatching:
             reasons.append(Refusal("packed sequences are no operator that a graph could hold"))
@@ -42,7 +45,7 @@ def refusals_besides_formula(layout: Layout, bound: BoundMask) -> tuple[Refusal,
     elif not layout.tracing and layout.subclass is not None:
         reasons.append(Refusal("it reads plain tensors only, and one is a {kind}", kind=layout.subclass))
     elif not layout.tracing and layout.sequences is None:
-        reasons += refusals_of_heads(bound)
+        reasons += refusals_of_heads(bound, gathers(bound))
     return tuple(reasons)
 
 
@@ -74,4 +77,6 @@ def refusals_of_statistics(layout: Layout, bound: BoundMask) -> tuple[Refusal, .
 
 def reads_in_place(bound: BoundMask) -> bool:
     """Whether the kernel reads the whole mask without writing a part of it down."""
-    return all(part.structure.exact for part in bound.parts)
+    gathered = gathers(bound)
+    structures = (part.structure for part in bound.parts)
+    return all(each.exact or (gathered and each.selection is not None) for each in structures)

@@ -15,6 +15,7 @@ from .._call.layout import Layout, has_contiguous_rows
 from ..masks._bound import BoundMask
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
 from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads
+from ._gathered import gathers
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused, name_of
 from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
 from ._sdpa_sinks import Options, attend_with_sinks, refusals_of_sinks
@@ -158,6 +159,8 @@ def _reasons_of_values(layout: Layout, bound: BoundMask) -> list[Refusal]:
     share = share_worth_skipping(bound)
     if share is not None:
         reasons.append(Refusal("the mask leaves {share:.0%} of the scores, and it would compute all", share=share))
+    if bound.grid.has_values and gathers(bound):
+        reasons.append(Refusal("few keys are selected, and it would compute all"))
     return reasons
 
 

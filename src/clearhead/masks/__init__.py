@@ -19,6 +19,7 @@ from ._lengths import lengths
 from ._positional import causal, mask_mod, prefix, sliding_window
 from ._prepared import PreparedMask
 from ._report import MaskReport
+from ._selected import selected
 from ._tensors import bias, drop, keep
 from ._tree import tree
 
@@ -35,6 +36,7 @@ __all__ = [
     "lengths",
     "mask_mod",
     "prefix",
+    "selected",
     "sliding_window",
     "tree",
 ]

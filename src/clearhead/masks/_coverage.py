@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 from .._native.coverage import find_coverage
 from ._bound import BoundMask
 from ._grid import Block, Grid
+from ._listed import listed_columns, shown_cells
 from ._lowering import chosen_cell, row_blocks
 from ._structure import Band, RowRanges, Structure
 
@@ -75,6 +77,8 @@ def _find_coverage(bound: BoundMask) -> Coverage:
     if structure.exact and not structure.tensors and not structure.biases:
         queries, keys = _coverage_of_ranges(structure, grid)
         return Coverage.of(None if queries is None else _unless_all(queries), _unless_all(keys))
+    if any(part.structure.selection is not None for part in bound.parts):
+        return Coverage.of(*map(_unless_all, _coverage_of_lists(bound)))
     # An accelerator would wait for a search, and has the memory and the speed for all cells of one pass.
     if grid.device.type != "cpu" and grid.batch_size * grid.query_length * grid.key_length <= _CELLS_AT_ONCE:
         return _coverage_at_once(bound)
@@ -126,6 +130,29 @@ def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[
     covered_keys = every if queries is None else queries.any(1, keepdim=True)
     covered_queries, covered_keys = _and(covered_queries, queries), _and(covered_keys, keys)
     return covered_queries, covered_keys.expand(-1, grid.key_length)
+
+
+def _coverage_of_lists(bound: BoundMask) -> tuple[Tensor, Tensor]:
+    """The covered queries (1 or B, 1 or H, L) and keys (1 or B, 1 or H, S) of selected keys, from their lists."""
+    grid, selection = bound.grid, next(each for part in bound.parts if (each := part.structure.selection))
+    of_row = selection.indices[..., 0, :].numel() * selection.block * grid.num_heads
+    step = max(1, _ROWS_AT_A_TIME // max(1, of_row))
+    queries: list[Tensor] = []
+    keys: Tensor | None = None
+    for start in range(0, grid.query_length, step):
+        block = Block(grid, rows=slice(start, min(start + step, grid.query_length)))
+        columns, shown = listed_columns(selection, block)
+        if columns.shape[1] > 1:
+            listing = block.h.flatten() * columns.shape[1] // grid.num_heads
+            columns, shown = columns.index_select(1, listing), shown.index_select(1, listing)
+        others = shown_cells(bound, block, columns)
+        shown = shown if others is None else shown & others  # (1 or B, 1 or H, l, n)
+        queries.append(shown.any(-1))
+        if keys is None:
+            keys = shown.new_zeros(*shown.shape[:2], grid.key_length + 1)
+        # What is not shown marks one more column.
+        keys.scatter_(2, torch.where(shown, columns, grid.key_length).flatten(2), True)
+    return torch.cat(queries, 2), cast(Tensor, keys)[..., :-1]
 
 
 def _and(marks: Tensor, more: Tensor | None) -> Tensor:

@@ -29,14 +29,17 @@ def hides_nothing(bound: BoundMask) -> bool:
     return bound.band is not None and bound.band.shows_all(bound.grid)
 
 
-def computed_sizes(bound: BoundMask) -> list[tuple[int, int]]:
-    """Batch items and heads of the evaluated tensors of each part; 1 if all items or heads share them."""
+def computed_sizes(bound: BoundMask, gathers: bool = False) -> list[tuple[int, int]]:
+    """Batch items and heads of the evaluated tensors of each part; 1 if all items or heads share them.
+
+    A kernel that `gathers` selected keys does not evaluate them.
+    """
     sizes: list[tuple[int, int]] = []
     grid = bound.grid
     if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
         return sizes
     for part in bound.parts:
-        if not part.structure.exact:
+        if not part.structure.exact and not (gathers and part.structure.selection):
             # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
             cell = chosen_cell(grid)
             for tensor in (part.visible(cell), part.bias(cell, torch.float32)):

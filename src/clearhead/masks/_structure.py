@@ -124,6 +124,18 @@ class RowRanges:
         return first, stop, all(a <= b for numbers in (first, stop) for a, b in pairwise(numbers))
 
 
+class Selection(NamedTuple):
+    """The keys that each query lists.
+
+    Args:
+        indices: int32 or int64 (1 or B, heads, L, k), numbers of blocks; −1 is none. The heads divide H.
+        block: keys of a block.
+    """
+
+    indices: Tensor
+    block: int
+
+
 @dataclass(slots=True)
 class Structure:
     """A key is visible to a query if every field allows it. An absent field allows all keys.
@@ -142,6 +154,7 @@ class Structure:
         documents: ids of the queries (1 or B, L) and of the keys (1 or B, S). The mask shows equal ones, whether or not
             the other fields are exact. That of masks combined with ``&`` has none, and no slopes.
         slopes: makes the slopes m (H,) of a mask that is no more than the bias −m · |distance|.
+        selection: the keys of a mask that is no more than these. Like documents and slopes it is lost with ``&``.
 
     Example:
         >>> import torch
@@ -163,6 +176,7 @@ class Structure:
     keyed: bool = False
     documents: tuple[Tensor, Tensor] | None = None
     slopes: Callable[[], Tensor] | None = None
+    selection: Selection | None = None
 
     def meet(self, other: Structure) -> Structure:
         """The structure of the two masks combined with ``&``."""

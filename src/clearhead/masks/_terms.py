@@ -13,7 +13,7 @@ from torch import Tensor
 from ._bound import BoundMask
 from ._grid import Grid
 from ._lowering import evaluated
-from ._structure import Band, RowRanges, Structure, joined
+from ._structure import Band, RowRanges, Selection, Structure, joined
 
 
 class Terms(NamedTuple):
@@ -32,6 +32,7 @@ class Terms(NamedTuple):
         slopes: m of ALiBi, float32 (H,): m · |i + shift − j| is subtracted from the scores.
         first_query: no query before it sees the key, int32 (1 or B, S). It spares work and hides nothing.
         last_query: one past the last query that can see the key, likewise.
+        selection: the keys that each query lists.
     """
 
     low: int
@@ -48,6 +49,7 @@ class Terms(NamedTuple):
     slopes: Tensor | None = None
     first_query: Tensor | None = None
     last_query: Tensor | None = None
+    selection: Selection | None = None
 
     def slopes_as_bias(self, rows: Tensor, count: int) -> Tensor | None:
         """The bias and what the slopes subtract, for these rows (n,) and that many keys, (1 or B, 1 or H, n, S)."""
@@ -87,17 +89,20 @@ class Terms(NamedTuple):
         return self.with_ranges()._replace(first_query=first, last_query=last)
 
 
-def terms_of(bound: BoundMask) -> Terms:
-    """The terms of a mask, which all kernels share."""
+def terms_of(bound: BoundMask, gathers: bool = False) -> Terms:
+    """The terms of a mask, which all kernels share; selected keys are among them if the kernel `gathers` these."""
     # What was found out of the whole mask is what its parts would give.
     if bound.structure.exact:
         return _of_structure(bound.structure, bound.grid)
-    return bound.form("terms", lambda: terms_of_parts(bound.parts, bound.grid))
+    return bound.form(("terms", gathers), lambda: terms_of_parts(bound.parts, bound.grid, gathers))
 
 
-def terms_of_parts(parts: Iterable[BoundMask], grid: Grid) -> Terms:
-    """The terms of masks that must all allow a key, without reading a value. Other masks than terms are evaluated."""
-    structure, slopes, documents = None, None, None
+def terms_of_parts(parts: Iterable[BoundMask], grid: Grid, gathers: bool = False) -> Terms:
+    """The terms of masks that must all allow a key, without reading a value. Other masks than terms are evaluated.
+
+    So are selected keys, unless the caller `gathers` them.
+    """
+    structure, slopes, documents, selection = None, None, None, None
     for part in parts:
         own = part.structure
         if not own.exact:
@@ -107,11 +112,16 @@ def terms_of_parts(parts: Iterable[BoundMask], grid: Grid) -> Terms:
             if own.documents is not None and documents is None:
                 documents = own.documents
                 continue
+            if own.selection is not None and selection is None and gathers:
+                selection = own.selection
+                continue
             own = evaluated(part)
         structure = own if structure is None else structure.meet(own)
     terms = _of_structure(structure or Structure(), grid)
     if slopes is not None:
         terms = terms._replace(slopes=slopes)
+    if selection is not None:
+        terms = terms._replace(selection=selection)
     if documents is None:
         return terms
     of_queries, of_keys = (ids.long().contiguous() for ids in documents)
