@@ -65,6 +65,27 @@ class Unchanged:
         return [*self._owners.values(), *itertools.chain.from_iterable(of_each)]
 
 
+def picture_of(root: nn.Module) -> int:
+    """A number that changes with the modules, hooks, settings, code and parameters of a module, and holds none of them.
+
+    An object in the place of one that is gone may have its number. A refusal that stays for that costs time only.
+    """
+    seen: list[object] = [*map(id, vars(getattr(root, "config", root)).values())]
+    pending, kinds = [root], dict[type[nn.Module], None]()
+    while pending:
+        module = pending.pop()
+        kinds[type(module)] = None
+        seen.extend(map(id, (type(module), *vars(module).values())))
+        for name in _HOOKS:
+            seen.extend(getattr(module, name))
+        for parameter in module._parameters.values():
+            seen.append(id(parameter))
+            if type(parameter) is nn.Parameter:  # which keeps its place when another tensor is put into it
+                seen += parameter.data_ptr(), parameter.is_contiguous()
+        pending.extend(child for child in module._modules.values() if child is not None)
+    return hash((*seen, *map(id, code_of(list(kinds)))))
+
+
 def code_of(kinds: list[type[nn.Module]]) -> list[object]:
     """The forwards of classes, and everything else that classes outside of PyTorch define."""
     once = dict.fromkeys(kinds)

@@ -1,6 +1,7 @@
 // All functions of one instruction set. The including source defines what isa.h lists, and CPU_HAS_ISA, an expression that
 // is true on processors with it.
 #pragma once
+#include "affine.h"
 #include "backward.h"
 #include "encoder.h"
 #include "statistics.h"
@@ -18,7 +19,7 @@ constexpr Kernels table(const char* name) {
             decode_scratch, partial_size, BY_TYPE(decode), BY_TYPE(merge),
             backward_scratch, sums_size, BY_TYPE(backward), BY_TYPE(write_sums),
             statistics_scratch, BY_TYPE(statistics),
-            BY_TYPE(norm_rows), BY_TYPE(rotate_rows), false, multiply_matrices};
+            BY_TYPE(norm_rows), BY_TYPE(rotate_rows), BY_TYPE(affine_columns), false, multiply_matrices};
 }
 // clang-format on
 
