@@ -311,6 +311,18 @@ PyObject* digest_of(PyObject*, PyObject* const* items, Py_ssize_t) {
     return samples ? PyLong_FromUnsignedLongLong(digest(samples, count)) : nullptr;
 }
 
+// Takes a list of dictionaries, and a list of tuples. Returns whether each dictionary holds the objects of its tuple.
+PyObject* hold(PyObject*, PyObject* const* items, Py_ssize_t) {
+    bool same = PyList_Size(items[0]) == PyList_Size(items[1]);
+    for (Py_ssize_t n = 0; same && n < PyList_Size(items[0]); n++) {
+        PyObject *key, *value, *fields = PyList_GetItem(items[0], n), *objects = PyList_GetItem(items[1], n);
+        Py_ssize_t place = 0, next = 0;
+        same = PyDict_Size(fields) == PyTuple_Size(objects);
+        while (same && PyDict_Next(fields, &place, &key, &value)) same = value == PyTuple_GetItem(objects, next++);
+    }
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(same);
+}
+
 // (number, name) of each instruction set of this processor, those with more features first.
 PyObject* instruction_sets(PyObject*, PyObject*) {
     PyObject* sets = PyList_New(0);
@@ -340,6 +352,7 @@ PyMethodDef methods[] = {
     method("affine", affine, METH_FASTCALL),
     method("samples", samples_of, METH_FASTCALL),
     method("digest", digest_of, METH_FASTCALL),
+    method("hold", hold, METH_FASTCALL),
     method("instruction_sets", instruction_sets, METH_NOARGS),
     {},
 };
