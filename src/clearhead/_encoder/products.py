@@ -48,39 +48,41 @@ class Affine(NamedTuple):
 
 
 class Product:
-    """x → f(x Wᵀ + b) in one pass.
+    """x → f(x Wᵀ + b) in one pass. Weights are copied when a call first needs them in another form than they have.
 
     Args:
-        maps: whose results lie side by side. A single one of `dtype` is used as it is, else there is a copy.
+        maps: whose results lie side by side.
         dtype: of the product.
         activation: f. Default: none.
     """
 
     def __init__(self, maps: Sequence[Affine], dtype: torch.dtype, activation: Activation | None = None) -> None:
-        self._weight = (maps[0].weight if len(maps) == 1 else torch.cat([each.weight for each in maps])).to(dtype)
+        self._weights, self._dtype, self._activation = [each.weight for each in maps], dtype, activation
         has_bias = any(each.bias is not None for each in maps)
         self._bias = torch.cat([_bias(each) for each in maps]).to(dtype) if has_bias else None
-        self._activation, self._fused = activation, _FUSED.get(_name(activation))
-        self._laid_out: Tensor | None = None
+        kind = type(activation)
+        self._fused = "identity" if activation is None else _FUSED.get(f"{kind.__module__}.{kind.__name__}")
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), a new tensor."""
-        activation, fused = self._activation, self._fused
         if x.numel() <= few_rows() * x.shape[-1]:
-            name = "identity" if activation is None else fused
-            product = affine(x.contiguous(), self._weight, self._bias, name or "identity")
-            activation = None if name else activation
+            product = affine(x.contiguous(), self._plain, self._bias, self._fused or "identity")
+            is_done = self._fused is not None
         elif lays_out_weights():
-            if self._laid_out is None:
-                self._laid_out = onednn_weight(self._weight)
-                if few_rows() == 0:
-                    self._weight = self._laid_out  # nothing reads it as it was
-            names = _OF_ONEDNN.get(fused or "", ("none", ""))
-            product = onednn_linear(x, self._laid_out, self._bias, *names)
-            activation = None if fused in _OF_ONEDNN else activation
+            product = onednn_linear(x, self._laid_out, self._bias, *_OF_ONEDNN.get(self._fused, ("none", "")))
+            is_done = self._fused in _OF_ONEDNN
         else:
-            product = F.linear(x, self._weight, self._bias)
-        return product if activation is None else activation(product)
+            product, is_done = F.linear(x, self._plain, self._bias), False
+        return product if is_done or self._activation is None else self._activation(product)
+
+    @functools.cached_property
+    def _plain(self) -> Tensor:
+        first, *others = self._weights
+        return (torch.cat(self._weights) if others else first).to(self._dtype)
+
+    @functools.cached_property
+    def _laid_out(self) -> Tensor:
+        return onednn_weight(torch.cat(self._weights).to(self._dtype))
 
 
 class Gated:
@@ -93,11 +95,6 @@ class Gated:
         return self._gate(x).mul_(self._other(x))
 
 
-def _name(activation: Activation | None) -> str:
-    kind = type(activation)
-    return f"{kind.__module__}.{kind.__name__}"
-
-
 #: Activations that are computed in the pass of a product, by their classes: their names in `ACTIVATIONS`.
 _FUSED = {
     "torch.nn.modules.activation.ReLU": "relu",
@@ -108,7 +105,7 @@ _FUSED = {
     "transformers.activations.NewGELUActivation": "gelu_tanh",
 }
 #: The names and kinds by which oneDNN computes them too.
-_OF_ONEDNN = {
+_OF_ONEDNN: dict[str | None, tuple[str, str]] = {
     "relu": ("relu", ""),
     "tanh": ("tanh", ""),
     "gelu": ("gelu", "none"),
