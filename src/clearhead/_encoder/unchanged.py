@@ -72,7 +72,8 @@ def picture_of(root: nn.Module) -> int:
     An object in the place of one that is gone may have its number. A refusal that stays for that costs time only.
     """
     seen: list[object] = [*map(id, vars(getattr(root, "config", root)).values())]
-    pending, kinds = [root], dict[type[nn.Module], None]()
+    pending: list[Any] = [root]
+    kinds: dict[type[nn.Module], None] = {}
     while pending:
         module = pending.pop()
         kinds[type(module)] = None
