@@ -12,14 +12,18 @@ from transformers.activations import ACT2FN
 
 from clearhead._encoder import products
 from clearhead._encoder.products import Affine, Gated, Product
+from clearhead._native import extension
 from clearhead._torch_private import has_onednn_linear
 
 
-@pytest.fixture(params=[True, False], autouse=True)
+@pytest.fixture(params=["own", "oneDNN", "PyTorch"], autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param and not has_onednn_linear():
+    if request.param == "own" and extension is None:
+        pytest.skip("the native kernel was not built")
+    if request.param == "oneDNN" and not has_onednn_linear():
         pytest.skip("this build of PyTorch has no oneDNN")
-    monkeypatch.setattr(products, "lays_out_weights", lambda: request.param)
+    monkeypatch.setattr(products, "few_rows", lambda: 1000 if request.param == "own" else 0)
+    monkeypatch.setattr(products, "lays_out_weights", lambda: request.param == "oneDNN")
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -62,12 +66,23 @@ def test_products_with_and_without_biases(biases: tuple[bool, bool]) -> None:
     assert (Product(of, torch.float32)(x) - applied(x, of)).abs().max() <= 1e-5
 
 
-def test_products_keep_copies() -> None:
-    of, x = maps([6], 12, biases=True), torch.randn(4, 12)
-    product = Product(of, torch.float32)
-    before = product(x)
-    of[0].weight.zero_()
-    assert torch.equal(product(x), before)
+def test_products_of_several_maps_and_other_types_keep_copies() -> None:
+    for sizes, dtype in (([6, 4], torch.float32), ([6], torch.bfloat16)):
+        of, x = maps(sizes, 12, biases=True), torch.randn(4, 12).to(dtype)
+        product = Product(of, dtype)
+        before = product(x)
+        of[0].weight.zero_()
+        assert torch.equal(product(x), before)
+
+
+def test_a_product_follows_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = maps([6], 12, biases=True)
+    product = Product(of, torch.float32, ACT2FN["gelu"])
+    for most in (4, 0, 4):
+        monkeypatch.setattr(products, "few_rows", lambda most=most: most)
+        for rows in (4, 5):
+            x = torch.randn(rows, 12)
+            assert (product(x) - F.gelu(applied(x, of))).abs().max() <= 1e-5
 
 
 def test_products_in_bfloat16() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clearhead._encoder import steps
-from clearhead._encoder.steps import Norm, digest, normalize, rotate
+from clearhead._encoder.steps import ACTIVATIONS, Norm, affine, digest, normalize, rotate, samples_of
 from clearhead._native import extension, instruction_sets
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the native kernel was not built")
@@ -74,6 +77,53 @@ def test_nan_stays_in_its_row() -> None:
     assert y[[0, 2]].isfinite().all()
 
 
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("rows", "inner", "outer"), [(1, 1, 1), (3, 7, 5), (2, 40, 16), (13, 33, 67), (16, 384, 132), (70, 129, 65)]
+)
+def test_products_of_rows(rows: int, inner: int, outer: int, activation: str, dtype: torch.dtype) -> None:
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((rows, inner), (outer, inner), (outer,)))
+    weight *= inner**-0.5
+    for given in (bias, None):
+        wanted = None if given is None else given.double()
+        exact = F.linear(x.double(), weight.double(), wanted)
+        actual = affine(x, weight, given, activation)
+        assert actual.dtype == dtype
+        # Relative to what the activation is applied to, whose rounding its result inherits.
+        error = (actual - FORMULAS[activation](exact)).abs().max()
+        assert error <= BOUNDS[dtype] * exact.abs().max()
+
+
+def test_activations_of_any_size() -> None:
+    x = torch.cat([torch.linspace(-200, 200, 4001), torch.linspace(-6, 6, 4001), torch.tensor([0.0, 1e30])])
+    for name, formula in FORMULAS.items():
+        actual = affine(x[:, None], torch.ones(1, 1), None, name)[:, 0]
+        expected = formula(x.double())
+        assert (actual - expected).abs().le(3e-7 * x.abs().clamp(min=1)).all(), name
+
+
+def test_products_of_no_rows_and_of_nan() -> None:
+    weight = torch.randn(9, 20)
+    assert affine(torch.empty(2, 0, 20), weight, None).shape == (2, 0, 9)
+    x = torch.randn(5, 20)
+    x[2, 3] = float("nan")
+    for name in ACTIVATIONS:
+        y = affine(x, weight, None, name)
+        assert y[2].isnan().all(), name
+        assert y[[0, 1, 3, 4]].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize(("heads", "dim", "more"), [(1, 2, 0), (3, 8, 5), (4, 64, 64), (2, 34, 0)])
 @pytest.mark.parametrize("positions", [6, 3])
@@ -90,14 +140,18 @@ def test_rotation(positions: int, heads: int, dim: int, more: int, dtype: torch.
     assert torch.equal(x[:, heads * dim :], rest)
 
 
+def digest_of(tensors: list[Tensor]) -> int:
+    return digest(samples_of(tensors))
+
+
 def test_digests_tell_tensors_apart() -> None:
     weights = [torch.randn(40, 30), torch.randn(7)]
-    before = digest(weights)
-    assert digest([weight.clone() for weight in weights]) == before
-    assert digest(weights[::-1]) != before
+    before = digest_of(weights)
+    assert digest_of([weight.clone() for weight in weights]) == before
+    assert digest_of(weights[::-1]) != before
     for change in (lambda: weights[0].mul_(1.001), lambda: weights[1][3:4].add_(1), lambda: weights[0][:20].zero_()):
         change()
-        after = digest(weights)
+        after = digest_of(weights)
         assert after != before
         before = after
-    assert isinstance(digest([torch.empty(0)]), int)
+    assert isinstance(digest_of([torch.empty(0)]), int)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import clearhead
 from clearhead._native import extension
+from clearhead.integrations import _lean
 from clearhead.transformer import Encoder
 from tests.integrations.architectures import relative_error
 from tests.integrations.conftest import Rows
@@ -184,6 +187,53 @@ def test_norms_of_another_size_are_refused_as_by_the_model(norm: nn.Module) -> N
         model.encoder.layer[0].output.LayerNorm = copy.deepcopy(norm).eval()
         with pytest.raises(RuntimeError):
             model(**inputs_of("right"))
+
+
+def hold_back(model: Any) -> Callable[[], object]:
+    """A hook that refers to its model, and how it is removed."""
+    return model.encoder.layer[0].register_forward_hook(lambda *_: model.config and None).remove
+
+
+def add_adapter(model: Any) -> Callable[[], object]:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["query"])).eval().unload
+
+
+def transpose(model: Any) -> Callable[[], object]:
+    weight = model.encoder.layer[0].attention.self.key.weight
+    square = weight.data
+    weight.data = square.t()
+    return lambda: setattr(weight, "data", square)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("change", [hold_back, add_adapter, transpose])
+@torch.no_grad()
+def test_a_refusal_is_kept_until_something_changes(
+    rows: Rows, change: Callable[[Any], Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = pair(build("BertModel"))
+    readings: list[str] = []
+    read = _lean._read
+    monkeypatch.setattr(_lean, "_read", lambda *args: readings.append("") or read(*args))
+    given, undo = inputs_of("right"), change(ours)
+    change(theirs)
+    for _ in range(3):
+        require_near(ours(**given)[0], theirs(**given)[0], given["attention_mask"])
+    assert len(readings) == 1
+    assert not rows.lean
+    undo()
+    ours(**given)
+    assert len(readings) == 2
+    assert rows.lean
+    if change is hold_back:
+        change(ours)
+        ours(**given)
+        gone = weakref.ref(ours)
+        del ours, undo
+        gc.collect()
+        assert gone() is None
 
 
 class Doubled(TorchFunctionMode):

@@ -16,7 +16,7 @@ from .._layer.plan import attend
 from ..masks._base import Mask
 from ..masks._prepared import shared
 from .products import Activation, Affine, Gated, Product
-from .steps import Norm, digest, normalize, rotate
+from .steps import Norm, digest, normalize, rotate, samples_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class LeanLayers:
         self.features, self.parameters_dtype = layers[0].output.weight.shape[0], layers[0].output.weight.dtype
         self._parameters = parameters
         self._counted = [each for each in parameters if not each.is_inference()]
-        self._places, self._digest = self._read_places(), digest(parameters)
+        self._places, self._samples = self._read_places(), samples_of(parameters)
+        self._digest = digest(self._samples)
 
     @property
     def names_of_angles(self) -> set[str]:
@@ -136,7 +137,7 @@ class LeanLayers:
     def are_current(self) -> bool:
         """Whether the copies hold what the parameters hold now."""
         # PyTorch does not count what is written through ``parameter.data``.
-        return self._read_places() == self._places and digest(self._parameters) == self._digest
+        return self._read_places() == self._places and digest(self._samples) == self._digest
 
     def _read_places(self) -> tuple[list[int], list[int], bool]:
         """Where the parameters lie, and how often they were written. Another tensor may have been put into one."""

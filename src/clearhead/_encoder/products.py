@@ -1,4 +1,4 @@
-"""Matrix products with weights that were laid out once for the processor, and what follows them in the same pass."""
+"""Matrix products of an encoder, on weights that are laid out for the processor, and what follows in the same pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._layer.linear import processor_maker
+from .._native import extension
 from .._torch_private import has_bfloat16_products, has_onednn_linear, onednn_linear, onednn_weight
+from .steps import affine
 
-#: Processors on which oneDNN's products of laid-out weights were measured to be faster than PyTorch's, by their makers.
-#: ``python -m benchmarks.encoders.products`` measures it.
-_LAYS_OUT = frozenset({"AuthenticAMD", "GenuineIntel"})
+#: Processors on which oneDNN's products of laid-out weights were measured to be faster than PyTorch's, by their makers,
+#: and up to how many rows Clearhead's own are as fast: they read weights as they are, and need no preparation for a new
+#: number of rows. ``python -m benchmarks.encoders.products`` measures both.
+_FEW_ROWS = {"AuthenticAMD": 32, "GenuineIntel": 0}
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -23,7 +26,13 @@ Activation = Callable[[Tensor], Tensor]
 @functools.cache
 def lays_out_weights() -> bool:
     """Whether this processor multiplies faster with weights that oneDNN laid out for it."""
-    return has_onednn_linear() and processor_maker() in _LAYS_OUT
+    return has_onednn_linear() and processor_maker() in _FEW_ROWS
+
+
+@functools.cache
+def few_rows() -> int:
+    """The most rows that are multiplied without laid-out weights."""
+    return _FEW_ROWS[processor_maker()] if lays_out_weights() and extension is not None else 0
 
 
 def gains_by_bfloat16() -> bool:
@@ -39,30 +48,41 @@ class Affine(NamedTuple):
 
 
 class Product:
-    """x → f(x Wᵀ + b) in one pass, with a copy of the weights.
+    """x → f(x Wᵀ + b) in one pass. Weights are copied when a call first needs them in another form than they have.
 
     Args:
         maps: whose results lie side by side.
-        dtype: of the copy.
+        dtype: of the product.
         activation: f. Default: none.
     """
 
     def __init__(self, maps: Sequence[Affine], dtype: torch.dtype, activation: Activation | None = None) -> None:
-        weight = torch.cat([each.weight for each in maps]).to(dtype)
+        self._weights, self._dtype, self._activation = [each.weight for each in maps], dtype, activation
         has_bias = any(each.bias is not None for each in maps)
         self._bias = torch.cat([_bias(each) for each in maps]).to(dtype) if has_bias else None
-        fused = fused_name(activation) if lays_out_weights() else None
-        self._activation = None if fused else activation
-        self._fused = fused or ("none", "")
-        self._weight = onednn_weight(weight) if lays_out_weights() else weight
+        kind = type(activation)
+        self._fused = "identity" if activation is None else _FUSED.get(f"{kind.__module__}.{kind.__name__}")
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), a new tensor."""
-        if lays_out_weights():
-            product = onednn_linear(x, self._weight, self._bias, *self._fused)
+        if x.numel() <= few_rows() * x.shape[-1]:
+            product = affine(x.contiguous(), self._plain, self._bias, self._fused or "identity")
+            is_done = self._fused is not None
+        elif lays_out_weights():
+            product = onednn_linear(x, self._laid_out, self._bias, *_OF_ONEDNN.get(self._fused, ("none", "")))
+            is_done = self._fused in _OF_ONEDNN
         else:
-            product = F.linear(x, self._weight, self._bias)
-        return product if self._activation is None else self._activation(product)
+            product, is_done = F.linear(x, self._plain, self._bias), False
+        return product if is_done or self._activation is None else self._activation(product)
+
+    @functools.cached_property
+    def _plain(self) -> Tensor:
+        first, *others = self._weights
+        return (torch.cat(self._weights) if others else first).to(self._dtype)
+
+    @functools.cached_property
+    def _laid_out(self) -> Tensor:
+        return onednn_weight(torch.cat(self._weights).to(self._dtype))
 
 
 class Gated:
@@ -75,19 +95,21 @@ class Gated:
         return self._gate(x).mul_(self._other(x))
 
 
-def fused_name(activation: Activation | None) -> tuple[str, str] | None:
-    """The name and the kind by which oneDNN computes an activation in the pass of a product, or ``None``."""
-    kind = type(activation)
-    return _FUSED.get(f"{kind.__module__}.{kind.__name__}")
-
-
-#: By the classes of activations.
+#: Activations that are computed in the pass of a product, by their classes: their names in `ACTIVATIONS`.
 _FUSED = {
-    "torch.nn.modules.activation.ReLU": ("relu", ""),
-    "torch.nn.modules.activation.Tanh": ("tanh", ""),
-    "transformers.activations.GELUActivation": ("gelu", "none"),
-    "transformers.activations.GELUTanh": ("gelu", "tanh"),
-    "transformers.activations.NewGELUActivation": ("gelu", "tanh"),
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+}
+#: The names and kinds by which oneDNN computes them too.
+_OF_ONEDNN: dict[str | None, tuple[str, str]] = {
+    "relu": ("relu", ""),
+    "tanh": ("tanh", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
 }
 
 

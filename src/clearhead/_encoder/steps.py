@@ -1,4 +1,4 @@
-"""What an encoder computes between its matrix products, in C++: residual and norm, rotary positions, digests."""
+"""What an encoder computes in C++: products of rows, residual and norm, rotary positions, digests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 _NORM = "type threads rows features x residual total weight bias epsilon centers"
 _ROTATION = "type threads rows heads dim row head positions x cosine sine"
+_AFFINE = "type threads rows inner outer x weight bias y activation"
+#: In the order of C++.
+ACTIVATIONS = ("identity", "relu", "tanh", "gelu", "gelu_tanh", "silu")
 require_declared("norm_arguments", *_NORM.split())
 require_declared("rotation_arguments", *_ROTATION.split())
+require_declared("affine_arguments", *_AFFINE.split())
+require_declared("activations", *ACTIVATIONS)
 
 
 class Norm(NamedTuple):
@@ -59,6 +64,23 @@ def normalize(x: Tensor, norm: Norm, residual: Tensor | None = None, total: Tens
     return x
 
 
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "identity") -> Tensor:
+    """f(x Wᵀ + b), a new tensor (…, out), with sums in float32.
+
+    Args:
+        x: contiguous (…, in), float32 or bfloat16, like the others.
+        weight: contiguous (out, in).
+        bias: (out,), or ``None``.
+        activation: one of `ACTIVATIONS`.
+    """
+    outer, inner = weight.shape
+    y = x.new_empty(*x.shape[:-1], outer)
+    sizes = TYPES[x.dtype], torch.get_num_threads(), x.numel() // inner, inner, outer
+    addresses = x.data_ptr(), weight.data_ptr(), _address(bias), y.data_ptr()
+    _extension.affine(instruction_set_number(), *sizes, *addresses, ACTIVATIONS.index(activation))
+    return y
+
+
 def rotate(x: Tensor, heads: int, cosine: Tensor, sine: Tensor) -> None:
     """Rotate the first heads of each token in place.
 
@@ -73,15 +95,20 @@ def rotate(x: Tensor, heads: int, cosine: Tensor, sine: Tensor) -> None:
     _extension.rotate(instruction_set_number(), *sizes, x.data_ptr(), cosine.data_ptr(), sine.data_ptr())
 
 
-def digest(tensors: Sequence[Tensor]) -> int:
-    """A number that depends on 32 words of each contiguous tensor, spread over all of it.
+def samples_of(tensors: Sequence[Tensor]) -> bytes:
+    """The addresses of 32 words of each contiguous tensor, spread over all of it, for `digest`."""
+    addresses = array("q", [tensor.data_ptr() for tensor in tensors])
+    sizes = array("q", [tensor.nbytes for tensor in tensors])
+    return _extension.samples(addresses.tobytes(), sizes.tobytes())
+
+
+def digest(samples: bytes) -> int:
+    """A number that depends on the words at these addresses, which must still be those of the tensors.
 
     Version counters do not count what is written through ``tensor.data``. A merged adapter changes every number of a
     weight, and so the digest.
     """
-    addresses = array("q", [tensor.data_ptr() for tensor in tensors])
-    sizes = array("q", [tensor.nbytes for tensor in tensors])
-    return _extension.digest(addresses.tobytes(), sizes.tobytes())
+    return _extension.digest(samples)
 
 
 def _address(tensor: Tensor | None) -> int:

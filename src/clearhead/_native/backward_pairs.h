@@ -6,6 +6,7 @@
 // While the vector units make weights and ds of one unit, tile registers multiply those of the unit before with dO, q and
 // k, and compute scores and dp of the next.
 #pragma once
+#include "affine.h"
 #include "backward.h"
 #include "forward_pairs.h"
 
@@ -195,6 +196,9 @@ constexpr Kernels table(const char* name, bool (*supported)()) {
     pairs.name = name, pairs.supported = supported;
     pairs.forward_scratch = scratch_of_forward, pairs.forward[bfloat16] = forward<BFloat16>;
     pairs.backward_scratch = scratch_of_backward, pairs.backward[bfloat16] = backward_unless_few;
+#ifdef HAS_PAIRS
+    pairs.affine_columns[bfloat16] = affine_columns<BFloat16>;
+#endif
     return pairs;
 }
 

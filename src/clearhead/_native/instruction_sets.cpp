@@ -13,6 +13,7 @@ Kernels with_pairs(const Kernels& pairs) {
     result.name = pairs.name, result.supported = pairs.supported, result.pairs = true;
     result.forward_scratch = pairs.forward_scratch, result.forward[bfloat16] = pairs.forward[bfloat16];
     result.backward_scratch = pairs.backward_scratch, result.backward[bfloat16] = pairs.backward[bfloat16];
+    if (pairs.affine_columns[bfloat16]) result.affine_columns[bfloat16] = pairs.affine_columns[bfloat16];
     return result;
 }
 

@@ -1,6 +1,7 @@
 // What an instruction set is: ISA (its namespace), LANES (floats in a vector), ROW_VECTORS and STEP (the vectors and rows of
-// a product whose sums are in registers; STEP is 8 where there are 32 registers, else 4). The source of an instruction set
-// defines them before it includes its kernel.
+// a product whose sums are in registers; STEP is 8 where there are 32 registers, else 4), and
+// HAS_PAIRS if vectors of pairs of bfloat16 are multiplied fast. The source of an instruction set defines them before it
+// includes its kernel.
 #pragma once
 #include "problem.h"
 

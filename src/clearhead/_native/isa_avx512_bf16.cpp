@@ -9,6 +9,7 @@ static bool supported() { return clearhead::avx512_kernels.supported() && __buil
 #define LANES 16
 #define ROW_VECTORS 3
 #define STEP 8
+#define HAS_PAIRS
 #include "backward_pairs.h"
 
 constexpr clearhead::Kernels clearhead::avx512_bf16_pairs = clearhead::avx512_bf16::table("avx512_bf16", supported);

@@ -130,7 +130,7 @@ constexpr Argument<Cells> CELLS[] = {
     ARGUMENT(data), ARGUMENT(bytes), ARGUMENT(hidden), ARGUMENT(batch), ARGUMENT(head), ARGUMENT(row), ARGUMENT(column),
 };
 
-// In order, as in _lean/steps.py, which the import compares. The first is the number of an instruction set.
+// In order, as in _encoder/steps.py, which the import compares. The first is the number of an instruction set.
 constexpr Argument<RowNorm> NORM[] = {
     ARGUMENT(type), ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(features), ARGUMENT(x), ARGUMENT(residual),
     ARGUMENT(total), ARGUMENT(weight), ARGUMENT(bias), ARGUMENT(epsilon), ARGUMENT(centers),
@@ -138,6 +138,10 @@ constexpr Argument<RowNorm> NORM[] = {
 constexpr Argument<Rotation> ROTATION[] = {
     ARGUMENT(type), ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(heads), ARGUMENT(dim), ARGUMENT(row), ARGUMENT(head),
     ARGUMENT(positions), ARGUMENT(x), ARGUMENT(cosine), ARGUMENT(sine),
+};
+constexpr Argument<Affine> AFFINE[] = {
+    ARGUMENT(type), ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(inner), ARGUMENT(outer),
+    ARGUMENT(x), ARGUMENT(weight), ARGUMENT(bias), ARGUMENT(y), ARGUMENT(activation),
 };
 
 // Assigns arguments by name, except None. Returns false with a Python error.
@@ -278,16 +282,48 @@ PyObject* run_rows(const Argument<Rows> (&arguments)[COUNT], void (*run)(const K
 
 PyObject* norm(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(NORM, run_norm, items); }
 PyObject* rotate(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(ROTATION, run_rotation, items); }
+PyObject* affine(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(AFFINE, run_affine, items); }
 
-// Takes the addresses of tensors as the bytes of an array, and their sizes in bytes in the same way.
+// The numbers in the bytes of an array, and how many they are; null with a Python error.
+const int64_t* read_array(PyObject* bytes, int64_t& count) {
+    char* numbers = nullptr;
+    Py_ssize_t size = 0;
+    PyBytes_AsStringAndSize(bytes, &numbers, &size);
+    count = size / static_cast<int64_t>(sizeof(int64_t));
+    return reinterpret_cast<const int64_t*>(numbers);
+}
+
+// Takes the addresses of tensors and their sizes in bytes. Returns addresses of words, which `digest` takes.
+PyObject* samples_of(PyObject*, PyObject* const* items, Py_ssize_t) {
+    int64_t tensors, sizes;
+    const int64_t *addresses = read_array(items[0], tensors), *bytes = read_array(items[1], sizes);
+    if (!addresses || !bytes) return nullptr;
+    constexpr Py_ssize_t SIZE = sizeof(int64_t);
+    PyObject* found = PyBytes_FromStringAndSize(nullptr, tensors * DIGEST_SAMPLES * SIZE);
+    if (!found) return nullptr;
+    int64_t* samples = reinterpret_cast<int64_t*>(PyBytes_AsString(found));
+    const int64_t count = sample_words(addresses, bytes, smaller(tensors, sizes), samples);
+    PyObject* result = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(samples), count * SIZE);
+    Py_DECREF(found);
+    return result;
+}
+
 PyObject* digest_of(PyObject*, PyObject* const* items, Py_ssize_t) {
-    char *addresses, *sizes;
-    Py_ssize_t count, others;
-    if (PyBytes_AsStringAndSize(items[0], &addresses, &count) || PyBytes_AsStringAndSize(items[1], &sizes, &others))
-        return nullptr;
-    const int64_t tensors = smaller(count, others) / static_cast<int64_t>(sizeof(int64_t));
-    return PyLong_FromUnsignedLongLong(
-        digest(reinterpret_cast<int64_t*>(addresses), reinterpret_cast<int64_t*>(sizes), tensors));
+    int64_t count;
+    const int64_t* samples = read_array(items[0], count);
+    return samples ? PyLong_FromUnsignedLongLong(digest(samples, count)) : nullptr;
+}
+
+// Takes a list of dictionaries, and a list of tuples. Returns whether each dictionary holds the objects of its tuple.
+PyObject* hold(PyObject*, PyObject* const* items, Py_ssize_t) {
+    bool same = PyList_Size(items[0]) == PyList_Size(items[1]);
+    for (Py_ssize_t n = 0; same && n < PyList_Size(items[0]); n++) {
+        PyObject *key, *value, *fields = PyList_GetItem(items[0], n), *objects = PyList_GetItem(items[1], n);
+        Py_ssize_t place = 0, next = 0;
+        same = PyDict_Size(fields) == PyTuple_Size(objects);
+        while (same && PyDict_Next(fields, &place, &key, &value)) same = value == PyTuple_GetItem(objects, next++);
+    }
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(same);
 }
 
 // (number, name) of each instruction set of this processor, those with more features first.
@@ -316,7 +352,10 @@ PyMethodDef methods[] = {
     method("coverage", coverage, METH_FASTCALL),
     method("norm", norm, METH_FASTCALL),
     method("rotate", rotate, METH_FASTCALL),
+    method("affine", affine, METH_FASTCALL),
+    method("samples", samples_of, METH_FASTCALL),
     method("digest", digest_of, METH_FASTCALL),
+    method("hold", hold, METH_FASTCALL),
     method("instruction_sets", instruction_sets, METH_NOARGS),
     {},
 };
@@ -345,6 +384,8 @@ bool add_constants(PyObject* module) {
            PyModule_AddStringConstant(module, "coverage_arguments", of_coverage.c_str()) == 0 &&
            PyModule_AddStringConstant(module, "norm_arguments", names_of(NORM).c_str()) == 0 &&
            PyModule_AddStringConstant(module, "rotation_arguments", names_of(ROTATION).c_str()) == 0 &&
+           PyModule_AddStringConstant(module, "affine_arguments", names_of(AFFINE).c_str()) == 0 &&
+           PyModule_AddStringConstant(module, "activations", EXPANDED_TEXT(ACTIVATION_NAMES)) == 0 &&
            PyModule_AddStringConstant(module, "types", EXPANDED_TEXT(TYPE_NAMES)) == 0 &&
            PyModule_AddIntConstant(module, "MOST_MASKS", MOST_MASKS) == 0 &&
            PyModule_AddObjectRef(module, "openmp", OPENMP ? Py_True : Py_False) == 0 &&

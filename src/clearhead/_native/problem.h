@@ -252,6 +252,17 @@ struct Rotation {
     const float *cosine, *sine;  // (positions, dim)
 };
 
+// y = f(x Wᵀ + b) of few rows: x (rows × inner), W (outer × inner), b (outer), which may be null, and y (rows × outer).
+#define ACTIVATION_NAMES identity, relu, tanh, gelu, gelu_tanh, silu
+enum class Activation : int64_t { ACTIVATION_NAMES };
+struct Affine {
+    Type type;  // of all four
+    int64_t threads, rows, inner, outer;
+    const void *x, *weight, *bias;
+    void* y;
+    Activation activation;
+};
+
 // to (rows × columns) = left (rows × count) · right (count × columns), or += with `add`. Rows of `left` lie `left_stride`
 // apart if `along`, else its columns do. Rows and columns are multiples of TABLE_STEP.
 struct Multiplication {
@@ -286,6 +297,7 @@ struct Kernels {
     void (*statistics[3])(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
     void (*norm_rows[3])(const RowNorm&, int64_t start, int64_t stop, float* scratch);
     void (*rotate_rows[3])(const Rotation&, int64_t start, int64_t stop);
+    void (*affine_columns[3])(const Affine&, int64_t start, int64_t stop, float* scratch);
     int64_t (*gathered_rows)(const Problem&);  // of one task
     int64_t (*gathered_scratch)(const Problem&);
     int64_t (*gathered_partial)(const Problem&);  // of a row
@@ -302,7 +314,7 @@ struct Kernels {
 // Tables are constants, because code of an instruction set must not run when the module is loaded.
 extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels;
 
-// These have only the forward and backward pass of bfloat16. Everything else is AVX-512's.
+// These have only functions of bfloat16. Everything else is AVX-512's.
 extern const Kernels amx_pairs, avx512_bf16_pairs;
 
 // Cut a problem into tasks and run them on the threads. Throw std::bad_alloc without memory. NaN in fully masked rows, and
@@ -313,10 +325,13 @@ void run_statistics(const Kernels& kernels, const Problem& problem, const Statis
 
 void run_norm(const Kernels& kernels, const RowNorm& norm);
 void run_rotation(const Kernels& kernels, const Rotation& rotation);
+void run_affine(const Kernels& kernels, const Affine& affine);
 
-// A number that depends on DIGEST_SAMPLES words, spread over each tensor. Equal contents have equal digests.
-constexpr uint64_t DIGEST_SAMPLES = 32;
-uint64_t digest(const int64_t* addresses, const int64_t* bytes, int64_t tensors);
+// The addresses of at most DIGEST_SAMPLES words of each tensor, spread over all of it, and how many they are; and a number
+// that depends on all these words.
+constexpr int64_t DIGEST_SAMPLES = 32;
+int64_t sample_words(const int64_t* addresses, const int64_t* bytes, int64_t tensors, int64_t* samples);
+uint64_t digest(const int64_t* samples, int64_t count);
 
 // The instruction sets of this build, those with more features first.
 extern const Kernels* const INSTRUCTION_SETS[];

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from .._encoder.layers import LayerParts, LeanLayers
+from .._encoder.products import few_rows
 from .._encoder.steps import TYPES, Norm
-from .._encoder.unchanged import Unchanged
+from .._encoder.unchanged import Unchanged, picture_of
 from .._environment import Environment, forced_linears
 from .._native import extension, why_missing
 from .._torch_private import function_modes
@@ -54,7 +55,8 @@ class _Lean:
         return self._unchanged.holds() and self.layers.are_current()
 
 
-_known: WeakKeyDictionary[nn.Module, _Lean] = WeakKeyDictionary()
+#: An encoder's layers, or a picture of an encoder whose modules' own code must run.
+_known: WeakKeyDictionary[nn.Module, _Lean | int] = WeakKeyDictionary()
 
 
 def _read(encoder: nn.Module, read: Read) -> Reading | str:
@@ -84,8 +86,11 @@ def describe_loop(encoder: nn.Module, dtype: torch.dtype | None, read: Read) -> 
         return f"its layers run by their own code: {reading}"
     maps = [map for layer in reading.layers for map in layer.maps]
     used = dtype or maps[0].weight.dtype
-    megabytes = sum(map.weight.numel() for map in maps) * used.itemsize / 1e6
-    return f"its layers run in one loop in inference, in {used}, on {megabytes:.3g} MB of copies of their weights"
+    merged = [map for layer in reading.layers for map in layer.inputs if len(layer.inputs) > 1]
+    as_they_are = maps if used != maps[0].weight.dtype else merged
+    copied = [*maps, *(as_they_are if few_rows() else ())]
+    megabytes = sum(map.weight.numel() for map in copied) * used.itemsize / 1e6
+    return f"its layers run in one loop in inference, in {used}, on up to {megabytes:.3g} MB of copies of their weights"
 
 
 def lean_layers(
@@ -95,17 +100,25 @@ def lean_layers(
     if encoder.training or _is_seen(encoder, environment):
         return None
     known = _known.get(encoder)
-    if known is None or not known.holds():
-        forget(encoder)
-        reading = _read(encoder, read)
-        if isinstance(reading, str):
-            return None
-        try:
-            known = _Lean(encoder, reading, dtype or reading.layers[0].output.weight.dtype)
-        except ValueError:
-            return None
-        _known[encoder] = known
-    return known.layers
+    if isinstance(known, _Lean) and known.holds():
+        return known.layers
+    picture = picture_of(encoder)
+    if known == picture:
+        return None
+    forget(encoder)  # before new copies are made
+    made = _make(encoder, dtype, read)
+    _known[encoder] = picture if made is None else made
+    return None if made is None else made.layers
+
+
+def _make(encoder: nn.Module, dtype: torch.dtype | None, read: Read) -> _Lean | None:
+    reading = _read(encoder, read)
+    if isinstance(reading, str):
+        return None
+    try:
+        return _Lean(encoder, reading, dtype or reading.layers[0].output.weight.dtype)
+    except ValueError:
+        return None
 
 
 def forget(encoder: nn.Module) -> None:

@@ -212,10 +212,10 @@ def _angles(encoder: Any, x: Tensor, positions: Tensor, layers: LeanLayers) -> d
 
 def results_of(encoder: Any, states: Tensor, as_tuple: bool) -> Any:
     """The results of an encoder from its last hidden states (B, L, E), as its own forward returns them."""
-    output = _output_class(FAMILIES[type(encoder).__name__].output)(last_hidden_state=states)
-    pooler = getattr(encoder, "pooler", None)
+    fields, pooler = {"last_hidden_state": states}, getattr(encoder, "pooler", None)
     if pooler is not None:
-        output["pooler_output"] = pooler(states)
+        fields["pooler_output"] = pooler(states)
+    output = _output_class(FAMILIES[type(encoder).__name__].output)(**fields)
     return output.to_tuple() if as_tuple else output
 
 
