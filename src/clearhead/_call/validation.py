@@ -101,6 +101,8 @@ def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
     expected = f"a float tensor ({heads},) or {query_sinks}"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
+    if sinks.is_nested:  # which has no shape
+        raise ShapeError("sinks", expected=expected, got="a nested tensor", fix="Pad it, with −∞ for no sink.")
     if sinks.shape != (heads,) and sinks.shape != query_sinks:
         expected = f"one logit per query head, ({heads},), or per query, {query_sinks}"
         fix = "Grouped heads have one sink per query head too."
