@@ -111,7 +111,8 @@ def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
 
 def _are_read_as_they_are(sinks: Tensor, query: Tensor, heads: int) -> bool:
     """Whether sinks pass every check and have no gaps, as a module's parameter does."""
-    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.shape != (heads,):
+    # A nested tensor has no shape.
+    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.is_nested or sinks.shape != (heads,):
         return False
     is_near = sinks.is_cpu is query.is_cpu is True or sinks.device == query.device
-    return is_near and sinks.layout is _STRIDED and sinks.is_contiguous() and not sinks.is_nested
+    return is_near and sinks.layout is _STRIDED and sinks.is_contiguous()

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from .._checks import FLOATS, integer, is_finite, kind, number, settings_text, strided
+from .._checks import FLOATS, integer, is_finite, kind, number, require_factory, settings_text, strided
 from ..errors import DTypeError, ShapeError, shape_text
 from ._checks import positive
 from ._rotary import Rotary, RotaryForward, checked_positions
@@ -134,6 +134,7 @@ class LogScale(Tempered):
         super().__init__(rotary)
         self.num_heads: int = integer("num_heads", num_heads, least=1, most=math.inf)
         self.start: float = number("start", start, "a finite number ≠ 0", lambda x: is_finite(x) and x != 0)
+        require_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.reset_parameters()
 
