@@ -210,9 +210,6 @@ def _rows(
     for text, places in wanted.items():
         rec = run_recorded(loaded, corpus.texts[text], ("entropy",), set())
         for layer, head, metric, position, value, has_map in places:
-            has_map = (layer, head) in mapped and not any(
-                row.weights is not None for row in rows.get((layer, head), ())
-            )
             queries = None if has_map else [position]
             weights = rec.weights(layer, head, queries)[0]  # (n, S)
             row = weights[position if has_map else 0]
