@@ -54,7 +54,7 @@ def texts_of_python() -> Iterator[str]:
 
 def texts_of_scripts() -> Iterator[str]:
     """What `say` is a tag of, with numbers for the values."""
-    for file in (SOURCES / "plot").glob("page_*.js"):
+    for file in (*(SOURCES / "plot").glob("page_*.js"), SOURCES / "plot" / "census_main.js"):
         source = file.read_text(encoding="utf-8")
         for start in (match.end() for match in re.finditer(r"\bsay`", source)):
             yield _template(source, start)
@@ -62,8 +62,9 @@ def texts_of_scripts() -> Iterator[str]:
 
 def texts_of_page() -> Iterator[str]:
     """What stands in double brackets in the page's HTML."""
-    source = (SOURCES / "plot" / "page.html").read_text(encoding="utf-8")
-    yield from (" ".join(text.split()) for text in re.findall(r"\[\[(.+?)\]\]", source, flags=re.DOTALL))
+    for name in ("page.html", "census.html"):
+        source = (SOURCES / "plot" / name).read_text(encoding="utf-8")
+        yield from (" ".join(text.split()) for text in re.findall(r"\[\[(.+?)\]\]", source, flags=re.DOTALL))
 
 
 def _template(source: str, at: int) -> str:

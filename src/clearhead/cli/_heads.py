@@ -199,25 +199,23 @@ def _rows(
     loaded: PretrainedModel, found: Census, corpus: _Corpus, mapped: set[tuple[int, int]]
 ) -> dict[tuple[int, int], list[StrongRow]]:
     """The strongest rows of every head, whose texts run once more."""
-    wanted: dict[int, list[tuple[int, int, str, int, float]]] = {}
+    wanted: dict[int, list[tuple[int, int, str, int, float, bool]]] = {}
     for layer, moments in enumerate(found.layers.values()):
         for head in range(moments.count.shape[1]):
             metric = _telling(found, layer, head)
-            for text, position, value in found.strongest(metric, layer, head)[:ROWS]:
-                wanted.setdefault(text, []).append((layer, head, metric, position, value))
+            for rank, (text, position, value) in enumerate(found.strongest(metric, layer, head)[:ROWS]):
+                has_map = rank == 0 and (layer, head) in mapped
+                wanted.setdefault(text, []).append((layer, head, metric, position, value, has_map))
     rows: dict[tuple[int, int], list[StrongRow]] = {}
     for text, places in wanted.items():
         rec = run_recorded(loaded, corpus.texts[text], ("entropy",), set())
-        for layer, head, metric, position, value in places:
-            has_map = (layer, head) in mapped and not any(
-                row.weights is not None for row in rows.get((layer, head), ())
-            )
+        for layer, head, metric, position, value, has_map in places:
             queries = None if has_map else [position]
             weights = rec.weights(layer, head, queries)[0]  # (n, S)
             row = weights[position if has_map else 0]
             given = (metric, value, text, position, corpus.tokens[text].names, row, weights if has_map else None)
             rows.setdefault((layer, head), []).append(_row(*given))
-    return {place: sorted(found, key=lambda row: -row.value) for place, found in rows.items()}
+    return {place: sorted(found, key=lambda row: (-row.value, row.weights is None)) for place, found in rows.items()}
 
 
 def _telling(found: Census, layer: int, head: int) -> str:

@@ -1,0 +1,50 @@
+"""``clearhead heads``: the heads of each kind, the page and the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from clearhead.cli import main
+
+TEXTS = "She put the book on the table, and the book fell off the table.\n\nThe animal was too tired, too tired.\n"
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(main, ["heads", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_prints_kinds_and_writes_page_and_numbers(tmp_path: Path) -> None:
+    texts, page = tmp_path / "texts.txt", tmp_path / "heads.html"
+    texts.write_text(TEXTS, encoding="utf-8")
+    printed = run("--texts", str(texts), "--html", str(page), "--json", str(tmp_path / "out"), "--link", "a.html")
+    assert "previous        0.2 (1.00)" in printed
+    index = json.loads((tmp_path / "out" / "index.json").read_text())
+    assert (index["texts"], len(index["heads"])) == (2, 72)
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+    head = next(head for head in data["heads"] if (head["layer"], head["head"]) == (0, 2))
+    assert data["other"] == "a.html"
+    assert head["kinds"][0] == "previous"
+    assert head["rows"][0]["map"]["size"] > 10
+    assert text.count("<script") == 2
+    assert len(text) < 500_000
+
+
+def test_chinese(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("猫坐在垫子上。\n", encoding="utf-8")
+    run("--texts", str(texts), "--html", str(tmp_path / "heads.html"), "--lang", "zh")
+    assert 'lang="zh"' in (tmp_path / "heads.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--texts", "texts.txt", "--repeat-random")])
+def test_needs_one_kind_of_texts(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(main, ["heads", *arguments])
+    assert result.exit_code == 2
+    assert "either --texts FILE or --repeat-random" in result.output
