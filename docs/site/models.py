@@ -25,7 +25,7 @@ TABLE = """<div class="models">
 
 def types(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Every type with its result and a remark."""
-    remarks = dict.fromkeys(figures["by upgrade"], BY_UPGRADE) | figures["as far"]
+    remarks = figures.get("parts left", {}) | dict.fromkeys(figures["by upgrade"], BY_UPGRADE) | figures["as far"]
     for name, value in figures["known"].items():
         remarks[name] = f"outputs agree; weights differ by {value:.1e}, because eager scales them to a sum of 1"
     for name, (own, sdpa) in figures["gradients"]["worse"].items():

@@ -134,18 +134,18 @@ def _lower(bound: BoundMask) -> Lowered:
     if terms.selection is not None and terms.selection.block == 1:
         terms = _within_documents(terms)
     terms = terms.written(bound.grid)
-    visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
+    low, high, stop, _, first, last, keys, visible, bias, *_ = terms
     if keys is not None:
         visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)
     if bias is not None:  # written out, because the kernel reads memory
         bias = bias.float().resolve_neg()
-    if last is not None:  # both have the same strides
-        last = last.long().contiguous()
+    if last is not None and not (first is None and last.dtype is torch.int64 and last.is_contiguous()):
+        last = last.long().contiguous()  # both have the same strides
         first = None if first is None else first.long().contiguous()
     selected, block = (None, 1) if terms.selection is None else terms.selection
     if selected is not None:
         selected = selected.int().contiguous()
-    return terms.low, terms.high, terms.stop, first, last, visible, bias, selected, block
+    return low, high, stop, first, last, visible, bias, selected, block
 
 
 def _within_documents(terms: Terms) -> Terms:
