@@ -141,11 +141,11 @@ def lower_blocks(bound: BoundMask) -> FlexMask:
             rule[name] = _shared(numbers)
     if terms.visible is not None:
         rule["visible"], rule["visible_steps"] = table(terms.visible)
-    if terms.slopes is not None:
-        rule["slopes"], rule["shift"] = terms.slopes, torch.full((), terms.shift, device=grid.device)
     if terms.selection is not None:
         rule["listed"], rule["listed_steps"] = table(_listed(terms.selection, grid))
         rule["listed_keys"] = numbers_on(grid.device, [terms.selection.block], torch.int32)
+    if terms.slopes is not None:
+        rule["slopes"], rule["shift"] = terms.slopes, torch.full((), terms.shift, device=grid.device)
     return replace(blocks, partial=some & ~full, full=full, rule=rule)
 
 

@@ -34,7 +34,7 @@ class NativeArguments(NamedTuple):
         query: (B, H, L, D); with `cu_seqlens_q` (1, H, T, D), packed sequences.
         key: (B, Hkv, S, D).
         value: (B, Hkv, S, Dv).
-        sinks: float32 (H,) or (B, H, L).
+        sinks: float32 (H,).
         first, last: int64 (1 or B, 1 or L) without gaps, row i sees first ≤ j < last. They may lie outside the keys.
             There is no first without a last.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
@@ -134,7 +134,7 @@ def _lower(bound: BoundMask) -> Lowered:
     if terms.selection is not None and terms.selection.block == 1:
         terms = _within_documents(terms)
     terms = terms.written(bound.grid)
-    visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
+    low, high, stop, _, first, last, keys, visible, bias, *_ = terms
     if keys is not None:
         visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)
     if bias is not None:  # written out, because the kernel reads memory
@@ -145,7 +145,7 @@ def _lower(bound: BoundMask) -> Lowered:
     selected, block = (None, 1) if terms.selection is None else terms.selection
     if selected is not None:
         selected = selected.int().contiguous()
-    return terms.low, terms.high, terms.stop, first, last, visible, bias, selected, block
+    return low, high, stop, first, last, visible, bias, selected, block
 
 
 def _within_documents(terms: Terms) -> Terms:
