@@ -17,7 +17,7 @@ the causal mask, which ``sdpa`` omits. Its values are only computed if the model
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,13 @@ from .._torch_private import in_backward
 from ..errors import ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
 from ._cache_for import cache_for
 from ._cache_layers import BoundedCacheLayer
+from ._class_tables import accept_in_tables
+from ._first_call import eager_instead
 from ._flash_name import register_flash
-from ._keywords import WITHOUT_EFFECT, refuse_unknown
+from ._keywords import WITHOUT_EFFECT, refuse_unknown, unknown_keyword
 from ._masks import carried_by, causal_mask, make_mask, read_mask
 from ._packed_row import sequences_of
+from ._query_sinks import require_sinks, with_sinks
 
 if TYPE_CHECKING:
     from ._trainer import AttentionMonitorCallback
@@ -91,6 +94,7 @@ def attention_forward(
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    sinks: Tensor | None = None,
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -111,6 +115,7 @@ def attention_forward(
         position_bias: bias of the scores, (B or 1, H or 1, L or 1, S).
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of packed sequences. Causal masks and windows then apply
             within each sequence.
+        sinks: (B or 1, H, L, 1) sink logits of each query.
         output_attentions: whether to return the weights.
 
     Returns:
@@ -118,7 +123,8 @@ def attention_forward(
         pass through them, as for ``eager``.
 
     Raises:
-        ArgumentError: names a keyword that may change the result and is not supported.
+        ArgumentError: names a keyword that may change the result and is not supported; for `sinks` while the call is
+            recorded.
         DTypeError, MaskTypeError, ShapeError: for a mask that cannot be read.
 
     Example:
@@ -129,7 +135,13 @@ def attention_forward(
         >>> output.shape, weights.shape
         (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 5, 7]))
     """
-    refuse_unknown(others, WITHOUT_EFFECT, NAME, "eager")
+    unknown = unknown_keyword(others, WITHOUT_EFFECT)
+    if unknown is not None:
+        eager = eager_instead(module, unknown) or refuse_unknown(others, WITHOUT_EFFECT, NAME, "eager")
+        others |= {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window, "is_causal": is_causal}
+        others |= {"position_bias": position_bias, "sinks": sinks, "output_attentions": output_attentions}
+        given = {name: value for name, value in others.items() if value is not None}
+        return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given)
     try:
         query, key, value = _same_batch(query=query, key=key, value=value)
         if not hasattr(module, "training"):
@@ -148,8 +160,13 @@ def attention_forward(
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         weights = _weights_wanted(module, output_attentions)
-        options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, False, weights, sequences
-        output, _, weights = attend(Call(query, key, value, *options), read_environment())
+        environment = read_environment()
+        if sinks is not None:
+            require_sinks(sinks, query, environment)
+        options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, sinks is not None, weights, sequences
+        output, lse, weights = attend(Call(query, key, value, *options), environment)
+        if sinks is not None:
+            output, weights = with_sinks(output, weights, cast(Tensor, lse), sinks)
         if cache_layer is not None:
             cache_layer.observe(Call(query, key, value, *options))
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
@@ -175,6 +192,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
     register_flash()
+    accept_in_tables(NAME)
 
 
 #: The keywords that models may pass.
