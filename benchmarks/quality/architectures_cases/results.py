@@ -58,6 +58,8 @@ class Outcome:
         name, class_name: which.
         not_built: why there is no model or no input for it.
         inputs: the arguments of its forward that were given.
+        without_interface: whether there is no model, and no source of it calls transformers' attention function.
+        mechanisms: by mechanism and field, how much of the output ignoring it changes, or why it cannot be ignored.
         refused: by route, why there is no model.
         kept_eager: routes after which no part of the model has the implementation.
         calls: by route, how often the model called the implementation.
@@ -77,6 +79,8 @@ class Outcome:
     class_name: str
     not_built: str = ""
     inputs: list[str] = field(default_factory=list)
+    without_interface: bool = False
+    mechanisms: dict[str, float | str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     kept_eager: list[str] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
@@ -98,9 +102,12 @@ class Outcome:
 
     @property
     def wrong(self) -> list[Finding]:
-        """All that must not be: differences, ignored weights, later tokens that are seen, and unclear errors."""
-        unclear = [found for found in self.errors if not found.refused]
-        return [*self.unexplained, *self.missing, *self.violations, *unclear]
+        """All that must not be: differences, ignored weights, later tokens that are seen, unclear errors.
+
+        After `upgrade` no call may raise, not even with a clear error.
+        """
+        raised = [found for found in self.errors if not found.refused or found.route == BY_UPGRADE]
+        return [*self.unexplained, *self.missing, *self.violations, *raised]
 
     @property
     def by_upgrade(self) -> bool:
@@ -110,7 +117,7 @@ class Outcome:
     @property
     def status(self) -> str:
         if self.not_built:
-            return "not built"
+            return "keeps eager" if self.without_interface else "not built"
         if self.wrong:
             return "differs"
         if self.refused or self.errors:
