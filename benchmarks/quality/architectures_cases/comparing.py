@@ -77,7 +77,7 @@ def _compare_route(
 ) -> None:
     implementation = reference.implementation
     try:
-        model = _by_route(route, reference.architecture, reference.eager, implementation)
+        model = _by_route(route, reference, outcome)
     except Exception as error:
         outcome.refused[route] = first_line(error)
         return
@@ -117,14 +117,14 @@ def _compare_generation(outcome: Outcome, architecture: Architecture) -> None:
         ]
 
 
-def _by_route(route: str, architecture: Architecture, eager: PreTrainedModel, implementation: str) -> PreTrainedModel:
+def _by_route(route: str, reference: _Reference, outcome: Outcome) -> PreTrainedModel:
     if route == "from_config":
-        return twin(architecture, eager, implementation)
-    model = copy.deepcopy(eager)
+        return twin(reference.architecture, reference.eager, reference.implementation)
+    model = copy.deepcopy(reference.eager)
     if route == BY_UPGRADE:
-        clearhead.upgrade(model, linears=False)
+        outcome.left = clearhead.upgrade(model, linears=False).left
     else:
-        model.set_attn_implementation(implementation)
+        model.set_attn_implementation(reference.implementation)
     return model
 
 

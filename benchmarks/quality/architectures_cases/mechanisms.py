@@ -1,7 +1,7 @@
 """Which mechanisms of attention a configuration turns on, by the fields that say so, and what ignores each.
 
-A mechanism is on only if the output changes by more than `ON` when it is ignored. Those that transformers hands to the
-attention function are ignored by leaving the keyword out; others by another value of their field.
+A mechanism is on only if the output changes by more than `results.ON` when it is ignored. Those that transformers hands
+to the attention function are ignored by leaving the keyword out; others by another value of their field.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from .observing import outputs
 from .results import first_line
 from .types import Architecture
 
-__all__ = ["KEYWORDS", "MECHANISMS", "ON", "Mechanism", "effects"]
+__all__ = ["KEYWORDS", "MECHANISMS", "Mechanism", "effects"]
 
-#: How much of the largest output a mechanism has to change, to be on.
-ON = 1e-2
 _FAR = 4096
 
 

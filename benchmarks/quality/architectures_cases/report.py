@@ -17,7 +17,8 @@ STATUSES = {
     "agrees": "The model computes with Clearhead. The outputs are those of `eager`. Weights that differ have a remark.",
     "agrees with SDPA": "The model computes with Clearhead. Some result differs from that of `eager`, and PyTorch's "
     "SDPA differs as much.",
-    "keeps eager": "The model has attention code of its own, or no attention. Your choice changes nothing.",
+    "keeps eager": "The model has attention code of its own, or no attention. Your choice changes nothing. The remark "
+    "is what the report of `upgrade` says, or what was read from the source of a type that was not built.",
     "refused": "Loading with Clearhead, or a call, raises the error in the remark.",
     "differs": "A result differs from that of `eager` by more than the limit. The remark says which one.",
     "not built": "The test could not build a tiny random model or its input. The remark is the test's own error, "
@@ -28,14 +29,10 @@ STATUSES = {
 REMARKS = """## Remarks
 
 An empty remark means that there is nothing to add. *by `clearhead.upgrade(model)` only* means that the attention has
-code of its own: `upgrade` swaps its classes, and `set_attn_implementation` changes nothing. The result *refused* has
-one of two remarks:
-
-* `from_config`: KeyError. `from_config` builds a model with `attn_implementation="clearhead"`, as loading does.
-  transformers cannot do this for the class. If you call `set_attn_implementation("clearhead")` later, there is no
-  error, but a part of the model, or all of it, keeps its own attention. [What to do](which-models.md#refusals).
-* ArgumentError. The model's calls pass an argument that Clearhead does not support. The remark names it. `upgrade`
-  leaves such a model as it is. [What to do](which-models.md#refusals).
+code of its own: `upgrade` swaps its classes, and `set_attn_implementation` changes nothing. *from a table of classes*
+means that transformers looks the class of a part's attention up by name: that part keeps its own attention. The result
+*refused* has an ArgumentError: the model's calls pass an argument that Clearhead does not support, which the remark
+names. `upgrade` leaves such a model as it is. [What to do](which-models.md#refusals).
 
 The reasons for *agrees with SDPA* are in [Which models?](which-models.md#types-that-agree-with-sdpa-only)."""
 #: What the numbers in remarks mean, after an example of them.
@@ -83,14 +80,15 @@ def markdown(summary: Summary) -> str:
 
 def _types(summary: Summary) -> Iterable[tuple[str, str, str]]:
     """Name, result and remark of each model type."""
-    remarks = dict.fromkeys(summary["by upgrade"], BY_UPGRADE_ONLY) | summary["as far"]
+    remarks = summary["parts left"] | dict.fromkeys(summary["by upgrade"], BY_UPGRADE_ONLY) | summary["as far"]
     for name, value in summary["known"].items():
         remarks[name] = f"outputs agree; weights differ by {value:.1e}, because eager scales them to a sum of 1"
     for name, (own, sdpa) in summary["gradients"]["worse"].items():
         remarks[name] = f"error of gradients {own:.1e}, SDPA {sdpa:.1e}"
     for name in summary["agrees"]:
         yield name, "agrees with SDPA" if name in summary["as far"] else "agrees", remarks.get(name, "")
-    yield from ((name, "keeps eager", remarks.get(name, "")) for name in summary["keeps eager"])
+    for reason, names in summary["keeps eager"].items():
+        yield from ((name, "keeps eager", reason) for name in names)
     yield from ((name, "refused", _short(_refusal(reason))) for name, reason in summary["refused"].items())
     yield from ((name, "differs", reason) for name, reason in summary["differs"].items())
     for reason, names in summary["not built"].items():
