@@ -8,20 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .modalities import noise, token_ids
+from .common_inputs import Make, ones, text
+from .known_sounds import SOUNDS
+from .modalities import noise
 from .sizes import BATCH, IMAGE, LENGTH
 
 __all__ = ["KNOWN"]
-
-Make = Callable[[Any], dict[str, Any]]
-
-
-def _text(config: Any, length: int = LENGTH) -> Tensor:
-    return next(token_ids(length)(config))
-
-
-def _ones(*shape: int) -> Tensor:
-    return torch.ones(shape, dtype=torch.long)
 
 
 def _grid(side: int = 4) -> Tensor:
@@ -38,15 +30,11 @@ def _pair(config: Any) -> dict[str, Any]:
     return {"pixel_values": noise(BATCH, 2, 3, 64, 64)}
 
 
-def _mel(bins: int, frames: int = 32, name: str = "input_features") -> dict[str, Any]:
-    return {name: noise(BATCH, bins, frames)}
-
-
 def _with_image_tokens(name: str, count: Callable[[Any], int], pixels: Callable[[Any], dict[str, Any]]) -> Make:
     """A text with as many placeholders as an image has tokens, and the image."""
 
     def make(config: Any) -> dict[str, Any]:
-        ids = _text(config)
+        ids = text(config)
         block = torch.full((BATCH, count(config)), getattr(config, name))
         return {"input_ids": torch.cat([ids[:, :3], block, ids[:, 3:]], 1), **pixels(config)}
 
@@ -69,40 +57,9 @@ def _flat_patches(part: str | None = None, patches: int = 16) -> Make:
     return make
 
 
-def _sequence(width: str = "hidden_size", name: str = "hidden_states") -> Make:
-    return lambda config: {name: noise(BATCH, LENGTH, getattr(config, width))}
-
-
-def _codes(config: Any) -> dict[str, Any]:
-    """A decoder of several codebooks: each row of the ids is one codebook of one item."""
-    return {"input_ids": torch.randint(0, 90, (BATCH * config.num_codebooks, LENGTH), generator=_generator())}
-
-
-def _channels(count: str) -> Make:
-    """(B, L, C) ids, one for each codebook of a token."""
-    return lambda config: {
-        "input_ids": torch.randint(0, 90, (BATCH, LENGTH, getattr(config, count)), generator=_generator())
-    }
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
-def _trajectory(config: Any) -> dict[str, Any]:
-    return {
-        "states": noise(BATCH, 5, config.state_dim),
-        "actions": noise(BATCH, 5, config.act_dim),
-        "rewards": noise(BATCH, 5, 1),
-        "returns_to_go": noise(BATCH, 5, 1),
-        "timesteps": torch.arange(5).expand(BATCH, -1),
-        "attention_mask": _ones(BATCH, 5),
-    }
-
-
 def _patch_encoder(config: Any) -> dict[str, Any]:
     ids = torch.arange(LENGTH).div(3, rounding_mode="floor").expand(BATCH, -1)
-    return {"input_ids": _text(config), "num_patches": 4, "patch_ids": ids}
+    return {"input_ids": text(config), "num_patches": 4, "patch_ids": ids}
 
 
 def _patch_decoder(config: Any) -> dict[str, Any]:
@@ -116,10 +73,10 @@ def _siglip2(config: Any) -> dict[str, Any]:
     vision = getattr(config, "vision_config", config)
     found = {
         "pixel_values": noise(BATCH, 16, 3 * vision.patch_size**2),
-        "pixel_attention_mask": _ones(BATCH, 16),
+        "pixel_attention_mask": ones(BATCH, 16),
         "spatial_shapes": torch.tensor([[4, 4]] * BATCH),
     }
-    return found if vision is config else {"input_ids": _text(config), **found}
+    return found if vision is config else {"input_ids": text(config), **found}
 
 
 def _sam3_queries(config: Any) -> dict[str, Any]:
@@ -159,7 +116,7 @@ def _mllama_vision(config: Any) -> dict[str, Any]:
     tiles = config.max_num_tiles
     return {
         "pixel_values": noise(BATCH, 1, tiles, 3, config.image_size, config.image_size),
-        "aspect_ratio_ids": _ones(BATCH, 1),
+        "aspect_ratio_ids": ones(BATCH, 1),
         "aspect_ratio_mask": torch.tensor([[[1] * tiles], [[1] + [0] * (tiles - 1)], [[1] * tiles]]),
     }
 
@@ -173,32 +130,8 @@ def _molmo2_adapter(config: Any) -> dict[str, Any]:
     }
 
 
-def _dit(config: Any) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(BATCH, 8, config.mel_dim),
-        "condition_vector": noise(BATCH, 12, config.mel_dim),
-        "speaker_embedding": noise(BATCH, 8, config.enc_emb_dim),
-        "quantized_code": torch.arange(4).expand(BATCH, -1),
-        "time_step": torch.tensor(0.3),
-        "apply_cfg": False,
-    }
-
-
-def _series(config: Any) -> dict[str, Any]:
-    return {
-        "past_values": noise(BATCH, config.context_length),
-        "past_values_padding": torch.zeros(BATCH, config.context_length, dtype=torch.long),
-        "freq": torch.zeros(BATCH, 1, dtype=torch.long),
-    }
-
-
-def _omni_audio(config: Any) -> dict[str, Any]:
-    lengths = torch.tensor([32, 20, 26])
-    return {"input_features": noise(config.num_mel_bins, int(lengths.sum())), "feature_lens": lengths}
-
-
 def _kosmos2(config: Any) -> dict[str, Any]:
-    ids = _text(config)
+    ids = text(config)
     count = config.latent_query_num
     positions = torch.zeros(BATCH, LENGTH + count, dtype=torch.long)
     positions[:, 2 : 2 + count] = 1
@@ -208,7 +141,7 @@ def _kosmos2(config: Any) -> dict[str, Any]:
 
 def _jev(config: Any) -> dict[str, Any]:
     return {
-        "input_ids": _text(config.text_config)[:1],
+        "input_ids": text(config.text_config)[:1],
         "marks": torch.tensor([[4, 8]]),
         "num_options": torch.tensor([[2, 2]]),
         "question_type_ids": torch.tensor([[0, 2]]),
@@ -219,7 +152,7 @@ def _draft(config: Any) -> dict[str, Any]:
     """The noise tokens of a block, and the states of the context."""
     return {
         "noise_embeds": noise(BATCH, 4, config.hidden_size),
-        "attention_mask": _ones(BATCH, 13),
+        "attention_mask": ones(BATCH, 13),
         "context_hidden_states": noise(BATCH, 9, config.hidden_size * len(config.target_layer_ids)),
     }
 
@@ -229,64 +162,38 @@ def _pi0(config: Any) -> dict[str, Any]:
         "action_embeds": noise(BATCH, 5, config.dit_config.hidden_size),
         "inputs_embeds": noise(BATCH, 9, config.vlm_config.text_config.hidden_size),
         "pixel_values": noise(BATCH, 1, 3, IMAGE, IMAGE),
-        "attention_mask": _ones(BATCH, 9),
+        "attention_mask": ones(BATCH, 9),
     }
 
 
 KNOWN: dict[str, Make] = {
-    "audioflamingo3_encoder": lambda c: {
-        "input_features": noise(BATCH, c.num_mel_bins, 2 * c.max_source_positions),
-        "input_features_mask": torch.tensor([[1] * 64, [1] * 40 + [0] * 24, [1] * 50 + [0] * 14]),
-    },
     "blip-2": _with_image_tokens("image_token_index", lambda c: c.num_query_tokens, _image()),
     "blip_2_qformer": lambda c: {
         "query_embeds": noise(BATCH, 6, c.hidden_size),
         "encoder_hidden_states": noise(BATCH, 9, c.encoder_hidden_size),
         "encoder_attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 7 + [0] * 2]),
     },
-    "blt": lambda c: {"input_ids": _text(c), "use_cache": False},
+    "blt": lambda c: {"input_ids": text(c), "use_cache": False},
     "blt_local_decoder": _patch_decoder,
     "blt_local_encoder": _patch_encoder,
     "bridgetower_vision_model": lambda c: {"image": noise(BATCH, 3, c.image_size, c.image_size)},
-    "clap": lambda c: {"input_ids": _text(c), "input_features": noise(BATCH, 1, 64, c.audio_config.num_mel_bins)},
-    "clap_audio_model": lambda c: {"input_features": noise(BATCH, 1, 64, c.num_mel_bins)},
-    "decision_transformer": _trajectory,
     "deepseek_ocr2_encoder": lambda c: {"inputs_embeds": noise(BATCH, 14, c.hidden_size), "num_patches": 9},
-    "dia_decoder": lambda c: {
-        **_channels("num_channels")(c),
-        "encoder_hidden_states": noise(BATCH, 9, c.cross_hidden_size),
-    },
-    "dots3_note_audio_encoder": lambda c: {
-        "input_features": noise(BATCH, c.feature_size, 64),
-        "chunk_sample_lengths": torch.tensor([64, 40, 50]) * c.hop_length,
-    },
     "efficientloftr": _pair,
-    "embedding_gemma2": lambda c: {"input_ids": _text(c)},
+    "embedding_gemma2": lambda c: {"input_ids": text(c)},
     "florence_vision": lambda c: {"hidden_states": noise(BATCH, 3, IMAGE, IMAGE)},
-    "fun_asr_nano_encoder": lambda c: {
-        "input_features": noise(BATCH, 20, c.input_size),
-        "input_features_mask": torch.tensor([[1] * 20, [1] * 12 + [0] * 8, [1] * 15 + [0] * 5]),
-    },
-    "gemma3n_audio": lambda c: {
-        "audio_mel": noise(BATCH, 64, c.input_feat_size),
-        "audio_mel_mask": torch.arange(64) >= torch.tensor([[64], [40], [50]]),
-    },
     "gemma4_vision": lambda c: {
         "pixel_values": noise(BATCH, 16, 3 * c.patch_size**2),
         "pixel_position_ids": _xy(BATCH, 4),
     },
-    "granite_speech_encoder": _sequence("input_dim"),
-    "granite_speech_plus_encoder": _sequence("input_dim"),
     "idefics": lambda c: {
-        "input_ids": _text(c),
+        "input_ids": text(c),
         "pixel_values": noise(BATCH, 1, 3, IMAGE, IMAGE),
-        "image_attention_mask": _ones(BATCH, LENGTH, 1),
+        "image_attention_mask": ones(BATCH, LENGTH, 1),
     },
     "idefics2_perceiver": lambda c: {
         "context": noise(BATCH, 9, c.hidden_size),
         "attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 7 + [0] * 2]),
     },
-    "inkling_audio": lambda c: {"audio_input_ids": torch.randint(0, c.mel_vocab_size, (BATCH, 5, c.n_mel_bins))},
     "inkling2_vision": lambda c: {
         "pixel_values": noise(BATCH * 4, *[c.patch_size * c.spatial_merge_size] * 2, 3),
         "image_grid_thw": _grid(2),
@@ -294,12 +201,12 @@ KNOWN: dict[str, Make] = {
     "instructblip": _with_image_tokens(
         "image_token_index",
         lambda c: c.num_query_tokens,
-        lambda c: {**_image()(c), "qformer_input_ids": _text(c, 5)},
+        lambda c: {**_image()(c), "qformer_input_ids": text(c, 5)},
     ),
     "instructblipvideo": _with_image_tokens(
         "video_token_index",
         lambda c: c.num_query_tokens * 2,
-        lambda c: {"pixel_values": noise(BATCH, 2, 3, IMAGE, IMAGE), "qformer_input_ids": _text(c, 5)},
+        lambda c: {"pixel_values": noise(BATCH, 2, 3, IMAGE, IMAGE), "qformer_input_ids": text(c, 5)},
     ),
     "jev": _jev,
     "kimi_k25_vision": lambda c: {
@@ -311,16 +218,12 @@ KNOWN: dict[str, Make] = {
         "hidden_states": noise(BATCH, 16, c.hidden_size),
         "attention_mask": torch.tensor([[1] * 16, [1] * 9 + [0] * 7, [1] * 12 + [0] * 4]),
     },
-    "kyutai_speech_to_text": lambda c: {
-        "input_ids": torch.randint(0, 90, (BATCH, LENGTH, c.num_codebooks + 1), generator=_generator())
-    },
     "lightglue": _pair,
     "lxmert": lambda c: {
-        "input_ids": _text(c),
+        "input_ids": text(c),
         "visual_feats": noise(BATCH, 6, c.visual_feat_dim),
         "visual_pos": noise(BATCH, 6, c.visual_pos_dim),
     },
-    "mimi_decoder": lambda c: {"latents": noise(BATCH, c.hidden_size, 9)},
     "minicpm_ocr_vision": lambda c: {
         "pixel_values": noise(1, 3, c.patch_size, 16 * c.patch_size * BATCH),
         "target_sizes": torch.tensor([[4, 4]] * BATCH),
@@ -336,54 +239,39 @@ KNOWN: dict[str, Make] = {
     "mllama_vision_model": _mllama_vision,
     "molmo2_adapter": _molmo2_adapter,
     "molmo2_vision": lambda c: {"pixel_values": noise(BATCH, 16, 3 * c.patch_size**2)},
-    "moshi_depth": lambda c: {
-        "input_ids": torch.randint(0, 90, (BATCH, c.num_codebooks), generator=_generator()),
-        "last_hidden_state": noise(BATCH, 1, c.input_size),
-    },
     "muse_glimmer_assistant": _draft,
     "muse_glimmer_vision": _flat_patches(),
-    "muse_spark_audio": lambda c: {"input_values": noise(BATCH, 3840)},
     "muse_spark_vision": _flat_patches(),
-    "musicgen_decoder": _codes,
-    "musicgen_melody_decoder": _codes,
-    "nemotron_h_omni": lambda c: {"input_ids": _text(c)},
-    "neucodec": lambda c: {"input_values": noise(BATCH, 1, 3200), "input_features": noise(BATCH, 10, 160)},
-    "oneformer": lambda c: {"pixel_values": noise(BATCH, 3, 64, 64), "task_inputs": _text(c, 12) * 1.0},
+    "nemotron_h_omni": lambda c: {"input_ids": text(c)},
+    "oneformer": lambda c: {"pixel_values": noise(BATCH, 3, 64, 64), "task_inputs": text(c, 12) * 1.0},
     "paddleocr_vl_vision": lambda c: {
         "pixel_values": noise(BATCH, 16, 3, c.patch_size, c.patch_size),
         "grid_thw": _grid(),
     },
-    "patchtsmixer": lambda c: {"past_values": noise(BATCH, c.context_length, c.num_input_channels)},
-    "patchtst": lambda c: {"past_values": noise(BATCH, c.context_length, c.num_input_channels)},
-    "phi4_multimodal_audio": lambda c: {"hidden_states": noise(BATCH, 64, c.input_size), "mask": None},
     "pi0": _pi0,
     "pix2struct": lambda c: {
         "flattened_patches": noise(BATCH, 9, c.vision_config.patch_embed_hidden_size + 2).abs().clamp(max=3),
-        "decoder_input_ids": _text(c.text_config, 7),
+        "decoder_input_ids": text(c.text_config, 7),
     },
     "pix2struct_vision_model": lambda c: {
         "flattened_patches": noise(BATCH, 9, c.patch_embed_hidden_size + 2).abs().clamp(max=3)
     },
-    "pocket_tts_audio_tokenizer_decoder": lambda c: {"latents": noise(BATCH, c.latent_dim, 9)},
     "pp_ocrv5_mobile_rec": lambda c: {"pixel_values": noise(BATCH, 3, 48, 160)},
-    "qwen2_5_omni_thinker": lambda c: {"input_ids": _text(c)},
-    "qwen3_omni_moe_thinker": lambda c: {"input_ids": _text(c)},
+    "qwen2_5_omni_thinker": lambda c: {"input_ids": text(c)},
+    "qwen3_omni_moe_thinker": lambda c: {"input_ids": text(c)},
     "qwen3_omni_moe_talker_text": lambda c: {"inputs_embeds": noise(BATCH, LENGTH, c.hidden_size)},
     "t5gemma2_decoder": lambda c: {
-        "input_ids": _text(c),
+        "input_ids": text(c),
         "encoder_hidden_states": noise(BATCH, 9, c.hidden_size),
         "encoder_attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [1] * 7 + [0] * 2]),
     },
-    "qwen2_5_omni_audio_encoder": _omni_audio,
-    "qwen2_5_omni_dit": _dit,
-    "qwen3_omni_moe_audio_encoder": _omni_audio,
     "qwen3_omni_moe_talker_code_predictor": lambda c: {"inputs_embeds": noise(BATCH, LENGTH, c.hidden_size)},
     "rag": lambda c: {
-        "input_ids": _text(c),
-        "context_input_ids": _text(c, 5),
-        "context_attention_mask": _ones(BATCH, 5),
+        "input_ids": text(c),
+        "context_input_ids": text(c, 5),
+        "context_attention_mask": ones(BATCH, 5),
         "doc_scores": noise(BATCH, 1),
-        "decoder_input_ids": _text(c, 7),
+        "decoder_input_ids": text(c, 7),
         "n_docs": 1,
     },
     "sam3_detr_decoder": _sam3_queries,
@@ -394,15 +282,10 @@ KNOWN: dict[str, Make] = {
     "sam3_mask_decoder": _sam3_masks,
     "siglip2": _siglip2,
     "siglip2_vision_model": _siglip2,
-    "speech-encoder-decoder": lambda c: {"input_values": noise(BATCH, 4000), "decoder_input_ids": _text(c.decoder, 7)},
     "superglue": _pair,
-    "timesfm": _series,
     "unlimited_ocr_vision_encoder": lambda c: {
         "patch_embeds": noise(BATCH, c.hidden_size, *[c.image_size // c.patch_size] * 2)
     },
-    "voxtral_realtime": lambda c: {"input_ids": _text(c), "input_features": noise(BATCH, 16, 8 * LENGTH)},
-    "voxtral_realtime_text": lambda c: {"input_ids": _text(c), "t_cond": noise(1, 1, c.hidden_size)},
+    "voxtral_realtime_text": lambda c: {"input_ids": text(c), "t_cond": noise(1, 1, c.hidden_size)},
     "xclip_vision_model": lambda c: {"pixel_values": noise(BATCH * c.num_frames, 3, c.image_size, c.image_size)},
-    "xcodec2": lambda c: {"input_values": noise(BATCH, 1, 3200), "input_features": noise(BATCH, 10, 160)},
-    "xcodec": lambda c: {"input_values": noise(BATCH, 1, 4000)},
-}
+} | SOUNDS

@@ -56,7 +56,7 @@ FIELDS: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
         (r"intermediate|ffn|mlp_dim$|^d_ff$|^dff$|feedforward|feed_forward_size|^n_inner$|^d_inner", _at_most(64)),
         (r"(layers?|^depths?|^resampler_depth|num_blocks)$", _at_most(2)),
         (r"^index_topk", _at_most(4)),
-        (r"pooler_output_size$|^projection_size$|^word_embed_proj_dim$", _at_most(32)),
+        (r"pooler_output_size$|^projection_size$|^word_embed_proj_dim$|^vit_dim$", _at_most(32)),
         (r"upsample_groups$", _at_most(32)),
         (r"^rotary_dim|rotary_emb", _at_most(4)),
         (r"output_channels$|condition_dim$|fpn_hidden|^d_conv", _at_most(32)),
