@@ -7,7 +7,7 @@ nox -s versions -- smoke                     # the short set with every pair
 nox -r -s "versions-3.13(torch='2.15.0')"    # keeps the environment, and takes one that was kept
 
 Three pairs run the whole suite, the others the files of SMOKE. An environment takes up to 7 GB and is removed after its
-session without -r. Each session writes its row into docs/en/versions.md.
+session without -r. Each session writes its row into docs/versions.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes the row of this environment into docs/en/versions.md, from the JUnit file of its tests.
+"""Writes the row of this environment into docs/versions.md, from the JUnit file of its tests.
 
     python .ci/versions.py JUNIT PACKAGES SUITE       e.g. junit.xml newest smoke
 
@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
-PAGE = Path(__file__).parents[1] / "docs" / "en" / "versions.md"
+PAGE = Path(__file__).parents[1] / "docs" / "versions.md"
 KEYS = 3  # cells of a row that name its environment; its next run replaces the row, whichever tests ran
 START, END = "<!-- versions -->", "<!-- /versions -->"
 
@@ -45,7 +45,7 @@ def _commit() -> str:
     changed, short = ("status", "--porcelain", "--untracked-files=no"), ("rev-parse", "--short", "HEAD")
     outputs = [
         subprocess.run(["git", *command], capture_output=True, text=True, check=True).stdout.strip()
-        for command in ((*changed, "--", ".", f":(exclude){PAGE.relative_to(PAGE.parents[2])}"), short)
+        for command in ((*changed, "--", ".", f":(exclude){PAGE.relative_to(PAGE.parents[1])}"), short)
     ]
     return outputs[1] + ("-dirty" if outputs[0] else "")
 

@@ -1,4 +1,4 @@
-"""Every file, folder and module that a configuration, a script or a command of CONTRIBUTING names exists."""
+"""Every file, folder and module that a configuration, a script or a command of a guide names exists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = [
     *("noxfile.py", "pyproject.toml", "setup.py", "MANIFEST.in", "constraints.txt", ".pre-commit-config.yaml"),
-    *("CONTRIBUTING.md", "README.md", "README.zh.md", "SECURITY.md", "benchmarks/quality/mutants.py"),
+    *(
+        "CONTRIBUTING.md",
+        "docs/extending.md",
+        "README.md",
+        "README.zh.md",
+        "SECURITY.md",
+        "benchmarks/quality/mutants.py",
+    ),
     *sorted(str(path.relative_to(ROOT)) for folder in (".ci", ".github") for path in (ROOT / folder).rglob("*.*")),
     *(".ci/run", ".ci/coverage", ".ci/interface", ".ci/site", ".ci/sysroot", ".ci/wheels"),
 ]
 FOLDERS = "tests|src|docs|benchmarks|examples|\\.ci|\\.github"
 PATH = re.compile(rf"(?<![\w/.*-])(?:{FOLDERS})/[\w./*-]*[\w*/]")
 MODULE = re.compile(r"-m ((?:benchmarks|docs|tests|clearhead)(?:\.\w+)*)")
-#: What the steps of CONTRIBUTING tell a reader to make.
+#: What the steps of docs/extending.md tell a reader to make.
 TO_BE_MADE = {"docs/images/masks/every.svg"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,8 @@ from docs.draw.listed import COMMANDS, ERRORS, with_commands, with_errors
 from docs.draw.mask_gallery import GALLERY
 from docs.draw.statistics import listed
 from docs.markdown import IMAGE, LINK, anchors, text_of
+from docs.order import redirects, sections
+from docs.site.staging import sources
 from tests.support import chromium
 from tests.support.pinned import needs_pinned
 
@@ -70,18 +71,15 @@ def test_the_files_of_the_tests_that_a_page_names_are_there() -> None:
     assert not [f"{page.name}: {path}" for page, path in named if not (ROOT / path).is_file()]
 
 
-def test_every_page_stands_in_the_index_once_and_links_to_the_next() -> None:
-    index = (DOCS / "index.md").read_text(encoding="utf-8")
-    order = list(dict.fromkeys(re.findall(r"\]\(((?:\.\./|lessons/|from/)?[\w-]+\.md)\)", index)))
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.name != "index.md"}
-    pages |= {f"../{page.name}" for page in DOCS.parent.glob("*.md")}
-    assert sorted(order) == sorted(pages)
-    for name, following in itertools.pairwise(order):
-        page = DOCS / name
-        last = [line for line in page.read_text(encoding="utf-8").splitlines() if line.strip()][-1]
-        assert last.startswith("Next: ["), f"{name} ends with {last!r}"
-        (target,) = LINK.findall(last)
-        assert (page.parent / target).resolve() == (DOCS / following).resolve(), f"{name} leads to {following}"
+def test_the_order_names_every_page_once_and_old_addresses_lead_to_pages() -> None:
+    order = [place for section in sections() for place in section.pages]
+    assert sorted(order) == sorted(sources("en"))
+    assert sources("zh").keys() <= set(order)
+    for old, new in redirects().items():
+        page, _, anchor = new.partition("#")
+        assert old not in order
+        assert page in order, f"{old} leads to {new}"
+        assert not anchor or anchor in anchors(sources("en")[page]), f"{old} leads to {new}"
 
 
 def test_the_page_of_masks_has_each_picture_beside_its_code() -> None:

@@ -29,6 +29,15 @@ def name(page: object) -> str:
     return str(page.relative_to(ROOT)) if isinstance(page, Path) else str(page)
 
 
+class _English(ast.NodeTransformer):
+    """Takes ``language="zh"`` out of a call: a Chinese page may make a Chinese page or picture."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        chinese = [each for each in node.keywords if each.arg == "language" and ast.unparse(each.value) == "'zh'"]
+        node.keywords = [each for each in node.keywords if each not in chinese]
+        return self.generic_visit(node)
+
+
 def code(page: Path) -> list[tuple[str, str]]:
     """The blocks of a page: Python without comments, with what it prints; of the others only the kind."""
     listed = blocks(page)
@@ -36,7 +45,7 @@ def code(page: Path) -> list[tuple[str, str]]:
     for place, (language, text) in enumerate(listed):
         after_python = place > 0 and listed[place - 1][0] == "python"
         if language == "python":
-            text = ast.dump(ast.parse(textwrap.dedent(text)))
+            text = ast.dump(_English().visit(ast.parse(textwrap.dedent(text))))
         elif language != "text" or not after_python:
             text = ""
         found.append((language, text))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast, final
 
 import torch
@@ -21,13 +22,15 @@ from torch.nn.attention.varlen import varlen_attn
 
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
-from benchmarks.figures import Figures, differing
+from benchmarks.comparing.pictures import draw_speed
+from benchmarks.figures import ROOT, Figures, differing
 from benchmarks.timing import in_blocks
 from benchmarks.writing import milliseconds, ratio, table
 
 THEIRS, OURS = "PyTorch's kernel", "activated"
 CALLS, MODELS, VARLEN = "calls", "models", "varlen_attn"
 SECTIONS = (CALLS, MODELS, VARLEN)
+PICTURE = ROOT / "docs" / "images" / "activated.svg"
 _CLOCK = 3e-2  #: seconds of one figure, at least
 
 Way = Callable[[], Tensor]
@@ -100,6 +103,16 @@ ALL_CALLS = (
     Call(_GPT, causal=True, backward=True, dtype=torch.bfloat16),
     Call(_GPT, mask="float mask", dtype=torch.bfloat16),
 )
+#: The bars of the picture above those of whole models.
+_SHOWN = {
+    "causal attention, 1,024 tokens": Call(_GPT, causal=True),
+    "its training": Call(_GPT, causal=True, backward=True),
+    "causal attention, bfloat16": Call(_GPT, causal=True, dtype=torch.bfloat16),
+    "attention, 1,024 tokens": Call(_GPT),
+    "attention of a ViT, 197 tokens": Call(_VIT),
+    "padded batch, 128 tokens": Call(_BERT, mask="padding"),
+    "a call of five tokens": Call((2, 4, 5, 4)),
+}
 
 
 class _Block(nn.Module):
@@ -246,6 +259,14 @@ def texts(figures: Figures) -> dict[str, str]:
         "causal-bf16": _gain(figures[f"{CALLS}: {Call(_GPT, causal=True, dtype=torch.bfloat16)}"]),
         "small": _gain(figures[f"{CALLS}: {ALL_CALLS[0]}"]),
     }
+
+
+def pictures(figures: Figures) -> dict[Path, str]:
+    """The calls of a GPT's sizes and the whole models, one bar each."""
+    bars = {work: figures[f"{CALLS}: {call}"] for work, call in _SHOWN.items()}
+    bars |= {name: figures[f"{MODELS}: {name}"] for name in ALL_MODELS}
+    speeds = {name: found[THEIRS] / found[OURS] for name, found in bars.items()}
+    return {PICTURE: draw_speed(speeds, "speed after activate (1: as before; longer: faster)")}
 
 
 def _gain(found: dict[str, float]) -> str:

@@ -269,7 +269,7 @@ def lines(effort: Effort) -> Iterator[Line]:
 
 
 RUNTIMES = ("transformers", "onnxruntime", "openvino", "nncf", "ctranslate2")
-texts = standings.texts
+texts, pictures = standings.texts, standings.pictures
 BENCHMARK = Benchmark("engines", __doc__, lines, texts, minutes=60, peers=RUNTIMES, wrong=standings.wrong)
 
 if __name__ == "__main__":

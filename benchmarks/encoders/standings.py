@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from benchmarks.comparing import OURS
+from benchmarks.comparing.pictures import draw_speed
 from benchmarks.comparing.tables import QUIET
 from benchmarks.encoders.batches import EQUAL, MIXED
 from benchmarks.encoders.models import MODELS, RANDOM
-from benchmarks.figures import Figures
+from benchmarks.figures import ROOT, Figures
 from benchmarks.writing import megabytes, milliseconds, ratio, seconds, significant, table
 
-__all__ = ["IN_TURN", "LONG", "SHORT", "SINGLY", "SORTED", "THEIRS", "texts", "wrong"]
+__all__ = ["IN_TURN", "LONG", "SHORT", "SINGLY", "SORTED", "THEIRS", "pictures", "texts", "wrong"]
 
 #: The way that is compared with, in float32: transformers with the attention that it chooses.
 THEIRS = "transformers"
@@ -77,6 +79,18 @@ STANDINGS = {
     "long": Standing("float32", LONG, "float32", (LONG,), "OpenVINO"),
     "half-long": Standing("bfloat16", LONG, "bfloat16", (LONG,), "OpenVINO"),
 }
+#: The bars of the picture, by the marker of a standing.
+_BARS = {
+    "default": "mixed lengths, beside transformers",
+    "mixed": "mixed lengths, beside the best in float32",
+    "half-default": "mixed lengths, bfloat16 beside transformers",
+    "half-mixed": "mixed lengths, bfloat16 beside the best int8",
+    "equal": "equal lengths, beside the best in float32",
+    "half-equal": "equal lengths, bfloat16 beside the best int8",
+    "long": "one text of 200 tokens, beside OpenVINO",
+    "short": "one text of 16 tokens, beside OpenVINO",
+}
+PICTURE = ROOT / "docs" / "images" / "engines.svg"
 
 
 def texts(figures: Figures) -> dict[str, str]:
@@ -95,6 +109,16 @@ def texts(figures: Figures) -> dict[str, str]:
     lost = figures[_line("MiniLM", OURS, "bfloat16")].get("lost")
     found["cosine"] = "–" if lost is None else _cosine(lost["worst"])
     return found
+
+
+def pictures(figures: Figures) -> dict[Path, str]:
+    """One bar for each standing of `_BARS`, as long as Clearhead is fast beside the other."""
+    bars: dict[str, float] = {}
+    for marker, name in _BARS.items():
+        ours, others = _times(figures, STANDINGS[marker])
+        if ours is not None and others:
+            bars[name] = min(others.values()) / ours
+    return {PICTURE: draw_speed(bars, "speed of Clearhead beside the other (1: as fast; longer: faster)")}
 
 
 def _times(figures: Figures, standing: Standing) -> tuple[float | None, dict[str, float]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.figures import RESULTS, ROOT, Figures, Kept, fill_pages
 from benchmarks.machine import machine
-from benchmarks.quality.architectures_cases.report import markdown, show
+from benchmarks.quality.architectures_cases.report import show
 from benchmarks.quality.architectures_cases.results import Outcome, Run, read, write
 from benchmarks.quality.architectures_cases.running import run_all
 from benchmarks.quality.architectures_cases.summary import counts_of, summarize
@@ -83,7 +83,7 @@ def versions() -> str:
 
 
 def texts(measured: Figures) -> dict[str, str]:
-    return {"table": markdown(measured), **counts_of(measured)}
+    return counts_of(measured)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from .canvas import Canvas
 
 IMAGES = Path(__file__).parent.parent / "images"
-MODULES = ("context_parallel", "lessons", "mask_gallery", "one_call", "packages", "statistics")
+MODULES = ("context_parallel", "favicon", "lessons", "mask_gallery", "one_call", "packages", "statistics")
 
 
 def pictures() -> dict[str, Callable[[], Canvas]]:

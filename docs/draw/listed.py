@@ -13,7 +13,7 @@ from clearhead import errors
 from clearhead.cli import main
 
 DOCS = Path(__file__).parents[1]
-COMMANDS, ERRORS = DOCS / "en" / "command-line.md", DOCS / "en" / "errors.md"
+COMMANDS, ERRORS = DOCS / "en" / "look.md", DOCS / "en" / "differences.md"
 #: The word for the value of an option, by its type.
 METAVARS = {str: "TEXT", int: "NUMBER", Path: "PATH"}
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 import clearhead
 from clearhead import plot
@@ -71,6 +73,39 @@ PICTURES: dict[str, tuple[Callable[[], Page], Callable[[Any], None]]] = {
 }
 
 
+def _large(opened: Any, layer: int, head: int) -> None:
+    opened.locator(f'#overview [data-place="{layer}-{head}"]').click()
+    opened.mouse.move(1, 1)
+
+
+#: What is done on the page of one text, one frame each.
+STEPS: tuple[Callable[[Any], None], ...] = (
+    lambda opened: _choose(opened, "it"),
+    lambda opened: opened.locator("#arcs").check(),
+    lambda opened: _choose(opened, "animal"),
+    lambda opened: _choose(opened, "tired"),
+    lambda opened: _large(opened, 1, 4),
+    lambda opened: _choose(opened, "it"),
+    lambda opened: _large(opened, 3, 1),
+)
+CLIP, CLIP_SIZE, SECONDS = "page.webp", {"width": 1180, "height": 800}, 1.6
+
+
+def draw_clip(browser: Any, page: Path, target: Path) -> None:
+    """Write a moving picture of a page on which words and heads are chosen."""
+    opened = browser.new_page(viewport=CLIP_SIZE)
+    opened.goto(page.as_uri())
+    opened.wait_for_selector("html[data-ready]")
+    frames: list[Image.Image] = []
+    for step in STEPS:
+        step(opened)
+        opened.wait_for_timeout(300)
+        frames.append(Image.open(BytesIO(opened.screenshot())).convert("RGB"))
+    opened.close()
+    first, *others = frames
+    first.save(target, save_all=True, append_images=others, duration=int(1000 * SECONDS), loop=0, quality=80)
+
+
 def draw(folder: Path) -> None:
     """Write every picture into a folder."""
     with opened_browser() as browser, tempfile.TemporaryDirectory() as pages:
@@ -82,6 +117,7 @@ def draw(folder: Path) -> None:
             opened.wait_for_timeout(300)
             opened.screenshot(path=folder / name, full_page=True)
             opened.close()
+        draw_clip(browser, one_text().save(Path(pages) / "clip.html"), folder / CLIP)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from .reference import SOURCES
-from .staging import DOCS, NOTEBOOK_SCRIPT, TABLES_SCRIPT
+from docs.order import redirects, repository, sections
+
+from .reference import INTERNAL, SOURCES
+from .staging import SCRIPTS, sources
 
 PALETTE = [
     {"media": "(prefers-color-scheme: light)", "scheme": "default", "toggle": {"icon": "lucide/sun"}},
     {"media": "(prefers-color-scheme: dark)", "scheme": "slate", "toggle": {"icon": "lucide/moon"}},
 ]
 SWITCHES = {"en": ("Switch to the dark scheme", "Switch to the light scheme"), "zh": ("切换到深色", "切换到浅色")}
-REFERENCE = "Reference: API"
-PROJECT = [("Contributing", "contributing.md"), ("Security", "security.md"), ("Changes", "changelog.md")]
+REFERENCE = "API"
+PROJECT = "Project"
 #: How mkdocstrings writes a public name. Modules are read, never imported.
 HANDLER = {
     "paths": [str(SOURCES)],
@@ -24,8 +25,9 @@ HANDLER = {
         "extensions": [str(Path(__file__).with_name("docstrings.py"))],
         "heading_level": 2,
         "members_order": "source",
-        "filters": ["!^_"],
-        "inherited_members": False,
+        "filters": ["!^_", f"!^({INTERNAL})$"],
+        "inherited_members": True,
+        "line_length": 88,
         "merge_init_into_class": True,
         "separate_signature": True,
         "show_signature_annotations": True,
@@ -40,25 +42,15 @@ HANDLER = {
 
 
 def navigation(language: str, reference: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """The sections of the index with their pages, in its order; the reference after them."""
-    index = (DOCS / language / "index.md").read_text(encoding="utf-8")
-    listed: list[dict[str, Any]] = [{title_of(index): "index.md"}]
-    for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
-        title, _, text = section.partition("\n")
-        rows = re.findall(r"^\| \[([^\]]+)\]\((?!\.\./en/)((?:\.\./)*[\w/-]+\.md)\) \|", text, flags=re.MULTILINE)
-        pages = [{name.replace("`", ""): re.sub(r"^(\.\./)+", "", path).lower()} for name, path in rows]
-        if pages:
-            listed.append({title.strip(): pages})
-    if reference:
-        listed.append({REFERENCE: [{name: place} for name, place in reference]})
-        listed.append({"Project": [{name: place} for name, place in PROJECT]})
+    """The sections of docs/pages.toml with the pages that the language has; the reference before the project's."""
+    places = sources(language).keys() | {"index.md"}
+    listed: list[dict[str, Any]] = []
+    for titles, pages in sections():
+        if titles["en"] == PROJECT and reference:
+            listed.append({REFERENCE: [{name: place} for name, place in reference]})
+        if has := [place for place in pages if place in places]:
+            listed.append({titles[language]: has})
     return listed
-
-
-def title_of(page: str) -> str:
-    """The title of a page."""
-    found = re.search(r"^# +(.+?) *$", page, flags=re.MULTILINE)
-    return found[1] if found else "Clearhead"
 
 
 def configuration(language: str, reference: list[tuple[str, str]]) -> dict[str, Any]:
@@ -71,17 +63,18 @@ def configuration(language: str, reference: list[tuple[str, str]]) -> dict[str, 
         "site_name": "Clearhead",
         "use_directory_urls": True,
         "extra_css": ["extra.css"],
-        "extra_javascript": [NOTEBOOK_SCRIPT.name, TABLES_SCRIPT.name],
+        "extra_javascript": [script.name for script in SCRIPTS],
         "nav": navigation(language, reference),
         "theme": {
             "language": language,
             "font": False,
             "palette": palette,
+            "favicon": "images/favicon.svg",
             "features": [
                 "content.code.copy",
                 "navigation.footer",
                 "navigation.indexes",
-                "navigation.sections",
+                "navigation.tabs",
                 "navigation.top",
                 "search.highlight",
             ],
@@ -105,6 +98,12 @@ def configuration(language: str, reference: list[tuple[str, str]]) -> dict[str, 
             },
         },
     }
+    if repository():
+        project["repo_url"] = repository()
+    there = sources(language)
+    moved = {old: new for old, new in redirects().items() if new.partition("#")[0] in there and old not in there}
+    plugins: dict[str, Any] = {"redirects": {"redirect_maps": moved}}
     if language == "en":
-        project["plugins"] = {"mkdocstrings": {"handlers": {"python": HANDLER}}}
+        plugins["mkdocstrings"] = {"handlers": {"python": HANDLER}}
+    project["plugins"] = plugins
     return {"project": project}

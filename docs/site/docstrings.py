@@ -43,7 +43,10 @@ class Docstrings(griffe.Extension):
     """Rewrites the docstring of every object before it is read, and gives named tuples their signature."""
 
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Add the constructor of a named tuple."""
+        """Add the constructor of a named tuple, and drop one that nobody calls: ``__init__(*_)``."""
+        own = cls.members.get("__init__")
+        if isinstance(own, griffe.Function) and any(each.name == "_" for each in own.parameters):
+            cls.del_member("__init__")
         if any(str(base) == "NamedTuple" for base in cls.bases):
             cls.set_member("__init__", constructor(cls))
 

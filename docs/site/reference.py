@@ -11,6 +11,14 @@ from pathlib import Path
 from .staging import ROOT
 
 SOURCES = ROOT / "src"
+#: Names of `clearhead` that stand first on its page; the others follow in the order of ``__all__``.
+FIRST = ("MultiHeadAttention", "attention", "upgrade", "record", "activate")
+#: Methods that other parts of Clearhead call, and nobody else.
+INTERNAL = (
+    "start_inside|wanted|attended|kept_call|report_unseen|sides|name_of|with_totals|with_heads|like|counted|is_part"
+    "|computed|head_sums|head_numbers|before|has_no_sizes|bias_tensors|with_bias_tensors|add_bias_gradients|sizes"
+    "|structure|signature|parts|after|tensors|validate|of_grid|read_coverage|inner_block|require_weights|pair|extra_repr"
+)
 #: Modules whose names have pages, in the order of the reference.
 MODULES = (
     "clearhead",
@@ -46,7 +54,9 @@ def public_names(module: str) -> list[str]:
     )
     folder = file_of(module).parent
     modules = {name for name in listed if (folder / name).is_dir() or (folder / f"{name}.py").is_file()}
-    return [name for name in listed if name not in modules and name != "__version__"]
+    names = [name for name in listed if name not in modules and name != "__version__"]
+    first = [name for name in FIRST if module == "clearhead" and name in names]
+    return [*first, *(name for name in names if name not in first)]
 
 
 def place_of(module: str) -> str:

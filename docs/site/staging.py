@@ -10,30 +10,35 @@ from pathlib import Path
 
 from docs.markdown import FENCE, HEADING, headings
 
+from .models import with_table
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-#: Fits a frame to its page, and gives the page the theme of the site.
-NOTEBOOK_SCRIPT = ROOT / "src" / "clearhead" / "plot" / "notebook.js"
-#: Lets the keyboard scroll wide tables.
-TABLES_SCRIPT = DOCS / "site" / "tables.js"
+#: Every script of the site. The first fits a frame to its page, and gives the page the theme of the site.
+SCRIPTS = (
+    ROOT / "src" / "clearhead" / "plot" / "notebook.js",
+    DOCS / "site" / "tables.js",
+    DOCS / "site" / "models.js",
+)
 #: Files outside docs/en that are pages of the site, and their place there.
 ELSEWHERE = {
     ROOT / "README.md": "index.md",
     ROOT / "README.zh.md": "index.md",
-    **{DOCS / name: name for name in ("architecture.md", "stability.md", "decisions.md", "releasing.md")},
+    **{page: page.name for page in DOCS.glob("*.md")},
     ROOT / "CONTRIBUTING.md": "contributing.md",
     ROOT / "SECURITY.md": "security.md",
     ROOT / "CHANGELOG.md": "changelog.md",
 }
-#: The picture after which the landing page or a lesson has its heads live.
+#: A notebook outside docs that pages link to; the site has it as a file.
+NOTEBOOK = ROOT / "examples" / "see_inside.ipynb"
+#: The picture that heads replace on the landing page, where they are live, and after which a lesson has them.
 PICTURE = re.compile(r"^!\[[^\]]*\]\([^)]*images/(?:attention\.png|lessons/[\w-]+\.svg)\)$", re.MULTILINE)
 INVITATION = {"en": "The heads, live. Click a word:", "zh": "下面的页面可以操作。点一个词："}
-FRAME = """{picture}
-
-{words}
+FRAME = """{words}
 
 <iframe class="clearhead-page" src="{source}" title="{words}" loading="lazy"
 style="width: 100%; height: 860px; border: 0"></iframe>"""
+WITHOUT_SIDEBARS = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 TARGET = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -46,6 +51,8 @@ def placed(source: Path) -> str | None:
     """Where a page or picture lies in the staged folder of its language; None for another file of the repository."""
     if source in ELSEWHERE:
         return ELSEWHERE[source]
+    if source == NOTEBOOK:
+        return source.name
     if DOCS / "images" in source.parents:
         return str(source.relative_to(DOCS))
     for language in ("en", "zh"):
@@ -71,7 +78,7 @@ def target_of(target: str, page: Path, place: str, language: str) -> str | None:
     if other is None:
         return None
     tail = f"#{anchor}" if anchor else ""
-    if DOCS / "images" in source.parents or language_of(source) == language:
+    if DOCS / "images" in source.parents or source == NOTEBOOK or language_of(source) == language:
         return os.path.relpath(other, Path(place).parent) + tail
     # The other language is another site: an address, not a file. English lies at the root, Chinese in zh/.
     # Zensical reads an address as relative to the page's file.
@@ -117,7 +124,8 @@ def with_frame(text: str, place: str, language: str, live: Path | None) -> str:
         return text
     source = "../" * place.count("/") + f"live/{name}"  # Zensical reads it as relative to the page's file
     parts = {"words": INVITATION[language], "source": source}
-    return PICTURE.sub(lambda found: FRAME.format(picture=found[0], **parts), text, count=1)
+    frame = FRAME.format(**parts)
+    return PICTURE.sub(lambda found: frame if place == "index.md" else f"{found[0]}\n\n{frame}", text, count=1)
 
 
 def sources(language: str) -> dict[str, Path]:
@@ -136,13 +144,15 @@ def stage(language: str, folder: Path, live: Path | None) -> dict[str, Path]:
     pages = sources(language)
     for place, page in pages.items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        text = with_frame(staged(page, place, language), place, language, live)
+        text = with_table(with_frame(staged(page, place, language), place, language, live))
+        text = WITHOUT_SIDEBARS + text if place == "index.md" else text
         (folder / place).write_text(text, encoding="utf-8")
+    shutil.copy(NOTEBOOK, folder)
     for notebook in (DOCS / language).rglob("*.ipynb"):
         shutil.copy(notebook, folder / notebook.relative_to(DOCS / language))
     shutil.copytree(DOCS / "images", folder / "images", dirs_exist_ok=True)
     shutil.copy(DOCS / "site" / "extra.css", folder / "extra.css")
-    for script in (NOTEBOOK_SCRIPT, TABLES_SCRIPT):
+    for script in SCRIPTS:
         shutil.copy(script, folder / script.name)
     if live is not None:
         shutil.copytree(live / language, folder / "live")

@@ -95,11 +95,9 @@ class check_values(forcing[bool]):
 
 def reads_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are checked now."""
-    if is_tracing() or tensor.is_meta or is_fake(tensor) or has_valueless_mode():
+    if is_tracing() or not (tensor.is_cpu or _checked.value) or tensor.is_meta:
         return False
-    if is_vmapped(tensor):
-        return False
-    return tensor.is_cpu or bool(_checked.value)
+    return not (is_fake(tensor) or has_valueless_mode() or is_vmapped(tensor))
 
 
 class Environment(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: First and last minor version; docs/en/versions.md has the table of what was run. `pyproject.toml` declares the first.
+#: First and last minor version; docs/versions.md has the table of what was run. `pyproject.toml` declares the first.
 TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "torch": ((2, 12), (2, 15)),
     "python": ((3, 11), (3, 14)),

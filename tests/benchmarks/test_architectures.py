@@ -16,12 +16,12 @@ from benchmarks.quality import architectures
 from benchmarks.quality.architectures_cases.building import build
 from benchmarks.quality.architectures_cases.inputs import find_inputs
 from benchmarks.quality.architectures_cases.mechanisms import effects
-from benchmarks.quality.architectures_cases.report import markdown
 from benchmarks.quality.architectures_cases.results import ON, Finding, Outcome, Run, read, write
 from benchmarks.quality.architectures_cases.running import run_all
 from benchmarks.quality.architectures_cases.source import calls_attention_function
 from benchmarks.quality.architectures_cases.summary import summarize
 from benchmarks.quality.architectures_cases.types import Architecture
+from docs.site.models import types
 
 LLAMA = Architecture("llama", "llama", "LlamaModel")
 AGREES = Outcome("llama", "LlamaModel", calls={"from_config": 3}, compared=5, largest=1e-6)
@@ -101,18 +101,17 @@ def test_outcomes_survive_the_file(tmp_path: Path) -> None:
     assert read(tmp_path / "kept.json") == run
 
 
-def test_the_page_names_totals_and_reasons() -> None:
+def test_the_table_of_models_names_results_and_reasons() -> None:
     refused = Outcome("sam", "SamModel", refused={"from_config": "KeyError: 'clearhead'"}, compared=5)
-    page = markdown(summarize(Run("some versions", [AGREES, NOT_BUILT, refused, *KEEP_EAGER])))
-    assert "| agrees | 1 | 0 |" in page
-    assert "| keeps eager | 2 | 0 |" in page
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert rows == [
-        "| `cvt` | keeps eager | not built; no class in its source calls the attention function of transformers |",
-        "| `dinat` | not built | ImportError: DinatModel requires the natten library |",
-        "| `falcon` | keeps eager | computes attention with code of its own |",
-        "| `llama` | agrees |  |",
-        "| `sam` | refused | `from_config`: KeyError: 'clearhead' |",
+    on = Outcome("gpt_oss", "GptOssModel", calls={"from_config": 1}, mechanisms={"sinks: sinks": 0.5, "window: a": 0.3})
+    found = sorted(types(summarize(Run("some versions", [AGREES, NOT_BUILT, refused, on, *KEEP_EAGER]))))
+    assert found == [
+        ("cvt", "keeps eager", "not built; no class in its source calls the attention function of transformers"),
+        ("dinat", "not built", "ImportError: DinatModel requires the natten library"),
+        ("falcon", "keeps eager", "computes attention with code of its own"),
+        ("gpt_oss", "agrees", "with sinks, window"),
+        ("llama", "agrees", ""),
+        ("sam", "refused", "`from_config`: KeyError: 'clearhead'"),
     ]
 
 
@@ -143,7 +142,7 @@ def test_docs_writes_the_summary_and_the_figures(monkeypatch: pytest.MonkeyPatch
     assert page.read_text() == "of <!-- architectures.all -->2<!-- /architectures.all --> types"
     kept = read_kept(architectures.SUMMARY)
     assert kept.versions == "some versions"
-    assert architectures.texts(kept.figures)["table"] == markdown(summarize(read(tmp_path / "kept.json")))
+    assert kept.figures == summarize(read(tmp_path / "kept.json"))
     figures._kept_texts.cache_clear()
 
 
@@ -155,7 +154,7 @@ def test_gradients_further_from_float64_than_sdpas_are_listed() -> None:
     ]
     summary = summarize(Run("some versions", outcomes))
     assert summary["gradients"] == {"compared": 3, "median ratio": 1.3e-4 / 2.9e-5, "worse": {"far": [1.3e-4, 2.9e-5]}}
-    assert "| `far` | agrees | error of gradients 1.3e-04, SDPA 2.9e-05 |" in markdown(summary)
+    assert ("far", "agrees", "error of gradients 1.3e-04, SDPA 2.9e-05") in types(summary)
 
 
 def test_a_process_that_ends_or_has_no_result_is_an_outcome_and_the_next_architecture_goes_on() -> None:

@@ -256,8 +256,8 @@ def test_weights_and_settings_that_do_not_fit(
         read(models[name], 0, **changes)
 
 
-def test_the_page_about_loaders_has_every_model() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "en" / "loaders.md").read_text(encoding="utf-8")
+def test_the_page_about_decoders_has_every_model_that_loads() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "en" / "decoders.md").read_text(encoding="utf-8")
     table = page.split("| `model_type` |")[1].split("\n\n")[0]
     rows = [row.split("|")[1] for row in table.splitlines()[2:]]
     assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == KNOWN.split(", ")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from typer.testing import CliRunner
 
+from clearhead.cli import main
 from tests.support.models import minilm
 
 from .looking import LETTERS, SENTENCE, contents, look, run, tokens_of
@@ -35,10 +39,53 @@ def test_shows_every_head_and_writes_both_files(tmp_path: Path) -> None:
     assert "\x1b" not in result.output, "there is no terminal"
 
 
+def test_begins_with_the_finding_and_ends_with_the_codes(tmp_path: Path) -> None:
+    result = look(SENTENCE, "--json", "numbers.json", "--no-png")
+    facts, finding, reason = [line for line in result.stdout.splitlines() if line][:3]
+    assert facts.startswith("all-MiniLM-L6-v2")
+    assert finding == "layer 1, head 4: it → tired 0.31"
+    assert reason == "Shown because it clearly links distant words; choose with --layer and --head."
+    page = re.search(r'<p id="finding">(.*?)</p>', (tmp_path / "attention.html").read_text(encoding="utf-8"))
+    assert page is not None
+    assert re.sub(r"<[^>]+>", "", page[1]).startswith("In layer 1, head 4, it looks most at tired (0.308")
+    said = " ".join(result.stdout.split())
+    heads = json.loads((tmp_path / "numbers.json").read_text())["heads"]
+    kinds = Counter(head["looks_at"] for head in heads)
+    assert f"{kinds['special']} heads special tokens" in said
+    assert "1 head the token before layer 0, head 2" in said
+    assert said.index("special tokens") < said.index("layer 1, head 4: what each token looks at most")
+    assert said.index("[SEP] →") < said.index("> marks layer 1, head 4, shown above. Columns: heads.")
+
+
+def test_a_neighbour_is_not_called_distant() -> None:
+    lines = look("Time flies like an arrow.", "--no-png", "--no-html").stdout.splitlines()
+    at = lines.index("layer 1, head 4: an → arrow 0.49")
+    assert lines[at + 1].startswith("Shown because different words clearly look at different words;")
+
+
+def test_reads_the_standard_input(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["look", "-", "--no-png"], input="\ufeffTime flies.\n".encode())
+    assert result.exit_code == 0, result.output
+    assert tokens_of(tmp_path / "attention.html") == ["[CLS]", "time", "flies", ".", "[SEP]"]
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        (b"\xff", 1, "-: expected UTF-8 text, got other bytes at 0 of the input"),
+        (b" \n", 2, "-: expected some text, got nothing but white space"),
+    ],
+)
+def test_a_standard_input_without_text_is_refused(given: bytes, code: int, said: str) -> None:
+    result = CliRunner().invoke(main, ["look", "-"], input=given)
+    assert result.exit_code == code
+    assert said in result.stderr
+
+
 def test_layer_and_head_are_taken(tmp_path: Path) -> None:
     result = look(SENTENCE, "--layer", "3", "--head", "7", "--out", "a/new folder")
     assert "layer 3, head 7:" in result.stdout
-    assert "Chosen" not in result.stdout
+    assert "Shown because" not in result.stdout
     data = contents(tmp_path / "a/new folder/attention.html").data
     assert (data["layer"], data["head"]) == (3, 7)
     assert "layer 5, head" in look(SENTENCE, "--layer", "5").stdout

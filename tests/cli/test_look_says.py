@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import transformers
+
+from tests.support.models import minilm
 
 from .looking import LETTERS, contents, look
 
@@ -26,19 +29,29 @@ ENGLISH = re.compile(
 
 @pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
 class TestNotes:
-    def test_a_text_of_another_language(self) -> None:
-        result = look("今天天气很好，我们去公园散步，看到了很多漂亮的花。", "--no-png")
+    @pytest.mark.parametrize(
+        ("language", "said"),
+        [
+            ("en", r"all-MiniLM-L6-v2 does not know (\d+) % of the tokens of this text .* such as --model \S+\."),
+            ("zh", r"all-MiniLM-L6-v2 不认识这段文本中 (\d+) % 的词元.*例如 --model \S+。"),
+        ],
+    )
+    def test_a_text_of_another_language_keeps_its_characters_and_is_warned_of_at_the_end(
+        self, language: str, said: str
+    ) -> None:
+        text = "今天天气很好，我们去公园散步，看到了很多漂亮的花。"
+        result = look(text, "--no-png", "--lang", language, "--json", "numbers.json")
         [line] = result.stderr.splitlines()
-        match = re.fullmatch(
-            r"clearhead: all-MiniLM-L6-v2 does not know (\d+) % of the tokens of this text; they are \[UNK\], one "
-            r"like the other\. Look at it with a model of its language: --model NAME_OR_PATH\.",
-            line,
-        )
+        assert result.output.splitlines()[-1] == line
+        match = re.fullmatch(f"clearhead: {said}", line)
         assert match, line
-        page = contents(Path("attention.html"))
-        names = page.text(0, 0, "queries")["names"][1:-1]
-        assert int(match[1]) == round(100 * names.count("[UNK]") / len(names)) > 10
+        page, numbers = contents(Path("attention.html")), json.loads(Path("numbers.json").read_text())
+        assert "".join(page.text(0, 0, "queries")["names"][1:-1]) == text
+        assert "".join(numbers["windows"][0]["tokens"][1:-1]) == text
         assert page.data["notes"] == [line.removeprefix("clearhead: ")]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(minilm())
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert int(match[1]) == round(100 * ids.count(tokenizer.unk_token_id) / len(ids)) > 10
 
     def test_a_few_unknown_tokens_are_not_worth_a_line(self, model_folder: Callable[[str], Path]) -> None:
         text = "the animal was too tired " * 2  # ten tokens, and one that is unknown

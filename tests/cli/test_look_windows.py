@@ -36,7 +36,9 @@ def test_long_texts_are_read_in_windows(tmp_path: Path, model_folder: Callable[[
     result = look("--file", "long.txt", "--model", str(model_folder("llama")), "--json", "all.json")
     assert result.stderr == ""
     assert "150 tokens in 3 windows of up to 64" in result.stdout
-    assert "The first window of 3, tokens 0–62." in " ".join(result.stdout.split())
+    assert "This is the first window of 3, tokens 0–62. What heads do is the mean over all windows." in " ".join(
+        result.stdout.split()
+    )
     page = contents(tmp_path / "attention.html")
     assert [item["label"] for item in page.data["items"]] == ["tokens 0–62", "tokens 55–117", "tokens 110–149"]
     assert page.text(2, 0, "queries")["names"] == ["<s>", *words[110:]]

@@ -99,7 +99,8 @@ def test_of_a_text(monkeypatch: pytest.MonkeyPatch, default_model_once: Any) -> 
     [window] = outputs.json["windows"]
     torch.testing.assert_close(torch.tensor(window["top_weights"]), largest.values, rtol=0, atol=DRAWN)
     assert window["top_keys"] == largest.indices.tolist()
-    looks = [line.split() for line in outputs.lines if "→" in line]
+    finding, *looks = [line.split() for line in outputs.lines if "→" in line]
+    assert finding[-4:] == next(row[:4] for row in looks if row[0] == finding[-4])
     names = window["tokens"]
     assert [(row[0], row[2], row[3]) for row in looks] == [
         (names[query], names[keys[0]], f"{values[0]:.2f}")

@@ -19,6 +19,7 @@ import pytest
 from benchmarks.quality.eviction import POLICIES, compare, held_out_passages
 from docs.notebooks import lessons, notebook
 from examples.character_model import LENGTH, read_corpus, trained
+from tests.test_docs import assert_printed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LARGEST = 300_000  # bytes, so that it opens at once where code is read
@@ -177,12 +178,14 @@ def test_the_committed_notebook_of_a_lesson_is_made_from_its_page_runs_and_shows
     assert file.stat().st_size < LARGEST / 10
     made: Any = nbformat.read(file, as_version=4)
     cells = [cell for cell in made.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs for cell in cells)
+    assert any(cell.outputs for cell in cells)
     assert "\n".join(cell.source for cell in cells).count("rec.page(") == 2, "one saves the page and one shows it"
     assert f"[{'notebook' if 'en' in page.parts else '笔记本'}]({file.name})" in page.read_text(encoding="utf-8")
     lesson = executed[page]
     assert [cell.source for cell in lesson.cells] == [cell.source for cell in cells]
     assert all(cell.execution_count for cell in lesson.cells)
+    for ran, kept in zip(lesson.cells, cells, strict=True):
+        assert_printed(_printed(ran), _printed(kept))
     outputs = [output for cell in lesson.cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
     assert [output for output in outputs if "clearhead-page" in output.get("data", {}).get("text/html", "")]

@@ -1,4 +1,4 @@
-"""A mask by CONTRIBUTING's recipe: kernels use its structure and signature, and need nothing else."""
+"""A mask by the recipe of docs/extending.md: kernels use its structure and signature, and need nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ L, S = 300, 300
 
 @final
 class Every(Mask):
-    """As in CONTRIBUTING, with nothing but what has to be there."""
+    """As in docs/extending.md, with nothing but what has to be there."""
 
     def __init__(self, step: int) -> None:
         self._step = step

@@ -214,6 +214,20 @@ def test_an_encoder_built_from_an_upgraded_layer(x: Tensor) -> None:
     assert bool(model(x, src_key_padding_mask=PADDING).isfinite().all())
 
 
+def test_a_stack_translates_its_masks_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    translated: list[Tensor] = []
+    bias = clearhead.masks.bias
+    monkeypatch.setattr("clearhead.nn._convention.bias", lambda x: (translated.append(x), bias(x))[1])
+    layer = nn.TransformerEncoderLayer(12, 3, 8, batch_first=True)
+    model = nn.TransformerEncoder(layer, 5, enable_nested_tensor=False).eval()
+    clearhead.upgrade(model)
+    padding = torch.arange(7) >= torch.tensor([[7], [5]])
+    for number in (1, 2):
+        with torch.no_grad():
+            model(torch.randn(2, 7, 12), src_key_padding_mask=padding)  # which the stack hands on as numbers
+        assert len(translated) == number
+
+
 def test_encoders_without_an_upgraded_module_keep_their_nested_tensors() -> None:
     own = encoder()
     for layer in own.layers:

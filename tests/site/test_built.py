@@ -6,6 +6,7 @@ import html
 import importlib
 import inspect
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -16,7 +17,9 @@ from urllib.parse import unquote
 import pytest
 
 import clearhead
-from docs.site.reference import MODULES, place_of
+from docs.order import redirects
+from docs.site.models import RESULTS
+from docs.site.reference import FIRST, INTERNAL, MODULES, place_of
 from docs.site.staging import address, sources
 from tests.plot.pages import Elements
 from tests.test_public_surface import PUBLIC, SURFACE, WITHOUT_EXAMPLE
@@ -25,7 +28,8 @@ from tests.test_public_surface import PUBLIC, SURFACE, WITHOUT_EXAMPLE
 WITHOUT_PAGE = {"clearhead.cli", "clearhead.inspection", "clearhead.integrations"}
 #: Abstract classes: the page has their methods instead of the signature of a constructor.
 MEMBERS_ONLY = {"Scaling", "Cache", "EvictionPolicy", "Kernel"}
-WITHOUT_SIGNATURE = {"NAMINGS", "AttentionHealthWarning", "UnseenAttentionWarning"}  # a table, Python's own warnings
+#: A table, what only Clearhead makes, Python's own warnings.
+WITHOUT_SIGNATURE = {"NAMINGS", "AttentionStatistics", "AttentionHealthWarning", "UnseenAttentionWarning"}
 SUBMODULES = {name.rpartition(".")[2] for name in SURFACE}
 NAMES = [pair for pair in PUBLIC if pair[0] in MODULES and pair[1] not in {*SUBMODULES, "__version__"}]
 LOADING = ("stylesheet", "icon", "preconnect", "preload", "modulepreload")
@@ -118,6 +122,37 @@ def test_every_page_was_built_with_its_text(site: Path, language: str) -> None:
         shown = re.sub(r"\s", "", built(page).text)
         written = re.sub(r"[\s`*#|]|\]\([^)]*\)|<!--.*?-->", "", source.read_text(encoding="utf-8"))
         assert len(shown) > 0.6 * len(written), f"{place}: {len(shown)} of {len(written)} characters"
+
+
+def test_the_reference_begins_with_what_most_programs_use_and_has_no_internal_names(site: Path) -> None:
+    for module in MODULES:
+        source = (site / address(place_of(module)) / "index.html").read_text(encoding="utf-8")
+        named = re.findall(rf'<h\d id="{module}\.([\w.]+)" class="doc doc-heading', source)
+        assert not [name for name in named if re.fullmatch(INTERNAL, name.rpartition(".")[2])]
+        if module == "clearhead":
+            assert [name for name in named if "." not in name][: len(FIRST)] == list(FIRST)
+            assert {"record.weights", "record.rank_heads", "record.summary", "record.page"} < set(named)
+    assert MODULES[:2] == ("clearhead", "clearhead.masks")
+
+
+def test_old_addresses_lead_to_pages(site: Path) -> None:
+    moved = redirects()
+    assert len(moved) > 10
+    for old, new in moved.items():
+        page = (site / address(old) / "index.html").read_text(encoding="utf-8")
+        found = re.search(r'http-equiv="refresh" content="0; *url=([^"]+)"', page)
+        assert found is not None, old
+        target = (site / address(old) / found[1].partition("#")[0]).resolve()
+        assert target == (site / address(new.partition("#")[0])).resolve(), old
+
+
+def test_every_type_has_a_row_in_the_table_of_models(site: Path) -> None:
+    page = (site / "models" / "index.html").read_text(encoding="utf-8")
+    rows = re.findall(r"<tr><td><code>(.*?)</code></td><td>(.*?)</td>", re.sub("<wbr>", "", page))
+    figures = json.loads(RESULTS.read_text(encoding="utf-8"))["figures"]
+    assert len(rows) == len({name for name, _ in rows}) == sum(map(sum, figures["counts"].values()))
+    assert dict(rows)["llama"] == "agrees"
+    assert {name for name, result in rows if result == "refused"} == set(figures["refused"])
 
 
 def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:

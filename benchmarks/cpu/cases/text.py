@@ -19,7 +19,7 @@ __all__ = ["TRANSFORMERS_SDPA", "text_cases"]
 TRANSFORMERS_SDPA = "transformers sdpa"
 #: The implementation of transformers behind each name.
 IMPLEMENTATIONS = {OURS: "clearhead", TRANSFORMERS_SDPA: "sdpa", EAGER: "eager"}
-SOURCE = Path(__file__).resolve().parents[3] / "CONTRIBUTING.md"
+SOURCE = Path(__file__).resolve().parents[3] / "docs" / "extending.md"
 SENTENCES = 32
 
 

@@ -15,6 +15,7 @@ from .layout import Layout
 #: As a logit its weight is 0 beside any score: a finite stand-in for −∞.
 NO_SINK = -9.999999680285692e37
 _READ = (torch.float32, torch.float64)  # dtypes of sinks in kernels
+_STRIDED = torch.strided
 
 
 def require_numbers(layout: Layout) -> None:
@@ -106,7 +107,7 @@ def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int |
 def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
     """Sinks as the native kernel reads them: float32 or float64, without gaps. A sink of −∞ is no sink."""
     if _are_read_as_they_are(sinks, query, heads):
-        return sinks.resolve_neg()
+        return sinks
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
@@ -123,6 +124,7 @@ def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
 
 def _are_read_as_they_are(sinks: Tensor, query: Tensor, heads: int) -> bool:
     """Whether sinks pass every check and have no gaps, as a module's parameter does."""
-    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.layout is not torch.strided or sinks.is_nested:
+    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.shape != (heads,) or sinks.is_neg():
         return False
-    return sinks.shape == (heads,) and sinks.device == query.device and sinks.is_contiguous()
+    is_near = sinks.is_cpu is query.is_cpu is True or sinks.device == query.device
+    return is_near and sinks.layout is _STRIDED and sinks.is_contiguous() and not sinks.is_nested

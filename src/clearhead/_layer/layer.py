@@ -26,7 +26,7 @@ from .operands import Operands, called, heads_of
 from .plan import Show, attend
 from .positions import PositionPart, positions_of_keys, positions_of_queries, require_one_length, with_hidden
 from .unmodified import Linears, apply_linear
-from .unpadding import Unpadded, keeps_padding, unpad
+from .unpadding import Unpadded, costs_of, unpad
 
 
 @dataclass(slots=True)
@@ -279,13 +279,15 @@ class Layer:
         head_dim = self.head_dim
         if head_dim is None or inputs[0].dim() != 3:
             return None
-        heads = self.num_heads, self.num_kv_heads, head_dim
+        costs, most = costs_of(inputs, (self.num_heads, self.num_kv_heads, head_dim))
         if self.plan is not None:
-            self.plan.keeps_padding = keeps_padding(inputs, heads)
+            self.plan.keeps_padding = most < 0
+        if most < 0:
+            return None
         return unpad(
             bound,
-            inputs,
-            heads,
+            costs,
+            most,
             environment,
             parts=(*self.projections, self.q_norm, self.k_norm, self.position),
             side_by_side=self.position is not None,

@@ -189,7 +189,8 @@ def gemm_of(inputs: Sequence[Tensor], linears: Sequence[Any], environment: Envir
     query = inputs[0]
     pairs.append((query.numel() // max(1, query.shape[-1]) * of_output.shape[-1], of_output))
     forced = forced_linears.value
-    if forced == "pytorch" or (not forced and (_why_pytorchs() or all(_is_small(*pair) for pair in pairs))):
+    by_pytorch = not query.is_cpu or _why_pytorchs() or all(_is_small(*pair) for pair in pairs)
+    if forced == "pytorch" or (not forced and by_pytorch):
         return F.linear
     return functools.partial(linear, environment=environment)
 

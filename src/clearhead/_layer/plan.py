@@ -25,6 +25,7 @@ from ..kernels._saved_by_pytorch import saved_as_given
 from ..kernels._sdpa import share_worth_skipping
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
+from ..masks._lowering import hides_nothing
 from .mixing import MIXED, MIXED_ONCE, plan_mixed
 
 _MOST_MASKS = 64  # plans of one key, of masks that the kernels read differently
@@ -136,7 +137,7 @@ def _plan_of(
     elif key is None:
         plans = {}
     elif sized:
-        plans = _plans_of((key, sdpa_settings(), *sizes_of(call)), environment.kernel)
+        plans = _plans_of((key, sdpa_settings()), environment.kernel)
     else:
         plans = _plans_of(key, environment.kernel)
     if not checked:
@@ -147,7 +148,7 @@ def _plan_of(
             validate_mask_of_packed(call)
         elif call.mask is not None:
             call.bound.validate()
-    of_mask = () if key is None or call.mask is None else _key_of_mask(call, sized)
+    of_mask = () if key is None else _key_of_mask(call, sized)
     if of_mask is None:  # another mask of its kind may need another plan
         return _new_plan(call, environment)[0]
     known = plans.get(of_mask)
@@ -161,28 +162,38 @@ def _put_plan(call: Call, environment: Environment, plans: Plans, of_mask: Hasha
     """A new plan, which the next call of the same key and mask gets."""
     plan, fits_all = _new_plan(call, environment)
     layout, key = call.layout, call.plan_key
-    known = plan, layout if sized or layout.gradients or layout.weights is not None else None
+    has_keys = bool(layout.gradients) or layout.weights is not None
+    of_sizes = plan, layout if has_keys or not _sees_all_in_one_row(call) else None
     if len(plans) == _MOST_MASKS:
         plans.clear()
-    plans[of_mask] = known
-    if key is not None and not (sized or fits_all):
-        plans[of_mask] = _with_sizes(environment), None
-        of_sizes = _plans_of((key, sdpa_settings(), *sizes_of(call)), environment.kernel)
-        of_sizes[_key_of_mask(call, True)] = plan, layout
-    return known
+    if sized or fits_all or key is None:
+        plans[of_mask] = known = of_sizes if sized else (plan, layout if has_keys else None)
+        return known
+    plans[of_mask] = _with_sizes(environment), None
+    _plans_of((key, sdpa_settings()), environment.kernel)[_key_of_mask(call, True)] = of_sizes
+    return of_sizes
 
 
 def _key_of_mask(call: Call, sized: bool) -> Hashable | None:
-    """What determines the plans of calls of one key with a mask; ``None`` if the next one needs another plan."""
-    if call.mask is None:
-        return ()
-    if call.sequences is not None:  # within which the mask has another structure
-        return call.mask.signature()
-    key = call.bound.key(sized)
-    if key is None or not (sized and call.query.is_cpu):
+    """What determines the plans of calls of one key: the mask and, if `sized`, the number of keys and positions.
+
+    ``None`` if the next call needs another plan.
+    """
+    key: Hashable = ()
+    if call.mask is not None:  # within sequences the mask has another structure
+        key = call.bound.key(sized) if call.sequences is None else call.mask.signature()
+    if key is None or not sized:
         return key
-    # The only values of a mask by which a kernel is chosen.
-    return key, share_worth_skipping(call.bound)
+    if _sees_all_in_one_row(call):  # so that each step of a decoder finds its plan
+        return call.key.shape[-2] > 1
+    # On the CPU the only values of a mask by which a kernel is chosen.
+    share = share_worth_skipping(call.bound) if call.mask is not None and call.query.is_cpu else None
+    return sizes_of(call), key, share
+
+
+def _sees_all_in_one_row(call: Call) -> bool:
+    """Whether a call has one query, which sees every key. Kernels are chosen alike for all numbers of keys above 1."""
+    return call.query.shape[-2] == 1 and call.sequences is None and hides_nothing(call.bound)
 
 
 def _with_sizes(environment: Environment) -> Plan:
@@ -230,7 +241,7 @@ def _plan_on(kernel: Kernel, call: Call, environment: Environment) -> Plan:
     compute = kernel.plan(layout if together or not wants_weights else layout._replace(weights=None), bound)
     if layout.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)
-    if call.mask is not None and not kernel.isolates_hidden:
+    if not (kernel.isolates_hidden or hides_nothing(bound)):
         # A kernel may keep NaN of a masked query out of its output, but not out of gradients.
         only_values = not (layout.gradients or layout.transformed or layout.tracing)
         compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))

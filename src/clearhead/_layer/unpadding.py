@@ -34,7 +34,7 @@ _WORTH_UNPADDING = 1 << 23
 #: Multiplications that take a GPU as long as taking a feature of a token out and putting it back.
 _WORTH_OF_A_MOVE = 1 << 10
 #: Multiplications of a query and of a key in the projections, and of a query with a key.
-_Costs = tuple[int, int, int]
+Costs = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Unpadded:
 
 def unpad(
     bound: BoundMask,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    heads: tuple[int, int, int],
+    costs: Costs,
+    most: int,
     environment: Environment,
     *,
     parts: tuple[object, ...],
@@ -100,8 +100,7 @@ def unpad(
 
     Args:
         bound: the mask of the call.
-        inputs: query, key and value of the module, (B, length, features) each. Its output has the query's features.
-        heads: H, Hkv and D of the module.
+        costs, most: see `costs_of`.
         environment: of the call.
         parts: what the module applies to its tokens, before the output projection; ``None`` for what it does not have.
         side_by_side: whether a position part needs queries and keys to be the same tokens.
@@ -122,30 +121,32 @@ def unpad(
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
     if (side_by_side and length != keys_length) or (environment.observed and changes_outputs()):
         return None
-    costs, saved = _costs_of(inputs, heads)
-    if 0 in (batch, length, keys_length) or saved < 0:
+    if 0 in (batch, length, keys_length):
         return None
     if environment.module_hooks and any_foreign_global_hook():
         return None
     # Before its values are read, so that a mask of other sizes is refused as it is everywhere.
     bound.validate()
-    unpadded = _find(bound, costs, batch * saved, side_by_side)
+    unpadded = _find(bound, costs, batch * most, side_by_side)
     # Asked last, because most calls have no padding.
     return unpadded if unpadded is not None and all(map(takes_packed, parts)) else None
 
 
-def keeps_padding(inputs: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int, int]) -> bool:
-    """Whether inputs of these sizes are so small that `unpad` takes nothing out of them."""
-    return _costs_of(inputs, heads)[1] < 0
+def costs_of(inputs: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int, int]) -> tuple[Costs, int]:
+    """The multiplications of a query, of a key and of a pair, and how many an item may have for `unpad` to pay.
 
+    Args:
+        inputs: query, key and value of the module, (B, length, features) each. Its output has the query's features.
+        heads: H, Hkv and D of the module.
 
-def _costs_of(inputs: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int, int]) -> tuple[_Costs, int]:
-    """The multiplications of a query, of a key and of a pair, and how many of an item's may be saved at most."""
+    Returns:
+        The second number is negative where every item is so small that padding is not removed.
+    """
     query, key, value = inputs
     num_heads, num_kv_heads, head_dim = heads
     (length, features), keys_length = query.shape[-2:], key.shape[-2]
     of_key = num_kv_heads * head_dim * (key.shape[-1] + (features if value is query else value.shape[-1]))
-    costs: _Costs = 2 * num_heads * head_dim * features, of_key, 2 * num_heads * head_dim
+    costs: Costs = 2 * num_heads * head_dim * features, of_key, 2 * num_heads * head_dim
     cost_of_item = sum(map(mul, costs, (length, keys_length, length * keys_length)))
     return costs, cost_of_item - (_WORTH_UNPADDING if query.is_cpu else length * features * _WORTH_OF_A_MOVE)
 
@@ -166,7 +167,7 @@ class _Padding(NamedTuple):
     rules: list[Mask]
 
 
-def _find(bound: BoundMask, costs: _Costs, most: int, side_by_side: bool) -> Unpadded | None:
+def _find(bound: BoundMask, costs: Costs, most: int, side_by_side: bool) -> Unpadded | None:
     """The real tokens of a batch, if they cost at most that. On a GPU only by lengths that lie on the CPU."""
     grid, padding = bound.grid, bound.form("padding", lambda: _padding_of(bound))
     if padding is None:
@@ -216,7 +217,7 @@ def _padding_of(bound: BoundMask) -> _Padding | None:
     return padding._replace(queries=queries, keys=keys) if is_padding else None
 
 
-def _cost(costs: _Costs, queries: list[int], keys: list[int]) -> int:
+def _cost(costs: Costs, queries: list[int], keys: list[int]) -> int:
     """The multiplications of so many queries and keys of each item."""
     return sum(map(mul, costs, (sum(queries), sum(keys), sum(map(mul, queries, keys)))))
 

@@ -69,7 +69,7 @@ void read_seed(Problem& p, PyObject* value) {
 }
 
 // The order in C++. Python's order is in kernels/_native_arguments.py, and the import compares the two. A call may end
-// after `stop`, or where the arguments of the backward pass begin.
+// after `stop` and after any later argument; those that are left out are 0.
 constexpr Argument<Problem> CALL[] = {
     ARGUMENT(threads),
     TO("query", query.data),

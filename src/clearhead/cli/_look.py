@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..errors import ArgumentError, explain_problem
 from ..plot._language import say, speaking
 from . import _demo as demo
 from ._choice import SHOWN, Choice
-from ._errors import UsageProblem
+from ._errors import UsageProblem, warn
 from ._look_against import look_at_both, require_against
 from ._look_image import look_at_image, require_image
 from ._look_text import look_at_text
@@ -36,7 +37,9 @@ STATISTICS = f"The number that the overview shows for each head: one of {', '.jo
 
 
 def look(
-    text: Annotated[str | None, typer.Argument(help="The text to look at.", show_default=False)] = None,
+    text: Annotated[
+        str | None, typer.Argument(help="The text to look at; - reads the standard input.", show_default=False)
+    ] = None,
     file: Annotated[Path | None, _option("--file", "Read the text from this file (UTF-8) instead.")] = None,
     model: Annotated[
         str | None,
@@ -69,9 +72,9 @@ def look(
 ) -> None:
     """Show where every head of a pretrained Transformer looks on a text.
 
-    Prints an overview of all heads, then one head token by token. Writes attention.png and attention.html. Choose the
-    head with --layer and --head. Otherwise the command prefers a head in which different words look at different,
-    distant words. It avoids heads that look at special tokens or neighbours.
+    Prints what one head shows, what all heads do, and that head token by token. Writes attention.png and
+    attention.html. Choose the head with --layer and --head. Otherwise the command prefers a head in which different
+    words look at different, distant words. It avoids heads that look at special tokens or neighbours.
 
     A text that is too long for the model is read in windows. Neighbouring windows share an eighth of their tokens.
     Numbers for a head are means over all windows. max_logit and raw_max_logit are the largest of all windows.
@@ -114,7 +117,10 @@ def _read_text(text: str | None, file: Path | None) -> str:
     if (text is None) == (file is None):
         got = "neither" if text is None else "both"
         raise UsageProblem(explain_problem("TEXT", expected="either a text or --file PATH", got=got))
-    if file is not None:
+    name = "TEXT" if file is None else f"--file {file}"
+    if text == "-":
+        text, name = _standard_input(), "-"
+    elif file is not None:
         try:
             text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
@@ -125,9 +131,15 @@ def _read_text(text: str | None, file: Path | None) -> str:
             got = f"{file}: {error.strerror or type(error).__name__}"
             raise ArgumentError("--file", expected="a file that can be read", got=got) from error
     if text is None or not text.strip():
-        name = "TEXT" if file is None else f"--file {file}"
         raise UsageProblem(explain_problem(name, expected="some text", got="nothing but white space"))
     return text
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ArgumentError("-", expected="UTF-8 text", got=f"other bytes at {error.start} of the input") from error
 
 
 def _target(option: str, path: Path | None, unwanted: bool, default: Path) -> Path | None:
@@ -143,6 +155,8 @@ def _show(make: Callable[[Work], Look], paths: dict[str, Path | None], *, to_std
         written = deliver(look, paths, work.step)
     if to_stdout:
         print(look.as_json())
+        for warning in look.warnings:
+            warn(warning)
         return
 
     def show(console: Console) -> None:
@@ -153,3 +167,5 @@ def _show(make: Callable[[Work], Look], paths: dict[str, Path | None], *, to_std
         console.print(say("took {0} s, {1} s of them to load the model", *seconds))
 
     print_with(show)
+    for warning in look.warnings:
+        warn(warning)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor
 
@@ -53,9 +52,6 @@ def look_at_both(texts: tuple[str, str], models: tuple[str | None, str | None], 
     second = first if models[1] == models[0] else demo.load_text_model(models[1], notify=warn)
     work.loaded()
     windows = (cut_into_windows(first, texts[0]), cut_into_windows(second, texts[1]))
-    for unknown in dict.fromkeys(map(unknown_note, (first, second), windows)):
-        if unknown is not None:
-            warn(unknown)
     titles = [" ".join(text.split()) for text in texts]
     if titles[0] == titles[1]:
         titles = [first.name, second.name if second.name != first.name else models[1] or second.name]
@@ -77,7 +73,9 @@ def look_at_both(texts: tuple[str, str], models: tuple[str | None, str | None], 
         columns={"difference": scores, **both.statistics()},
         fields={"compared": note, "by": by, "labels": labels},
         facts=_facts(first.name, both, labels, note),
-        details=partial(_details, both, measure),
+        finding=_finding(both, measure),
+        details=lambda _: _changes(both),
+        warnings=[note for note in dict.fromkeys(map(unknown_note, (first, second), windows)) if note is not None],
         figure=lambda: draw_comparison(both.pictures, both.place, scores, labels=labels, by=by, note=note),
         page=lambda: both.page(labels, note, first.name),
     )
@@ -178,16 +176,21 @@ def _facts(name: str, both: Both, labels: tuple[str, str], note: str) -> Rendera
     )
 
 
-def _details(both: Both, measure: str, _: Console) -> list[RenderableType]:
-    """The heads that differ most, and where the large one changes."""
+def _finding(both: Both, measure: str) -> RenderableType:
+    """The heads that differ most."""
     labels = dict(zip(both.modules, layer_labels(both.modules), strict=True))
     ranking = ", ".join(
         say("layer {0} head {1} ({2})", labels[name], head, f"{value:.3f}")
         for name, head, value in both.ranked()[:MOST_RANKED]
     )
-    parts: list[RenderableType] = [Text(say("heads that differ most, by {0}: {1}", measure, ranking))]
-    if len(both.pictures) == 3:
-        layer, head = both.place
-        title = say("layer {0}, head {1}: where each token's look changes most", labels[both.modules[layer]], head)
-        parts.append(Group(Text(title, style="bold"), top_changes(both.pictures[2], layer, head)))
-    return parts
+    return Text(say("heads that differ most, by {0}: {1}", measure, ranking))
+
+
+def _changes(both: Both) -> list[RenderableType]:
+    """Where the large head changes."""
+    if len(both.pictures) < 3:
+        return []
+    layer, head = both.place
+    label = layer_labels(both.modules)[layer]
+    title = say("layer {0}, head {1}: where each token's look changes most", label, head)
+    return [Group(Text(title, style="bold"), top_changes(both.pictures[2], layer, head))]

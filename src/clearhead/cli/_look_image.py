@@ -82,7 +82,8 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
         columns={statistic: [layer.numbers[statistic] for layer in section.layers] for statistic in large.numbers},
         fields={"image": name, "patches": patches, "looks_at": weights},
         facts=_facts(title, summaries, layout),
-        details=partial(_details, what, weights, layout, choice),
+        finding=_finding(what, weights, choice),
+        details=partial(_details, weights, layout),
         figure=lambda: draw_image_sheet(
             rec, picture, (large.name, large.heads[place[1]]), title=title, numbers=numbers
         ),
@@ -98,17 +99,22 @@ def _facts(title: str, summaries: Summaries, layout: PatchLayout) -> Text:
     return Text(f"{title} · {heads} · {say('{0} patches', f'{rows} × {columns}')}{others}", style="bold")
 
 
-def _details(what: str, weights: Tensor, layout: PatchLayout, choice: Choice, console: Console) -> list[RenderableType]:
-    """The weights of the large head as blocks, and the largest of them."""
+def _finding(what: str, weights: Tensor, choice: Choice) -> RenderableType:
+    """The largest weights of the large head, and why this head."""
     flat = weights.flatten()
     largest = in_order(flat, torch.arange(len(flat)))[:MOST_LISTED]
     listed = [
         f"{say('patch {0}, {1}', *divmod(place, weights.shape[1]))} {weight:.3f}"
         for weight, place in zip(flat[largest].tolist(), largest.tolist(), strict=True)
     ]
-    lines = [Text(what, style="bold")]
+    lines = [Text(what, style="bold"), Text("   ".join(listed))]
     if choice.layer is None or choice.head is None:
-        lines.append(Text(say("Chosen because it reads few patches most; choose with --layer and --head."), "dim"))
+        lines.append(Text(say("Shown because it reads few patches most; choose with --layer and --head."), "dim"))
+    return Group(*lines)
+
+
+def _details(weights: Tensor, layout: PatchLayout, console: Console) -> list[RenderableType]:
+    """The weights of the large head as blocks."""
     blocks = patch_blocks(levels_of(weights, layout, end_of([weights], [layout])), console.width)
     even = say("Blank patches get no more than the even weight, {0}.", f"{even_weight(layout):.3f}")
-    return [Group(*lines, blocks, Text("   ".join(listed), "dim"), Text(even, "dim"))]
+    return [Group(blocks, Text(even, "dim"))]

@@ -21,6 +21,7 @@ from ..plot._heads import HeadSummary, average, summarize
 from ..plot._html import PageMaker
 from ..plot._labels import printable
 from ..plot._language import say
+from ..plot._page_contents import first_query
 from ..plot._sheet import draw_sheet
 from ..plot._terminal import grid_size, marginals, top_keys
 from . import _demo as demo
@@ -44,8 +45,6 @@ def look_at_text(text: str, model: str | None, choice: Choice, work: Work) -> Lo
     work.step(say("reading the text"))
     windows = cut_into_windows(loaded, text)
     note = unknown_note(loaded, windows)
-    if note is not None:
-        warn(note)
     running = say("running it") if len(windows) == 1 else say("running it on {0} windows", len(windows))
     seen = see(loaded, windows, choice, work.step(running, parts_of(loaded, windows)))
     title, numbers = " ".join(text[:TITLE].split()), choice.numbers(seen.numbers)
@@ -59,7 +58,9 @@ def look_at_text(text: str, model: str | None, choice: Choice, work: Work) -> Lo
         columns={"looks_at": [[head.kind for head in row] for row in seen.summaries], **seen.numbers},
         fields={"windows": seen.chosen},
         facts=Text(_facts(loaded, seen), style="bold"),
-        details=partial(_details, seen, choice),
+        finding=_finding(seen, choice),
+        details=partial(_details, seen),
+        warnings=notes,
         figure=lambda: draw_sheet(seen.first, *seen.place, title=title, numbers=numbers),
         page=lambda: seen.page.page((0, *seen.place), title=loaded.name, statistic=choice.on_page, notes=notes),
     )
@@ -186,14 +187,29 @@ def _facts(loaded: PretrainedModel, seen: Seen) -> str:
     return f"{facts} · {say('{0} tokens in {1} windows of up to {2}', every, len(seen.windows), tokens)}"
 
 
-def _details(seen: Seen, choice: Choice, console: Console) -> list[RenderableType]:
-    """The large head token by token, and the text shaded by what its tokens receive."""
-    layer, head = seen.place
-    lines = [Text(say("layer {0}, head {1}: what each token looks at most", layer, head), style="bold")]
+def _finding(seen: Seen, choice: Choice) -> RenderableType:
+    """The large head and what one of its words looks at most, and why this head."""
+    (layer, head), picture = seen.place, seen.first
+    query = first_query(picture, layer, head)
+    line = Text(say("layer {0}, head {1}", layer, head) + say(": "))
+    key, weight = (of[head, query, 0] for of in (picture.layers[layer].indices, picture.layers[layer].weights))
+    if key >= 0:
+        names = printable([picture.queries.names[query], picture.keys.names[int(key)]])
+        line.append(names[0], "bold").append(" → ").append(names[1], "bold").append(f" {weight:.2f}")
+    lines = [line]
     if choice.layer is None or choice.head is None:
-        chosen = say("Chosen for its clear looks at words further away; choose with --layer and --head.")
-        lines.append(Text(chosen, "dim"))
+        distant = say("Shown because it clearly links distant words; choose with --layer and --head.")
+        varied = say("Shown because different words clearly look at different words; choose with --layer and --head.")
+        lines.append(Text(distant if abs(key - query) > 1 else varied, "dim"))
     if len(seen.windows) > 1:
         first, last = seen.windows[0].first, seen.windows[0].last
-        lines.append(Text(say("The first window of {0}, tokens {1}–{2}.", len(seen.windows), first, last), "dim"))
-    return [Group(*lines, top_keys(seen.first, *seen.place)), marginals(seen.first, *seen.place, console)]
+        which = say("This is the first window of {0}, tokens {1}–{2}.", len(seen.windows), first, last)
+        lines.append(Text(f"{which} {say('What heads do is the mean over all windows.')}", "dim"))
+    return Group(*lines)
+
+
+def _details(seen: Seen, console: Console) -> list[RenderableType]:
+    """The large head token by token, and the text shaded by what its tokens receive."""
+    layer, head = seen.place
+    title = Text(say("layer {0}, head {1}: what each token looks at most", layer, head), style="bold")
+    return [Group(title, top_keys(seen.first, *seen.place)), marginals(seen.first, *seen.place, console)]

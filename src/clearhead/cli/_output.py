@@ -24,7 +24,7 @@ from ..plot._heads import HeadSummary
 from ..plot._html import Page
 from ..plot._ink import NOTE
 from ..plot._language import say
-from ..plot._terminal import overview
+from ..plot._terminal import heads_by_kind, overview
 from ._choice import Numbers
 from ._errors import warn
 
@@ -42,10 +42,12 @@ class Look:
         columns: name → layer → head → entry of the JSON.
         fields: other entries of the JSON. Tensors become lists.
         facts: a few lines about the run.
+        finding: what the large head shows, in a line or two.
         details: from the console to the lines about the large head.
         figure: draws the matplotlib figure.
         page: makes the HTML page.
         unit: what heads attend to.
+        warnings: printed after everything else.
     """
 
     model: str
@@ -56,10 +58,12 @@ class Look:
     columns: Mapping[str, Sequence[Sequence[Any] | Tensor]]
     fields: Mapping[str, Any]
     facts: RenderableType
+    finding: RenderableType
     details: Callable[[Console], Iterable[RenderableType]]
     figure: Callable[[], Any]
     page: Callable[[], Page]
     unit: str = "token"
+    warnings: Sequence[str] = ()
 
     def as_json(self) -> str:
         """All numbers, in plain ASCII; the pages of `docs/` describe the fields."""
@@ -74,9 +78,11 @@ class Look:
         return json.dumps({"clearhead": __version__, **_rounded(data)}, ensure_ascii=True, allow_nan=False)
 
     def show(self, console: Console) -> None:
-        """Print the overview of all heads and the large one."""
+        """Print the finding, what heads do, the large head, and the overview of all heads with its codes."""
+        kinds = heads_by_kind(self.summaries, unit=self.unit)
         every = overview(self.summaries, numbers=self.numbers, chosen=self.place, width=console.width, unit=self.unit)
-        for part in (self.facts, every, *self.details(console), Text(say(NOTE), style="dim")):
+        note = Text(say(NOTE), style="dim")
+        for part in (self.facts, self.finding, kinds, *self.details(console), every, note):
             console.print(part)
             console.print()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, compress
@@ -12,10 +12,13 @@ import torch
 
 from ..errors import ArgumentError
 from ..integrations._hub import without_noise
+from ..plot._language import say
 from ..plot._tokens import Tokens, among_special, tokens_of
+from ..plot._tokens import written as as_written
 from ._demo import PretrainedModel
 
 MANY_UNKNOWN = 0.1  # of a text's tokens
+MANY_LANGUAGES = "google-bert/bert-base-multilingual-cased"
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def joined_inputs(batch: Sequence[Window]) -> dict[str, torch.Tensor]:
 
 
 def unknown_note(loaded: PretrainedModel, windows: Sequence[Window]) -> str | None:
-    """A warning if the vocabulary lacks more than a tenth of the tokens, else ``None``."""
+    """A warning, in the chosen language, if the vocabulary lacks more than a tenth of the tokens, else ``None``."""
     unknown = loaded.reader.unk_token_id
     if unknown is None:
         return None
@@ -79,20 +82,25 @@ def unknown_note(loaded: PretrainedModel, windows: Sequence[Window]) -> str | No
     if unknowns <= MANY_UNKNOWN * count:
         return None
     name = loaded.reader.convert_ids_to_tokens(unknown)
-    return (
-        f"{loaded.name} does not know {100 * unknowns / count:.0f} % of the tokens of this text; they are {name}, one "
-        "like the other. Look at it with a model of its language: --model NAME_OR_PATH."
-    )
+    return say(
+        "{0} does not know {1} % of the tokens of this text and reads them all as {2}, so what their rows show means "
+        "little. Use a model of its language, such as --model {3}.",
+        loaded.name, f"{100 * unknowns / count:.0f}", name, MANY_LANGUAGES,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A window's ids, which of them the tokenizer added, the numbers of its own words, and arguments of the model."""
+    """A window's ids, which of them the tokenizer added, the numbers of its own words, and arguments of the model.
+
+    `unknown` has the characters of the text in place of each token that the vocabulary lacks, by its place.
+    """
 
     ids: list[int]
     special: list[bool]
     words: Sequence[int | None] | None
     inputs: dict[str, Any]
+    unknown: Mapping[int, str]
 
     @property
     def ordinary(self) -> list[int]:
@@ -104,11 +112,15 @@ def _read(loaded: PretrainedModel, parts: Sequence[_Part], starts: Sequence[int]
     """The tokens of the whole text, so that a character or a word at the edge of a window is not cut."""
     ids: list[int] = []
     words: list[int | None] = []
+    unknown: list[str | None] = []
     for part, start in zip(parts, starts, strict=False):
         for place in part.ordinary[len(ids) - start :]:
             ids.append(part.ids[place])
+            unknown.append(part.unknown.get(place))
             words += [] if part.words is None else [part.words[place]]
-    return tokens_of(loaded.reader, ids, [False] * len(ids), words or None)
+    read = tokens_of(loaded.reader, ids, [False] * len(ids), words or None)
+    names = (written or name for written, name in zip(unknown, read.names, strict=True))
+    return as_written(names, read.special, read.words)
 
 
 def _encode(loaded: PretrainedModel, text: str) -> Generator[_Part]:
@@ -121,15 +133,18 @@ def _encode(loaded: PretrainedModel, text: str) -> Generator[_Part]:
             stride=overlap_of(size),
             return_overflowing_tokens=True,
             return_special_tokens_mask=True,
+            return_offsets_mapping=True,
         )
-        masks = encoded.pop("special_tokens_mask")
+        masks, offsets = encoded.pop("special_tokens_mask"), encoded.pop("offset_mapping")
         named = signature(loaded.model.forward).parameters.keys()
         taken = (
             named & encoded.keys() if "input_ids" in named else encoded.keys()
         )  # token types are not for every model
         for part, ids in enumerate(encoded["input_ids"]):
             inputs = {name: torch.tensor([encoded[name][part]]) for name in taken}
-            yield _Part(ids, list(map(bool, masks[part])), encoded.word_ids(part), inputs)
+            places = enumerate(zip(ids, offsets[part], strict=True))
+            unknown = {n: text[slice(*ends)] for n, (number, ends) in places if number == tokenizer.unk_token_id}
+            yield _Part(ids, list(map(bool, masks[part])), encoded.word_ids(part), inputs, unknown)
         return
     everything = tokenizer(text, add_special_tokens=False)["input_ids"]
     room = size - tokenizer.num_special_tokens_to_add()
@@ -138,7 +153,7 @@ def _encode(loaded: PretrainedModel, text: str) -> Generator[_Part]:
         ids = tokenizer.build_inputs_with_special_tokens(everything[first : first + room])
         special = tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True)
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-        yield _Part(ids, list(map(bool, special)), None, inputs)
+        yield _Part(ids, list(map(bool, special)), None, inputs, {})
 
 
 def _require_text(text: str) -> None:

@@ -18,7 +18,6 @@ from .._call.observers import is_computing
 from .._environment import autocast_off, cast_for_autocast
 from .._torch_private import graph_break, is_vmapped
 from ..errors import RecordError, UnseenAttentionWarning
-from ..masks._grid import Grid
 from ..nn._convention import hidden_mask
 from ..nn._inputs import append_keys, linear_of_any_bias, project
 from ..nn.functional import translate
@@ -166,14 +165,14 @@ def _read_mha(_: nn.Module, *args: Any, **kwargs: Any) -> Call:
     key_length = k.shape[1]
     k, v = append_keys(k, v, arguments["bias_k"], arguments["bias_v"], arguments["add_zero_attn"])
     heads = arguments["num_heads"]
-    grid = Grid(q.shape[0], heads, q.shape[1], key_length, q.device)
+    sizes = q.shape[0], heads, q.shape[1], key_length
     padding = arguments["key_padding_mask"]
     if padding is not None and padding.dim() == 1:
         padding = padding.unsqueeze(0)
     attn_mask, causal = arguments["attn_mask"], False
     if arguments["is_causal"] and padding is None and not arguments["need_weights"]:
         attn_mask, causal = None, True  # PyTorch also ignores the mask in this case
-    mask = hidden_mask(attn_mask, padding, causal, grid, k.shape[1] - key_length)
+    mask = hidden_mask(attn_mask, padding, causal, sizes, k.shape[1] - key_length)
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (N, H, L or S, D)
     q, k, v = cast_for_autocast(q, k, v)
     with autocast_off(q):

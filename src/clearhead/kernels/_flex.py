@@ -25,7 +25,7 @@ from ._flex_rule import SIDE, Limits, is_visible, pick, table
 
 _BLOCKS = [f"{full}{of}" for of in ("kv_num_blocks", "kv_indices") for full in ("", "full_")]
 _BLOCKS_OF_KEYS = [name.replace("kv", "q") for name in _BLOCKS]  # its backward pass reads them
-_LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
+_LISTS = {"visible", "bias"}  # as long as the mask makes them
 _SHORTEST = 1 << 20  # filling up to this takes a millisecond, compiling for another length ten seconds
 _NARROWEST = 16  # the head size from which on PyTorch's CUDA kernels run
 

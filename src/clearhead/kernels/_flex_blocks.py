@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ..masks._bound import BoundMask
 from ..masks._grid import Block, Grid
-from ..masks._lowering import chosen_cell
 from ..masks._structure import Band, joined
 from ..masks._terms import Terms, terms_of_parts
 from ._flex_rule import PREFIXES, SIDE, Limits, numbers_on, table
@@ -62,21 +61,23 @@ def lower_tensors(bound: BoundMask, backward: bool) -> tuple[dict[str, Tensor], 
     """The tensors of the blocks of a mask, and its constants. A prepared mask is lowered once."""
 
     def lower() -> tuple[dict[str, Tensor], Limits]:
-        blocks = lower_blocks(bound)
+        # PyTorch's C++ does not compile a rule that reads several lists of numbers.
+        in_one_table = bound.band is None and bound.grid.device.type == "cpu"
+        blocks = _table_blocks(bound) if in_one_table else lower_blocks(bound)
         return blocks.tensors(backward), blocks.limits
 
     return bound.form(("flex", backward), lower)
 
 
-def lower_blocks(bound: BoundMask) -> FlexMask:
-    """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks.
-
-    On other devices than a CPU no value is read. Memory grows with L · S / SIDE² and L + S there, and with L · S for
-    masks that have no other form.
-    """
-    if bound.band is not None:
-        return _band_blocks(bound.band, bound.grid)
-    return _cell_blocks(bound) if bound.grid.device.type == "cpu" else term_blocks(bound)
+def _table_blocks(bound: BoundMask) -> FlexMask:
+    grid = bound.grid
+    visible = bound.visible(Block(grid))
+    if visible is None:
+        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    # For all items and heads: all masks have one shape, so one compiled kernel serves them.
+    some, full = (x.expand(grid.batch_size, grid.num_heads, -1, -1) for x in _blocks_of_cells(visible, grid))
+    flat, steps = table(visible)
+    return FlexMask(some & ~full, full, {"visible": flat, "visible_steps": steps})
 
 
 def _band_blocks(band: Band, grid: Grid) -> FlexMask:
@@ -116,8 +117,11 @@ def _constant_limits(band: Band, grid: Grid) -> Limits | None:
     return limits
 
 
-def term_blocks(bound: BoundMask) -> FlexMask:
-    """The blocks of a mask by the extremes of its terms in each block, which reads no value."""
+def lower_blocks(bound: BoundMask) -> FlexMask:
+    """The blocks of a mask by the extremes of its terms in each block, which reads no value.
+
+    Memory grows with L · S / SIDE² and L + S, and with L · S for masks that have no other form.
+    """
     parts, grid = bound.parts, bound.grid
     union, either = next(((each, ranges) for each in parts if (ranges := _ranges_of(each))), (None, []))
     terms = terms_of_parts([each for each in parts if each is not union], grid)
@@ -202,55 +206,6 @@ def _blocks_of_cells(visible: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     blocks = F.pad(cells, (0, -grid.key_length % SIDE, 0, -grid.query_length % SIDE))
     blocks = blocks.unflatten(-1, (-1, SIDE)).unflatten(-3, (-1, SIDE))  # (1 or B, 1 or H, n, SIDE, m, SIDE)
     return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
-
-
-def _for_all(blocks: Tensor, grid: Grid) -> Tensor:
-    """Blocks of every item and head. All masks have one shape, so one compiled kernel serves them."""
-    return blocks.expand(grid.batch_size, grid.num_heads, -1, -1)
-
-
-def _cell_blocks(bound: BoundMask) -> FlexMask:
-    """Evaluate every block that the mask's structure leaves, one row of blocks at a time."""
-    grid = bound.grid
-    query_blocks, key_blocks = -(-grid.query_length // SIDE), -(-grid.key_length // SIDE)
-    cell = bound.visible(chosen_cell(grid))
-    outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])
-    partial = torch.zeros(*outer, query_blocks, key_blocks, dtype=torch.bool, device=grid.device)
-    full, places = partial.clone(), torch.zeros(partial.shape, dtype=torch.long, device=grid.device)
-    partial_cells = [torch.zeros(SIDE * SIDE, dtype=torch.bool, device=grid.device)]
-    count = 1
-    for row in range(query_blocks):
-        first, cells = _strip(bound, row)
-        columns = slice(first, first + cells.shape[2])
-        flat = cells.expand(*outer, -1, -1, -1).flatten(-2)  # (1 or B, 1 or H, blocks, SIDE²)
-        every = flat.all(-1)
-        some = flat.any(-1) & ~every
-        partial[:, :, row, columns], full[:, :, row, columns] = some, every
-        partial_cells.append(flat[some].flatten())
-        stop = count + int(some.sum())
-        places[:, :, row, columns][some] = torch.arange(count, stop, device=grid.device)
-        count = stop
-    flat, steps = table(places)
-    # PyTorch orders what a graph reads by these names, and of some orders its C++ does not compile.
-    rule = {"places": flat, "place_steps": steps, "cells": torch.cat(partial_cells)}
-    return FlexMask(_for_all(partial, grid), _for_all(full, grid), rule)
-
-
-def _strip(bound: BoundMask, row: int) -> tuple[int, Tensor]:
-    """The first visible block of a row of blocks, and the row's cells (1 or B, 1 or H, blocks, SIDE, SIDE)."""
-    grid = bound.grid
-    rows = slice(row * SIDE, min((row + 1) * SIDE, grid.query_length))
-    start, stop = bound.structure.columns(grid, rows)
-    first, last = start // SIDE, -(-stop // SIDE)
-    columns = slice(first * SIDE, min(last * SIDE, grid.key_length))
-    block = Block(grid, rows=rows, columns=columns)
-    visible = bound.visible(block) if first < last else None
-    shape = (rows.stop - rows.start, max(0, columns.stop - columns.start))
-    if visible is None:
-        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=grid.device)
-    visible = visible.expand(*visible.shape[:2], *shape)
-    padded = F.pad(visible, (0, max(0, last - first) * SIDE - shape[1], 0, SIDE - shape[0]))
-    return first, padded.unflatten(-1, (-1, SIDE)).transpose(-3, -2)
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,6 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
             ``keys``, bool ((B,) S), are the visible keys.
             ``query_documents`` ((B,) L) and ``key_documents`` ((B,) S) must be equal.
             ``visible`` and ``visible_steps`` are a `table` of cells.
-            ``cells``, bool ((1 + number of partial blocks) · SIDE²,), are those of the partial blocks. Block 0 hides
-            everything. ``places`` and ``place_steps`` are a `table` with the number of each partial block, from 1.
         limits: constants of the compiled code.
         b, h, i, j: batch item, head, row and column; integers that broadcast.
     """
@@ -53,9 +51,6 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
         conditions.append(_pick_one(rule["query_documents"], b, i) == _pick_one(rule["key_documents"], b, j))
     if "visible" in rule:
         conditions.append(pick(rule["visible"], rule["visible_steps"], b, h, i, j))
-    if "cells" in rule:
-        place = pick(rule["places"], rule["place_steps"], b, h, i // SIDE, j // SIDE)
-        conditions.append(rule["cells"][(place * SIDE + i % SIDE) * SIDE + j % SIDE])
     return reduce(and_, conditions) if conditions else j >= 0
 
 

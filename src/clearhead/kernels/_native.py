@@ -16,8 +16,7 @@ from ..masks._base import Mask
 from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ._base import Kernel, Plan, Refusal
-from ._native_arguments import FAR, NativeArguments, addresses_of
-from ._native_masks import Lowered, lower_mask
+from ._native_arguments import NO_LIMITS, NativeArguments, addresses_of, lowered, named
 from ._native_operator import count_flops
 from ._native_plan import NativePlan, cached_plan, placed, plan_of
 from ._native_support import NATIVE_FORMULA, learnt_shape, refusals_besides_formula, refusals_of_statistics
@@ -30,8 +29,6 @@ from ._second_order import (
     sinks_gradient,
 )
 from ._weights_gradient import weights_by_operations, weights_gradients
-
-_NO_LIMITS = Lowered(-FAR, FAR, FAR)
 
 
 @final
@@ -64,7 +61,7 @@ class NativeKernel(Kernel):
         # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.
         if layout.tracing or layout.dispatching:
             return _run_operator
-        planned = _native_plan(layout, layout.operand_strides, _lowered(bound)._asdict())
+        planned = _native_plan(layout, layout.operand_strides, named(lowered(bound)))
         if layout.gradients:
             return partial(_compute_with_gradients, planned, layout)
         # The layout of evaluated masks depends on the number of keys.
@@ -88,36 +85,29 @@ def _run_operator(call: Call) -> Results:
 def _native_plan(
     layout: Layout,
     strides: Sequence[tuple[int, ...]],
-    lowered: dict[str, Any],
+    arguments: dict[str, Any],
     bias_gradient: tuple[int, ...] | None = None,
 ) -> NativePlan:
     """The plan of all calls of a layout, with operands of these strides and masks that are lowered alike."""
     operands = zip(layout.operand_shapes, strides, strict=True)
     numbers = layout.scale, layout.softcap or 0.0, layout.dropout_p, layout.sequences or 0
-    masks = [placed(lowered.get(name)) for name in ("last", "visible", "bias")]
+    masks = [placed(arguments.get(name)) for name in ("last", "visible", "bias")]
     heads = (layout.query[1], layout.key[1]) if layout.merged else None
     options = {"bias_gradient": bias_gradient, "differentiable": bool(layout.gradients), "heads": heads}
     return cached_plan(layout.dtype, *operands, *numbers, *masks, **options)
 
 
-def _lowered(bound: BoundMask) -> Lowered:
-    """A mask as the kernel reads it."""
-    band = bound.band
-    if bound.mask is None:
-        return _NO_LIMITS
-    return bound.form("native", partial(lower_mask, bound)) if band is None else Lowered(*band)
-
-
 def _compute_output(planned: NativePlan, call: Call) -> Results:
     """The output of a call whose tensors are laid out as the plan's."""
-    lowered = _NO_LIMITS if call.mask is None else _lowered(call.bound)
-    low, high, stop, first, last, visible, bias = lowered
+    low, high, stop, *masks = NO_LIMITS if call.mask is None else lowered(call.bound)
     sinks, sequences, others = call.sinks, call.sequences, ()
-    if not (last is visible is bias is sinks is sequences is call.seed is None):
+    if sinks is not None and sinks.dtype is not torch.float32:
+        sinks = sinks.float()
+    if call.seed is not None or sequences is not None:
         bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
-        if sinks is not None and sinks.dtype is not torch.float32:
-            sinks = sinks.float()
-        others = addresses_of((sinks, first, last, visible, bias, call.seed, *bounds), call.offset)
+        others = addresses_of((sinks, *masks, call.seed, *bounds), call.offset)
+    elif sinks is not None or masks[1] is not None or masks[2] is not None or masks[3] is not None:
+        others = [0 if x is None else x.data_ptr() for x in (sinks, *masks)]  # a call may end after any argument
     return Results(planned.compute(call.query, call.key, call.value, (low, high, stop), others))
 
 
@@ -140,7 +130,7 @@ def _addressed(call: Call) -> NativeArguments:
         cu_seqlens_q=None if sequences is None else sequences.cu_seqlens_q,
         cu_seqlens_k=None if sequences is None else sequences.cu_seqlens_k,
         offset=call.offset,
-        **_lowered(call.bound)._asdict(),
+        **named(lowered(call.bound)),
     )
 
 

@@ -6,14 +6,18 @@ C++ declares the order in ``_native/module.cpp``. The two are compared when this
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import and_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._call.layout import Placed, has_contiguous_rows
 from .._native import require_declared
+from ..masks._bound import BoundMask
 from ..masks._grid import Offset
+from ..masks._structure import joined
+from ..masks._terms import terms_of
 
 Strides = tuple[int, ...]
 
@@ -95,6 +99,39 @@ class BackwardArguments(NamedTuple):
 
 
 _NO_OFFSET = Offset(0)  # as many heads as the plan has
+
+
+#: Low, high, stop, first, last, visible and bias of `NativeArguments`.
+Lowered = tuple[int, int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NO_LIMITS: Lowered = (-FAR, FAR, FAR, None, None, None, None)
+
+
+def lowered(bound: BoundMask) -> Lowered:
+    """A mask as the kernel reads it: a band, one range of columns per row, and tensors that it reads in place."""
+    if bound.mask is None:
+        return NO_LIMITS
+    band = bound.band
+    if band is None:
+        return bound.form("native", lambda: _lower(bound))
+    return band.low, band.high, band.stop, None, None, None, None
+
+
+def named(mask: Lowered) -> dict[str, Any]:
+    """The arguments of a mask by name."""
+    return dict(zip(("low", "high", "stop", "first", "last", "visible", "bias"), mask, strict=True))
+
+
+def _lower(bound: BoundMask) -> Lowered:
+    terms = terms_of(bound).written(bound.grid)
+    visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
+    if keys is not None:
+        visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)
+    if bias is not None:  # written out, because the kernel reads memory
+        bias = bias.float().resolve_neg()
+    if last is not None:  # both have the same strides
+        last = last.long().contiguous()
+        first = None if first is None else first.long().contiguous()
+    return terms.low, terms.high, terms.stop, first, last, visible, bias
 
 
 def address_of(tensor: Tensor | None) -> int:

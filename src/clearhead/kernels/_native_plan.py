@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast, final
 
@@ -171,14 +171,14 @@ class NativePlan:
         return output
 
     def compute(
-        self, query: Tensor, key: Tensor, value: Tensor, limits: tuple[int, int, int], others: tuple[int, ...]
+        self, query: Tensor, key: Tensor, value: Tensor, limits: tuple[int, int, int], others: Sequence[int]
     ) -> Tensor:
         """`forward` of tensors that are no negated views, without lse: the fewest steps, which tiny calls notice.
 
         Args:
             query, key, value: of the call.
             limits: low, high and stop of its band.
-            others: its other addresses.
+            others: its other addresses, as many as it needs.
         """
         if self._copies:
             query, key, value = self._with_whole_rows(query, key, value)

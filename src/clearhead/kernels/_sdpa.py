@@ -76,15 +76,18 @@ class SdpaKernel(Kernel):
         group, grouping = layout.group, _grouping(layout, bound)
         folded, split = grouping == "rows", grouping == "calls"
         grouped: dict[str, bool] = {"enable_gqa": True} if grouping == "kernel" else {}
-        is_causal = False
-        if not hides_nothing(bound) and _is_flagged_causal(layout, bound):
-            is_causal = True  # not the comparison, which is a symbol while tracing
+        is_causal, hides = False, not hides_nothing(bound)
+        if hides and _is_flagged_causal(layout, bound):
+            is_causal, hides = True, False  # not the comparison, which is a symbol while tracing
+        may_interleave = layout.tracing or any(1 in strides[:-1] for strides in layout.strides)
 
         def compute(call: Call) -> Results:
-            query, key, value = map(_dense_rows, (call.query, call.key, call.value))
+            query, key, value = call.query, call.key, call.value
+            if may_interleave:
+                query, key, value = map(_dense_rows, (query, key, value))
             if folded:
                 query = fold_group(query, key.shape[1])
-            lowered = None if is_causal else _lower(call, group if folded else 1)
+            lowered = _lower(call, group if folded else 1) if hides else None
 
             def attend(query: Tensor, bias: Tensor | None) -> Tensor:
                 return F.scaled_dot_product_attention(
@@ -94,7 +97,7 @@ class SdpaKernel(Kernel):
             output = _attend_split(attend, query, lowered, group) if split else attend(query, lowered)
             if folded:
                 output = unfold_group(output, call.query.shape[1])  # (B, H, L, Dv)
-            masked = call.coverage.masked_queries
+            masked = call.coverage.masked_queries if hides else None
             if masked is not None:
                 # In place where that is allowed: the copy would lay heads out anew. Graphs do not depend on gradients.
                 copied = call.layout.tracing or output.requires_grad
@@ -197,8 +200,6 @@ def _is_flagged_causal(layout: Layout, bound: BoundMask) -> bool:
 
 def _lower(call: Call, group: int) -> Tensor | None:
     """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
-    if hides_nothing(call.bound):
-        return None
     return call.bound.form(("sdpa", call.query.dtype, group), lambda: _lower_tensor(call, group))
 
 

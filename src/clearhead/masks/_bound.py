@@ -68,14 +68,20 @@ class BoundMask:
     def band(self) -> Band | None:
         """The band, if the mask is exactly this band."""
         if self._band is False:
-            self._band = self.structure.only_band(self.grid)
+            found = self.structure
+            limits_more = found.tensors or found.biases or not found.rows is found.queries is found.keys is None
+            self._band = None if limits_more or not found.exact else found.band or Band.whole(self.grid)
         return cast("Band | None", self._band)
 
     @property
     def parts(self) -> tuple[BoundMask, ...]:
         """The masks that must all allow a key; none of them is made of others that do."""
         if self._parts is None:
-            self._parts = self._read_parts()
+            masks = () if self.mask is None else self.mask.parts()
+            # None if the mask itself is the only one, because no object should hold itself.
+            alone = len(masks) == 1 and masks[0] is self.mask
+            bounds = () if alone else [bind(mask, self.grid, self.is_kept) for mask in masks]
+            self._parts = tuple([part for bound in bounds for part in bound.parts])
         return self._parts or (self,)
 
     @property
@@ -122,13 +128,6 @@ class BoundMask:
         parts = self.parts
         return self.mask.structure(self.grid) if parts[0] is self else met([part.structure for part in parts])
 
-    def _read_parts(self) -> tuple[BoundMask, ...]:
-        """The parts; none if the mask itself is the only one, because no object should hold itself."""
-        masks = () if self.mask is None else self.mask.parts()
-        if len(masks) == 1 and masks[0] is self.mask:
-            return ()
-        return tuple([part for mask in masks for part in bind(mask, self.grid, self.is_kept).parts])
-
     def _read_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
         structure, rows, keys = self.structure, self.structure.rows, self.structure.keys
         # Bands and tensors hide some keys from some queries.
@@ -174,11 +173,13 @@ class BoundMask:
         band = self.band
         if band is not None:
             return band if sized else "band"
-        structure = self.structure
-        if structure.exact:
-            return structure.layout(sized)
+        return self.form(("key", sized), lambda: self._read_key(sized))
+
+    def _read_key(self, sized: bool) -> Hashable | None:
+        layout = self.structure.layout(sized)
+        if self.structure.exact:
+            return layout
         signature = None if self.mask is None else self.mask.signature()
-        layout = structure.layout(sized)
         # Whether it is evaluated for each head, which native refuses, depends on these two.
         grid = self.grid
         empty = 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)

@@ -71,11 +71,16 @@ class PreparedMask(Wrapping):
     def _kept(self, grid: Grid) -> BoundMask | None:
         if not grid.has_values:  # what a graph or a transform finds out is useless to later calls
             return None
+        positions = grid.query_positions, grid.key_positions
+        key = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length, grid.device, positions
+        in_key = not any(isinstance(each, Tensor) for each in positions)  # values of tensors can change
+        if in_key and key in self._bounds:
+            return self._bounds[key]
         try:
             self.validate(grid)
         except ClearheadError:
             return None  # `BoundMask.validate` raises it where it is due
-        key = grid.batch_size, grid.num_heads, grid.device  # those that can be open
+        key = key if in_key else key[:5]
         if key not in self._bounds:
             # With the positions of the snapshot: the call's may be written to.
             own = replace(self._grid, batch_size=grid.batch_size, num_heads=grid.num_heads, device=grid.device)

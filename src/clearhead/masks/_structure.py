@@ -17,6 +17,8 @@ from ._grid import Block, Grid
 
 Item = TypeVar("Item")
 
+_STRIDED = torch.strided
+
 
 def joined(left: Item | None, right: Item | None, join: Callable[[Item, Item], Item]) -> Item | None:
     """Both joined, or the only one that is not ``None``."""
@@ -79,7 +81,7 @@ class Band(NamedTuple):
         return row - column, row_stop - row, column_stop - column, min(self.stop, column_stop) - column
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen, which would take each call of lengths a microsecond
 class RowRanges:
     """One range of visible columns for each row. It may extend beyond the grid.
 
@@ -178,24 +180,16 @@ class Structure:
             (self.keyed and other.keys is None) or (other.keyed and self.keys is None),
         )
 
-    def only_band(self, grid: Grid) -> Band | None:
-        """The band, if the mask is exactly this band; else ``None``."""
-        if not self.exact or self.tensors or self.biases:
-            return None
-        if self.rows is not None or self.queries is not None or self.keys is not None:
-            return None
-        return Band.whole(grid) if self.band is None else self.band
-
     def layout(self, sized: bool) -> Hashable | None:
         """The layouts of its tensors and, if `sized`, the numbers of its band. ``None`` with tensors of other kinds."""
-        rows = self.rows
-        ranges = () if rows is None else (rows.first, rows.stop)
-        layouts = [*map(_layout_of, (*ranges, self.queries, self.keys, *self.tensors, *self.biases))]
-        either = [each.layout(sized) for each in self.either]
+        rows, layouts = self.rows, [*map(_layout_of, (self.queries, self.keys, *self.tensors, *self.biases))]
+        if rows is not None:
+            layouts += _layout_of(rows.first), _layout_of(rows.stop)
+        either = tuple([each.layout(sized) for each in self.either]) if self.either else ()
         if False in layouts or None in either:
             return None
         band = self.band if sized else self.band is None
-        return self.exact, band, len(ranges), len(self.tensors), (*layouts,), (*either,)
+        return self.exact, band, rows is None, len(self.tensors), (*layouts,), either
 
     def run(self, grid: Grid) -> tuple[Tensor | None, Tensor] | None:
         """The one run of keys that it shows to each query; ``None`` if it is no run, or not exact.
@@ -246,6 +240,6 @@ def _layout_of(tensor: Tensor | None) -> Hashable:
     """What a plan depends on; ``False`` for a subclass, which may define its values itself, and for negated views."""
     if tensor is None:
         return None
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+    if type(tensor) not in PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
         return False
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad

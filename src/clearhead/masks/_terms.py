@@ -89,14 +89,10 @@ class Terms(NamedTuple):
 
 def terms_of(bound: BoundMask) -> Terms:
     """The terms of a mask, which all kernels share."""
-    return bound.form("terms", lambda: _found_terms(bound))
-
-
-def _found_terms(bound: BoundMask) -> Terms:
     # What was found out of the whole mask is what its parts would give.
     if bound.structure.exact:
         return _of_structure(bound.structure, bound.grid)
-    return terms_of_parts(bound.parts, bound.grid)
+    return bound.form("terms", lambda: terms_of_parts(bound.parts, bound.grid))
 
 
 def terms_of_parts(parts: Iterable[BoundMask], grid: Grid) -> Terms:
@@ -123,19 +119,21 @@ def terms_of_parts(parts: Iterable[BoundMask], grid: Grid) -> Terms:
 
 
 def _of_structure(structure: Structure, grid: Grid) -> Terms:
-    band, rows, first, last = structure.band or Band.whole(grid), structure.rows, None, None
+    band, rows = structure.band or Band.whole(grid), structure.rows
+    first, last, visible, bias = None, None, None, None
     if structure.queries is not None:
         unmasked = RowRanges(None, structure.queries * grid.key_length)  # a fully masked row is an empty range
         rows = unmasked if rows is None else rows.meet(unmasked)
-    biases = [bias.detach() if bias.requires_grad else bias for bias in structure.biases]
-    if len(biases) > 1:
-        biases = [bias.float() for bias in biases]  # a sum in half precision would lose digits
     if rows is not None:
         first, last = rows.first, rows.stop
         if first is not None:
             first, last = torch.broadcast_tensors(first, last)
-    visible = reduce(and_, structure.tensors) if structure.tensors else None
-    bias = reduce(add, biases) if biases else None
+    if structure.tensors:
+        visible = reduce(and_, structure.tensors)
+    if structure.biases:
+        biases = [bias.detach() if bias.requires_grad else bias for bias in structure.biases]
+        # A sum in half precision would lose digits.
+        bias = biases[0] if len(biases) == 1 else reduce(add, [bias.float() for bias in biases])
     return Terms(band.low, band.high, band.stop, grid.shift or 0, first, last, structure.keys, visible, bias)
 
 

@@ -16,34 +16,36 @@ from ..errors import shape_text
 from ..masks import bias, causal, drop
 from ..masks._base import Mask
 from ..masks._combined import Not, Or, all_of
-from ..masks._grid import Grid
 from ..masks._positional import Prefix
 from ..masks._tensors import KeepKeys
 from ._stacks import shared_in_forward
 
+#: N, H, L and S.
+Sizes = tuple[int, int, int, int]
+
 
 def hidden_mask(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int = 0
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, sizes: Sizes, appended: int = 0
 ) -> Mask | None:
     """Combine the masks of `nn.MultiheadAttention`. A query may attend to the keys that none of them hides.
 
-    The `grid` has N, H, L and S. The module appends `appended` keys after the S, which are always visible.
+    The module appends `appended` keys after the S, which are always visible.
     """
 
     def translate() -> Mask | None:
         translated: list[Mask | None] = []
         if is_causal:
             # A causal mask would hide the appended keys, which come last, from most queries.
-            translated.append(causal() if appended == 0 else Or(causal(), Not(Prefix(grid.key_length))))
+            translated.append(causal() if appended == 0 else Or(causal(), Not(Prefix(sizes[3]))))
         if attn_mask is not None:
-            translated.append(_tensor_mask(_four_dimensional(attn_mask, grid), appended))
+            translated.append(_tensor_mask(_four_dimensional(attn_mask, sizes), appended))
         if key_padding_mask is not None:
-            translated.append(_key_mask(key_padding_mask, grid, appended))
+            translated.append(_key_mask(key_padding_mask, sizes, appended))
         return all_of(translated)
 
     if attn_mask is key_padding_mask is None:  # lowering a rule costs as little as finding a shared mask
         return translate()
-    return shared_in_forward((attn_mask, key_padding_mask), (is_causal, grid, appended), translate)
+    return shared_in_forward((attn_mask, key_padding_mask), (is_causal, sizes, appended), translate)
 
 
 def _tensor_mask(tensor: Tensor, appended: int) -> Mask:
@@ -52,12 +54,12 @@ def _tensor_mask(tensor: Tensor, appended: int) -> Mask:
     return bias(tensor) if tensor.is_floating_point() else drop(tensor)
 
 
-def _four_dimensional(attn_mask: Tensor, grid: Grid) -> Tensor:
+def _four_dimensional(attn_mask: Tensor, sizes: Sizes) -> Tensor:
     """(L, S), (N·H, L, S), (N, L, S) or (N, H, L, S) → (1 or N, 1 or H, L, S)."""
     require_bool_or_float("attn_mask", attn_mask, "True = hidden")
-    batch, heads, scores = grid.batch_size, grid.num_heads, (grid.query_length, grid.key_length)
+    (batch, heads), scores = sizes[:2], sizes[2:]
     shape, of_heads = tuple(attn_mask.shape), (batch * heads, *scores)
-    of_items, full = (batch, *scores), (batch, heads, *scores)
+    of_items, full = (batch, *scores), sizes
     if shape == scores:
         return attn_mask[None, None]
     if shape == of_heads:
@@ -70,13 +72,13 @@ def _four_dimensional(attn_mask: Tensor, grid: Grid) -> Tensor:
         f"(L, S) = {shape_text(scores)}, (N·H, L, S) = {shape_text(of_heads)}, (N, L, S) = {shape_text(of_items)}"
     )
     expected = f"{expected} or (N, H, L, S) = {shape_text(full)}"
-    fix = "Marks per key, (N, S), go into key_padding_mask." if shape == (batch, grid.key_length) else ""
+    fix = "Marks per key, (N, S), go into key_padding_mask." if shape == (batch, sizes[3]) else ""
     raise errors.ShapeError("attn_mask", expected=expected, got=shape_text(shape), fix=fix)
 
 
-def _key_mask(key_padding_mask: Tensor, grid: Grid, appended: int) -> Mask:
+def _key_mask(key_padding_mask: Tensor, sizes: Sizes, appended: int) -> Mask:
     require_bool_or_float("key_padding_mask", key_padding_mask, "True = hidden")
-    expected = (grid.batch_size, grid.key_length)
+    expected = sizes[0], sizes[3]
     shape = tuple(key_padding_mask.shape)
     if shape != expected:
         fix = "It is batch first, whatever batch_first says." if shape == expected[::-1] else ""

@@ -20,7 +20,6 @@ from .._layer.unmodified import Linears, inputs_fit, parameters_of
 from .._proxies import recorded_module
 from .._torch_private import skips_idle_hook
 from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
-from ..masks._grid import Grid
 from ._convention import also_pytorchs, hidden_mask
 from ._inputs import append_keys, is_nested_sequence, linear_of_any_bias, nest_again, pad_nested, project
 
@@ -185,8 +184,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             key_padding_mask = key_padding_mask.unsqueeze(0)
         mask = None
         if attn_mask is not None or key_padding_mask is not None or is_causal:
-            grid = Grid(query.shape[0], self.num_heads, query.shape[1], key.shape[1], query.device)
-            mask = hidden_mask(attn_mask, key_padding_mask, is_causal, grid, self._appended)
+            sizes = query.shape[0], self.num_heads, query.shape[1], key.shape[1]
+            mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes, self._appended)
         output, weights = layer.run(query, key, value, mask, environment, None, None, wanted)
         if unbatched:
             return output.squeeze(0), None if weights is None else weights.squeeze(0)

@@ -265,7 +265,7 @@ def _rounded(value: float) -> float | None:
 def first_query(picture: SectionPicture, layer: int, head: int) -> int:
     """The query with which the page shows a head, given by its places.
 
-    It lies in the middle of the text. If there is one, it is a word that looks most at another word.
+    It is a word that looks most at another word, at a distant one if there is such a word, near the middle of the text.
     """
     if picture.tiles is not None:
         has_class = picture.tiles.layout.queries is not None or picture.tiles.layout.prefix
@@ -274,11 +274,15 @@ def first_query(picture: SectionPicture, layer: int, head: int) -> int:
     queries, keys = picture.queries, picture.keys
     looked_at = picture.layers[layer].indices[head, :, :1].tolist()  # l lists of at most one key
 
-    def rank(query: int) -> tuple[bool, bool, int]:
-        others = (key for key in looked_at[query] if key >= 0 and _is_word(keys, key))
-        looks = any(not picture.section.same or keys.words[key] != queries.words[query] for key in others)
-        is_word = _is_word(queries, query)
-        return not (is_word and looks), not is_word, abs(query - 2 * len(queries) // 3)
+    def rank(query: int) -> tuple[int, int]:
+        distance = max((words_between(query, key) for key in looked_at[query]), default=0)
+        looks = 1 + min(distance, 2) if _is_word(queries, query) else 0
+        return -looks, abs(query - 2 * len(queries) // 3)
+
+    def words_between(query: int, key: int) -> int:
+        if key < 0 or not _is_word(keys, key):
+            return 0
+        return abs(keys.words[key] - queries.words[query]) if picture.section.same else 2
 
     return min(range(len(queries)), key=rank, default=0)
 

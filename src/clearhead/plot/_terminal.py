@@ -22,6 +22,7 @@ CELL_WIDTH = 6
 MOST_ROWS = 60
 MOST_TOKENS = 300
 MOST_KEYS = 3  # of a token
+MOST_NAMED = 3  # heads of one kind
 LEAST_CHANGE = 0.005  # what rounds to 0.00 is none
 SPARKS = 72  # columns of a sparkline
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -50,7 +51,7 @@ def overview(
     Args:
         summaries: layer → head.
         numbers: a statistic's name and one number per head. Default: the mean entropy.
-        chosen: layer and head with a ``>``.
+        chosen: layer and head with a ``>``, which the legend explains.
         width: columns of the terminal.
         unit: what heads attend to, in the legend.
 
@@ -85,7 +86,27 @@ def overview(
         for layer in range(len(summaries)):
             table.add_row(str(layer), *(cell(layer, head) for head in heads))
         tables.append(table)
-    return Group(*tables, _legend(summaries, name, unit))
+    return Group(*tables, _legend(summaries, name, unit, chosen))
+
+
+def heads_by_kind(summaries: Sequence[Sequence[HeadSummary]], *, unit: str = "token") -> RenderableType:
+    """Count the heads of each kind, the most frequent first, and name those of a kind that has few.
+
+    Args:
+        summaries: layer → head.
+        unit: what heads attend to.
+    """
+    places: dict[str, list[str]] = {}
+    for layer, row in enumerate(summaries):
+        for head, summary in enumerate(row):
+            places.setdefault(summary.kind, []).append(say("layer {0}, head {1}", layer, head))
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    table.add_column(justify="right", no_wrap=True)
+    for kind, found in sorted(places.items(), key=lambda pair: -len(pair[1])):
+        count = say("1 head") if len(found) == 1 else say("{0} heads", len(found))
+        named = " · ".join(found) if len(found) <= MOST_NAMED else ""
+        table.add_row(count, kinds_of(unit)[kind], Text(named, style="dim"))
+    return Group(Text(say("where heads put most of their weight"), style="bold"), table)
 
 
 def top_keys(picture: SectionPicture, layer: int, head: int) -> RenderableType:
@@ -155,9 +176,9 @@ def marginals(picture: SectionPicture, layer: int, head: int, console: Console) 
         (
             say("received"),
             [value**0.5 for value in received],
-            say("up to {0} of {1}, as square roots", most, len(entropy)),
+            say("tallest bar {0} of {1} (√ scale)", most, len(entropy)),
         ),
-        (say("entropy"), entropy, say("up to {0} nats", f"{max(entropy):.2f}")),
+        (say("entropy"), entropy, say("tallest bar {0} nats", f"{max(entropy):.2f}")),
     )
     room = console.width - len("received   ") - max(cell_len(end) for _, _, end in lines)
     for name, values, end in lines:
@@ -248,8 +269,10 @@ def _shade(strength: float) -> Style:
     )
 
 
-def _legend(summaries: Sequence[Sequence[HeadSummary]], name: str, unit: str) -> Text:
+def _legend(summaries: Sequence[Sequence[HeadSummary]], name: str, unit: str, chosen: tuple[int, int] | None) -> Text:
     seen = {head.kind for row in summaries for head in row}
     kinds = ", ".join(f"{kind[0]} {meaning}" for kind, meaning in kinds_of(unit).items() if kind in seen)
     what = say("mean entropy in nats") if name == "entropy" else name
-    return Text(say("columns: heads. Letter: where most of the weight goes ({0}). Number: {1}.", kinds, what), "dim")
+    marked = "" if chosen is None else say("> marks layer {0}, head {1}, shown above. ", *chosen)
+    codes = say("Columns: heads. Letter: where most of the weight goes ({0}). Number: {1}.", kinds, what)
+    return Text(marked + codes, "dim")

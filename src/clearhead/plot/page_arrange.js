@@ -2,7 +2,7 @@
 
 import { byId, data, option, say } from "./page_data.js";
 import { valueOf } from "./page_numbers.js";
-import { allHeads, columnCount, eachHead, isSigned, state } from "./page_state.js";
+import { allHeads, askedPair, columnCount, eachHead, isSigned, state } from "./page_state.js";
 import { askedValues } from "./page_weights.js";
 
 // A row of the overview has a name and heads, each as places of its layer and of the head in it.
@@ -12,7 +12,7 @@ const ORDERS = { layers: say`by layer`, kinds: say`by what they look at`, asked:
 
 /** Heads stand by layer too while there is no question that they could be ordered by. */
 export function isByLayer() {
-  return state.order === "layers" || (state.order === "asked" && state.key === null);
+  return state.order === "layers" || (state.order === "asked" && askedPair()[1] === null);
 }
 
 export function arranged() {

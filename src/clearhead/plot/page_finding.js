@@ -6,7 +6,7 @@ import { byId, data, element, say } from "./page_data.js";
 import { largestTiles, look } from "./page_grids.js";
 import { quoted } from "./page_names.js";
 import { looksEvenly } from "./page_picture.js";
-import { headName, isSame, isSigned, patchesOf, state } from "./page_state.js";
+import { headName, isSame, isSigned, patchesOf, state, viewCount } from "./page_state.js";
 
 export const hints = { query: say`Shading shows the outlined word’s weights. Click another.`, head: "", sum: say`Drag over the map or the text to add up weights.` };
 
@@ -64,8 +64,9 @@ export function showFinding() {
 function reason() {
   if (isSigned()) return say`The colours show second − first: blue is less weight, brown is more.`;
   const { clearest, layers } = state.item.sections[state.section];
+  const kind = layers[state.layer].kinds[state.head];
   if (!clearest) return say`No head stands out: all of them look everywhere about alike.`;
-  const does = say`This head ${looksAt(layers[state.layer].kinds[state.head])}. `;
+  const does = data.items.length > viewCount() ? say`In this part of the text, this head ${looksAt(kind)}. ` : say`This head ${looksAt(kind)}. `;
   return clearest[0] === state.layer && clearest[1] === state.head ? does + standsOut() : does;
 }
 
@@ -77,9 +78,11 @@ export function looksAt(kind) {
 }
 
 function standsOut() {
-  if (patchesOf()) return say`Of all heads, this is where ${comparedRow()} looks most at few patches.`;
-  if (!isSame()) return say`In no other head do different words look so clearly at different words.`;
-  return say`In no other head do different words look so clearly at different words further away.`;
+  if (patchesOf()) return say`Shown because ${comparedRow()} looks most at few patches.`;
+  const [most] = state.current.largest(state.query);
+  const isFar = isSame() && most && Math.abs(most.key - state.query) > 1;
+  if (!isFar) return say`Shown because different words clearly look at different words.`;
+  return say`Shown because it clearly links distant words.`;
 }
 
 /** The row of an image that heads are compared by. */

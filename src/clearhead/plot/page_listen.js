@@ -7,7 +7,7 @@ import { overview, showOverview, showStatistic, tell } from "./page_overview.js"
 import { arrow, unselect } from "./page_pointer.js";
 import { fillMenu } from "./page_search.js";
 import { pin, redraw, show, showAll } from "./page_show.js";
-import { state, viewNumber } from "./page_state.js";
+import { askedPair, state, viewNumber } from "./page_state.js";
 import { reveal, zoomHere, zoomToSpan } from "./page_view.js";
 
 export function listenToControls() {
@@ -83,9 +83,9 @@ function walkHeads(event, layer, head) {
 }
 
 export function listenToSearch() {
-  const answer = () => {
+  const answer = ({ target }) => {
     const [from, to] = ["from", "to"].map((id) => byId(id).value);
-    pin(Number(from), to === "" ? null : Number(to));
+    pin(Number(from), target.id === "from" ? state.key : Number(to));
     reveal(state.query, state.key);
   };
   for (const id of ["from", "to"]) {
@@ -100,6 +100,7 @@ export function listenToRankings() {
       const place = placeUnder(event);
       if (!place) return;
       const [section, layer, head] = place;
+      if (list.id === "search-list") state.key = askedPair()[1]; // another head would ask another question
       if (section !== state.section) showSection(section);
       choose(layer, head);
     });

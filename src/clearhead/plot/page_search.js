@@ -6,7 +6,7 @@ import { leavesOutSpecial } from "./page_grids.js";
 import { numbered } from "./page_names.js";
 import { showOverview } from "./page_overview.js";
 import { evenWeights } from "./page_picture.js";
-import { allHeads, headName, isSigned, patchesOf, state } from "./page_state.js";
+import { allHeads, askedPair, headName, isSigned, patchesOf, state } from "./page_state.js";
 import { pairReader } from "./page_weights.js";
 
 const MOST_FOUND = 8;
@@ -33,12 +33,12 @@ function chooseInMenu(id, { names }, place) {
 }
 
 export function showSearch() {
-  const pair = [state.query, state.key];
+  const pair = askedPair();
   chooseInMenu("from", state.current.rows, pair[0]);
   chooseInMenu("to", state.current.columns, pair[1]);
   if (state.order === "asked") showOverview();
   byId("search-lead").textContent = "";
-  if (state.key === null) {
+  if (pair[1] === null) {
     byId("search-list").replaceChildren();
     byId("search-note").textContent = say`Choose both, or a cell of the map, to rank all heads.`;
     markRanked();

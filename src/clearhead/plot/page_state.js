@@ -59,6 +59,12 @@ export function placesOf(side) {
   return places ? places[state.section][side] : null;
 }
 
+/** The query and the key that all heads are asked about: until a key is chosen, it is what the query looks at most. */
+export function askedPair() {
+  const { query, key, current } = state;
+  return [query, key ?? (current.listed ? (current.largest(query)[0]?.key ?? null) : null)];
+}
+
 /** Places of the tokens that the other text does not have. */
 export function differing(side) {
   const places = data.compared && viewNumber() < 2 ? placesOf(side) : null;

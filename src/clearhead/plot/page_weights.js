@@ -2,7 +2,7 @@
 
 import { data, decoded } from "./page_data.js";
 import { leavesOutSpecial, rowOfTiles, tiling } from "./page_grids.js";
-import { state } from "./page_state.js";
+import { askedPair, state } from "./page_state.js";
 
 /** Reads a weight of any head: itself, or about, from its tile. */
 function weightReader() {
@@ -56,6 +56,6 @@ export function pairReader([query, key]) {
 
 /** The weights of the question's query and key. */
 export function askedValues() {
-  const read = pairReader([state.query, state.key]);
+  const read = pairReader(askedPair());
   return (layer, head) => read(layer, head).weight;
 }
