@@ -293,3 +293,16 @@ def test_inside_a_graph_and_a_transform_it_is_an_ordinary_tensor() -> None:
     assert torch.equal(compiled(torch.ones(()), padding()), eager_mask(**MASKS["causal, padded"]))
     mapped = torch.vmap(made)(torch.ones(2))
     assert torch.equal(mapped[1], eager_mask(**CAUSAL))
+
+
+def test_a_window_without_a_mask_counts_in_causal_calls_only() -> None:
+    """Eager attention has every window in its mask, and ``None`` masks nothing."""
+    query, key, value = (torch.randn(2, 3, length, 4) for length in (5, 7, 7))
+    expected = attention_forward(torch.nn.Module(), query, key, value, None)[0]
+    for is_causal in (None, False):
+        actual = attention_forward(torch.nn.Module(), query, key, value, None, sliding_window=2, is_causal=is_causal)[0]
+        assert torch.equal(actual, expected)
+    rows, columns = torch.arange(5)[:, None] + 2, torch.arange(7)
+    keep = (columns <= rows) & (columns > rows - 2)
+    windowed = attention_forward(torch.nn.Module(), query, key, value, None, sliding_window=2, is_causal=True)[0]
+    torch.testing.assert_close(windowed, attention_forward(torch.nn.Module(), query, key, value, keep[None, None])[0])

@@ -67,6 +67,8 @@ _NAMES = {
 # Layers of these models do not pass ``output_attentions`` on, and transformers' hooks do not collect from them. Their
 # output contains the weights that the attention function returns.
 _WEIGHTS_IN_EVERY_CALL = frozenset({"bridgetower_text_model"})
+# Of these models one layer does so: the one that reads the image, which has no index because it has no cache.
+_WEIGHTS_OF_IMAGE = frozenset({"kosmos_2_text_model", "kosmos_2_5_text_model"})
 
 
 def __getattr__(name: str) -> object:
@@ -110,7 +112,8 @@ def attention_forward(
         dropout: probability, applied in training.
         softcap: c of c·tanh(s/c).
         s_aux: (H,) sink logits.
-        sliding_window: without a mask, keys more than ``sliding_window`` − 1 positions away are masked.
+        sliding_window: in a causal call without a mask, and in packed sequences, keys more than ``sliding_window`` − 1
+            positions away are masked. Otherwise it masks nothing, as for ``eager``: the mask has the window.
         is_causal: without a mask, ``True`` makes the call causal, with the last query at the last key.
         position_bias: bias of the scores, (B or 1, H or 1, L or 1, S).
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of packed sequences. Causal masks and windows then apply
@@ -154,7 +157,8 @@ def attention_forward(
         elif attention_mask is not None:
             mask = read_mask(attention_mask, query, key)
         else:
-            mask, queries_at = _mask_of_call(query, key, sliding_window, is_causal)
+            window = sliding_window if is_causal or cu_seq_lens_q is not None else None
+            mask, queries_at = _mask_of_call(query, key, window, is_causal)
         if position_bias is not None:
             mask = _combined(mask, masks.bias(position_bias))
         dropout_p = dropout if module.training else 0.0
@@ -243,9 +247,12 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> str | 
     collected = None if in_backward() else _hooked_outputs()
     if any(name.endswith("attentions") for name in collected or ()):
         return MIXED_ONCE
+    model_type = getattr(config, "model_type", None)
+    if model_type in _WEIGHTS_OF_IMAGE and getattr(module, "layer_idx", None) is None:
+        return MIXED
     if output_attentions is not None or collected is not None:
         return None
-    if getattr(config, "model_type", None) in _WEIGHTS_IN_EVERY_CALL:
+    if model_type in _WEIGHTS_IN_EVERY_CALL:
         return MIXED
     return MIXED_ONCE if getattr(config, "output_attentions", False) else None
 
