@@ -66,7 +66,7 @@ _NAMES = {
 
 # Layers of these models do not pass ``output_attentions`` on, and transformers' hooks do not collect from them. Their
 # output contains the weights that the attention function returns.
-_WEIGHTS_IN_EVERY_CALL = frozenset({"bridgetower_text_model"})
+_WEIGHTS_IN_EVERY_CALL = frozenset({"bridgetower_text_model", "pix2struct_vision_model"})
 # Of these models one layer does so: the one that reads the image, which has no index because it has no cache.
 _WEIGHTS_OF_IMAGE = frozenset({"kosmos_2_text_model", "kosmos_2_5_text_model"})
 
@@ -145,6 +145,9 @@ def attention_forward(
         others |= {"position_bias": position_bias, "sinks": sinks, "output_attentions": output_attentions}
         given = {name: value for name, value in others.items() if value is not None}
         return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given)
+    environment = read_environment()
+    if sinks is not None:
+        require_sinks(sinks, query, environment)
     try:
         query, key, value = _same_batch(query=query, key=key, value=value)
         if not hasattr(module, "training"):
@@ -164,9 +167,6 @@ def attention_forward(
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         weights = _weights_wanted(module, output_attentions)
-        environment = read_environment()
-        if sinks is not None:
-            require_sinks(sinks, query, environment)
         options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, sinks is not None, weights, sequences
         output, lse, weights = attend(Call(query, key, value, *options), environment)
         if sinks is not None:
