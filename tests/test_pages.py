@@ -98,6 +98,9 @@ def test_pictures_of_the_interactive_page_can_be_taken_again(tmp_path: Path) -> 
         with Image.open(tmp_path / name) as taken, Image.open(IMAGES / name) as kept:
             assert taken.width == kept.width
             assert taken.height > 1000
+    with Image.open(tmp_path / pages.CLIP) as taken, Image.open(IMAGES / pages.CLIP) as kept:
+        assert taken.size == kept.size == tuple(pages.CLIP_SIZE.values())
+        assert taken.n_frames == kept.n_frames == len(pages.STEPS)
 
 
 @needs_pinned("matplotlib")

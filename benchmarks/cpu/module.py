@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
 import torch
 
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
-from benchmarks.figures import Figures
+from benchmarks.comparing.pictures import draw_speed
+from benchmarks.figures import ROOT, Figures
 from benchmarks.timing import interleaved
 from benchmarks.writing import ratio, significant, table
 
 SHAPES = [(2, 5, 16, 4), (32, 16, 64, 4), (8, 128, 768, 12), (8, 512, 768, 12), (1, 2048, 512, 8), (1, 4096, 512, 8)]
+PICTURE = ROOT / "docs" / "images" / "module.svg"
 
 
 @final
@@ -129,6 +132,13 @@ def texts(measured: Figures) -> dict[str, str]:
     ]
     header = ("B, L, E, H, work", "Clearhead, ms", "nn.MultiheadAttention, ms", "ratio")
     return {"table": table(header, rows), **{name: ratio(ratios[line]) for name, line in RATIOS.items()}}
+
+
+def pictures(measured: Figures) -> dict[Path, str]:
+    """Inference of every size, and training, from the smallest to the largest."""
+    shown = {name: times for name, times in measured.items() if name.endswith((", eval", ", training step"))}
+    speeds = {f"B, L, E, H = {name}": times["torch"] / times["clearhead"] for name, times in shown.items()}
+    return {PICTURE: draw_speed(speeds, "speed relative to nn.MultiheadAttention (1: as fast; longer: faster)")}
 
 
 BENCHMARK = Benchmark("module", __doc__, lines, texts, minutes=2, rounds=15)

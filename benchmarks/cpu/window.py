@@ -10,13 +10,15 @@ memory of a process of its own, forward alone (with its output) and forward and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
-from benchmarks.figures import Figures
+from benchmarks.comparing.pictures import draw_speed
+from benchmarks.figures import ROOT, Figures
 from benchmarks.memory import growth_of_peak
 from benchmarks.timing import interleaved
 from benchmarks.writing import milliseconds, ratio, significant, table
@@ -27,6 +29,7 @@ LENGTHS = (4096, 8192, 16384, 32768)
 LENGTH = 16384
 OURS, FULL = f"causal & window, {WINDOW} keys", "causal, the kernel that is chosen"
 SDPA = "F.scaled_dot_product_attention(is_causal=True)"
+PICTURE = ROOT / "docs" / "images" / "window.svg"
 
 
 def inputs(length: int, train: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,6 +117,14 @@ def texts(measured: Figures) -> dict[str, str]:
         "ratio": ratio(forward[SDPA] / forward[OURS]),
         "full-ratio": ratio(forward[FULL] / forward[OURS]),
     }
+
+
+def pictures(measured: Figures) -> dict[Path, str]:
+    """How much faster the window is than what computes every key."""
+    forward = measured["forward"]
+    others = {"full causal attention": FULL, "SDPA, causal": SDPA}
+    speeds = {f"a window of 256 keys beside {name}": forward[other] / forward[OURS] for name, other in others.items()}
+    return {PICTURE: draw_speed(speeds, "speed, 16,384 tokens (1: as fast; longer: faster)")}
 
 
 BENCHMARK = Benchmark("window", __doc__, lines, texts, minutes=1.5)

@@ -22,6 +22,7 @@ from benchmarks.comparing import OURS, Result, lines_of, markdown, read_results,
 from benchmarks.figures import Figures
 from benchmarks.gpu import check
 from benchmarks.gpu.cases import BACKENDS, FORWARD, HEAD_DIMS, HEADS, LENGTHS, Setting, all_cases, attention_name
+from benchmarks.gpu.scored import BARS, FLEX, SCORED
 from benchmarks.gpu.statistics import (
     ALL,
     ATTENTION,
@@ -80,6 +81,9 @@ def bars(measured: Figures) -> list[tuple[str, str, float, float]]:
         if result.section == FORWARD:
             backends = [result.figures[name] for name in ("SDPA", *BACKENDS) if name in result.figures]
             found.append((SPEED, result.name, 0.97, min(backends) / result.figures[OURS]))
+        if result.section == SCORED and FLEX in result.figures:
+            bar = BARS[result.name.split(",")[0]]
+            found.append((f"{FLEX}'s time in ours ≥", result.name, bar, result.figures[FLEX] / result.figures[OURS]))
     for head_dim in HEAD_DIMS:
         for length in LENGTHS:
             where = f"D={head_dim}, L={length:,}"

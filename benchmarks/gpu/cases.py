@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import clearhead
 from benchmarks.comparing import OURS, Case, Contest, TimedCase, enter
 from benchmarks.cpu.module import twins
+from benchmarks.gpu.scored import scored_cases
 from benchmarks.gpu.timing import device_samples
 from benchmarks.peers.work import Outputs, Unsupported, Way
 from clearhead import masks
@@ -97,6 +98,7 @@ def all_cases(
             yield _case(
                 BOTH, Setting(device, lengths[0], head_dim, mask, True, heads), peers and head_dim == head_dims[-1]
             )
+    yield from scored_cases(device, lengths[0], head_dims[-1], heads, peers)
     for backward in (False, True):
         yield _packed_case(device, lengths[0] * 4, heads, backward)
     for case in (_module_case, _padded_case):

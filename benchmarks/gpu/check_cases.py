@@ -259,7 +259,9 @@ def _options() -> Iterator[Check]:
     yield rounded("causal, soft-cap", half, partial(_attend, causal, False, {"softcap": 20.0}), fused=False)
     for dtype in (torch.float32, half):
         yield rounded("causal, lse", dtype, partial(_with_lse, causal, LENGTH), fused=False)
-        yield rounded("causal, sinks", dtype, partial(_with_sinks, causal), fused=False)
+    # In half precision the gradient of a sink has the rounding of the output.
+    yield rounded("causal, sinks", torch.float32, partial(_with_sinks, causal, True), waits=None)
+    yield rounded("causal, frozen sinks", half, partial(_with_sinks, causal, False), waits=None)
     # Enough scores for FlexAttention, and a length of whole blocks and another.
     for name, length in (("causal", 768), ("documents", 771), ("lengths", 768), ("lengths", 771)):
         mask = partial(mask_of, "none" if name == "causal" else name, True, length)
@@ -309,12 +311,11 @@ def _stock_with_lse(mask: Mask | None, query: Tensor) -> Callable[..., tuple[Ten
     return attend
 
 
-def _with_sinks(mask: Callable[[str], Mask | None], place: Place) -> Way:
-    leaves = _operands(place)
-    sinks = place.put(drawn(HEADS, seed=5)).requires_grad_()
-    made = mask(place.device)
-    query, key, value = leaves
-    return lambda: with_gradients(clearhead.attention(query, key, value, made, sinks=sinks), (*leaves, sinks))
+def _with_sinks(mask: Callable[[str], Mask | None], learned: bool, place: Place) -> Way:
+    query, key, value = leaves = _operands(place)
+    sinks, made = place.put(drawn(HEADS, seed=5)), mask(place.device)
+    wanted = (*leaves, sinks.requires_grad_()) if learned else leaves
+    return lambda: with_gradients(clearhead.attention(query, key, value, made, sinks=sinks), wanted)
 
 
 def _with_dropout(device: str) -> Way:

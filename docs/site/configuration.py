@@ -10,7 +10,7 @@ from docs.order import redirects, repository, sections
 from .reference import INTERNAL, SOURCES
 from .staging import SCRIPTS, sources
 
-PALETTE = [
+PALETTE: list[dict[str, Any]] = [
     {"media": "(prefers-color-scheme: light)", "scheme": "default", "toggle": {"icon": "lucide/sun"}},
     {"media": "(prefers-color-scheme: dark)", "scheme": "slate", "toggle": {"icon": "lucide/moon"}},
 ]

@@ -25,7 +25,7 @@ TABLE = """<div class="models">
 
 def types(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Every type with its result and a remark."""
-    remarks = figures["parts left"] | dict.fromkeys(figures["by upgrade"], BY_UPGRADE) | figures["as far"]
+    remarks = figures.get("parts left", {}) | dict.fromkeys(figures["by upgrade"], BY_UPGRADE) | figures["as far"]
     for name, value in figures["known"].items():
         remarks[name] = f"outputs agree; weights differ by {value:.1e}, because eager scales them to a sum of 1"
     for name, (own, sdpa) in figures["gradients"]["worse"].items():
@@ -34,7 +34,7 @@ def types(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         for name, remark in _named(figures[result]):
             shown = "agrees with SDPA" if result == "agrees" and name in figures["as far"] else result
             remark = remark or remarks.get(name, "")
-            if result == "agrees" and name in figures["mechanisms"]:
+            if result == "agrees" and name in figures.get("mechanisms", {}):
                 kinds = sorted({key.partition(":")[0] for key in figures["mechanisms"][name]})
                 remark = "; ".join(filter(None, [remark, f"with {', '.join(kinds)}"]))
             yield name, shown, _short(remark)

@@ -152,7 +152,7 @@ def explain(
         >>> x = torch.randn(1, 2, 3, 4)
         >>> print(clearhead.explain(x, x, x, softcap=30.0, sinks=torch.zeros(2)))  # doctest: +ELLIPSIS
         runs on: ...
-          sdpa       it has no soft-cap; it has no sinks
+          sdpa       it has no soft-cap
           chunked    can run it
           flex       it has no sinks...
           reference  can run it

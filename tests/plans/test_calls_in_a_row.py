@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import masks
+from clearhead._layer import plan
 from clearhead._layer.plan import _plans_of
 from clearhead.errors import KernelError
 from clearhead.kernels._chunked import ChunkedKernel
@@ -314,3 +315,34 @@ def test_a_module_that_keeps_padding_validates_its_mask_once(length: int) -> Non
         assert validated.call_count == 1
     with pytest.raises(clearhead.errors.ArgumentError, match=f"at most S = {length} keys"):
         module(x, mask=masks.lengths(torch.tensor([length + 1, length, length])))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "chunked", "reference"])
+@pytest.mark.parametrize("name", ["causal", "none", "window", "grouped", "lse"])
+def test_a_decoding_step_that_sees_every_key_is_planned_once(kernel: str, name: str) -> None:
+    forget()
+    options: dict[str, Any] = {"return_lse": True} if name == "lse" and kernel != "sdpa" else {}
+    of_name = {"none": None, "window": masks.causal() & masks.sliding_window(3, 0)}
+    mask, kv_heads = of_name.get(name, masks.causal()), 1 if name == "grouped" else H
+    planned = mock.Mock(side_effect=plan._new_plan)
+    query, key, value = drawn(keys=13, kv_heads=kv_heads)
+    with torch.no_grad(), mock.patch.object(plan, "_new_plan", planned):
+        for keys in (1, 2, 3, 5, 8, 13):
+            given, at = (query[:, :, :1], key[:, :, :keys], value[:, :, :keys]), {"query_positions": keys - 1}
+            found = attend(*given, mask, kernel=kernel, **at, **options)
+            exact = attend(*(x.double() for x in given), mask, kernel="reference", **at, **options)
+            require_near(found, exact)
+    calls = [call.args[0] for call in planned.call_args_list]
+    # Of one key, and of more; the window hides keys from the fifth one on.
+    seen = {call.key.shape[2] for call in calls if call.query.dtype == torch.float32}
+    assert seen == ({1, 2, 5, 8, 13} if name == "window" else {1, 2})
+
+
+def test_a_row_without_keys_has_a_plan_of_its_own() -> None:
+    forget()
+    query, key, value = drawn(dtype=torch.float64)
+    for keys in (1, 0, 3, 0):
+        given = query[:, :, :1], key[:, :, :keys], value[:, :, :keys]
+        output = clearhead.attention(*given)
+        require_near(output, attend(*given, kernel="reference"))
+        assert bool(output.any()) == bool(keys)

@@ -242,6 +242,7 @@ def test_a_frame_works_fits_its_page_and_takes_the_notebooks_theme(open_page: Op
     frame.locator("#theme").select_option("")
     frame.locator("html[data-theme=dark]").wait_for()
     frame.locator("#item").select_option("second")
+    assert frame.locator("#reason").inner_text().startswith("In this text, this head looks ")
     frame.locator('.text [data-place="1"]').get_by_text("x", exact=True).hover()
     best = rec.weights(0, 1)[1, 1]
     frame.locator("#readout").get_by_text("x looks most at").wait_for()

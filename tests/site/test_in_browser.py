@@ -18,6 +18,7 @@ PAGES = [
     ("lessons/valid-lens/", 390, "dark"),
     ("masks/", 390, "light"),
     ("api/masks/", 390, "light"),
+    ("models/", 390, "light"),
     ("zh/", 1400, "dark"),
     ("zh/lessons/self-attention/", 390, "light"),
     ("zh/which-mask/", 390, "dark"),
@@ -77,6 +78,37 @@ def test_the_heads_are_live_in_the_language_and_the_scheme_of_the_page(
         "frame => [frame.clientHeight, frame.contentDocument.body.getBoundingClientRect().height]"
     )
     assert heights[0] == pytest.approx(heights[1], abs=2)
+    page.close()
+
+
+@pytest.mark.parametrize("path", ["", "zh/"])
+def test_the_landing_page_has_four_doors_three_numbers_and_at_most_three_screens(
+    browser: Any, address: str, path: str
+) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto(address + path)
+    page.frame_locator("iframe.clearhead-page").locator("html[data-ready]").wait_for(state="attached")
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollHeight") <= 3 * 900
+    assert (page.locator(".doors > div").count(), page.locator(".numbers > div").count()) == (4, 3)
+    assert page.locator("iframe.clearhead-page").bounding_box()["y"] < 900
+    for door in page.locator(".doors > div > p:first-of-type a").all():
+        led = browser.new_page()
+        led.goto(page.evaluate("(path) => new URL(path, location).href", door.get_attribute("href")))
+        assert led.locator("article .language-python").count() > 0, led.url
+        led.close()
+    page.close()
+
+
+def test_the_table_of_models_can_be_searched(browser: Any, address: str) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto(address + "models/")
+    rows = page.locator(".models tbody tr")
+    page.get_by_label("Find a type").fill("llama agrees")
+    found = [row.inner_text() for row in rows.all() if row.is_visible()]
+    assert 0 < len(found) < rows.count()
+    assert all("llama" in row and "agrees" in row for row in found)
+    assert page.locator(".models output").inner_text() == f"{len(found)} of {rows.count()}"
     page.close()
 
 

@@ -31,9 +31,8 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     strided("x", x)
     integer("num_heads", num_heads, least=1)
     if x.dim() not in (2, 3) or x.shape[-1] % num_heads:
-        raise ShapeError(
-            "x", expected=f"(B, L, H·D) with H = {num_heads} heads dividing the last size", got=shape_text(x.shape)
-        )
+        expected = f"(B, L, H·D) with H = {num_heads} heads dividing the last size"
+        raise ShapeError("x", expected=expected, got=shape_text(x.shape))
     return x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).transpose(-3, -2)  # (B, H, L, D)
 
 

@@ -184,9 +184,8 @@ def plain_key_of(call: Any) -> tuple[object, ...]:
         keys if gradients or weights is not None else 0,
         query.dtype,
         query.dtype is key.dtype is value.dtype,
-        query.device,
-        # Whether devices are equal takes longer to find out.
-        (query.is_cpu and key.is_cpu and value.is_cpu) or (key.device, value.device),
+        # Devices take longer to compare.
+        (query.is_cpu and key.is_cpu and value.is_cpu) or (query.device, key.device, value.device),
         query.layout is key.layout is value.layout is _STRIDED,
         query.is_neg() or key.is_neg() or value.is_neg(),
         call.heads,

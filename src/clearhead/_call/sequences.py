@@ -88,12 +88,9 @@ def read_sequences(
     of_queries = _boundaries("cu_seqlens_q", cu_seqlens_q, "query", query)
     bounds = of_queries, of_queries if same else _boundaries("cu_seqlens_k", cu_seqlens_k, "key", key)
     if len(bounds[0]) != len(bounds[1]):
-        raise ArgumentError(
-            "cu_seqlens_k",
-            expected=f"as many sequences as cu_seqlens_q has, {len(bounds[0]) - 1}",
-            got=str(len(bounds[1]) - 1),
-            fix="A sequence without keys repeats its boundary.",
-        )
+        expected, got = f"as many sequences as cu_seqlens_q has, {len(bounds[0]) - 1}", str(len(bounds[1]) - 1)
+        fix = "A sequence without keys repeats its boundary."
+        raise ArgumentError("cu_seqlens_k", expected=expected, got=got, fix=fix)
     tokens, tracing = (query.shape[0], key.shape[0]), is_tracing()
     # A graph must hold for other boundaries, and an accelerator would be waited for.
     holds_numbers = not tracing and (bounds[0].is_meta or (bounds[0].is_cpu and reads_values(bounds[0])))

@@ -32,12 +32,8 @@ def require_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         strided(name, tensor)
         if tensor.dtype not in FLOATS:
-            raise DTypeError(
-                name,
-                expected="float64, float32, bfloat16 or float16",
-                got=str(tensor.dtype),
-                fix="Convert it, for example with .float().",
-            )
+            expected, fix = "float64, float32, bfloat16 or float16", "Convert it, for example with .float()."
+            raise DTypeError(name, expected=expected, got=str(tensor.dtype), fix=fix)
         if tensor.dtype != query.dtype:
             fix = f"Convert it with .to({query.dtype})."
             raise DTypeError(name, expected=f"query's dtype {query.dtype}", got=str(tensor.dtype), fix=fix)
@@ -51,39 +47,32 @@ def require_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     dims = set(map(Tensor.dim, operands.values()))
     # First, because the other checks compare sizes by their place.
     if dims == {3, 4}:
-        _mismatch(
-            "numbers of dimensions: all (B, H, L, D), or all (H, L, D)", operands, "Add the batch with .unsqueeze(0)."
-        )
+        what = "numbers of dimensions: all (B, H, L, D), or all (H, L, D)"
+        _mismatch(what, operands, "Add the batch with .unsqueeze(0).")
     for name, tensor in operands.items():
         if tensor.dim() not in (3, 4):
-            raise ShapeError(
-                name,
-                expected="(B, H, L, D), or (H, L, D) for all without a batch",
-                got=shape_text(tensor.shape),
-                fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
-            )
+            fix = "clearhead.split_heads turns (B, L, H·D) into (B, H, L, D)."
+            expected = "(B, H, L, D), or (H, L, D) for all without a batch"
+            raise ShapeError(name, expected=expected, got=shape_text(tensor.shape), fix=fix)
         if tensor.dim() == 4 and tensor.shape[0] != query.shape[0]:
             fix = "Repeat the smaller with .expand, or check that they belong together."
             _mismatch("batch sizes (B)", operands, fix)
     if key.shape[-1] != query.shape[-1]:
-        raise ShapeError(
-            "key",
-            expected=f"head_dim D = {query.shape[-1]} as in query {shape_text(query.shape)}",
-            got=shape_text(key.shape),
-            fix="Project both to the same size; only values may have another.",
-        )
+        expected = f"head_dim D = {query.shape[-1]} as in query {shape_text(query.shape)}"
+        fix = "Project both to the same size; only values may have another."
+        raise ShapeError("key", expected=expected, got=shape_text(key.shape), fix=fix)
     if value.shape[-3] != key.shape[-3]:
         _mismatch("key/value head counts (Hkv)", operands, "Each key head needs its value head.")
     if value.shape[-2] != key.shape[-2]:
         _mismatch("key and value lengths (S)", operands, "Each key needs its value.")
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if kv_heads == 0 or heads % kv_heads:
-        raise ShapeError(
-            "key",
-            expected=f"a head count that divides the query's H = {heads}",
-            got=f"Hkv = {kv_heads} in {shape_text(key.shape)}",
-            fix="Heads are the second dimension: (B, H, L, D), not (B, L, H, D).",
+        expected, got = (
+            f"a head count that divides the query's H = {heads}",
+            f"Hkv = {kv_heads} in {shape_text(key.shape)}",
         )
+        fix = "Heads are the second dimension: (B, H, L, D), not (B, L, H, D)."
+        raise ShapeError("key", expected=expected, got=got, fix=fix)
 
 
 def _mismatch(what: str, operands: dict[str, Tensor], fix: str) -> NoReturn:
@@ -107,24 +96,20 @@ def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int |
 def read_sinks(sinks: Tensor, query: Tensor, heads: int) -> Tensor:
     """Sinks as the native kernel reads them: float32 or float64, without gaps. A sink of −∞ is no sink."""
     if _are_read_as_they_are(sinks, query, heads):
-        return sinks
+        return sinks.resolve_neg()
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
     if sinks.shape != (heads,):
-        raise ShapeError(
-            "sinks",
-            expected=f"one logit per query head, ({heads},)",
-            got=shape_text(sinks.shape),
-            fix="Grouped heads have one sink per query head too.",
-        )
+        expected, fix = f"one logit per query head, ({heads},)", "Grouped heads have one sink per query head too."
+        raise ShapeError("sinks", expected=expected, got=shape_text(sinks.shape), fix=fix)
     same_device("sinks", sinks, query.device, "query's device")
     return (sinks if sinks.dtype in _READ else sinks.float()).resolve_neg().contiguous()
 
 
 def _are_read_as_they_are(sinks: Tensor, query: Tensor, heads: int) -> bool:
     """Whether sinks pass every check and have no gaps, as a module's parameter does."""
-    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.shape != (heads,) or sinks.is_neg():
+    if type(sinks) not in PLAIN or sinks.dtype not in _READ or sinks.shape != (heads,):
         return False
     is_near = sinks.is_cpu is query.is_cpu is True or sinks.device == query.device
     return is_near and sinks.layout is _STRIDED and sinks.is_contiguous() and not sinks.is_nested

@@ -185,7 +185,7 @@ def _key_of_mask(call: Call, sized: bool) -> Hashable | None:
     if key is None or not sized:
         return key
     if _sees_all_in_one_row(call):  # so that each step of a decoder finds its plan
-        return call.key.shape[-2] > 1
+        return min(call.key.shape[-2], 2)
     # On the CPU the only values of a mask by which a kernel is chosen.
     share = share_worth_skipping(call.bound) if call.mask is not None and call.query.is_cpu else None
     return sizes_of(call), key, share

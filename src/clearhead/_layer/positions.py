@@ -43,12 +43,9 @@ def positions_of_keys(keys: KeyValues, of_new_keys: Positions | None, num_heads:
 def require_one_length(queries: int, keys: int) -> None:
     """Raise unless there are as many keys as queries, as a position part needs."""
     if queries != keys:
-        raise ShapeError(
-            "key",
-            expected=f"the query's length {queries}: a position part rotates both by the same positions",
-            got=f"{keys}",
-            fix="Use position= in self-attention, and a module without it for cross-attention.",
-        )
+        expected = f"the query's length {queries}: a position part rotates both by the same positions"
+        fix = "Use position= in self-attention, and a module without it for cross-attention."
+        raise ShapeError("key", expected=expected, got=f"{keys}", fix=fix)
 
 
 def of_whole(position: PositionPart, positions: Positions | None, length: int) -> PositionPart:

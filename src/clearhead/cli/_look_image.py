@@ -22,7 +22,7 @@ from ..plot._labels import printable
 from ..plot._language import say
 from ..plot._patch_looks import end_of, even_weight, in_order, levels_of, looks_of, query_name
 from ..plot._picture import open_picture, seen_picture
-from ..plot._terminal import grid_size, patch_blocks
+from ..plot._terminal import grid_size, heads_by_kind, patch_blocks
 from . import _demo as demo
 from ._choice import Choice, numbers_of
 from ._errors import UsageProblem, warn
@@ -82,7 +82,7 @@ def look_at_image(image: Path, model: str, choice: Choice, work: Work) -> Look:
         columns={statistic: [layer.numbers[statistic] for layer in section.layers] for statistic in large.numbers},
         fields={"image": name, "patches": patches, "looks_at": weights},
         facts=_facts(title, summaries, layout),
-        finding=_finding(what, weights, choice),
+        findings=[_finding(what, weights, choice), heads_by_kind(summaries, unit="patch")],
         details=partial(_details, weights, layout),
         figure=lambda: draw_image_sheet(
             rec, picture, (large.name, large.heads[place[1]]), title=title, numbers=numbers

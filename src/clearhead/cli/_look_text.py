@@ -23,7 +23,7 @@ from ..plot._labels import printable
 from ..plot._language import say
 from ..plot._page_contents import first_query
 from ..plot._sheet import draw_sheet
-from ..plot._terminal import grid_size, marginals, top_keys
+from ..plot._terminal import grid_size, heads_by_kind, marginals, top_keys
 from . import _demo as demo
 from ._choice import SHOWN, Choice, numbers_of
 from ._demo import PretrainedModel
@@ -58,7 +58,7 @@ def look_at_text(text: str, model: str | None, choice: Choice, work: Work) -> Lo
         columns={"looks_at": [[head.kind for head in row] for row in seen.summaries], **seen.numbers},
         fields={"windows": seen.chosen},
         facts=Text(_facts(loaded, seen), style="bold"),
-        finding=_finding(seen, choice),
+        findings=[_finding(seen, choice), heads_by_kind(seen.summaries)],
         details=partial(_details, seen),
         warnings=notes,
         figure=lambda: draw_sheet(seen.first, *seen.place, title=title, numbers=numbers),

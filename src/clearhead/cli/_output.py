@@ -24,7 +24,7 @@ from ..plot._heads import HeadSummary
 from ..plot._html import Page
 from ..plot._ink import NOTE
 from ..plot._language import say
-from ..plot._terminal import heads_by_kind, overview
+from ..plot._terminal import overview
 from ._choice import Numbers
 from ._errors import warn
 
@@ -42,7 +42,7 @@ class Look:
         columns: name → layer → head → entry of the JSON.
         fields: other entries of the JSON. Tensors become lists.
         facts: a few lines about the run.
-        finding: what the large head shows, in a line or two.
+        findings: what the large head shows, in a line or two, and what all heads do.
         details: from the console to the lines about the large head.
         figure: draws the matplotlib figure.
         page: makes the HTML page.
@@ -58,7 +58,7 @@ class Look:
     columns: Mapping[str, Sequence[Sequence[Any] | Tensor]]
     fields: Mapping[str, Any]
     facts: RenderableType
-    finding: RenderableType
+    findings: Sequence[RenderableType]
     details: Callable[[Console], Iterable[RenderableType]]
     figure: Callable[[], Any]
     page: Callable[[], Page]
@@ -79,10 +79,9 @@ class Look:
 
     def show(self, console: Console) -> None:
         """Print the finding, what heads do, the large head, and the overview of all heads with its codes."""
-        kinds = heads_by_kind(self.summaries, unit=self.unit)
         every = overview(self.summaries, numbers=self.numbers, chosen=self.place, width=console.width, unit=self.unit)
         note = Text(say(NOTE), style="dim")
-        for part in (self.facts, self.finding, kinds, *self.details(console), every, note):
+        for part in (self.facts, *self.findings, *self.details(console), every, note):
             console.print(part)
             console.print()
 

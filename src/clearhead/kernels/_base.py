@@ -81,7 +81,7 @@ class Kernel(ABC):
     isolates_hidden: ClassVar[bool] = False
     #: Whether NaN in a fully masked query stays out of the output by itself; its gradients may not.
     isolates_queries: ClassVar[bool] = False
-    #: Whether one plan computes all packed sequences of a call (`Request.sequences`).
+    #: Whether one plan computes all packed sequences of a call (`Call.sequences`).
     takes_packed: ClassVar[bool] = False
     #: The optional parts of the formula that it computes (`FORMULA`).
     formula: ClassVar[frozenset[str]] = frozenset()
@@ -165,14 +165,3 @@ def refusals_of_half(layout: Layout) -> list[Refusal]:
     """Refuse half precision in PyTorch's kernels on the CPU."""
     half = layout.device.type == "cpu" and layout.dtype in (torch.bfloat16, torch.float16)
     return applicable({"on the CPU it rounds weights to half precision, which can more than double the error": half})
-
-
-def rows_interleave(tensor: Tensor) -> bool:
-    """Whether `torch.empty_like` lays rows out with gaps between their elements.
-
-    It does for tensors that overlap themselves, such as those of `Tensor.unfold`, whose rows are contiguous. Kernels
-    that allocate results or gradients with it would write elsewhere than expected.
-    """
-    if 1 not in tensor.stride()[:-1] or tensor.shape[-1] == 1:
-        return False
-    return torch.empty_like(tensor, device="meta").stride(-1) != 1

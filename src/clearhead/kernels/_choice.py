@@ -19,6 +19,7 @@ from ._flex_choice import leaves_to_flex
 from ._native import NativeKernel
 from ._reference import ReferenceKernel
 from ._sdpa import SdpaKernel
+from ._sinks_check import distrusts_sinks
 
 #: In order of preference. `flex` refuses all that `chunked` refuses, so that nothing is compiled unless it is forced,
 #: or `chunked` leaves a call to it (`leaves_to_flex`). `reference` refuses nothing.
@@ -150,7 +151,8 @@ def _reservations(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
         if lacks_threads and batch * heads * length * layout.key[2] * dim >= _WORTH_THREADS:
             return (Refusal("it was built without OpenMP and would run on one thread"),)
     elif kernel.name == "chunked" or (kernel.name == "sdpa" and not layout.lse):
-        return leaves_to_flex(*request)
+        untrusted = distrusts_sinks(layout) if kernel.name == "sdpa" else ()
+        return untrusted or leaves_to_flex(*request)
     return ()
 
 

@@ -18,10 +18,17 @@ class FirstCheck:
         kernels: their name, which begins the warning.
         instead: a sentence that says what runs where they fail.
         compare: what is wrong with a small call on a device in a dtype, or ``None``. It may raise any error.
+        switch: the environment variable that forces them with 1 and switches them off with 0, or ``None``.
     """
 
-    def __init__(self, kernels: str, instead: str, compare: Callable[[torch.device, torch.dtype], str | None]) -> None:
-        self._kernels, self._instead, self._compare = kernels, instead, compare
+    def __init__(
+        self,
+        kernels: str,
+        instead: str,
+        compare: Callable[[torch.device, torch.dtype], str | None],
+        switch: str | None = "CLEARHEAD_TRITON",
+    ) -> None:
+        self._kernels, self._instead, self._compare, self._switch = kernels, instead, compare, switch
         self._passed: dict[tuple[torch.device, torch.dtype], bool] = {}
 
     def passes(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -30,7 +37,7 @@ class FirstCheck:
         While a CUDA graph is captured no check runs, and kernels that were not checked before do not pass.
 
         Raises:
-            KernelError: if they failed, and ``CLEARHEAD_TRITON=1`` forces them.
+            KernelError: if they failed, and the switch forces them.
         """
         place = device, dtype
         if place not in self._passed:
@@ -50,7 +57,10 @@ class FirstCheck:
             return f"{type(error).__name__}: {error}"
 
     def _report(self, problem: str) -> None:
-        if os.environ.get("CLEARHEAD_TRITON") == "1":
-            raise KernelError(f"{problem} CLEARHEAD_TRITON=1 forces them. Unset it: {self._instead}")
-        text = f"{problem} Therefore {self._instead} CLEARHEAD_TRITON=0 switches the kernels and this check off."
+        switch = self._switch
+        if switch is not None and os.environ.get(switch) == "1":
+            raise KernelError(f"{problem} {switch}=1 forces them. Unset it: {self._instead}")
+        text = f"{problem} Therefore {self._instead}"
+        if switch is not None:
+            text += f" {switch}=0 switches the kernels and this check off."
         warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -19,6 +19,7 @@ from .._call.layout import Layout
 from .._torch_private import has_avx2, mark_static, sizes_apart
 from ..masks._bound import BoundMask
 from ..masks._grid import Block
+from ..masks._structure import joined
 from ._base import Kernel, Plan, Refusal, applicable, refusals_of_half
 from ._flex_blocks import lower_tensors
 from ._flex_rule import SIDE, Limits, is_visible, pick, table
@@ -43,7 +44,9 @@ class FlexKernel(Kernel):
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         if layout.tracing:
             return (Refusal("it compiles a graph of its own and fits into no other"),)
-        computed = any(part.has_bias and not part.structure.biases for part in bound.parts)
+        computed = [part for part in bound.parts if part.has_bias and not part.structure.biases]
+        if layout.device.type != "cpu" and len(computed) == 1 and computed[0].structure.slopes is not None:
+            computed = []  # PyTorch's C++ compiles no rule that reads several lists of numbers
         reasons = applicable(
             {
                 "torch.func cannot transform it, or derive it forwards": layout.transformed,
@@ -51,7 +54,7 @@ class FlexKernel(Kernel):
                 "it has no dropout": layout.dropout_p > 0,
                 "a size is 0": layout.empty,
                 "it computes in float32, not in float64": layout.dtype == torch.float64,
-                "a computed bias would have to be built whole, (B, H, L, S)": computed,
+                "a computed bias would have to be built whole, (B, H, L, S)": bool(computed),
             }
         )
         return (*reasons, *_reasons_of_device(layout))
@@ -81,13 +84,17 @@ class FlexKernel(Kernel):
 
 def _numbers(call: Call) -> tuple[dict[str, Tensor], Limits]:
     """Every tensor that a compiled kernel reads besides query, key and value, by name; and constants of its rule."""
-    lowered, limits = lower_tensors(call.bound, bool(call.layout.gradients))
-    numbers = dict(lowered)
+    lowered, limits = (
+        ({}, (None, None)) if call.mask is None else lower_tensors(call.bound, bool(call.layout.gradients))
+    )
+    numbers, biases = dict(lowered), None
     if call.layout.softcap is not None:
-        numbers["softcap"] = torch.tensor(call.layout.softcap, device=call.query.device)
-    bias = None if call.mask is None else call.mask.bias(Block(call.grid), call.layout.compute_dtype)
-    if bias is not None:
-        numbers["bias"], numbers["bias_steps"] = table(bias)
+        numbers["softcap"] = torch.full((), call.layout.softcap, device=call.query.device)
+    for part in call.bound.parts:
+        if part.structure.slopes is None:  # which are among what is lowered
+            biases = joined(biases, part.bias(Block(call.grid), call.layout.compute_dtype), torch.add)
+    if biases is not None:
+        numbers["bias"], numbers["bias_steps"] = table(biases)
     return numbers, limits
 
 
@@ -106,14 +113,16 @@ def _attend(
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if "softcap" in numbers:
             score = numbers["softcap"] * torch.tanh(score / numbers["softcap"])
+        if "slopes" in numbers:
+            score = score - numbers["slopes"][h] * (i + numbers["shift"] - j).abs()
         if "bias" in numbers:
             score = score + pick(numbers["bias"], numbers["bias_steps"], b, h, i, j)
         return score
 
     named: dict[str, Any] = {name: numbers.get(name) for name in (*_BLOCKS, *_BLOCKS_OF_KEYS)}
     sizes, sides = (query.shape[2], key.shape[2]), (SIDE, SIDE)
-    blocks = BlockMask(sizes, BLOCK_SIZE=sides, mask_mod=rule, **named)
-    changes = "softcap" in numbers or "bias" in numbers
+    blocks = BlockMask(sizes, BLOCK_SIZE=sides, mask_mod=rule, **named) if _BLOCKS[0] in numbers else None
+    changes = {"softcap", "slopes", "bias"} & numbers.keys()
     score_mod, grouped = change if changes else None, query.shape[1] != key.shape[1]
     if not lse:
         return flex_attention(query, key, value, score_mod, blocks, scale, grouped), None

@@ -92,14 +92,10 @@ def _band_blocks(band: Band, grid: Grid) -> FlexMask:
     inside = (rows + SIDE <= grid.query_length) & (columns + SIDE <= grid.key_length)
     full = some & every & inside  # those at the edge hide what lies beyond it
     limits = _constant_limits(band, grid)
-    ends = {"ends": numbers_on(grid.device, band_numbers(band, grid), torch.int32)} if limits is None else {}
+    # No larger than they have to be for int32.
+    low, high = (max(-grid.query_length, min(grid.key_length, end)) for end in (band.low, band.high))
+    ends = {"ends": numbers_on(grid.device, (low, high, band.stop), torch.int32)} if limits is None else {}
     return FlexMask((some & ~full)[None, None], full[None, None], ends, limits or _NO_LIMITS)
-
-
-def band_numbers(band: Band, grid: Grid) -> tuple[int, int, int]:
-    """Low, high and stop, no larger than they have to be."""
-    low, high = max(band.low, -grid.query_length), min(band.high, grid.key_length)
-    return min(low, grid.key_length), max(high, -grid.query_length), band.stop
 
 
 def _constant_limits(band: Band, grid: Grid) -> Limits | None:
@@ -142,6 +138,8 @@ def lower_blocks(bound: BoundMask) -> FlexMask:
             rule[name] = _shared(numbers)
     if terms.visible is not None:
         rule["visible"], rule["visible_steps"] = table(terms.visible)
+    if terms.slopes is not None:
+        rule["slopes"], rule["shift"] = terms.slopes, torch.full((), terms.shift, device=grid.device)
     return replace(blocks, partial=some & ~full, full=full, rule=rule)
 
 

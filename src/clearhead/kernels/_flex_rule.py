@@ -27,6 +27,7 @@ def is_visible(rule: Mapping[str, Tensor], limits: Limits, b: Tensor, h: Tensor,
             the keys of ``one_first`` and ``one_last`` or those of ``other_first`` and ``other_last`` are visible.
             ``keys``, bool ((B,) S), are the visible keys.
             ``query_documents`` ((B,) L) and ``key_documents`` ((B,) S) must be equal.
+            ``slopes``, float32 (H,), and ``shift`` hide nothing: they are those of `Terms`.
             ``visible`` and ``visible_steps`` are a `table` of cells.
         limits: constants of the compiled code.
         b, h, i, j: batch item, head, row and column; integers that broadcast.

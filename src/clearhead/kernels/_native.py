@@ -268,7 +268,7 @@ def _gradients(
     arguments = _addressed(call)
     plan = _plan_for(planned, call, arguments, bias_shape)
     if output_gradient is None:
-        output_gradient = plan.empty_output_gradient(call.query)
+        output_gradient = call.query.new_zeros(output.shape)
     bias_gradient = plan.empty_bias_gradient(call.query) if wanted else None
     *input_gradients, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
     if call.sinks is not None:

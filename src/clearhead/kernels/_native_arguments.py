@@ -123,15 +123,15 @@ def named(mask: Lowered) -> dict[str, Any]:
 
 def _lower(bound: BoundMask) -> Lowered:
     terms = terms_of(bound).written(bound.grid)
-    visible, bias, first, last, keys = terms.visible, terms.bias, terms.first, terms.last, terms.keys
+    low, high, stop, _, first, last, keys, visible, bias, *_ = terms
     if keys is not None:
         visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)
     if bias is not None:  # written out, because the kernel reads memory
         bias = bias.float().resolve_neg()
-    if last is not None:  # both have the same strides
-        last = last.long().contiguous()
+    if last is not None and not (first is None and last.dtype is torch.int64 and last.is_contiguous()):
+        last = last.long().contiguous()  # both have the same strides
         first = None if first is None else first.long().contiguous()
-    return terms.low, terms.high, terms.stop, first, last, visible, bias
+    return low, high, stop, first, last, visible, bias
 
 
 def address_of(tensor: Tensor | None) -> int:

@@ -201,10 +201,6 @@ class NativePlan:
         )
         return output
 
-    def empty_output_gradient(self, like: Tensor) -> Tensor:
-        """Zeros like the output, in the dtype of the query."""
-        return like.new_zeros(self._shape)
-
     def empty_output(self, like: Tensor) -> Tensor:
         """(B, H, L, Dv)."""
         if self._output_dtype is like.dtype:
@@ -336,10 +332,7 @@ def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tens
     names = ("query", "key", "value", "output", "lse")
     for name, x in zip(names, (*arguments[:3], output, lse), strict=True):
         if x is not None and x.numel() and not x.data_ptr():
-            got, fix = (
-                "a tensor whose memory was freed",
-                "Free the storage after the backward pass, or restore it before.",
-            )
+            got, fix = "a tensor whose memory was freed", "Free it after the backward pass, or restore it before."
             raise DeviceError(f"saved {name}", expected="the numbers that were saved", got=got, fix=fix)
 
 

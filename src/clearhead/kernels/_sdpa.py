@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, final
 
 import torch
@@ -14,9 +14,10 @@ from .._call.heads import fold_group, unfold_group
 from .._call.layout import Layout, has_contiguous_rows
 from ..masks._bound import BoundMask
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
-from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads, rows_interleave
-from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused
+from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads
+from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused, name_of
 from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
+from ._sdpa_sinks import Options, attend_with_sinks, refusals_of_sinks
 
 Grouping = Literal["none", "kernel", "rows", "calls"]
 
@@ -37,10 +38,11 @@ class SdpaKernel(Kernel):
     isolates_queries: ClassVar[bool] = True
     #: `torch.nn.attention.varlen`, on CUDA devices.
     takes_packed: ClassVar[bool] = True
+    formula: ClassVar[frozenset[str]] = frozenset({"sinks"})
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         if layout.sequences is not None:
-            return refusals_of_sequences(layout, bound)
+            return tuple(refusals_of_sequences(layout, bound, layout.same_sequences))
         causal_nan = layout.scale <= 0 and _is_flagged_causal(layout, bound)
         reasons = applicable(
             {
@@ -60,6 +62,8 @@ class SdpaKernel(Kernel):
             reasons += _reasons_of_values(layout, bound)
             if not reasons and not is_fused(_fused_call(layout, bound)):
                 reasons.append(Refusal(_NO_FUSED_KERNEL))
+        if layout.sinks and not reasons:
+            reasons += refusals_of_sinks(layout, name_of(_fused_call(layout, bound)))
         return tuple(reasons)
 
     def backend(self, layout: Layout, bound: BoundMask) -> Backend | None:
@@ -80,6 +84,9 @@ class SdpaKernel(Kernel):
         if hides and _is_flagged_causal(layout, bound):
             is_causal, hides = True, False  # not the comparison, which is a symbol while tracing
         may_interleave = layout.tracing or any(1 in strides[:-1] for strides in layout.strides)
+        fused = None
+        if layout.sinks:
+            fused = Options(name_of(_fused_call(layout, bound)), layout.dropout_p, is_causal, layout.scale)
 
         def compute(call: Call) -> Results:
             query, key, value = call.query, call.key, call.value
@@ -88,13 +95,17 @@ class SdpaKernel(Kernel):
             if folded:
                 query = fold_group(query, key.shape[1])
             lowered = _lower(call, group if folded else 1) if hides else None
+            sinks = None if call.sinks is None else _sinks_of_rows(call.sinks, call, folded)
 
-            def attend(query: Tensor, bias: Tensor | None) -> Tensor:
+            def attend(query: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Tensor:
+                if fused is not None and sinks is not None:
+                    return attend_with_sinks(fused, query, key, value, bias, sinks)
                 return F.scaled_dot_product_attention(
                     query, key, value, bias, layout.dropout_p, is_causal, scale=layout.scale, **grouped
                 )
 
-            output = _attend_split(attend, query, lowered, group) if split else attend(query, lowered)
+            operands = query, lowered, sinks
+            output = _attend_split(attend, *operands, group=group) if split else attend(*operands)
             if folded:
                 output = unfold_group(output, call.query.shape[1])  # (B, H, L, Dv)
             masked = call.coverage.masked_queries if hides else None
@@ -107,19 +118,35 @@ class SdpaKernel(Kernel):
         return compute
 
 
-def _attend_split(
-    attend: Callable[[Tensor, Tensor | None], Tensor], query: Tensor, bias: Tensor | None, group: int
-) -> Tensor:
-    """A call for the first head of every group, one for the second, and so on. Each takes the keys as they are."""
-    queries = query.unflatten(1, (-1, group)).unbind(2)  # (B, Hkv, L, D) each
-    of_heads = bias is not None and bias.shape[1] != 1
-    biases = bias.unflatten(1, (-1, group)).unbind(2) if bias is not None and of_heads else (bias,) * group
-    return torch.stack([attend(*pair) for pair in zip(queries, biases, strict=True)], 2).flatten(1, 2)
+def _attend_split(attend: Callable[..., Tensor], query: Tensor, *others: Tensor | None, group: int) -> Tensor:
+    """A call for the first head of every group, one for the second, and so on. Each takes the keys as they are.
+
+    What broadcasts over heads is the same in each call.
+    """
+
+    def of_calls(x: Tensor | None) -> Sequence[Tensor | None]:
+        return (x,) * group if x is None or x.shape[1] == 1 else x.unflatten(1, (-1, group)).unbind(2)
+
+    calls = zip(*map(of_calls, (query, *others)), strict=True)  # (B, Hkv, L, D) each
+    return torch.stack([attend(*each) for each in calls], 2).flatten(1, 2)
+
+
+def _sinks_of_rows(sinks: Tensor, call: Call, folded: bool) -> Tensor:
+    """The sinks as the rows of a kernel have them: (1, H, 1), or (1, Hkv, G·L) where the heads of a group are rows."""
+    if not folded:
+        return sinks[None, :, None]
+    rows = sinks.view(1, -1, call.layout.group, 1)
+    return rows.expand(-1, -1, -1, call.query.shape[2]).flatten(2)
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
-    """PyTorch's CPU kernel allocates with `torch.empty_like` and writes rows without gaps."""
-    return tensor.contiguous() if rows_interleave(tensor) else tensor
+    """PyTorch's CPU kernel allocates with `torch.empty_like`, and writes as if its rows had no gaps.
+
+    They have some for tensors that overlap themselves, such as those of `Tensor.unfold`, whose rows are contiguous.
+    """
+    if 1 not in tensor.stride()[:-1] or tensor.shape[-1] == 1:
+        return tensor
+    return tensor if torch.empty_like(tensor, device="meta").stride(-1) == 1 else tensor.contiguous()
 
 
 def _reasons_of_values(layout: Layout, bound: BoundMask) -> list[Refusal]:

@@ -53,6 +53,11 @@ def is_fused(call: FusedCall) -> bool:
     return _choice(call, sdpa_settings()) != 0
 
 
+def name_of(call: FusedCall) -> str:
+    """The name of the kernel that PyTorch takes; ``"cpu"`` on the CPU, where it has one."""
+    return "cpu" if call.device.type == "cpu" else _NAMES.get(_choice(call, sdpa_settings()), "of another library")
+
+
 def fits_a_kernel(dtype: torch.dtype, dim: int, value_dim: int, masked: bool) -> bool:
     """Whether a fused kernel for CUDA takes a dtype and head sizes.
 
@@ -74,7 +79,7 @@ def backend_of(call: FusedCall) -> Backend:
     advice = [f"{_NAMES[each]} is switched off" for each in faster if not settings[_SWITCHES[each]]]
     if settings[_DETERMINISTIC] and chosen != 3:
         advice.append("cuDNN is off under torch.use_deterministic_algorithms")
-    return Backend(_NAMES.get(chosen, "of another library"), (*advice, *_advice(call, chosen, settings)))
+    return Backend(name_of(call), (*advice, *_advice(call, chosen, settings)))
 
 
 def _advice(call: FusedCall, chosen: int, settings: tuple[object, ...]) -> list[str]:

@@ -21,12 +21,8 @@ _LARGEST_HEAD = 256
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def refusals_of_sequences(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
-    """Every reason against packed sequences."""
-    return tuple(_refusals(layout, bound, layout.same_sequences))
-
-
-def _refusals(layout: Layout, bound: BoundMask, same_lengths: bool) -> list[Refusal]:
+def refusals_of_sequences(layout: Layout, bound: BoundMask, same_lengths: bool) -> list[Refusal]:
+    """Every reason against packed sequences, whose queries and keys may have the same lengths."""
     dim, value_dim = layout.query[3], layout.value[3]
     fits = dim <= _LARGEST_HEAD and dim % 8 == 0 and value_dim == dim
     reasons = {
@@ -71,7 +67,7 @@ def gives_lse(layout: Layout, bound: BoundMask) -> bool:
     """Whether a batch without padding runs as packed sequences, whose kernel returns the log-sum-exp."""
     if layout.device.type != "cuda" or layout.tracing:  # a graph must not depend on the lengths
         return False
-    return not _refusals(layout, bound, layout.query[2] == layout.key[2])
+    return not refusals_of_sequences(layout, bound, layout.query[2] == layout.key[2])
 
 
 def plan_batch(layout: Layout, bound: BoundMask) -> Plan:

@@ -123,10 +123,15 @@ class BoundMask:
         return result
 
     def _read_structure(self) -> Structure:
-        if self.mask is None:
+        mask, grid = self.mask, self.grid
+        if mask is None:
             return Structure()
-        parts = self.parts
-        return self.mask.structure(self.grid) if parts[0] is self else met([part.structure for part in parts])
+        masks = mask.parts()
+        if len(masks) == 1 and masks[0] is mask:
+            return mask.structure(grid)
+        # Parts that are kept find their structures once. Others are not bound for a call that reads no more of them.
+        bounds = self.parts if self.is_kept or self._parts is not None else [bind(part, grid) for part in masks]
+        return met([bound.structure for bound in bounds])
 
     def _read_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
         structure, rows, keys = self.structure, self.structure.rows, self.structure.keys
@@ -173,7 +178,7 @@ class BoundMask:
         band = self.band
         if band is not None:
             return band if sized else "band"
-        return self.form(("key", sized), lambda: self._read_key(sized))
+        return self.once(("key", sized), lambda: self._read_key(sized)) if self.is_kept else self._read_key(sized)
 
     def _read_key(self, sized: bool) -> Hashable | None:
         layout = self.structure.layout(sized)

@@ -59,7 +59,7 @@ def additive(bound: BoundMask, dtype: torch.dtype) -> tuple[Tensor | None, Tenso
     for part in bound.parts:
         bias = joined(bias, part.bias(block, dtype), add)
         # With several biases, one may be −∞ where another is ∞, so their −∞ are needed as bools.
-        if biases > 1 or not part.structure.biases:
+        if biases > 1 or not (part.has_bias and part.structure.biases):
             visible = joined(visible, part.visible(block), and_)
     return visible, bias
 

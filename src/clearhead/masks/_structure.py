@@ -242,4 +242,5 @@ def _layout_of(tensor: Tensor | None) -> Hashable:
         return None
     if type(tensor) not in PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
         return False
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    # A device takes longer to compare than a bool.
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu or tensor.device, tensor.requires_grad

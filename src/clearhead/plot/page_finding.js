@@ -66,7 +66,7 @@ function reason() {
   const { clearest, layers } = state.item.sections[state.section];
   const kind = layers[state.layer].kinds[state.head];
   if (!clearest) return say`No head stands out: all of them look everywhere about alike.`;
-  const does = data.items.length > viewCount() ? say`In this part of the text, this head ${looksAt(kind)}. ` : say`This head ${looksAt(kind)}. `;
+  const does = data.items.length > viewCount() ? say`In this text, this head ${looksAt(kind)}. ` : say`This head ${looksAt(kind)}. `;
   return clearest[0] === state.layer && clearest[1] === state.head ? does + standsOut() : does;
 }
 

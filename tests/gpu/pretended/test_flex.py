@@ -18,6 +18,7 @@ from clearhead.masks import Mask
 from clearhead.masks._bound import bind
 from clearhead.masks._grid import Grid, Offset
 from clearhead.masks._part import part_of
+from clearhead.positions import ALiBi
 from tests.support.pretended_cuda.comparing import require_half_as_good, with_gradients
 from tests.support.pretended_cuda.mode import PretendedDevice
 
@@ -305,3 +306,47 @@ def test_gradients_of_some_keys_are_those_of_the_cpu(cuda: PretendedDevice, smal
     of_keys = (torch.cat(pair, 2) for pair in zip((of_key, of_value), of_others, strict=True))
     got = output, of_query + of_query_too, *of_keys
     require_half_as_good(got, same, exact)
+
+
+#: A mask, options, and what else a large call of them has: they change scores, and do not leave out keys alone.
+SCORED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "soft-cap": (lambda: None, {"softcap": 3.0}),
+    "soft-cap, causal": (masks.causal, {"softcap": 3.0}),
+    "soft-cap, lengths": (lambda: masks.lengths(torch.tensor([SHORT, 130])) & masks.causal(), {"softcap": 3.0}),
+    "ALiBi": (lambda: ALiBi(2), {}),
+    "ALiBi, causal": (lambda: ALiBi(2) & masks.causal(), {}),
+    "ALiBi, window, soft-cap": (lambda: ALiBi(2) & masks.sliding_window(50, 0), {"softcap": 3.0}),
+    "ALiBi, lengths": (lambda: masks.lengths(torch.tensor([SHORT, 130])) & ALiBi(2), {}),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_are_changed_in_one_kernel(cuda: PretendedDevice, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flex_choice, "FEWEST_SCORES", SHORT)
+    make, options = SCORED[name]
+    mask = make()
+    inputs = operands(SHORT)
+    exact = with_gradients(inputs, mask, torch.float64, "reference", **options)
+    same = with_gradients(inputs, mask, torch.bfloat16, "reference", **options)
+    on_device = query, key, value = [x.to(CUDA) for x in inputs]
+    if mask is not None:
+        mask = mask.prepare(SHORT, SHORT, batch_size=2, num_heads=2, device=CUDA)
+    assert clearhead.explain(query, key, value, mask, **options).kernel == "flex"
+    with torch.no_grad():
+        clearhead.attention(query, key, value, mask, **options)
+        forward = cuda.count(lambda: clearhead.attention(query, key, value, mask, **options))
+    assert forward.count <= 8
+    got: list[Tensor] = []
+    seen = cuda.count(lambda: got.extend(with_gradients(on_device, mask, torch.bfloat16, **options)))
+    assert forward.backends == seen.backends == ["flex"]
+    assert forward.waits == []
+    assert not seen.values
+    assert max(forward.largest, seen.largest) <= 4 * query.numel()  # nothing of size (L, S)
+    require_half_as_good(got, same, exact)
+
+
+@pytest.mark.parametrize("name", ["soft-cap, causal", "ALiBi, causal"])
+def test_smaller_calls_change_scores_in_blocks(cuda: PretendedDevice, name: str) -> None:
+    make, options = SCORED[name]
+    query, key, value = (x.to(CUDA) for x in operands(SHORT))
+    assert clearhead.explain(query, key, value, make(), **options).kernel == "chunked"

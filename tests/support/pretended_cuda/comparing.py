@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,22 @@ from clearhead.masks import Mask
 
 
 def with_gradients(
-    inputs: Sequence[Tensor], mask: Mask | None, dtype: torch.dtype, kernel: str | None = None, *, lse: bool = False
+    inputs: Sequence[Tensor],
+    mask: Mask | None,
+    dtype: torch.dtype,
+    kernel: str | None = None,
+    *,
+    lse: bool = False,
+    sinks: Tensor | None = None,
+    **options: Any,
 ) -> list[Tensor]:
-    """The output, with `lse` the log-sum-exp, and the gradients of query, key and value."""
+    """The output, with `lse` the log-sum-exp, and the gradients of query, key, value and `sinks`."""
     query, key, value = leaves = [x.to(dtype).detach().requires_grad_() for x in inputs]
+    if sinks is not None:
+        sinks = sinks.to(torch.float64 if dtype == torch.float64 else torch.float32).detach().requires_grad_()
+        leaves.append(sinks)
     with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
-        results = clearhead.attention(query, key, value, mask, return_lse=lse)
+        results = clearhead.attention(query, key, value, mask, return_lse=lse, sinks=sinks, **options)
     results = list(results) if isinstance(results, tuple) else [results]
     generator = torch.Generator().manual_seed(2)
     of_results = [torch.randn(x.shape, generator=generator).to(inputs[0].dtype).to(x) for x in results]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
 
 if TYPE_CHECKING:
     from .mode import PretendedDevice
@@ -32,21 +32,29 @@ def connect(mode: PretendedDevice) -> None:
         *,
         return_aux: AuxRequest | None = None,
     ) -> Tensor | tuple[Tensor, AuxOutput]:
-        if score_mod is not None or block_mask is None or scale is None:
-            raise NotImplementedError("the stand-in computes calls with a block mask, and without a score_mod")
-        _require_supported(query, key, value, block_mask, enable_gqa)
+        if scale is None:
+            raise NotImplementedError("the stand-in computes calls with a scale")
         with mode.unseen(), torch.no_grad():
+            block_mask = block_mask or create_block_mask(_all, None, None, query.shape[2], key.shape[2], query.device)
+            _require_supported(query, key, value, block_mask, enable_gqa)
             visible = _cells(block_mask, by_keys=False)
             wants_gradients = block_mask.q_indices is not None
             by_keys = _cells(block_mask, by_keys=True) if wants_gradients else visible
         if not wants_gradients and any(each.requires_grad for each in (query, key, value)):
             raise RuntimeError("the backward pass needs the blocks of each column")
-        output, lse = _Flex.apply(query, key, value, visible, by_keys, scale)  # pyright: ignore
+        if score_mod is not None:
+            output, lse = _Scored.apply(mode, score_mod, visible, scale, query, key, value)  # pyright: ignore
+        else:
+            output, lse = _Flex.apply(query, key, value, visible, by_keys, scale)  # pyright: ignore
         return output if return_aux is None else (output, AuxOutput(lse if return_aux.lse else None))
 
     library.flex_attention = flex_attention
     compiled = flex._compiled
     flex._compiled = lambda signature: flex._attend if signature[1].type == "cuda" else compiled(signature)
+
+
+def _all(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j >= 0
 
 
 class _Flex(torch.autograd.Function):
@@ -60,6 +68,50 @@ class _Flex(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         found = operators.flex_backward(*gradients, *ctx.saved_tensors, ctx.scale)
         return *found, None, None, None
+
+
+class _Scored(torch.autograd.Function):
+    """With a `score_mod`, by PyTorch's operators, which are counted as one kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mode: PretendedDevice,
+        score_mod: Callable[..., Tensor],
+        visible: Tensor,
+        scale: float,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(visible, *inputs)
+        ctx.of_call = mode, score_mod, scale
+        mode.seen.operators["flex_attention"] += 1
+        mode.seen.backends.append("flex")
+        with mode.unseen():
+            return _scored(score_mod, visible, scale, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        (mode, score_mod, scale), (visible, *inputs) = ctx.of_call, ctx.saved_tensors
+        mode.seen.operators["flex_backward"] += 1
+        with mode.unseen(), torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in inputs]
+            results = _scored(score_mod, visible, scale, *leaves)
+            return None, None, None, None, *torch.autograd.grad(results, leaves, gradients)
+
+
+def _scored(
+    score_mod: Callable[..., Tensor], visible: Tensor, scale: float, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp, in float32 until the output is rounded. Rows without a key are zero."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    b, h, i, j = (torch.arange(n, device=query.device) for n in (*query.shape[:3], key.shape[2]))
+    places = b[:, None, None, None], h[:, None, None], i[:, None], j
+    scores = score_mod(query.float() @ key.transpose(-2, -1) * scale, *places)
+    empty = ~visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(~(visible | empty), float("-inf"))
+    output = (scores.softmax(-1) @ value).masked_fill(empty, 0)
+    return output.to(query.dtype), scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
 
 
 def _require_supported(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, enable_gqa: bool) -> None:

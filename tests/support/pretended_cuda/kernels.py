@@ -8,15 +8,14 @@ from typing import Any, cast
 
 import torch
 import torch.nn.attention.varlen  # pyright: ignore[reportUnusedImport]  # it defines the operators
+import torch.nn.functional as F
 from torch import Tensor
 
 aten: Any = torch.ops.aten
 
 
-def _weights(
-    query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """The weights and log-sum-exp of every row, (B, H, L, S) and (B, H, L), in float32; grouped heads repeated."""
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    """The scores of every row, (B, H, L, S), in float32; grouped heads repeated."""
     if bias is not None and bias.dtype != query.dtype:
         raise RuntimeError(f"invalid dtype for bias: {bias.dtype}, and the query has {query.dtype}")
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
@@ -26,13 +25,14 @@ def _weights(
         scores = scores.masked_fill(~visible, float("-inf"))
     if bias is not None:
         scores = scores + bias.float()
-    return scores.softmax(-1), scores.logsumexp(-1)
+    return scores
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    weights, lse = _weights(query, key, bias, is_causal, scale)
+    scores = _scores(query, key, bias, is_causal, scale)
+    weights, lse = scores.softmax(-1), scores.logsumexp(-1)
     mixed = weights @ value.float().repeat_interleave(query.shape[1] // value.shape[1], 1)
     # The fused kernels lay heads out side by side.
     output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
@@ -49,17 +49,26 @@ def _gradients(
     scale: float | None,
     bias_wanted: bool = False,
     of_lse: Tensor | None = None,
+    results: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of query, key, value and, where it is wanted, of the bias: dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O) + dlse)."""
+    """Gradients of query, key, value and, where it is wanted, of the bias: dS = P ∘ (dO Vᵀ − rowsum(dO ∘ O) + dlse).
+
+    P and rowsum(dO ∘ O) come from `results`, output and log-sum-exp, if they are given, as in a fused kernel. In half
+    precision the sum comes from P: how PyTorch's kernels round is not tested.
+    """
     if gradient is None:  # as PyTorch's kernels return nothing where another node has computed all gradients
         return [None] * 3
     group = query.shape[1] // key.shape[1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    weights, _ = _weights(query, key, bias, is_causal, scale)
+    scores = _scores(query, key, bias, is_causal, scale)
+    weights = scores.softmax(-1) if results is None else (scores - results[1][..., None]).exp()
     all_keys, all_values = (x.float().repeat_interleave(group, 1) for x in (key, value))
     gradient = gradient.float()
     of_weights = gradient @ all_values.transpose(-2, -1)
-    of_rows = (weights * of_weights).sum(-1, keepdim=True)
+    products = weights * of_weights
+    if results is not None and query.dtype == torch.float32:
+        products = gradient * results[0]
+    of_rows = products.sum(-1, keepdim=True)
     of_scores = weights * (of_weights - (of_rows if of_lse is None else of_rows - of_lse[..., None]))
     of_query = factor * of_scores @ all_keys
     of_key = factor * of_scores.transpose(-2, -1) @ query.float()
@@ -228,7 +237,7 @@ def flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, scale: float | None = None
 ) -> tuple[Any, ...]:
     *_, is_causal, _, _ = others
-    return tuple(_gradients(gradient, query, key, value, None, is_causal, scale))
+    return tuple(_gradients(gradient, query, key, value, None, is_causal, scale, results=others[:2]))
 
 
 def efficient(
@@ -243,7 +252,9 @@ def efficient(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     output, lse = _attend(query, key, value, bias, is_causal, scale)
-    return output, lse if compute_log_sumexp else lse[:, :, :0], _counter(), _counter()
+    # Filled up to a multiple of 32 rows, as PyTorch's kernel has it.
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf) if compute_log_sumexp else lse[:, :, :0]
+    return output, lse, _counter(), _counter()
 
 
 def efficient_backward(
@@ -262,7 +273,10 @@ def efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    of_inputs = _gradients(gradient, query, key, value, bias, is_causal, scale, wanted[3])
+    if lse.shape[2] % 32:
+        raise RuntimeError(f"expected a log-sum-exp of a multiple of 32 rows, got {tuple(lse.shape)}")
+    results = output, lse[..., : query.shape[2]]
+    of_inputs = _gradients(gradient, query, key, value, bias, is_causal, scale, wanted[3], results=results)
     return *of_inputs, *([None] if len(of_inputs) == 3 else [])
 
 
@@ -286,8 +300,8 @@ def cudnn(
 def cudnn_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, scale: float | None = None
 ) -> tuple[Any, ...]:
-    bias, is_causal = others[4], others[-1]
-    return tuple(_gradients(gradient, query, key, value, bias, is_causal, scale))
+    output, lse, _, _, bias, *_, is_causal = others
+    return tuple(_gradients(gradient, query, key, value, bias, is_causal, scale, results=(output, lse.squeeze(3))))
 
 
 #: What runs in place of each operator. A fused kernel counts as one.
