@@ -30,6 +30,7 @@ WITHOUT_EFFECT = frozenset(
         "return_dict",
         "seq_idx",
         "use_cache",
+        "vision_feature_layer",
     }
 )
 
