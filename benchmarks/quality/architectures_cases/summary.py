@@ -14,6 +14,8 @@ __all__ = ["Summary", "as_far_of", "counts_of", "describe", "summarize"]
 
 #: Why a type that was not built is one that keeps eager attention.
 FROM_SOURCE = "not built; no class in its source calls the attention function of transformers"
+#: Why a type keeps it of which `upgrade` said nothing.
+OWN_CODE = "computes attention with code of its own, or has none"
 #: How far gradients may be from float64, in errors of SDPA. Below `LIMIT` the ratio of two errors is chance.
 AS_SDPA = 1.5
 
@@ -112,7 +114,7 @@ def _why_eager(outcome: Outcome) -> str:
     """What `upgrade` says of the model, or what was read from its source."""
     if outcome.without_interface:
         return FROM_SOURCE
-    return re.sub(r"^[A-Z]\w+ (?=computes)", "", outcome.left.get("", ""))
+    return re.sub(r"^[A-Z]\w+ (?=computes)", "", outcome.left.get("", OWN_CODE))
 
 
 def _mechanisms(outcome: Outcome, *, above: bool) -> dict[str, float | str]:
