@@ -33,7 +33,11 @@ def types(figures: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for result in ("agrees", "keeps eager", "refused", "differs", "not built"):
         for name, remark in _named(figures[result]):
             shown = "agrees with SDPA" if result == "agrees" and name in figures["as far"] else result
-            yield name, shown, _short(remark or remarks.get(name, ""))
+            remark = remark or remarks.get(name, "")
+            if result == "agrees" and name in figures.get("mechanisms", {}):
+                kinds = sorted({key.partition(":")[0] for key in figures["mechanisms"][name]})
+                remark = "; ".join(filter(None, [remark, f"with {', '.join(kinds)}"]))
+            yield name, shown, _short(remark)
 
 
 def with_table(text: str) -> str:

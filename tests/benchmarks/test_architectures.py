@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,14 +13,22 @@ import pytest
 from benchmarks import figures
 from benchmarks.figures import read as read_kept
 from benchmarks.quality import architectures
-from benchmarks.quality.architectures_cases.results import Finding, Outcome, Run, read, write
+from benchmarks.quality.architectures_cases.building import build
+from benchmarks.quality.architectures_cases.inputs import find_inputs
+from benchmarks.quality.architectures_cases.mechanisms import effects
+from benchmarks.quality.architectures_cases.results import ON, Finding, Outcome, Run, read, write
 from benchmarks.quality.architectures_cases.running import run_all
+from benchmarks.quality.architectures_cases.source import calls_attention_function
 from benchmarks.quality.architectures_cases.summary import summarize
 from benchmarks.quality.architectures_cases.types import Architecture
 from docs.site.models import types
 
 LLAMA = Architecture("llama", "llama", "LlamaModel")
 AGREES = Outcome("llama", "LlamaModel", calls={"from_config": 3}, compared=5, largest=1e-6)
+KEEP_EAGER = [
+    Outcome("falcon", "FalconModel", left={"": "FalconModel computes attention with code of its own"}, compared=5),
+    Outcome("cvt", "CvtModel", not_built="IndexError: list index out of range", without_interface=True),
+]
 NOT_BUILT = Outcome("dinat", "DinatModel", not_built="ImportError: DinatModel requires the natten library")
 
 
@@ -94,8 +103,13 @@ def test_outcomes_survive_the_file(tmp_path: Path) -> None:
 
 def test_the_table_of_models_names_results_and_reasons() -> None:
     refused = Outcome("sam", "SamModel", refused={"from_config": "KeyError: 'clearhead'"}, compared=5)
-    assert sorted(types(summarize(Run("some versions", [AGREES, NOT_BUILT, refused])))) == [
+    on = Outcome("gpt_oss", "GptOssModel", calls={"from_config": 1}, mechanisms={"sinks: sinks": 0.5, "window: a": 0.3})
+    found = sorted(types(summarize(Run("some versions", [AGREES, NOT_BUILT, refused, on, *KEEP_EAGER]))))
+    assert found == [
+        ("cvt", "keeps eager", "not built; no class in its source calls the attention function of transformers"),
         ("dinat", "not built", "ImportError: DinatModel requires the natten library"),
+        ("falcon", "keeps eager", "computes attention with code of its own"),
+        ("gpt_oss", "agrees", "with sinks, window"),
         ("llama", "agrees", ""),
         ("sam", "refused", "`from_config`: KeyError: 'clearhead'"),
     ]
@@ -103,8 +117,9 @@ def test_the_table_of_models_names_results_and_reasons() -> None:
 
 def test_the_summary_lists_as_many_model_types_as_it_counts() -> None:
     summary = read_kept(architectures.SUMMARY).figures
-    lists = {status: summary[status] for status in ("agrees", "keeps eager", "refused", "differs") if summary[status]}
-    lists["not built"] = [name for names in summary["not built"].values() for name in names]
+    lists = {status: summary[status] for status in ("agrees", "refused", "differs") if summary[status]}
+    for status in ("keeps eager", "not built"):
+        lists[status] = [name for names in summary[status].values() for name in names]
     assert {status: len(names) for status, names in lists.items()} == {
         status: sum(counts) for status, counts in summary["counts"].items()
     }
@@ -148,6 +163,49 @@ def test_a_process_that_ends_or_has_no_result_is_an_outcome_and_the_next_archite
     outcomes = list(run_all([LLAMA, LLAMA], jobs=1, seconds=0.5, work=wait_for_ever))
     assert [outcome.errors[0].text for outcome in outcomes] == ["no result after 0 s"] * 2
     assert all(outcome.status == "differs" for outcome in outcomes)
+
+
+def test_a_call_that_raises_after_upgrade_is_wrong_however_clear_the_error_is() -> None:
+    error = Finding("upgrade", "outputs", text="ArgumentError: indices", refused=True)
+    assert Outcome("a", "A", errors=[error]).status == "differs"
+    assert Outcome("a", "A", errors=[replace(error, route="from_config")]).status == "refused"
+
+
+def test_the_summary_separates_mechanisms_that_are_on_from_those_that_are_not() -> None:
+    effects = {
+        "window: sliding_window": 0.5123,
+        "chunk: attention_chunk_size": 2e-6,
+        "gate: use_gate": "ValueError: no",
+    }
+    summary = summarize(Run("some versions", [replace(AGREES, mechanisms=effects)]))
+    assert summary["mechanisms"] == {"llama": {"window: sliding_window": 0.51}}
+    assert summary["off"] == {"llama": {"chunk: attention_chunk_size": 2e-6, "gate: use_gate": "ValueError: no"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("llama", True), ("deepseek_vl_hybrid", True), ("cvt", False), ("xlstm", False)]
+)
+def test_whether_a_model_calls_the_attention_function_is_read_from_its_source(name: str, calls: bool) -> None:
+    (architecture,) = architectures.chosen_architectures([name])
+    assert calls_attention_function(architecture) is calls
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanisms"),
+    [
+        ("mistral", {"window: sliding_window"}),
+        ("gpt_oss", {"window: sliding_window", "sinks: sinks"}),
+        ("gemma2", {"window: sliding_window", "soft-cap: attn_logit_softcapping", "soft-cap: softcap"}),
+        ("llama", set()),
+        ("t5", {"bias of positions: position_bias"}),
+    ],
+)
+def test_ignoring_a_mechanism_changes_the_output(name: str, mechanisms: set[str]) -> None:
+    (architecture,) = architectures.chosen_architectures([name])
+    model = build(architecture)
+    found = effects(architecture, model, find_inputs(model))
+    assert {key for key, effect in found.items() if isinstance(effect, float) and effect > ON} >= mechanisms
+    assert {key.partition(":")[0] for key in found} - {"scale of scores"} == {k.partition(":")[0] for k in mechanisms}
 
 
 @pytest.mark.parametrize("name", ["mistral_large4", "mistral_large4_text"])

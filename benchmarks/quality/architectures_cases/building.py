@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from .configs import small_config
 from .types import Architecture
 
-__all__ = ["build", "build_config", "twin"]
+__all__ = ["build", "build_config", "construct", "copy_hidden_buffers", "twin", "with_config"]
 
 #: Standard deviation of a linear layer's output for inputs of variance 1: scores well above 1, so that attention is
 #: far from uniform and a lost mask shows.
@@ -51,7 +52,7 @@ def build(architecture: Architecture) -> PreTrainedModel:
     config = build_config(architecture)
     _check_size(architecture, config)
     torch.manual_seed(zlib.crc32(architecture.name.encode()))
-    model = _construct(architecture, config, "eager")
+    model = construct(architecture, config, "eager")
     _randomize(model, GAINS.get(architecture.model_type, GAIN))
     return model
 
@@ -59,9 +60,9 @@ def build(architecture: Architecture) -> PreTrainedModel:
 def twin(architecture: Architecture, model: PreTrainedModel, implementation: str | None) -> PreTrainedModel:
     """The same model, constructed with this attention implementation; parameters and buffers are copied."""
     config = build_config(architecture)
-    other = _construct(architecture, config, implementation)
+    other = construct(architecture, config, implementation)
     other.load_state_dict(model.state_dict())
-    _copy_hidden_buffers(model, other)
+    copy_hidden_buffers(model, other)
     return other
 
 
@@ -76,7 +77,16 @@ def _check_size(architecture: Architecture, config: PreTrainedConfig) -> None:
         raise ValueError(f"the smallest configuration known has {size / 1e6:.0f} million parameters")
 
 
-def _construct(architecture: Architecture, config: PreTrainedConfig, implementation: str | None) -> PreTrainedModel:
+def with_config(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
+    """A configuration and those inside it, by the names of their fields."""
+    yield path, config
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from with_config(value, f"{path}.{name}".lstrip("."))
+
+
+def construct(architecture: Architecture, config: PreTrainedConfig, implementation: str | None) -> PreTrainedModel:
+    """A model in eval mode with parameters that its own code draws."""
     model = architecture.model_class._from_config(copy.deepcopy(config), attn_implementation=implementation)
     return model.float().eval()
 
@@ -98,9 +108,9 @@ def _is_constant(parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _copy_hidden_buffers(model: nn.Module, other: nn.Module) -> None:
+def copy_hidden_buffers(model: nn.Module, other: nn.Module) -> None:
     """Buffers outside the state dict, some of which are drawn at random."""
     buffers: dict[str, Any] = dict(model.named_buffers())
     for name, buffer in other.named_buffers():
-        if name in buffers and buffers[name].shape == buffer.shape:
+        if name in buffers and buffers[name].shape == buffer.shape and buffer.numel() > 1:  # one number is a setting
             buffer.copy_(buffers[name])

@@ -21,12 +21,16 @@ from clearhead.integrations import _deberta
 
 from .building import build, twin
 from .inputs import Inputs, find_inputs
-from .observing import CAUSALITY, GRADIENTS, OBSERVATIONS, NotApplicable, Observation, cast
+from .mechanisms import effects
+from .observing import CAUSALITY, GENERATION, GRADIENTS, OBSERVATIONS, NotApplicable, Observation, cast, generated
 from .results import BY_UPGRADE, LIMIT, Finding, Outcome, first_line
-from .types import Architecture
+from .source import calls_attention_function
+from .types import Architecture, generating
 
 __all__ = ["compare"]
 
+#: What is observed after `upgrade` where the other routes have shown the rest.
+UPGRADED = ("outputs", "outputs, left padding", "outputs, right padding", "cache", GRADIENTS)
 ROUTES = ("set_attn_implementation", "from_config")
 #: Eager attention of these model types returns weights that sum to 1 although a sink takes part of the output away;
 #: Clearhead's weights are those that the output is made of, so their rows sum to less than 1.
@@ -44,26 +48,36 @@ def compare(architecture: Architecture, implementation: str = "clearhead") -> Ou
         inputs = find_inputs(eager)
     except Exception as error:
         outcome.not_built = first_line(error)
+        outcome.without_interface = not calls_attention_function(architecture)
         return outcome
     outcome.inputs = sorted(inputs)
     reference = _Reference(architecture, eager, inputs, implementation)
     if reference.gives_nan():
         outcome.not_built = "eager attention gives NaN for random parameters and inputs"
         return outcome
+    outcome.mechanisms = effects(architecture, eager, inputs)
     with _counted(implementation) as calls:
         for route in ROUTES:
             _compare_route(outcome, route, reference, calls)
-        # `upgrade` swaps attention classes only where transformers cannot set an attention function.
-        if implementation == "clearhead" and not outcome.refused and not any(outcome.calls.values()):
-            _compare_route(outcome, BY_UPGRADE, reference, calls)
+        if implementation == "clearhead":
+            # `upgrade` swaps attention classes where transformers cannot set an attention function.
+            seen = any(outcome.calls.values())
+            _compare_route(outcome, BY_UPGRADE, reference, calls, UPGRADED if seen else tuple(OBSERVATIONS))
+            _compare_generation(outcome, architecture)
     outcome.seconds = round(time.perf_counter() - started, 2)
     return outcome
 
 
-def _compare_route(outcome: Outcome, route: str, reference: _Reference, calls: Callable[[], int]) -> None:
+def _compare_route(
+    outcome: Outcome,
+    route: str,
+    reference: _Reference,
+    calls: Callable[[], int],
+    observations: tuple[str, ...] = tuple(OBSERVATIONS),
+) -> None:
     implementation = reference.implementation
     try:
-        model = _by_route(route, reference.architecture, reference.eager, implementation)
+        model = _by_route(route, reference, outcome)
     except Exception as error:
         outcome.refused[route] = first_line(error)
         return
@@ -72,19 +86,45 @@ def _compare_route(outcome: Outcome, route: str, reference: _Reference, calls: C
         if route == BY_UPGRADE:
             return
     before = calls()
-    for name in OBSERVATIONS:
+    for name in observations:
         _compare_observation(outcome, route, name, model, reference)
     outcome.calls[route] = calls() - before
 
 
-def _by_route(route: str, architecture: Architecture, eager: PreTrainedModel, implementation: str) -> PreTrainedModel:
-    if route == "from_config":
-        return twin(architecture, eager, implementation)
+def _compare_generation(outcome: Outcome, architecture: Architecture) -> None:
+    """Compare what the model that generates text generates before and after `upgrade`."""
+    kind = generating(architecture)
+    try:
+        if kind is None:
+            raise NotApplicable("no class that generates")
+        eager = build(kind)
+        expected = generated(eager)
+    except Exception as error:
+        outcome.skipped[GENERATION] = first_line(error)
+        return
     model = copy.deepcopy(eager)
+    clearhead.upgrade(model, linears=False)
+    try:
+        found = differences(generated(model), expected)
+    except Exception as error:
+        outcome.errors.append(Finding(BY_UPGRADE, GENERATION, text=first_line(error)))
+        return
+    outcome.compared += 1
+    if beyond := {where: value for where, value in found.items() if value > LIMIT}:
+        double = differences(generated(eager.double()), expected)
+        outcome.differences += [
+            Finding(BY_UPGRADE, GENERATION, value, where, double=double.get(where)) for where, value in beyond.items()
+        ]
+
+
+def _by_route(route: str, reference: _Reference, outcome: Outcome) -> PreTrainedModel:
+    if route == "from_config":
+        return twin(reference.architecture, reference.eager, reference.implementation)
+    model = copy.deepcopy(reference.eager)
     if route == BY_UPGRADE:
-        clearhead.upgrade(model, linears=False)
+        outcome.left = clearhead.upgrade(model, linears=False).left
     else:
-        model.set_attn_implementation(implementation)
+        model.set_attn_implementation(reference.implementation)
     return model
 
 
@@ -216,6 +256,7 @@ def _compare_observation(
     missing = sorted(set(expected) - set(actual))
     if missing:
         outcome.missing.append(Finding(route, name, text=", ".join(missing)))
+    expected = _zero_masked_rows(actual, expected)
     if reference.architecture.model_type in SINKS_IN_WEIGHTS:
         expected, sinks = _split(expected)
         outcome.known += [Finding(route, name, value, where) for where, value in differences(actual, sinks).items()]
@@ -245,6 +286,21 @@ def _is_refusal(error: Exception, implementation: str) -> bool:
 def differences(actual: Observation, expected: Observation) -> dict[str, float]:
     """The largest difference of each tensor that both have, relative to its largest number."""
     return {name: _relative(actual[name], expected[name]) for name in expected if name in actual}
+
+
+def _zero_masked_rows(actual: Observation, expected: Observation) -> Observation:
+    """What is expected, with zero weights for queries that see no key.
+
+    Eager attention gives them the same weight for every key, because its mask is a finite number. Padding is left out
+    of what is compared where it has the shape of the text; weights of other sequences, such as patches, have it.
+    """
+    found = dict(expected)
+    for name, weights in expected.items():
+        ours = actual.get(name)
+        if "attentions" in name and ours is not None and ours.shape == weights.shape:
+            masked = (ours == 0).all(-1, keepdim=True) & (weights.amax(-1, True) - weights.amin(-1, True) < LIMIT)
+            found[name] = weights.masked_fill(masked, 0.0)
+    return found
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:

@@ -29,9 +29,6 @@ def small_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
     Sizes are recognised by the names of fields (`rules.FIELDS`); what these do not reach is in `rules.OVERRIDES`.
     """
-    overrides = OVERRIDES.get(config_class.model_type, {})
-    if callable(overrides):
-        return overrides(small_config)
     return config_class(**_shrink(config_class(), {}))
 
 
@@ -48,10 +45,9 @@ def _shrink(config: PreTrainedConfig, tokens: dict[int, int]) -> dict[str, Any]:
             smaller[name] = {**_shrink(value, tokens), "model_type": value.model_type}
         elif (small := _smaller_value(name, value, tokens)) != field.default:
             smaller[name] = small
-    if not callable(overrides):
-        smaller |= overrides
+    smaller |= overrides
     _fit_heads(config, smaller, fields)
-    _cut_layers(config, smaller, fixed=set(overrides) if not callable(overrides) else set())
+    _cut_layers(config, smaller, fixed=set(overrides))
     _fit_rotary(config, smaller)
     return smaller
 
@@ -134,6 +130,15 @@ def _fit_rotary(config: PreTrainedConfig, smaller: dict[str, Any]) -> None:
     rope = smaller.get("rope_parameters", _value(config, "rope_parameters"))
     if not isinstance(rope, dict):
         return
-    if "mrope_section" in rope or "mrope_section" in type(config).ignore_keys_at_rope_validation:
-        half = int(smaller.get("head_dim", 8) * rope.get("partial_rotary_factor", 1.0)) // 2
-        smaller["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
+    everywhere = "mrope_section" in type(config).ignore_keys_at_rope_validation
+    if all(isinstance(part, dict) for part in rope.values()):  # one for each type of layers
+        smaller["rope_parameters"] = {kind: _with_sections(part, smaller, everywhere) for kind, part in rope.items()}
+    else:
+        smaller["rope_parameters"] = _with_sections(rope, smaller, everywhere)
+
+
+def _with_sections(rope: dict[str, Any], smaller: dict[str, Any], everywhere: bool) -> dict[str, Any]:
+    if "mrope_section" not in rope and not everywhere:
+        return rope
+    half = int(smaller.get("head_dim", 8) * rope.get("partial_rotary_factor", 1.0)) // 2
+    return {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}

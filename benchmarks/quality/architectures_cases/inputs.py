@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .known_inputs import KNOWN
 from .modalities import IMAGE_TOKENS, MODALITIES
 from .sizes import BATCH
 
@@ -27,13 +28,18 @@ _MISMATCH = re.compile(r"tokens:? ?(?:= )?(\d+).*?features:? ?(?:= )?(\d+)", re.
 
 
 def find_inputs(model: PreTrainedModel) -> Inputs:
-    """The first inputs that the model computes, all modalities before text alone.
+    """The inputs of its model type, or the first that the model computes, all modalities before text alone.
 
     Raises:
         Exception: that of the first attempt, if none succeeds.
     """
+    if model.config.model_type in KNOWN:
+        values = KNOWN[model.config.model_type](model.config)
+        run(model, values)
+        return values
     first: Exception | None = None
-    for values in itertools.islice(_attempts(model), ATTEMPTS):
+    attempts = itertools.chain(itertools.islice(_attempts(model), ATTEMPTS), _text_alone(model))
+    for values in attempts:
         try:
             return _with_placeholders(model, values)
         except Exception as error:
@@ -72,13 +78,20 @@ def _attempts(model: PreTrainedModel) -> Iterator[Inputs]:
     ]
     text = [name for name in ("input_ids", "decoder_input_ids") if name in parameters]
     others = [name for name in OPTIONAL if name in parameters]
-    main = [model.main_input_name] if model.main_input_name in parameters else []
+    names = model.main_input_name if isinstance(model.main_input_name, list) else [model.main_input_name]
+    main = [name for name in names if name in parameters]
     choices = [required + text + main + others, required + text + main, required + text, required + main]
     for names in dict.fromkeys(tuple(dict.fromkeys(choice)) for choice in choices):
         makers = [MODALITIES.get(name) for name in names]
         if not names or None in makers:
             continue
         yield from _combinations(model.config, names, makers)
+
+
+def _text_alone(model: PreTrainedModel) -> Iterator[Inputs]:
+    """The text, where images and sounds have more candidates than there are attempts."""
+    if "input_ids" in inspect.signature(model.forward).parameters:
+        yield from _combinations(model.config, ("input_ids",), [MODALITIES["input_ids"]])
 
 
 def _combinations(config: PreTrainedConfig, names: tuple[str, ...], makers: list[Any]) -> Iterator[Inputs]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from .sizes import BATCH, FIRST_SPECIAL, IMAGE, LENGTH, TARGET
 
-__all__ = ["IMAGE_TOKENS", "MODALITIES"]
+__all__ = ["IMAGE_TOKENS", "MODALITIES", "noise", "token_ids"]
 
 Candidates = Iterator[Any]
 
@@ -42,7 +42,7 @@ def _number(value: Any) -> int:
     return int(value[0]) if isinstance(value, (list, tuple)) else int(value)
 
 
-def _ids(length: int) -> Callable[[PreTrainedConfig], Candidates]:
+def token_ids(length: int) -> Callable[[PreTrainedConfig], Candidates]:
     def make(config: PreTrainedConfig) -> Candidates:
         text = config.get_text_config()
         size = _read([text, config], "vocab_size", default=FIRST_SPECIAL)
@@ -54,7 +54,7 @@ def _ids(length: int) -> Callable[[PreTrainedConfig], Candidates]:
     return make
 
 
-def _noise(*shape: int) -> Tensor:
+def noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
@@ -70,10 +70,10 @@ def _pixels(config: PreTrainedConfig) -> Candidates:
         yield _flat_patches(configs, channels)
     size = _read(configs, "image_size", "img_size", "input_size", default=IMAGE)
     height, width = (size[0], size[-1]) if isinstance(size, (list, tuple)) else (_side(size), _side(size))
-    yield _noise(BATCH, channels, height, width)
+    yield noise(BATCH, channels, height, width)
     frames = _number(_read(configs, "num_frames", "frames_per_clip", default=1))
-    yield _noise(BATCH, frames, channels, height, width)
-    yield _noise(BATCH, channels, 2 * height, 2 * width)
+    yield noise(BATCH, frames, channels, height, width)
+    yield noise(BATCH, channels, 2 * height, 2 * width)
     yield _flat_patches(configs, channels)
 
 
@@ -86,7 +86,7 @@ def _side(size: Any) -> int:
 def _flat_patches(configs: list[Any], channels: int) -> Tensor:
     patch = _number(_read(configs, "patch_size", "spatial_patch_size", default=8))
     frames = _number(_read(configs, "temporal_patch_size", default=1))
-    return _noise(BATCH * 16, channels * frames * patch * patch)
+    return noise(BATCH * 16, channels * frames * patch * patch)
 
 
 def _grid(config: PreTrainedConfig) -> Candidates:
@@ -96,8 +96,8 @@ def _grid(config: PreTrainedConfig) -> Candidates:
 def _vision_states(config: PreTrainedConfig) -> Candidates:
     channels = _number(_read([config], "num_channels", "in_channels", "in_chans", default=3))
     yield _flat_patches([config], channels)
-    yield _noise(BATCH * 16, _number(_read([config], "hidden_size", default=32)))
-    yield _noise(BATCH, LENGTH, _number(_read([config], "hidden_size", default=32)))
+    yield noise(BATCH * 16, _number(_read([config], "hidden_size", default=32)))
+    yield noise(BATCH, LENGTH, _number(_read([config], "hidden_size", default=32)))
 
 
 def _features(config: PreTrainedConfig) -> Candidates:
@@ -106,22 +106,22 @@ def _features(config: PreTrainedConfig) -> Candidates:
         _read(configs, "num_mel_bins", "input_feat_per_channel", "feature_size", "input_dim", "n_mels", default=16)
     )
     frames = 2 * _number(_read(configs, "max_source_positions", default=16))
-    yield _noise(BATCH, bins, frames)
-    yield _noise(BATCH, frames, bins)
-    yield _noise(BATCH, 64, bins)
-    yield _noise(BATCH, bins, 64)
+    yield noise(BATCH, bins, frames)
+    yield noise(BATCH, frames, bins)
+    yield noise(BATCH, 64, bins)
+    yield noise(BATCH, bins, 64)
     for width in (80, 128, 160, 64):
-        yield _noise(BATCH, 64, width)
-        yield _noise(BATCH, width, frames)
+        yield noise(BATCH, 64, width)
+        yield noise(BATCH, width, frames)
 
 
 def _samples(config: PreTrainedConfig) -> Candidates:
-    yield _noise(BATCH, 4000)
-    yield _noise(BATCH, 1, 4000)
+    yield noise(BATCH, 4000)
+    yield noise(BATCH, 1, 4000)
     bins = _number(_read([config], "num_mel_bins", "max_length", default=16))
-    yield _noise(BATCH, 64, bins)
-    yield _noise(BATCH, _number(_read([config], "max_length", default=64)), bins)
-    yield _noise(BATCH, 1, 3840)
+    yield noise(BATCH, 64, bins)
+    yield noise(BATCH, _number(_read([config], "max_length", default=64)), bins)
+    yield noise(BATCH, 1, 3840)
 
 
 def _boxes(config: PreTrainedConfig) -> Candidates:
@@ -134,17 +134,17 @@ def _videos(config: PreTrainedConfig) -> Candidates:
     channels = _number(_read(configs, "num_channels", "in_channels", "in_chans", default=3))
     side = _side(_read(configs, "image_size", "img_size", "crop_size", default=IMAGE))
     frames = _number(_read(configs, "num_frames", "frames_per_clip", "tubelet_size", default=2))
-    yield _noise(BATCH, frames, channels, side, side)
+    yield noise(BATCH, frames, channels, side, side)
 
 
 def _states(config: PreTrainedConfig) -> Candidates:
     width = _number(_read([config], "hidden_size", "d_model", default=32))
-    yield _noise(BATCH, LENGTH, width)
+    yield noise(BATCH, LENGTH, width)
 
 
 def _queries(config: PreTrainedConfig) -> Candidates:
     width = _number(_read([config], "hidden_size", default=32))
-    yield _noise(BATCH, 6, width)
+    yield noise(BATCH, 6, width)
 
 
 def _feature_mask(config: PreTrainedConfig) -> Candidates:
@@ -161,13 +161,13 @@ def _past(config: PreTrainedConfig) -> Candidates:
     length = _number(_read([config], "context_length", default=32))
     lags = max(_read([config], "lags_sequence", default=[0]) or [0])
     channels = _number(_read([config], "num_input_channels", "input_size", default=1))
-    yield _noise(BATCH, length + lags, channels) if channels > 1 else _noise(BATCH, length + lags)
+    yield noise(BATCH, length + lags, channels) if channels > 1 else noise(BATCH, length + lags)
 
 
 def _past_times(config: PreTrainedConfig) -> Candidates:
     length = _number(_read([config], "context_length", default=32))
     lags = max(_read([config], "lags_sequence", default=[0]) or [0])
-    yield _noise(BATCH, length + lags, max(1, _number(_read([config], "num_time_features", default=1))))
+    yield noise(BATCH, length + lags, max(1, _number(_read([config], "num_time_features", default=1))))
 
 
 def _past_mask(config: PreTrainedConfig) -> Candidates:
@@ -175,9 +175,9 @@ def _past_mask(config: PreTrainedConfig) -> Candidates:
 
 
 MODALITIES: dict[str, Callable[[PreTrainedConfig], Candidates]] = {
-    "input_ids": _ids(LENGTH),
-    "decoder_input_ids": _ids(TARGET),
-    "qformer_input_ids": _ids(5),
+    "input_ids": token_ids(LENGTH),
+    "decoder_input_ids": token_ids(TARGET),
+    "qformer_input_ids": token_ids(5),
     "pixel_values": _pixels,
     "grid_thw": _grid,
     "image_grid_thw": _grid,

@@ -14,13 +14,26 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .inputs import Inputs, padded
-from .sizes import BATCH
+from .sizes import BATCH, FIRST_SPECIAL
 
-__all__ = ["CAUSALITY", "GRADIENTS", "OBSERVATIONS", "NotApplicable", "Observation", "cast"]
+__all__ = [
+    "CAUSALITY",
+    "GENERATION",
+    "GRADIENTS",
+    "OBSERVATIONS",
+    "NotApplicable",
+    "Observation",
+    "cast",
+    "generated",
+    "outputs",
+]
 
 #: Named tensors, at real tokens only.
 Observation = dict[str, Tensor]
 CAUSALITY = "causality"
+GENERATION = "generation"
+#: Tokens that are generated.
+NEW_TOKENS = 4
 GRADIENTS = "gradients"
 
 
@@ -100,6 +113,20 @@ def gradients(model: PreTrainedModel, inputs: Inputs, side: str) -> Observation:
     ]
     model.zero_grad(set_to_none=True)
     return {GRADIENTS: torch.cat(parts)}
+
+
+def generated(model: PreTrainedModel) -> Observation:
+    """Scores of the tokens that a model generates for texts with padding on the left, greedily."""
+    config = model.config.get_text_config()
+    ids = torch.randint(
+        10, min(config.vocab_size, FIRST_SPECIAL), (BATCH, 7), generator=torch.Generator().manual_seed(7)
+    )
+    mask = torch.tensor([[1] * 7, [0] * 3 + [1] * 4, [0] + [1] * 6])
+    options: dict[str, Any] = {"min_new_tokens": NEW_TOKENS, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    options |= {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    with torch.no_grad():
+        found: Any = model.generate(input_ids=ids, attention_mask=mask, **options)
+    return {f"token {index}": scores for index, scores in enumerate(found.scores)}
 
 
 def causality(model: PreTrainedModel, inputs: Inputs, side: str) -> Observation:

@@ -6,6 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from .overrides_media import MEDIA
+from .overrides_text import TEXT
+from .released import RELEASED
+
 __all__ = ["FIELDS", "KEPT", "OVERRIDES"]
 
 #: Fields that keep their value although a rule below would match them.
@@ -52,6 +56,8 @@ FIELDS: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
         (r"intermediate|ffn|mlp_dim$|^d_ff$|^dff$|feedforward|feed_forward_size|^n_inner$|^d_inner", _at_most(64)),
         (r"(layers?|^depths?|^resampler_depth|num_blocks)$", _at_most(2)),
         (r"^index_topk", _at_most(4)),
+        (r"pooler_output_size$|^projection_size$|^word_embed_proj_dim$|^vit_dim$", _at_most(32)),
+        (r"upsample_groups$", _at_most(32)),
         (r"^rotary_dim|rotary_emb", _at_most(4)),
         (r"output_channels$|condition_dim$|fpn_hidden|^d_conv", _at_most(32)),
         (r"^coordinate_size|^shape_size", _at_most(6)),
@@ -76,92 +82,8 @@ FIELDS: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
     ]
 ]
 
-_RESNET = {
-    "model_type": "resnet",
-    "embedding_size": 8,
-    "hidden_sizes": [8, 16, 24, 32],
-    "depths": [1, 1, 1, 1],
-    "out_features": ["stage4"],
-}
-_TIMM_FREE = {
-    "backbone_config": _RESNET,
-    "use_timm_backbone": False,
-    "backbone": None,
-    "use_pretrained_backbone": False,
-}
-_SERIES = {"prediction_length": 7, "context_length": 11, "lags_sequence": [1, 2], "num_time_features": 1}
-_WIDE = {"hidden_size": 128}  # heads are of size 64, whatever the configuration
-
-#: By model type: fields with their values, or a function of `small_config` that returns the configuration.
-OVERRIDES: dict[str, Any] = {
-    "autoformer": _SERIES,
-    "bridgetower": _WIDE,
-    "bridgetower_text_model": _WIDE,
-    "bridgetower_vision_model": _WIDE,
-    "bros": {"hidden_size": 64, "dim_bbox": 8},
-    "conditional_detr": _TIMM_FREE,
-    "dab-detr": _TIMM_FREE,
-    "deformable_detr": {**_TIMM_FREE, "backbone_config": {**_RESNET, "out_features": ["stage2", "stage3", "stage4"]}},
-    "detr": _TIMM_FREE,
-    "gpt_neo": {
-        "attention_types": [[["global", "local"], 1]],
-        "num_layers": 2,
-        "attention_layers": ["global", "local"],
-    },
-    "groupvit_vision_model": {
-        "depths": (1, 1, 1),
-        "num_hidden_layers": 3,
-        "num_group_tokens": (8, 4, 0),
-        "num_output_groups": (8, 4, 4),
-    },
-    "informer": _SERIES,
-    # As released: microsoft/deberta-base and microsoft/deberta-v3-base.
-    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
-    "deberta-v2": {
-        "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_buckets": 4,
-        "share_att_key": True,
-        "norm_rel_ebd": "layer_norm",
-    },
-    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
-    "lilt": {"hidden_size": 48},
-    # Most released layers are sparse. Blocks of four keys leave some out of a text of a few tokens.
-    "minimax_m3_vl_text": {
-        "layer_types": ["full_attention", "minimax_m3_sparse"],
-        "index_n_heads": 2,
-        "index_block_size": 4,
-        "index_topk_blocks": 2,
-    },
-    "mistral_large4_text": {
-        "num_hidden_layers": 2,
-        "no_rope_layers": [1, 0],
-        "kv_source_layers": [0, 1],
-        "indexer_types": ["full", "full"],
-        "layer_types": ["indexed_attention", "indexed_attention"],
-        "mlp_layer_types": ["dense", "sparse"],
-    },
-    "patchtsmixer": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
-    "patchtst": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
-    "pegasus_x": {"block_size": 4, "num_global_tokens": 2},
-    "reformer": {
-        "axial_pos_embds_dim": (8, 24),
-        "axial_pos_shape": (4, 16),
-        "attn_layers": ["local", "lsh"],
-        "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
-        "num_hidden_layers": 2,
-    },
-    "sam2_hiera_det_model": {
-        "blocks_per_stage": [1, 1, 2, 1],
-        "embed_dim_per_stage": [8, 16, 32, 32],
-        "hidden_size": 8,
-        "num_attention_heads_per_stage": [1, 2, 4, 4],
-        "window_size_per_stage": [8, 4, 4, 4],
-        "global_attention_blocks": [3],  # not the first of a stage
-        "image_size": [32, 32],
-    },
-    "table-transformer": _TIMM_FREE,
-    "time_series_transformer": _SERIES,
-    "xmod": {"default_language": "en_XX"},
+#: By model type: fields with their values.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    name: {**TEXT.get(name, {}), **MEDIA.get(name, {}), **RELEASED.get(name, ({}, ""))[0]}
+    for name in TEXT.keys() | MEDIA.keys() | RELEASED.keys()
 }

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
+from collections.abc import Callable
 from typing import Any
 
-from .results import DECODER, LIMIT, Finding, Outcome, Run
+from .results import DECODER, LIMIT, ON, Finding, Outcome, Run
 
 __all__ = ["Summary", "as_far_of", "counts_of", "describe", "summarize"]
 
+#: Why a type that was not built is one that keeps eager attention.
+FROM_SOURCE = "not built; no class in its source calls the attention function of transformers"
+#: Why a type keeps it of which `upgrade` said nothing.
+OWN_CODE = "computes attention with code of its own, or has none"
 #: How far gradients may be from float64, in errors of SDPA. Below `LIMIT` the ratio of two errors is chance.
 AS_SDPA = 1.5
 
@@ -30,12 +37,15 @@ def summarize(run: Run) -> Summary:
         "gradients": _gradients(compared),
         "agrees": _names(having.get("agrees", [])),
         "by upgrade": _names([o for o in having.get("agrees", []) if o.by_upgrade]),
-        "keeps eager": _names(having.get("keeps eager", [])),
+        "keeps eager": _by_reason(having.get("keeps eager", []), _why_eager),
+        "parts left": {o.name: "; ".join(o.left.values()) for o in having.get("agrees", []) if o.left},
+        "mechanisms": {o.name: on for o in outcomes if (on := _mechanisms(o, above=True))},
+        "off": {o.name: off for o in outcomes if (off := _mechanisms(o, above=False))},
         "refused": {o.name: _refusals(o) for o in having.get("refused", [])},
         "differs": {o.name: describe(o.wrong[0]) for o in having.get("differs", [])},
         "known": {o.name: max(found.value for found in o.known) for o in outcomes if o.known},
         "as far": {o.name: describe(max(o.differences, key=_value)) for o in outcomes if _is_far(o)},
-        "not built": _by_reason(having.get("not built", [])),
+        "not built": _by_reason(having.get("not built", []), _why_not_built),
     }
 
 
@@ -89,11 +99,31 @@ def _gradients(compared: list[Outcome]) -> Summary:
     return {"compared": len(pairs), "median ratio": statistics.median(ratios) if ratios else 0.0, "worse": worse}
 
 
-def _by_reason(outcomes: list[Outcome]) -> dict[str, list[str]]:
+def _by_reason(outcomes: list[Outcome], reason: Callable[[Outcome], str]) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
-    for outcome in sorted(outcomes, key=lambda outcome: (outcome.not_built, outcome.name)):
-        reasons.setdefault(outcome.not_built, []).append(outcome.name)
+    for outcome in sorted(outcomes, key=lambda outcome: (reason(outcome), outcome.name)):
+        reasons.setdefault(reason(outcome), []).append(outcome.name)
     return reasons
+
+
+def _why_not_built(outcome: Outcome) -> str:
+    return outcome.not_built
+
+
+def _why_eager(outcome: Outcome) -> str:
+    """What `upgrade` says of the model, or what was read from its source."""
+    if outcome.without_interface:
+        return FROM_SOURCE
+    return re.sub(r"^[A-Z]\w+ (?=computes)", "", outcome.left.get("", OWN_CODE))
+
+
+def _mechanisms(outcome: Outcome, *, above: bool) -> dict[str, float | str]:
+    """The mechanisms that are on, or not, with the effect of each or the reason why it cannot be ignored."""
+    return {
+        name: float(f"{effect:.2g}") if isinstance(effect, float) and math.isfinite(effect) else str(effect)
+        for name, effect in outcome.mechanisms.items()
+        if (isinstance(effect, float) and effect > ON) == above
+    }
 
 
 def _value(found: Finding) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import transformers
@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .results import DECODER
 
-__all__ = ["Architecture", "architectures"]
+__all__ = ["Architecture", "architectures", "generating", "models_of"]
 
 #: A model type without a base model in `MODEL_MAPPING` is represented by the first of these mappings that has it.
 MAPPINGS = (
@@ -26,6 +26,10 @@ MAPPINGS = (
     "MODEL_FOR_MULTIMODAL_LM",
     "MODEL_FOR_BACKBONE",
 )
+
+
+#: Those whose models generate text, in the order in which one is taken.
+GENERATING = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT")
 
 
 @final
@@ -48,7 +52,14 @@ class Architecture:
     @property
     def model_class(self) -> type[PreTrainedModel]:
         found = getattr(transformers, self.class_name, None)
-        return found or next(c for c in _classes_of(self.model_type) if c.__name__ == self.class_name)
+        return found or next(c for c in models_of(CONFIG_MAPPING[self.model_type]) if c.__name__ == self.class_name)
+
+
+def generating(architecture: Architecture) -> Architecture | None:
+    """The architecture with the class that generates text, if there is one."""
+    mappings = [getattr(modeling_auto, f"{name}_MAPPING_NAMES") for name in GENERATING]
+    names = [mapping[architecture.model_type] for mapping in mappings if architecture.model_type in mapping]
+    return replace(architecture, class_name=_first(names[0])) if names else None
 
 
 def architectures() -> list[Architecture]:
@@ -79,12 +90,12 @@ def _first(name: Any) -> str:
 
 def _only_class(model_type: str) -> str | None:
     """The model of a configuration that has no entry in the mappings: a part of a larger model."""
-    classes = _classes_of(model_type)
+    classes = models_of(CONFIG_MAPPING[model_type])
     return classes[0].__name__ if classes else None
 
 
-def _classes_of(model_type: str) -> list[type[PreTrainedModel]]:
-    config_class = CONFIG_MAPPING[model_type]
+def models_of(config_class: type) -> list[type[PreTrainedModel]]:
+    """The models of a configuration in the Python module beside that of the configuration."""
     try:
         module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
     except ImportError:

@@ -34,16 +34,16 @@ def plan_mixed(run: Plan, forced: Kernel | None) -> Plan:
         layout = call.layout
         if layout.dropout_p > 0 and call.seed is None:
             call = call.alike(seed=draw_seed(call.query.device))
-        output = run(call.rekeyed(weights=None)).output
+        output, lse, _ = run(call.rekeyed(weights=None))
         with _saved_apart() if layout.weights == MIXED_ONCE and not _is_traced(call) else nullcontext():
             zeroed = zero_hidden(as_one_sequence(call))
             weights = compute_weights(zeroed, None, False, forced).to(call.query.dtype)
             if not layout.gradients:
-                return Results(output, None, weights)
+                return Results(output, lse, weights)
             product = _product(call, zeroed, weights)
         if _is_traced(call):
-            return Results(product, None, weights)
-        return Results(cast(Tensor, _ValuesOf.apply(output.detach(), product)), None, weights)
+            return Results(product, lse, weights)
+        return Results(cast(Tensor, _ValuesOf.apply(output.detach(), product)), lse, weights)
 
     return mixed
 

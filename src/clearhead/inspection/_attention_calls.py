@@ -24,6 +24,11 @@ def attention_keywords(model: nn.Module) -> dict[type, frozenset[str]]:
     return found
 
 
+def calls_attention(kind: type) -> bool:
+    """Whether the source of a class calls the attention function."""
+    return _of_class(kind) is not None
+
+
 def _of_class(kind: type) -> frozenset[str] | None:
     """The keywords of the calls in the source of one class; ``None`` if it makes no call."""
     calls = _of_module(kind.__module__)

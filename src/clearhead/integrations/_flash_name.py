@@ -8,7 +8,6 @@ the function that calls them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from inspect import signature
@@ -23,10 +22,10 @@ from .. import masks
 from .._attention import attention
 from ..backend import flash_attn_func, flash_attn_varlen_func
 from ..errors import ArgumentError, ShapeError, shape_text
+from ._class_tables import class_tables
 from ._keywords import WITHOUT_EFFECT, refuse_unknown
 
 NAME = "clearhead_flash"
-_TABLE = "_ATTENTION_CLASSES"
 _route: Any = modeling_flash_attention_utils
 #: The arguments of transformers' function on this route, and what changes nothing.
 _KNOWN = (
@@ -139,7 +138,7 @@ def _has_flash_route(kind: type) -> bool:
     found: Any = MODEL_MAPPING.get(kind, None)  # pyright: ignore[reportArgumentType]
     models = found if isinstance(found, tuple) else () if found is None else (found,)
     # Where classes are looked up in a table, that for flash attention calls flash-attn itself.
-    tables = [name for model in models for name in vars(sys.modules[model.__module__]) if name.endswith(_TABLE)]
+    tables = any(class_tables(model.__module__) for model in models)
     return not tables and all(getattr(model, "_supports_flash_attn", True) for model in models)
 
 

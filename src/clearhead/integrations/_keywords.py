@@ -30,11 +30,17 @@ WITHOUT_EFFECT = frozenset(
         "return_dict",
         "seq_idx",
         "use_cache",
+        "vision_feature_layer",
     }
 )
 
 
-def refuse_unknown(keywords: Mapping[str, Any], known: Set[str], name: str, instead: str) -> None:
+def unknown_keyword(keywords: Mapping[str, Any], known: Set[str]) -> str | None:
+    """The first keyword that may change the result and is not known."""
+    return next((keyword for keyword, value in keywords.items() if value is not None and keyword not in known), None)
+
+
+def refuse_unknown(keywords: Mapping[str, Any], known: Set[str], name: str, instead: str) -> Any:
     """Raise for a keyword that may change the result and that the attention of this name does not have.
 
     Args:
@@ -43,8 +49,9 @@ def refuse_unknown(keywords: Mapping[str, Any], known: Set[str], name: str, inst
         name: of the attention.
         instead: the name of one that has them.
     """
-    for keyword, value in keywords.items():
-        if value is not None and keyword not in known:
-            expected = f'no keyword that "{name}" does not know'
-            fix = f'It may change the result, so it is not ignored. Use model.set_attn_implementation("{instead}").'
-            raise ArgumentError(keyword, expected=expected, got=f"a {type(value).__name__} from the model", fix=fix)
+    keyword = unknown_keyword(keywords, known)
+    if keyword is not None:
+        expected = f'no keyword that "{name}" does not know'
+        fix = f'It may change the result, so it is not ignored. Use model.set_attn_implementation("{instead}").'
+        got = f"a {type(keywords[keyword]).__name__} from the model"
+        raise ArgumentError(keyword, expected=expected, got=got, fix=fix)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..inspection._attention_calls import attention_keywords
+from ._first_call import mark, unmark
 
 NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
@@ -40,13 +41,18 @@ def head_of(models: dict[str, Any], name: str) -> Any:
 
 def runs_on_clearhead(model: Any) -> bool:
     """Whether a model computes with Clearhead's attention."""
-    if model.config._attn_implementation != NAME or is_deberta(model):
-        return model.config._attn_implementation == NAME and (not is_deberta(model) or _is_patched(model))
+    if model.config._attn_implementation != NAME:
+        return False
+    if is_deberta(model):
+        return _is_patched(model)
+    # Loading sets the name also where no attention is swapped, and where no layer calls the attention function.
+    if not attention_keywords(model):
+        return False
     if model._can_set_attn_implementation():
         return True
     from ._own_attention import has_own_attention
 
-    return not has_own_attention(model)  # loading sets the name also where no attention is swapped
+    return not has_own_attention(model)
 
 
 def _is_patched(model: Any) -> bool:
@@ -121,8 +127,17 @@ def set_attention(model: Any) -> str | None:
         if isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)):
             return str(error).partition("\n")[0]
         raise
+    mark(model)
     setattr(model, _BEFORE, _Before((config, name) for config, name in before if config._attn_implementation != name))
     return None
+
+
+def parts_left(model: nn.Module, root: str) -> dict[str, str]:
+    """What keeps its attention in the part of a model that `set_attention` was called on, with the reason."""
+    from ._class_tables import kept_classes
+
+    prefix = f"{root}." if root else ""
+    return {prefix + name: why for name, why in kept_classes(model.get_submodule(root)).items()}
 
 
 def _swap(model: Any) -> str | None:
@@ -154,6 +169,7 @@ def _register() -> None:
 def restore_attention(model: Any) -> bool:
     """Undo `set_attention`. Returns whether it was called."""
     before = model.__dict__.pop(_BEFORE, None)
+    unmark(model)
     if before is not None and is_deberta(model):
         from ._deberta import restore
 

@@ -20,6 +20,7 @@ from ._pretrained import (
     head_of,
     models_of_transformers,
     outermost,
+    parts_left,
     restore_attention,
     runs_on_clearhead,
     set_attention,
@@ -107,6 +108,7 @@ def upgrade(
         padded[name] = "its attention is not Clearhead's"
     changed, unchanged, stacks = swap_attention(model) if attention else ([], {}, [])
     unchanged |= {name: why for name, why in reasons.items() if why is not None}
+    unchanged |= {name: why for root in models for name, why in parts_left(model, root).items()}
     for layer in layers.values():
         layer.__class__ = Linear
     for name, encoder in encoders.items():

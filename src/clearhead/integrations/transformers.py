@@ -17,7 +17,7 @@ the causal mask, which ``sdpa`` omits. Its values are only computed if the model
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,10 @@ from .._torch_private import in_backward
 from ..errors import ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
 from ._cache_for import cache_for
 from ._cache_layers import BoundedCacheLayer
+from ._class_tables import accept_in_tables
+from ._first_call import eager_instead
 from ._flash_name import register_flash
-from ._keywords import WITHOUT_EFFECT, refuse_unknown
+from ._keywords import WITHOUT_EFFECT, refuse_unknown, unknown_keyword
 from ._masks import carried_by, causal_mask, make_mask, read_mask
 from ._packed_row import sequences_of
 from ._selected_keys import pools_padding, selected_keys, with_means_of_values
@@ -65,7 +67,9 @@ _NAMES = {
 
 # Layers of these models do not pass ``output_attentions`` on, and transformers' hooks do not collect from them. Their
 # output contains the weights that the attention function returns.
-_WEIGHTS_IN_EVERY_CALL = frozenset({"bridgetower_text_model"})
+_WEIGHTS_IN_EVERY_CALL = frozenset({"bridgetower_text_model", "pix2struct_vision_model"})
+# Of these models one layer does so: the one that reads the image, which has no index because it has no cache.
+_WEIGHTS_OF_IMAGE = frozenset({"kosmos_2_text_model", "kosmos_2_5_text_model"})
 
 
 def __getattr__(name: str) -> object:
@@ -96,6 +100,7 @@ def attention_forward(
     block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    sinks: Tensor | None = None,
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -111,8 +116,9 @@ def attention_forward(
         dropout: probability, applied in training.
         softcap: c of c·tanh(s/c).
         s_aux: (H,) sink logits.
-        sinks: (B, H, L, 1) sink logits of each query (Inkling 2).
-        sliding_window: without a mask, keys more than ``sliding_window`` − 1 positions away are masked.
+        sinks: (B or 1, H, L, 1) sink logits of each query (Inkling 2).
+        sliding_window: in a causal call without a mask, and in packed sequences, keys more than ``sliding_window`` − 1
+            positions away are masked. Otherwise it masks nothing, as for ``eager``: the mask has the window.
         is_causal: without a mask, ``True`` makes the call causal, with the last query at the last key.
         position_bias: bias of the scores, (B or 1, H or 1, L or 1, S).
         indices: int (B, L, k), the keys that an indexer selects for each query. Masked keys among them stay masked.
@@ -127,7 +133,8 @@ def attention_forward(
         pass through them, as for ``eager``.
 
     Raises:
-        ArgumentError: names a keyword that may change the result and is not supported.
+        ArgumentError: names a keyword that may change the result and is not supported; for `sinks` while the call is
+            recorded.
         DTypeError, MaskTypeError, ShapeError: for a mask that cannot be read.
 
     Example:
@@ -138,7 +145,14 @@ def attention_forward(
         >>> output.shape, weights.shape
         (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 5, 7]))
     """
-    refuse_unknown(others, WITHOUT_EFFECT, NAME, "eager")
+    unknown = unknown_keyword(others, WITHOUT_EFFECT)
+    if unknown is not None:
+        eager = eager_instead(module, unknown) or refuse_unknown(others, WITHOUT_EFFECT, NAME, "eager")
+        others |= {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window, "is_causal": is_causal}
+        others |= {"position_bias": position_bias, "sinks": sinks, "output_attentions": output_attentions}
+        others |= {"indices": indices, "block_indices": block_indices}
+        given = {name: value for name, value in others.items() if value is not None}
+        return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given)
     try:
         query, key, value = _same_batch(query=query, key=key, value=value)
         if not hasattr(module, "training"):
@@ -152,7 +166,8 @@ def attention_forward(
             mask = read_mask(attention_mask, query, key)
         else:
             is_causal = is_causal or block_indices is not None
-            mask, queries_at = _mask_of_call(query, key, sliding_window, is_causal)
+            window = sliding_window if is_causal or cu_seq_lens_q is not None else None
+            mask, queries_at = _mask_of_call(query, key, window, is_causal)
         selected = selected_keys(module, indices, block_indices)
         if selected is not None:
             mask = _combined(mask, selected)
@@ -161,7 +176,8 @@ def attention_forward(
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         weights = _weights_wanted(module, output_attentions)
-        s_aux = s_aux if sinks is None else sinks.squeeze(-1)
+        if sinks is not None:
+            s_aux = sinks.squeeze(-1).expand(query.shape[0], -1, -1) if len(sinks) == 1 else sinks.squeeze(-1)
         pools = pools_padding(module)
         options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, pools, weights, sequences
         output, lse, weights = attend(Call(query, key, value, *options), read_environment())
@@ -192,6 +208,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
     register_flash()
+    accept_in_tables(NAME)
 
 
 #: The keywords that models may pass.
@@ -242,9 +259,12 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> str | 
     collected = None if in_backward() else _hooked_outputs()
     if any(name.endswith("attentions") for name in collected or ()):
         return MIXED_ONCE
+    model_type = getattr(config, "model_type", None)
+    if model_type in _WEIGHTS_OF_IMAGE and getattr(module, "layer_idx", None) is None:
+        return MIXED
     if output_attentions is not None or collected is not None:
         return None
-    if getattr(config, "model_type", None) in _WEIGHTS_IN_EVERY_CALL:
+    if model_type in _WEIGHTS_IN_EVERY_CALL:
         return MIXED
     return MIXED_ONCE if getattr(config, "output_attentions", False) else None
 

@@ -34,7 +34,7 @@ class NativeArguments(NamedTuple):
         query: (B, H, L, D); with `cu_seqlens_q` (1, H, T, D), packed sequences.
         key: (B, Hkv, S, D).
         value: (B, Hkv, S, Dv).
-        sinks: float32 (H,).
+        sinks: float32 (H,) or (B, H, L).
         first, last: int64 (1 or B, 1 or L) without gaps, row i sees first ≤ j < last. They may lie outside the keys.
             There is no first without a last.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
