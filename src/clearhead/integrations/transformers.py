@@ -17,7 +17,7 @@ the causal mask, which ``sdpa`` omits. Its values are only computed if the model
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -100,7 +100,6 @@ def attention_forward(
     block_indices: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    sinks: Tensor | None = None,
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -133,8 +132,7 @@ def attention_forward(
         pass through them, as for ``eager``.
 
     Raises:
-        ArgumentError: names a keyword that may change the result and is not supported; for `sinks` while the call is
-            recorded.
+        ArgumentError: names a keyword that may change the result and is not supported.
         DTypeError, MaskTypeError, ShapeError: for a mask that cannot be read.
 
     Example:
