@@ -30,7 +30,7 @@ TOKENS, AT_ONCE = 1 << 20, 4096
 BARS = {128: 1.3, 512: 1.4}
 
 
-def texts() -> Iterator[str]:
+def corpus() -> Iterator[str]:
     """The texts of this repository, then Python's own."""
     for folder in (ROOT, Path(sysconfig.get_path("stdlib"))):
         for path in sorted((*folder.glob("**/*.md"), *folder.glob("**/*.py"))):
@@ -42,7 +42,7 @@ def batches(tokenizer: Any, length: int) -> Iterator[dict[str, torch.Tensor]]:
     """Windows of `length` tokens with their special tokens, `AT_ONCE` tokens together."""
     inner, waiting = length - 2, []
     rows: list[list[int]] = []
-    for text in texts():
+    for text in corpus():
         waiting += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         while len(waiting) >= inner:
             rows.append([tokenizer.cls_token_id, *waiting[:inner], tokenizer.sep_token_id])
@@ -153,7 +153,7 @@ def lines(effort: Effort) -> Iterator[Line]:
     yield Line("errors", lambda: errors(effort.size(512, 64)))
 
 
-def texts_of(measured: Figures) -> dict[str, str]:
+def texts(measured: Figures) -> dict[str, str]:
     rows = []
     for length, bar in BARS.items():
         found = measured[f"{length} tokens"]
@@ -179,7 +179,7 @@ def wrong(measured: Figures) -> list[str]:
     return [] if worst <= 1e-5 else [f"a mean differs from exact weights by {worst:.1e}"]
 
 
-BENCHMARK = Benchmark("census", __doc__, lines, texts_of, minutes=25, rounds=3, wrong=wrong)
+BENCHMARK = Benchmark("census", __doc__, lines, texts, minutes=25, rounds=3, wrong=wrong)
 
 if __name__ == "__main__":
     BENCHMARK.main()

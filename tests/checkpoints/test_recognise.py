@@ -114,7 +114,8 @@ def test_two_namings_at_one_place_have_to_be_chosen_from() -> None:
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
-        ("gate_proj.weight", "no part of attention that is known here"),
+        ("router.weight", "no part of attention that is known here"),
+        ("gate_proj.weight", "a gate of the output, which checkpoints.from_transformers reads"),
         ("q_proj.lora_A.weight", "LoRA: merge it into the weights first"),
         ("sinks", "sinks, which checkpoints.from_transformers reads"),
         ("relative_attention_bias.weight", "relative positions"),

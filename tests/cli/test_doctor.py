@@ -93,13 +93,13 @@ def test_only_sdpa_and_native_refuse_calls_or_their_gradients(report: Report) ->
     assert report["passed"]
     assert {check["kernel"] for check in report["checks"] if check["reasons"]} == {"sdpa", "native"}
     refused = check_of(report, "sdpa", "soft-cap + sinks", "float32")
-    assert refused["reasons"] == ("it has no soft-cap", "it has no sinks")
+    assert refused["reasons"] == ("it has no soft-cap",)
     of_gradients = check_of(report, "sdpa", "bias + gradient", "float64")
     assert (of_gradients["status"], of_gradients["gradient"]) == ("ok", None)
     assert of_gradients["output"] is not None
     assert of_gradients["reasons"] == ("its fused kernels give no gradient for a bias",)
     text = doctor.text_of(report)
-    assert "it has no soft-cap; it has no sinks" in text
+    assert "it has no soft-cap" in text
     said = "sdpa refuses gradients of bias + gradient in float64 and float32: its fused kernels give no"
     assert said in text
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
-from clearhead.errors import ArgumentError, ShapeError
+from clearhead.errors import ShapeError
 from clearhead.integrations.transformers import attention_forward
 
 BATCH, HEADS, LENGTH, KEYS, DIM = 2, 3, 5, 7, 4
@@ -51,11 +51,15 @@ def test_sinks_of_another_shape_are_refused(operands: list[Tensor]) -> None:
         attention_forward(nn.Module(), query, key, value, None, sinks=sinks.squeeze(-1))
 
 
-def test_a_record_refuses_sinks_of_queries(operands: list[Tensor]) -> None:
+def test_a_record_has_the_weights_beside_sinks_of_queries(operands: list[Tensor]) -> None:
+    query, key, value, bias, sinks = operands
+
     class Layer(nn.Module):
         def forward(self) -> Tensor:
-            query, key, value, _, sinks = operands
             return attention_forward(self, query, key, value, None, sinks=sinks)[0]
 
-    with pytest.raises(ArgumentError, match="sinks: expected no sinks of single queries"), clearhead.record(Layer()):
-        Layer()()
+    layer, every = Layer(), torch.ones(1, dtype=torch.bool)
+    with torch.no_grad(), clearhead.record(layer, keep="queries_keys") as rec:
+        layer()
+    _, weights = by_column(query, key, value, torch.zeros_like(bias), sinks, every)
+    torch.testing.assert_close(rec.weights(""), weights.detach(), rtol=0, atol=1e-6)

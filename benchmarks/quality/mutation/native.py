@@ -127,7 +127,7 @@ FAULTS = (
     ),
     Fault(
         "decode.h",
-        "                store(total, load(total) * rescale);\n",
+        "            totals[r] *= factor;\n",
         "",
         "totals of decoding keep an old row maximum",
     ),

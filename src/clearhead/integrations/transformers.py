@@ -151,6 +151,8 @@ def attention_forward(
         others |= {"indices": indices, "block_indices": block_indices}
         given = {name: value for name, value in others.items() if value is not None}
         return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given)
+    if sinks is not None:
+        s_aux = _sinks_of_queries(sinks, query)
     try:
         query, key, value = _same_batch(query=query, key=key, value=value)
         if not hasattr(module, "training"):
@@ -174,8 +176,6 @@ def attention_forward(
         dropout_p = dropout if module.training else 0.0
         sequences = sequences_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         weights = _weights_wanted(module, output_attentions)
-        if sinks is not None:
-            s_aux = sinks.squeeze(-1).expand(query.shape[0], -1, -1) if len(sinks) == 1 else sinks.squeeze(-1)
         pools = pools_padding(module)
         options = mask, scaling, softcap, s_aux, dropout_p, queries_at, keys_at, pools, weights, sequences
         output, lse, weights = attend(Call(query, key, value, *options), read_environment())
@@ -189,6 +189,15 @@ def attention_forward(
         if isinstance(module, nn.Module):
             add_module(renamed, module)
         raise renamed from error.__cause__
+
+
+def _sinks_of_queries(sinks: Tensor, query: Tensor) -> Tensor:
+    """Sinks (B or 1, H, L, 1) of a query (B, H, L, D) as (B, H, L)."""
+    batch, heads, length = query.shape[:3]
+    if not isinstance(sinks, Tensor) or sinks.shape not in ((1, heads, length, 1), (batch, heads, length, 1)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        expected = f"(B or 1, H, L, 1) with B = {batch}, H = {heads}, L = {length}"
+        raise ShapeError("sinks", expected=expected, got=shown(sinks))
+    return sinks.squeeze(-1).expand(batch, -1, -1)
 
 
 def register() -> None:
