@@ -95,8 +95,10 @@ class Rotary(nn.Module):
         # On the default device, so that models can be built on "meta" or an accelerator.
         device = torch.get_default_device()
         self.register_buffer("frequencies", self._constant_frequencies(device), persistent=False)
-        of_pairs = None if self.axes is None else torch.tensor(self.axes, device=device)
-        self.register_buffer("axis_of_pair", of_pairs, persistent=False)
+        if self.axes is None:
+            self.axis_of_pair = None  # tools that load buffers do not expect one without a tensor
+        else:
+            self.register_buffer("axis_of_pair", torch.tensor(self.axes, device=device), persistent=False)
 
     def forward(
         self, q: Tensor, k: Tensor, positions: int | Tensor, *, length: int | Tensor | None = None
