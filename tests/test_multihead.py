@@ -55,6 +55,7 @@ def test_a_gate_multiplies_the_heads_outputs(gate: Any) -> None:
     output, weights = module(query, memory, need_weights=True)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(module(query[0], memory[0]), expected[0], rtol=0, atol=1e-10)
+    assert module(query[:, :0], memory).shape == (B, 0, E)
     torch.testing.assert_close(weights, bare(query, memory, need_weights=True)[1], rtol=0, atol=1e-10)
     assert torch.equal(module(query, memory, mask=~masks.sliding_window(9, 9)), module.out_proj.bias.expand(B, L, E))
 

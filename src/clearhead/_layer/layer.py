@@ -228,7 +228,7 @@ class Layer:
         """The outputs of all heads (…, H·Dv) times the factors that the gate makes of the query (…, features)."""
         if self.gate is None:
             return merged
-        factors = self.gate(query).reshape(*merged.shape[:-1], self.num_heads, -1)  # (…, H, Dv or 1)
+        factors = self.gate(query).unflatten(-1, (self.num_heads, -1))  # (…, H, Dv or 1)
         return (merged.unflatten(-1, (self.num_heads, -1)) * factors).flatten(-2)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
