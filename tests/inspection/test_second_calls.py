@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
+from clearhead._statistics.definitions import STATISTICS
 from clearhead.errors import ClearheadError
 from clearhead.integrations.transformers import register
 from clearhead.masks import Mask
@@ -171,7 +172,7 @@ def test_some_of_the_heads(heads: list[int], name: str) -> None:
 @pytest.mark.parametrize("heads", [[1], [1, 0]], ids=str)
 def test_some_of_the_key_value_heads(heads: list[int]) -> None:
     model, calls = Two().first, [{"query": torch.randn(2, 7, E, dtype=torch.float64)} for _ in range(2)]
-    names = tuple(name for name in EVERY if name not in ("top_k", "head_average"))
+    names = tuple(name for name in EVERY if STATISTICS[name].averaged and "H" in STATISTICS[name].shape)
     rec, alone = (recorded(model, calls, statistics=names, per="kv_head", **each) for each in ({"heads": heads}, {}))
     whole = recorded(model, calls, statistics=names)
     for ours, theirs, each in zip(rec[""], alone[""], whole[""], strict=True):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import clearhead
 from benchmarks.memory import growth_of_peak, in_a_process
-from clearhead import masks
+from clearhead import Mass, masks
+from clearhead._statistics import definitions
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from tests.support.allocations import Allocations
 from tests.support.budgets import in_turn
@@ -167,7 +168,7 @@ def test_query_mask_as_numbers_and_on_columns_only() -> None:
 
 def test_per_key_value_head_is_the_mean_of_its_query_heads() -> None:
     query, key, value = torch.randn(2, 6, 7, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 3)
-    names = tuple(name for name in EVERY if name != "top_k")
+    names = tuple(name for name in EVERY if definitions.STATISTICS[name].averaged)
     each = clearhead.attention_statistics(query, key, value=value, statistics=names)
     reduced = clearhead.attention_statistics(query, key, value=value, statistics=names, per="kv_head")
     for name in each.names:
@@ -323,13 +324,15 @@ def test_memory_of_the_process_stays_far_below_the_scores() -> None:
     assert in_a_process(grown, length) < 8 * length * length * FLOAT / 1e6 / 20
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, "mass"])
 def test_another_default_device_changes_nothing(name: str) -> None:
     x = torch.randn(1, 2, 5, 8)
-    value = x if name in ("output", "output_norm") else None
-    expected = clearhead.attention_statistics(x, x, statistics=(name,), value=value)
+    options: dict[str, Any] = {"statistics": (name,), "value": x if name == "output_norm" else None}
+    if name == "mass":
+        options["masses"] = (Mass(-1, 1), Mass(key_labels=torch.arange(5) % 2))
+    expected = clearhead.attention_statistics(x, x, **options)
     with torch.device("meta"):
-        result = clearhead.attention_statistics(x, x, statistics=(name,), value=value)
+        result = clearhead.attention_statistics(x, x, **options)
     torch.testing.assert_close(getattr(result, name), getattr(expected, name), rtol=0, atol=0)
 
 

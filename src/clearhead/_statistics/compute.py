@@ -190,7 +190,8 @@ def _by_kernel(
     if len(others) == len(forms):
         return _by_blocks(call, others, counted)
     wanted = {name: x for form in forms.values() for name, x in (form or {}).items()}
-    wanted["exact"] = all(each.options.exact for each in forms)
+    if not all(each.options.exact for each in forms):
+        wanted["exact"] = False
     buffers = write(call, wanted, counted)
     tensors = {name: x for each in forms if each not in others for name, x in each.read(buffers).items()}
     if others:

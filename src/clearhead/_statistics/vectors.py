@@ -92,8 +92,8 @@ class Extremes(Statistic):
     averaged = False
 
     def begin(self) -> None:
-        ends = self.zeros(2).copy_(torch.tensor([float("-inf"), float("inf")]))
-        self._scores = ends.expand(*self.row_shape, 2).clone()
+        self._scores = self.zeros(*self.row_shape, 2)
+        self._scores[..., 0], self._scores[..., 1] = float("-inf"), float("inf")
         self._keys = torch.full_like(self._scores, -1, dtype=torch.int64)
 
     def add(self, rows: BlockRows) -> None:
@@ -226,7 +226,7 @@ class MassOf(Statistic):
             return None
         queries, keys = self._masses.labels(self.call.grid)
         ends = [(mass.ends[0] + shift, mass.ends[1] + shift, mass.key_labels is not None) for mass in self._masses.each]
-        ranges = torch.tensor(ends, dtype=torch.int64).view(count, 3)
+        ranges = torch.tensor(ends, dtype=torch.int64, device=queries.device).view(count, 3)
         labels = {"query_labels": queries, "key_labels": keys}
         return {"mass": (count, *self.row_shape), "mass_ranges": ranges, **labels, "mass_count": count}
 
