@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from importlib import import_module
 
-for _kind in ("attention", "caches", "checkpoints", "inspection", "masks", "modules", "plot"):
+for _kind in ("attention", "caches", "checkpoints", "inspection", "masks", "modules", "plot", "census"):
     import_module(f"tests.malformed.cases_{_kind}")

@@ -54,7 +54,7 @@ case("masks.block_causal", size="size")(lambda: Call(lambda size: _used(masks.bl
 case("masks.tree", weight=6, parents="tree")(
     lambda: Call(lambda parents: _used(masks.tree(parents)), parents=torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]]))
 )
-case("masks.selected", weight=6, indices="ids")(
+case("masks.selected", weight=6, indices="selected")(
     lambda: Call(
         lambda indices, block: _used(masks.selected(indices, block=block)),
         **{"indices": torch.tensor([[[0, -1], [1, 0], [2, 2], [3, 1], [4, 0]]]), "block": 1},

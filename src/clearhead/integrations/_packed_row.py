@@ -64,7 +64,7 @@ def sequences_of(
         _refuse(query, key)
     moved_q = _moved(cu_seqlens_q, query)
     moved_k = moved_q if cu_seqlens_k is cu_seqlens_q else _moved(cu_seqlens_k, query)
-    sequences = read_sequences(moved_q, moved_k, query[0, 0], key[0, 0])
+    sequences = read_sequences(moved_q, moved_k, query[0].transpose(0, 1), key[0].transpose(0, 1))
     if sequences.queries != sequences.keys:
         _refuse(query, key)
     return sequences

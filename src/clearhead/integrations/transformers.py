@@ -151,8 +151,6 @@ def attention_forward(
         others |= {"indices": indices, "block_indices": block_indices}
         given = {name: value for name, value in others.items() if value is not None}
         return eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given)
-    if sinks is not None:
-        s_aux = _sinks_of_queries(sinks, query)
     try:
         query, key, value = _same_batch(query=query, key=key, value=value)
         if not hasattr(module, "training"):
@@ -165,9 +163,11 @@ def attention_forward(
         elif attention_mask is not None:
             mask = read_mask(attention_mask, query, key)
         else:
-            is_causal = is_causal or block_indices is not None
-            window = sliding_window if is_causal or cu_seq_lens_q is not None else None
-            mask, queries_at = _mask_of_call(query, key, window, is_causal)
+            causal = flag("is_causal", is_causal) or block_indices is not None
+            window = sliding_window if causal or cu_seq_lens_q is not None else None
+            mask, queries_at = _mask_of_call(query, key, window, causal)
+        if sinks is not None:
+            s_aux = _sinks_of_queries(sinks, query)
         selected = selected_keys(module, indices, block_indices)
         if selected is not None:
             mask = _combined(mask, selected)
@@ -185,7 +185,7 @@ def attention_forward(
             cache_layer.observe(Call(query, key, value, *options))
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
     except ClearheadError as error:
-        renamed = in_words_of(error, _NAMES)
+        renamed = in_words_of(error, _NAMES if sinks is None else {**_NAMES, "sinks": "sinks"})
         if isinstance(module, nn.Module):
             add_module(renamed, module)
         raise renamed from error.__cause__
@@ -194,9 +194,9 @@ def attention_forward(
 def _sinks_of_queries(sinks: Tensor, query: Tensor) -> Tensor:
     """Sinks (B or 1, H, L, 1) of a query (B, H, L, D) as (B, H, L)."""
     batch, heads, length = query.shape[:3]
-    if not isinstance(sinks, Tensor) or sinks.shape not in ((1, heads, length, 1), (batch, heads, length, 1)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if strided("sinks", sinks).shape not in ((1, heads, length, 1), (batch, heads, length, 1)):
         expected = f"(B or 1, H, L, 1) with B = {batch}, H = {heads}, L = {length}"
-        raise ShapeError("sinks", expected=expected, got=shown(sinks))
+        raise ShapeError("sinks", expected=expected, got=shape_text(sinks.shape))
     return sinks.squeeze(-1).expand(batch, -1, -1)
 
 
@@ -238,11 +238,11 @@ def _carried_layer(module: Any, attention_mask: Tensor | None) -> BoundedCacheLa
 
 
 def _mask_of_call(
-    query: Tensor, key: Tensor, sliding_window: int | None, is_causal: bool | None
+    query: Tensor, key: Tensor, sliding_window: int | None, is_causal: bool
 ) -> tuple[masks.Mask | None, int | None]:
     """The mask of a call without `attention_mask`, and the position of its first query."""
     length, keys = query.shape[2], key.shape[2]
-    mask = causal_mask(length, keys) if is_causal is not None and flag("is_causal", is_causal) else None
+    mask = causal_mask(length, keys) if is_causal else None
     if sliding_window is None or size("sliding_window", sliding_window) >= keys:
         return mask, None
     mask = _combined(mask, masks.sliding_window(sliding_window - 1, sliding_window - 1))

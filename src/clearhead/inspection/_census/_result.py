@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._checks import index, number, shown, text
+from ..._checks import FLOATS, INTEGERS, index, number, shown, strided, text, with_values
 from ..._statistics.recorded import RankedHead
 from ..._version import __version__
-from ...errors import ArgumentError, ShapeError, UnknownNameError, shape_text
+from ...errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, shape_text
 from . import _files
 from ._counting import Counted
 from ._files import State
@@ -78,7 +78,7 @@ class Census:
 
     def mean(self, metric: str) -> dict[str, Tensor]:
         """The mean over the queries that count, or a column of this name."""
-        return dict(self.columns[metric]) if metric in self.columns else self._of("mean", metric)
+        return dict(self.columns[metric]) if text("metric", metric) in self.columns else self._of("mean", metric)
 
     def share(self, metric: str) -> dict[str, Tensor]:
         """The mean of a mass over all queries. It is 0 where a query sees no such key."""
@@ -148,16 +148,19 @@ class Census:
 
         Raises:
             ArgumentError: for the name of a metric, or a layer that the census does not have.
+            DTypeError: for anything but a dictionary of tensors.
             ShapeError: for another number of heads.
         """
         if text("name", name) in NAMES:
             raise ArgumentError("name", expected="a name that is no metric", got=repr(name))
+        if not isinstance(values, Mapping):
+            raise DTypeError("values", expected="a dictionary {layer: (H,) numbers}", got=shown(values))
         column = {layer: torch.full((x.count.shape[1],), float("nan")).double() for layer, x in self.layers.items()}
         for layer, numbers in values.items():
             expected = column[self.name_of(layer)].shape
-            if numbers.shape != expected:
-                got = shape_text(numbers.shape)
-                raise ShapeError(f"values[{layer!r}]", expected=shape_text(expected), got=got)
+            place = f"values[{layer!r}]"
+            if with_values(place, strided(place, numbers, dtypes=FLOATS + INTEGERS)).shape != expected:
+                raise ShapeError(place, expected=shape_text(expected), got=shape_text(numbers.shape))
             column[layer] = numbers.detach().double().cpu()
         return replace(self, columns={**self.columns, name: column})
 
@@ -166,9 +169,12 @@ class Census:
 
         Raises:
             ArgumentError: unless all have the same layers, heads and settings.
+            DTypeError: for anything but a census.
         """
         result = self
         for other in others:
+            if not isinstance(other, Census):
+                raise DTypeError("others", expected="a Census", got=shown(other))
             if other.counted != self.counted:
                 raise ArgumentError("others", expected=f"the settings {self.counted}", got=str(other.counted))
             if _heads(other) != _heads(self):
@@ -257,7 +263,7 @@ class Census:
         return layer
 
     def _row(self, metric: str) -> int:
-        if metric not in NAMES:
+        if text("metric", metric) not in NAMES:
             raise UnknownNameError("metric", expected=f"one of {', '.join(NAMES)}", got=shown(metric))
         return NAMES.index(metric)
 

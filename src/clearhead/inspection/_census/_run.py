@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._checks import integer, items, module, shown, size
+from ..._checks import integer, module, shown, size
 from ..._statistics.arguments import whole_numbers
-from ...errors import ArgumentError, DTypeError
+from ...errors import ArgumentError, ClearheadError, DTypeError
 from .._chosen_layers import ChosenLayers
 from .._recorder import require_uncompiled
 from ._counting import Counted, Counting
@@ -90,9 +91,11 @@ def census(
     before = Census.load(path) if path is not None and path.exists() else None
     if before is not None and before.counted != counted:
         raise ArgumentError("checkpoint", expected=f"one with the settings {counted}", got=str(before.counted))
-    if isinstance(batches, (str, bytes, Tensor, Mapping)):
-        raise DTypeError("batches", expected="an iterable of batches", got=shown(batches))
-    return _Corpus(model, counted, layers, before).count(items_of(batches), run or _call, path, progress)
+    for name, function in (("run", run), ("progress", progress)):
+        if function is not None and not callable(function):
+            raise DTypeError(name, expected="a function", got=shown(function))
+    corpus = _Corpus(model, counted, layers, before)
+    return corpus.count(_iterator(batches), run, path, progress)
 
 
 if census.__doc__:  # python -OO leaves none
@@ -111,8 +114,8 @@ class _Corpus:
 
     def count(
         self,
-        batches: Iterable[Any],
-        run: Callable[[nn.Module, Any], object],
+        batches: Iterator[Any],
+        run: Callable[[nn.Module, Any], object] | None,
         path: Path | None,
         progress: Callable[[int, int], object] | None,
     ) -> Census:
@@ -125,7 +128,7 @@ class _Corpus:
                         continue
                     texts, tokens = self._add(batch, run)
                     if progress is not None:
-                        progress(texts, tokens)
+                        _called("progress(texts, tokens)", progress, texts, tokens)
                     if path is not None and time.monotonic() - saved >= _SAVED_EVERY:
                         self._result().save(path)
                         saved = time.monotonic()
@@ -138,9 +141,9 @@ class _Corpus:
             result.save(path)
         return result
 
-    def _add(self, batch: Any, run: Callable[[nn.Module, Any], object]) -> tuple[int, int]:
+    def _add(self, batch: Any, run: Callable[[nn.Module, Any], object] | None) -> tuple[int, int]:
         self._counting.begin(self._texts)
-        run(self._model, batch)
+        _call(self._model, batch) if run is None else _called("run(model, batch)", run, self._model, batch)
         texts, tokens = self._counting.finish()
         self._texts, self._tokens, self._batches = self._texts + texts, self._tokens + tokens, self._batches + 1
         return texts, tokens
@@ -151,21 +154,29 @@ class _Corpus:
         return own if self._before is None else self._before if not self._batches else self._before.merged(own)
 
 
-def items_of(batches: Iterable[Any]) -> Iterable[Any]:
-    """An iterable as it is, so that a corpus is never held in memory.
-
-    Raises:
-        DTypeError: for anything else.
-    """
-    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        items("batches", batches, "an iterable of batches")
-    return batches
+def _iterator(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches one after another, so that a corpus is never held in memory. One batch alone is none."""
+    with suppress(TypeError):
+        if not isinstance(batches, (str, bytes, Tensor, Mapping)):
+            return iter(batches)
+    raise DTypeError("batches", expected="an iterable of batches", got=shown(batches))
 
 
 def _checkpoint(path: str | Path) -> Path:
     if not isinstance(path, (str, Path)) or Path(path).suffix != ".safetensors":
         raise ArgumentError("checkpoint", expected="the path of a .safetensors file", got=shown(path))
     return Path(path)
+
+
+def _called(form: str, function: Callable[..., object], *arguments: object) -> None:
+    """Call a function of the caller's, which may not take these arguments."""
+    try:
+        function(*arguments)
+    except ClearheadError:
+        raise
+    except TypeError as error:
+        name, expected = form.partition("(")[0], f"a function {form}"
+        raise DTypeError(name, expected=expected, got=shown(function), fix=str(error)) from error
 
 
 def _call(model: nn.Module, batch: Any) -> object:
