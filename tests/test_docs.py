@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from matplotlib import pyplot
+
+import clearhead
+from clearhead import masks
+from clearhead._statistics.definitions import STATISTICS
+from clearhead.checkpoints import _namings
+from clearhead.kernels import _choice
+from tests.malformed import calls
 
 DOCS = Path(__file__).parent.parent / "docs" / "en"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -42,7 +52,14 @@ def assert_printed(found: str, shown: str) -> None:
 
 ROOT = DOCS.parents[1]
 READMES = sorted(ROOT.glob("README*.md"))
-PAGES = [page for page in (*READMES, *sorted(DOCS.parent.rglob("*.md"))) if blocks(page)]
+EXTENDING = ROOT / "docs/extending.md"
+PAGES = [page for page in (*READMES, *sorted(DOCS.parent.rglob("*.md"))) if blocks(page) and page != EXTENDING]
+#: The module in which each block of the page about extending stands.
+STANDS_IN = (
+    *("clearhead.kernels._base", "clearhead.masks._positional", "tests.support.mask_cases"),
+    *("tests.malformed.cases_masks", "clearhead._statistics.per_query", "tests.support.statistics_oracle"),
+    *("clearhead.checkpoints._namings", "tests.checkpoints.lessons", "tests.checkpoints.test_lessons"),
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -60,6 +77,37 @@ def test_a_page_runs(
                 assert_printed(capsys.readouterr().out, printed)
     finally:
         torch.nn.attention.restore_flash_attention_impl()  # a page may activate one for the process
+
+
+def test_the_additions_of_the_page_about_extending_work_where_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "CASES", {})
+    made: dict[str, Any] = {}
+    for (code, _), name in zip(blocks(EXTENDING), STANDS_IN, strict=True):
+        around = vars(importlib.import_module(name))
+        there = {**around, **made}
+        exec(compile(code, str(EXTENDING), "exec"), there)
+        made |= {name: value for name, value in there.items() if name not in around}
+
+    entry, _ = blocks(EXTENDING)[STANDS_IN.index(_namings.__name__)]
+    monkeypatch.setattr(_namings, "NAMINGS", (*_namings.NAMINGS, eval(entry.strip(), dict(vars(_namings)))))
+    made["test_search_lesson"]()
+
+    monkeypatch.setattr(masks, "every", made["every"], raising=False)
+    assert made["every"](2).dense(3)[0, 0].int().tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+    call = calls.CASES["masks.every"].make()
+    call.function(**call.arguments)
+
+    x = torch.randn(2, 3, 5, 4)
+    monkeypatch.setattr(_choice, "KERNELS", (made["MyKernel"](), *_choice.KERNELS))
+    with clearhead.use_kernel("mine"):
+        found = clearhead.attention(x, x, x, masks.causal())
+    with clearhead.use_kernel("reference"):
+        torch.testing.assert_close(found, clearhead.attention(x, x, x, masks.causal()))
+
+    monkeypatch.setitem(STATISTICS, "purity", made["Purity"])
+    purity = clearhead.attention_statistics(x, x, statistics=("purity",)).purity
+    oracle = SimpleNamespace(p=clearhead.attention_weights(x, x))
+    torch.testing.assert_close(purity, made["purity"](oracle))
 
 
 def test_the_page_about_masks_compares_all_five_conventions() -> None:
