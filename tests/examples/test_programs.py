@@ -147,6 +147,17 @@ def test_the_notebook_runs_its_claims_hold_and_it_is_committed_as_it_ran(tmp_pat
     assert [bool(text) for text in found] == [bool(text) for text in committed], "printed where it is committed as such"
 
 
+#: What others write to stderr by themselves, before the lessons: bars of progress, and notes when they are imported.
+QUIET = """
+import os
+os.environ["TQDM_DISABLE"] = "1"
+try:
+    from transformers import modeling_utils
+except ImportError:
+    pass
+"""
+
+
 @dataclass(frozen=True)
 class Lesson:
     """A lesson's committed notebook, executed in a folder."""
@@ -159,7 +170,7 @@ class Lesson:
 def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Lesson]:
     """All lessons, one after the other in one kernel without names of the one before: starting one takes longest."""
     found: dict[Path, Lesson] = {}
-    together = nbformat.v4.new_notebook()
+    together = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(QUIET)])
     for page in lessons():
         cells = nbformat.read(page.with_suffix(".ipynb"), as_version=4).cells
         found[page] = Lesson([cell for cell in cells if cell.cell_type == "code"], tmp_path_factory.mktemp("lesson"))
