@@ -135,7 +135,7 @@ class LogScale(Tempered):
         self.num_heads: int = integer("num_heads", num_heads, least=1, most=math.inf)
         self.start: float = number("start", start, "a finite number ≠ 0", lambda x: is_finite(x) and x != 0)
         require_factory(device, dtype)
-        self.weight = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
