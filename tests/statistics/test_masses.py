@@ -14,12 +14,14 @@ from clearhead._statistics.masses import Masses
 from clearhead._statistics.statistic import Options
 from clearhead.errors import ArgumentError, ShapeError
 
+LISTS = torch.randint(131, (2, 3, 131, 17), generator=torch.Generator().manual_seed(1))
 CASES = {
     "causal, grouped heads": (2, 6, 3, 131, 131, masks.causal()),
     "cross": (3, 4, 4, 67, 307, None),
     "padding": (2, 4, 2, 149, 149, masks.lengths(torch.tensor([149, 83]))),
     "a window, many keys": (1, 2, 2, 1103, 1103, masks.causal() & masks.sliding_window(197, 0)),
     "one query": (2, 3, 3, 1, 41, None),
+    "selected keys": (2, 6, 3, 131, 131, masks.causal() & masks.selected(LISTS)),
 }
 
 

@@ -105,6 +105,20 @@ static void write_positions(const Problem& p, const Statistics& s, const ListedW
     if (s.distance) s.distance[place] = static_cast<float>(distance);
 }
 
+// The weights of the keys of each mass: those of the row's label, from row + low to row + high.
+static void write_masses(const Problem& p, const Statistics& s, const ListedWeights& row) {
+    for (int64_t m = 0; m < s.mass_count; m++) {
+        const int64_t item = m * p.batch + row.batch, *range = s.mass_ranges + 3 * m;
+        const int32_t own = s.query_labels[item * p.rows + row.row], *labels = s.key_labels + item * p.keys;
+        double sum = 0;
+        for (int64_t t = 0; t < row.count; t++) {
+            const int64_t key = row.list[t], away = key - row.row;
+            if (away >= range[0] && away <= range[1] && (!range[2] || labels[key] == own)) sum += row.weights[t];
+        }
+        s.mass[m * p.batch * p.heads * p.rows + p.row_place(row.batch, row.head, row.row)] = static_cast<float>(sum);
+    }
+}
+
 // Sums over rows, which counted rows add to, and matrices of weights.
 static void add_weights(const Problem& p, const Statistics& s, const ListedWeights& row, const TaskSums& sums) {
     const bool averages = s.averages(p);
@@ -167,6 +181,7 @@ static void gather_statistics(const Problem& p, const Statistics& s, const Task&
         for (int64_t j = 0; j < row.count; j += LANES) store(row.weights + j, load(row.weights + j) * factor);
         if (s.top) write_largest(p, s, row);
         write_positions(p, s, row);
+        write_masses(p, s, row);
         add_weights(p, s, row, sums);
         if (p.output.data) write_output<T>(p, s, row, output);
     }
