@@ -87,6 +87,10 @@ CASES: dict[str, tuple[Callable[[], masks.Mask], dict[str, Any]]] = {
     ),
     "twice": (lambda: masks.selected(lists(B, L, K, of=S)) & masks.selected(lists(1, L, 40, of=S)), {}),
     "sinks": (lambda: masks.selected(lists(B, L, K, of=S)), {"sinks": torch.linspace(-2, 2, H)}),
+    "sinks of queries": (
+        lambda: masks.selected(lists(B, L, K, of=S)),
+        {"sinks": torch.linspace(-2, 2, B * H * L).view(B, H, L)},
+    ),
     "soft-cap": (lambda: masks.selected(lists(B, L, K, of=S)), {"softcap": 1.5, "scale": 0.7}),
     "dropout": (lambda: masks.selected(lists(B, L, K, of=S)), {"dropout_p": 0.3}),
     "nothing": (lambda: masks.selected(torch.zeros(B, L, 0, dtype=torch.long)), {}),

@@ -17,6 +17,7 @@ from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ..masks._listed import at_columns, bias_at, listed_columns, shown_cells
 from ..masks._structure import Selection
+from ._blocks import block_sinks
 from ._second_order import sinks_gradient
 
 #: Gathering loses where there are not this many keys for each selected one, if many heads share a list (`python -m
@@ -72,10 +73,10 @@ class _Gathered(NamedTuple):
         if self.bias is not None:
             scores = scores + self.bias
         scores = scores.masked_fill(~self.shown, float("-inf"))
-        sinks = None if call.finite_sinks is None else call.finite_sinks[self.block.heads].to(scores.dtype).detach()
+        sinks = block_sinks(call, self.block, scores.dtype)
         largest = scores.detach().amax(-1, keepdim=True)  # (u, g, l, 1)
         if sinks is not None:
-            sinks = sinks.view(*scores.shape[:2], 1, 1)
+            sinks = sinks[0].detach().unflatten(0, scores.shape[:2])  # (u, g, 1 or l, 1)
             largest = torch.maximum(largest, sinks)
         largest = largest.masked_fill(largest == float("-inf"), 0)
         terms = (scores - largest).exp()
