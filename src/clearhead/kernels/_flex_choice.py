@@ -16,7 +16,7 @@ from ._base import Refusal
 from ._first_check import FirstCheck
 from ._flex import FlexKernel
 from ._flex_rule import SIDE
-from ._small_call import SHAPE, largest_error
+from ._small_call import SHAPE, largest_error, problem_of
 from ._triton import available
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
@@ -26,8 +26,6 @@ FEWEST = 4096
 FEWEST_SCORES = 1 << 22
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_DIM = 128
-#: The largest error of a result or gradient of the check, relative to the largest number.
-_TOLERANCE = 5e-2
 
 
 def leaves_to_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
@@ -87,7 +85,7 @@ def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
     ids = torch.arange(SHAPE[2], device=device) // 110
     mask = masks.documents(ids) & masks.sliding_window(70, 20)
     error = largest_error(FlexKernel(), mask, device, dtype, lse=True)
-    return None if error <= _TOLERANCE else f"its numbers are wrong by {error:.2g}"
+    return problem_of(error)
 
 
 CHECK = FirstCheck("FlexAttention", "`sdpa` runs long masks.", _compare)

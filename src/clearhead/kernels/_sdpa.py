@@ -14,7 +14,7 @@ from .._call.heads import fold_group, unfold_group
 from .._call.layout import Layout, has_contiguous_rows
 from ..masks._bound import BoundMask
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
-from ._base import Backend, Kernel, Plan, Refusal, applicable, refusals_of_half, refusals_of_heads
+from ._base import Backend, Kernel, Plan, Refusal, applicable, of_rows, refusals_of_half, refusals_of_heads
 from ._gathered import gathers
 from ._sdpa_backend import FusedCall, backend_of, fits_a_kernel, is_fused, name_of
 from ._sdpa_sequences import gives_lse, plan_batch, plan_sequences, refusals_of_sequences
@@ -135,7 +135,7 @@ def _attend_split(attend: Callable[..., Tensor], query: Tensor, *others: Tensor 
 def _sinks_of_rows(sinks: Tensor, call: Call, folded: bool) -> Tensor:
     """The sinks as the rows of a kernel have them: (1, H, 1), or (1, Hkv, G·L) where the heads of a group are rows."""
     if not folded:
-        return sinks[None, :, None]
+        return of_rows(sinks)
     rows = sinks.view(1, -1, call.layout.group, 1)
     return rows.expand(-1, -1, -1, call.query.shape[2]).flatten(2)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._call.layout import Layout
 from ._base import Refusal, applicable
+from ._second_order import sinks_gradient
 
 _aten: Any = torch.ops.aten
 _BACKENDS = ("cuDNN", "flash", "efficient", "cpu")
@@ -81,7 +82,7 @@ class _WithSinks(torch.autograd.Function):
         of_sinks = None
         if ctx.needs_input_grad[5]:
             correction = torch.linalg.vecdot(*(each.to(lse.dtype) for each in (gradient, output)))  # (B, H, L)
-            of_sinks = (sinks - _of_rows(lse, query)).exp().mul(correction).neg().sum_to_size(sinks.shape)
+            of_sinks = sinks_gradient(sinks, correction, _of_rows(lse, query))
         return None, *of_operands, None, of_sinks
 
 

@@ -9,10 +9,7 @@ from .._call.layout import Layout
 from ._base import Refusal
 from ._first_check import FirstCheck
 from ._sdpa import SdpaKernel
-from ._small_call import SHAPE, largest_error
-
-#: The largest error of a result or gradient of the check, relative to the largest number.
-_TOLERANCE = 5e-2
+from ._small_call import SHAPE, largest_error, problem_of
 
 
 def distrusts_sinks(layout: Layout) -> tuple[Refusal, ...]:
@@ -26,7 +23,7 @@ def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
     # PyTorch has other kernels for calls with a mask.
     padding = masks.lengths(torch.full((SHAPE[0],), 290, device=device))
     error = max(largest_error(SdpaKernel(), mask, device, dtype, sinks=True) for mask in (None, padding))
-    return None if error <= _TOLERANCE else f"its numbers are wrong by {error:.2g}"
+    return problem_of(error)
 
 
 CHECK = FirstCheck("PyTorch's fused kernels with sinks", "`chunked` computes sinks.", _compare, switch=None)

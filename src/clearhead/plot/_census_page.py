@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from ._bundle import bundle
 from ._labels import printable, shortened
-from ._language import language_now, say, words_now
-from ._page_maker import Page, json_in_html, part_of_page, source_of
+from ._language import say, words_now
+from ._page_maker import Page, filled_page, part_of_page
 
 _LONGEST = 24  # characters of a token
 MAP = 48  # tokens of a map
@@ -98,22 +97,14 @@ def census_page(
         "other": other,
         "words": words_now(),
     }
-    style, script = part_of_page("page.css") + part_of_page("census.css"), _script()
     tokens, texts = f"{census['tokens']:,}", f"{census['texts']:,}"
     parts = {
-        "policy": f"default-src 'none'; script-src {source_of(script)}; style-src {source_of(style)}; "
-        "base-uri 'none'; form-action 'none'",
-        "lang": language_now(),
-        "title": html.escape(printable([title])[0]),
         "facts": html.escape(say("{0} heads · {1} tokens in {2} texts", len(heads), tokens, texts)),
-        "style": style,
-        "script": script,
-        "data": json_in_html(data),
         "kinds": _kinds(kinds),
         "table": _table(metrics, described),
     }
-    skeleton = re.sub(r"\[\[(.+?)\]\]", lambda name: say(name[1]), part_of_page("census.html"), flags=re.DOTALL)
-    return Page(re.sub("@(" + "|".join(parts) + ")@", lambda name: parts[name[1]], skeleton))
+    style = part_of_page("page.css") + part_of_page("census.css")
+    return filled_page("census.html", printable([title])[0], style, _script(), data, parts)
 
 
 def _described(head: Mapping[str, Any], rows: Sequence[StrongRow]) -> dict[str, Any]:

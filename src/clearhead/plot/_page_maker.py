@@ -212,24 +212,41 @@ class PageMaker:
             "compared": compared,
             "words": words_now(),
         }
-        style, script = part_of_page("page.css"), _script()
         parts = {
-            "policy": f"default-src 'none'; script-src {source_of(script)}; style-src {source_of(style)}; "
-            "base-uri 'none'; form-action 'none'",
-            "title": html.escape(shown_title),
-            "lang": language_now(),
-            "style": style,
-            "script": script,
-            "data": json_in_html(data),
             **(still_parts(self._first, place, shown_title) if self._first else {}),
             "streams": "\n".join(
                 f'<script type="application/octet-stream" id="stream-{number}">{stream}</script>'
                 for number, stream in enumerate(self._streams)
             ),
         }
-        # One pass: what is put in is never searched for places again.
-        places = "@(" + "|".join(parts) + ")@"
-        return Page(re.sub(places, lambda name: parts[name[1]], _skeleton()))
+        return filled_page("page.html", shown_title, part_of_page("page.css"), _script(), data, parts)
+
+
+def filled_page(
+    template: str, title: str, style: str, script: str, data: dict[str, Any], parts: dict[str, str]
+) -> Page:
+    """The page of a template, which loads nothing and runs its own script alone.
+
+    Args:
+        template: the name of the HTML, with [[texts]] to say in the chosen language and the @places@ of the rest.
+        title: printable; it is escaped here.
+        style, script: of the page, and nothing else.
+        data: what the script reads.
+        parts: the HTML of the template's other places.
+    """
+    given = {
+        "policy": f"default-src 'none'; script-src {source_of(script)}; style-src {source_of(style)}; "
+        "base-uri 'none'; form-action 'none'",
+        "title": html.escape(title),
+        "lang": language_now(),
+        "style": style,
+        "script": script,
+        "data": json_in_html(data),
+        **parts,
+    }
+    skeleton = re.sub(r"\[\[(.+?)\]\]", lambda name: say(name[1]), part_of_page(template), flags=re.DOTALL)
+    # One pass: what is put in is never searched for places again.
+    return Page(re.sub("@(" + "|".join(given) + ")@", lambda name: given[name[1]], skeleton))
 
 
 def json_in_html(data: dict[str, Any]) -> str:
@@ -241,11 +258,6 @@ def json_in_html(data: dict[str, Any]) -> str:
 def source_of(text: str) -> str:
     """The content security policy's name for one inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
-
-
-def _skeleton() -> str:
-    """The page's HTML, with its [[texts]] in the chosen language."""
-    return re.sub(r"\[\[(.+?)\]\]", lambda name: say(name[1]), part_of_page("page.html"), flags=re.DOTALL)
 
 
 @cache
