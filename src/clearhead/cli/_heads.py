@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from .._statistics.recorded import RankedHead
 from ..errors import ArgumentError, explain_problem
 from ..inspection._census._metrics import MASSES
 from ..inspection._census._result import Census
 from ..inspection._census._run import census
+from ..inspection._importance import head_ablation
 from ..plot._census_page import MAP, StrongRow, census_page
 from ..plot._html import Page
 from ..plot._language import say, speaking
@@ -32,6 +34,7 @@ from ._windows import Window, cut_into_windows
 
 TOKENS_AT_ONCE = 4096
 REPEATED, REPEATS = 50, 32  # tokens that are repeated, and how many such texts
+ABLATION = "ablation"  # the column of --ablate
 AROUND, KEYS, ROWS = 12, 16, 3  # tokens of a context on each side, keys of a row, rows of a head
 MAPS = 24  # named heads with a whole map
 
@@ -69,6 +72,10 @@ def heads(
         float | None, typer.Option(help="The mean weight that names a head.", show_default="0.4", metavar="WEIGHT")
     ] = None,
     window: Annotated[int, typer.Option(help="The reach of the mass `window`, in tokens.")] = 5,
+    ablate: Annotated[
+        int,
+        typer.Option(min=0, help="Run the first N texts without each head as well.", metavar="N", show_default=False),
+    ] = 0,
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("heads.html"),
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
     json: Annotated[Path | None, typer.Option(help="A folder for index.json and a file for each head.")] = None,
@@ -87,6 +94,8 @@ def heads(
 
     --repeat-random is the usual test of induction heads: a causal model reads random tokens twice, and an induction
     head attends from a token to the one that followed it the first time.
+
+    --ablate adds the column ablation: how far the output moves without the head, relative to its norm.
     """
     require_language(lang)
     if (texts is not None) == repeat_random:
@@ -103,6 +112,8 @@ def heads(
             work.step(say("reading the texts"))
             corpus = _repeated(loaded) if texts is None else _read(loaded, texts, special)
             found = _count(loaded, corpus, work, window, checkpoint)
+            if ablate:
+                found = found.with_column(ABLATION, _ablation(loaded, corpus.texts[:ablate], work))
             if json is not None:
                 found.write(json)
             if page is not None:
@@ -124,6 +135,24 @@ def _count(loaded: PretrainedModel, corpus: _Corpus, work: Work, window: int, ch
             checkpoint=checkpoint,
             progress=lambda *_: step(),
         )
+
+
+def _ablation(loaded: PretrainedModel, texts: Sequence[dict[str, Tensor]], work: Work) -> dict[str, Tensor]:
+    """The mean distance by which the output of a token moves without each head, relative to its norm."""
+    step = work.step(say("running without each head"), len(texts))
+
+    def outputs() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        for text in texts:
+            with torch.no_grad():
+                yield text, loaded.model(**text)[0]
+            step()
+
+    def moved(model: torch.nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        text, whole = batch
+        return ((model(**text)[0] - whole).norm(dim=-1) / whole.norm(dim=-1)).mean()
+
+    with about_the_model(loaded):
+        return head_ablation(loaded.model, outputs(), moved, progress=False)
 
 
 def _read(loaded: PretrainedModel, path: Path, special: bool) -> _Corpus:
@@ -244,10 +273,17 @@ def _show(console: Console, loaded: PretrainedModel, found: Census, threshold: f
     )
     console.print(Text(f"{loaded.name} · {facts}", style="bold"))
     names = list(found.layers)
-    for kind, ranked in found.kinds(threshold).items():
+
+    def print_row(title: str, ranked: list[RankedHead], more: str = "") -> None:
         listed = ", ".join(f"{names.index(head.layer)}.{head.head} ({head.weight:.2f})" for head in ranked[:8])
-        more = say(" and {0} more", len(ranked) - 8) if len(ranked) > 8 else ""
-        console.print(Text.assemble((f"{kind:<16}", "bold"), f"{listed or '–'}{more}"), soft_wrap=True)
+        console.print(Text.assemble((f"{title:<16}", "bold"), f"{listed or '–'}{more}"), soft_wrap=True)
+
+    for kind, ranked in found.kinds(threshold).items():
+        print_row(kind, ranked, say(" and {0} more", len(ranked) - 8) if len(ranked) > 8 else "")
     console.print(Text(say("Layer and head, from 0, and the mean weight on such keys."), style="dim"))
+    for column in found.columns:
+        print_row(column, found.rank_heads(column))
+    if ABLATION in found.columns:
+        console.print(Text(say("The part of its norm by which the output moves without the head."), style="dim"))
     for path in filter(None, paths):
         console.print(say("wrote {0}", path), markup=False, soft_wrap=True)
