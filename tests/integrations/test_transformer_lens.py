@@ -1,7 +1,11 @@
-"""`fused` on a component that computes attention as those of a TransformerLens bridge do."""
+"""`fused` on a component that computes attention as those of a TransformerLens bridge do, and a census as its detector.
+
+Where transformer_lens is installed, its own bridge and detector are compared too.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from torch import Tensor, nn
 import clearhead
 from clearhead.errors import ArgumentError
 from clearhead.integrations.transformer_lens import fused
+from tests.cli.conftest import save_tokenizer
+from tests.inspection.small_models import small
 
 HEADS, WIDTH = 3, 12
 
@@ -94,3 +100,77 @@ def test_dropout_is_that_of_the_component() -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(ArgumentError, match="a TransformerBridge"), fused(nn.Linear(2, 2)):
         pass
+
+
+KINDS = {"previous": "previous_token", "duplicate": "duplicate_token", "induction": "induction"}
+ours_only = pytest.mark.filterwarnings("ignore")  # nothing that other packages warn of is an error
+
+
+def patterns(tokens: Tensor) -> dict[str, Tensor]:
+    """The keys of each kind for a text (L,), (L, L), as transformer_lens/head_detector.py (4.3) defines them."""
+    duplicate = (tokens[:, None] == tokens).float().tril(-1)
+    previous = torch.ones(len(tokens) - 1).diag(-1)
+    return {"previous": previous, "duplicate": duplicate, "induction": F.pad(duplicate, (1, -1)).tril()}
+
+
+def score(weights: Tensor, pattern: Tensor) -> float:
+    """Its ``error_measure="mul"``: the part of a head's weights (L, L) that lies on a pattern."""
+    return float((weights * pattern).sum() / weights.sum())
+
+
+TEXTS = torch.tensor([[5, 3, 5, 3, 4, 5, 3, 4], [7, 7, 7, 6, 5, 6, 5, 6], [3, 4, 5, 6, 7, 8, 9, 2]])
+
+
+def test_masses_are_the_scores_of_the_head_detector() -> None:
+    torch.manual_seed(0)
+    bridge, seen = nn.Sequential(nn.Embedding(10, WIDTH), Component()).eval(), []
+    with fused(bridge):
+        census = clearhead.census(bridge, [TEXTS[:2], TEXTS[2:]])
+    bridge[1].hook_pattern.add_hook(seen)
+    bridge(TEXTS)
+    for kind in KINDS:
+        scores = [
+            [score(seen[0][text, head], patterns(ids)[kind]) for text, ids in enumerate(TEXTS)] for head in range(3)
+        ]
+        assert census.share(kind)["1"].tolist() == pytest.approx(torch.tensor(scores).mean(1).tolist(), abs=1e-6)
+
+
+@ours_only
+def test_the_patterns_are_those_of_the_package() -> None:
+    detector = pytest.importorskip("transformer_lens.head_detector")
+    for ids in TEXTS:
+        for kind, name in KINDS.items():
+            theirs = getattr(detector, f"get_{name}_head_detection_pattern")(ids[None])
+            assert torch.equal(theirs.float(), patterns(ids)[kind])
+
+
+@ours_only
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_bridge_of_the_package(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformer_lens")
+    from transformer_lens import head_detector
+    from transformer_lens.model_bridge.sources.transformers.source import boot
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path)
+    model = small(kind)
+    model.config.architectures = [type(model).__name__]
+    names = {"gpt2": "openai-community/gpt2", "llama": "meta-llama/Llama-2-7b-hf"}
+    bridge = boot(names[kind], hf_model=model, tokenizer=AutoTokenizer.from_pretrained(tmp_path)).eval()
+    with torch.no_grad():
+        expected, cache = bridge.run_with_cache(TEXTS)
+        with fused(bridge), clearhead.record(bridge, ("entropy",), keep="queries_keys") as rec:
+            torch.testing.assert_close(bridge(TEXTS), expected, atol=1e-5, rtol=1e-5)
+        with fused(bridge):
+            census = clearhead.census(bridge, [TEXTS])
+    theirs = [cache[f"blocks.{number}.attn.hook_pattern"] for number in range(2)]
+    for weights, layer in zip(theirs, rec, strict=True):
+        torch.testing.assert_close(rec.weights(layer), weights, atol=1e-5, rtol=0)
+        for name in KINDS:
+            options = {"exclude_bos": False, "exclude_current_token": False, "error_measure": "mul"}
+            measure = head_detector.compute_head_attention_similarity_score
+            scores = [
+                [measure(weights[text, head], patterns(ids)[name], **options) for text, ids in enumerate(TEXTS)]
+                for head in range(weights.shape[1])
+            ]
+            assert census.share(name)[layer].tolist() == pytest.approx(torch.tensor(scores).mean(1).tolist(), abs=1e-5)

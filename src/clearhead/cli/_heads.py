@@ -180,7 +180,8 @@ def _repeated(loaded: PretrainedModel) -> _Corpus:
     special = set(loaded.reader.all_special_ids)
     ordinary = torch.tensor([number for number in range(len(loaded.reader)) if number not in special])
     drawn = torch.Generator().manual_seed(0)
-    ids = ordinary[torch.randint(len(ordinary), (REPEATS, REPEATED), generator=drawn)]
+    length = min(REPEATED, (loaded.max_tokens - 1) // 2)
+    ids = ordinary[torch.randint(len(ordinary), (REPEATS, length), generator=drawn)]
     twice = torch.cat((ids, ids), 1)
     first = loaded.reader.bos_token_id
     if first is not None:

@@ -96,6 +96,7 @@ class Counting(Recorder):
     def begin(self, first_text: int) -> None:
         """Begin a batch. Its texts are numbered from here on."""
         self._batch, self._tokens, self._first_text, self._texts = [], {}, first_text, 0
+        self._picture_size = None  # each batch may have its own
         self._shared.clear()
         self._tokens_of_stack.clear()
 
@@ -117,7 +118,7 @@ class Counting(Recorder):
             self.wanted()
         is_self = sides.queries == sides.keys
         counted = self._counted_queries.of_call(layer.module, call, query, is_self=is_self, is_first=True)
-        layout = self._layout(layer.module, call.grid.query_length, call.grid.key_length)
+        layout = self._layout(layer.module, self._picture_size, call.grid.query_length, call.grid.key_length)
         padded = as_padded(call, counted)
         tokens = self._tokens_of(padded, sides, layout)
         values = self._values(padded, tokens, layout, _norms(padded, call, output))
@@ -136,11 +137,11 @@ class Counting(Recorder):
         counts = sees if padded.counted is None else sees & padded.counted[:, None]  # (B, H, L)
         marks = counts.expand(len(NAMES), *counts.shape).clone()
         marks[len(STATISTICS) :] &= seen.having
-        if not tokens.is_line:
-            numbers[_DISTANCE] = 0 if layout is None else _patch_distances(call, layout)
-            marks[_DISTANCE, ..., : 0 if layout is None else len(layout.prefix)] = False
-        if not tokens.is_self:
+        if not tokens.is_self or (layout is None and not tokens.is_line):
             marks[_DISTANCE] = False
+        elif layout is not None:
+            numbers[_DISTANCE] = _patch_distances(call, layout)
+            marks[_DISTANCE, ..., : len(layout.prefix)] = False
         return Values(numbers.float(), marks, self._numbered(call.grid.batch_size))
 
     def _masses(self, call: Call, tokens: Tokens) -> _Seen:
@@ -170,7 +171,8 @@ class Counting(Recorder):
         ids = self._found_tokens(padded)
         if ids is not None:
             ids = self._tokens_of_stack.setdefault(sides.queries, ids)
-        return Tokens(ids, is_self)
+        # Parts of a picture whose layout is unknown are no line either. A text beside the picture has tokens.
+        return Tokens(ids, is_self, is_line=ids is not None or self._picture_size is None)
 
     def _found_tokens(self, padded: Padded) -> Tensor | None:
         grid = padded.call.grid
@@ -197,9 +199,9 @@ class Counting(Recorder):
             return chosen[packed.clamp(min=0)]
         return None
 
-    def _find_layout(self, name: str, queries: int, keys: int) -> PatchLayout | None:
+    def _find_layout(self, name: str, size: tuple[int, int] | None, queries: int, keys: int) -> PatchLayout | None:
         try:
-            return find_layout(self._running.model, name, self._picture_size, queries, keys)
+            return find_layout(self._running.model, name, size, queries, keys)
         except ArgumentError:
             return None
 

@@ -77,6 +77,11 @@ class Census:
         """The names of all metrics."""
         return NAMES
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """Layer → its number of heads."""
+        return {layer: moments.count.shape[1] for layer, moments in self.layers.items()}
+
     def count(self, metric: str) -> dict[str, Tensor]:
         """The number of queries that count: of a mass, those that see such a key."""
         return self._of("count", metric)
@@ -158,7 +163,7 @@ class Census:
         """
         if text("name", name) in NAMES:
             raise ArgumentError("name", expected="a name that is no metric", got=repr(name))
-        column = column_of(values, _heads(self), self.name_of)
+        column = column_of(values, self.heads, self.name_of)
         return replace(self, columns={**self.columns, name: column})
 
     def merged(self, *others: Census) -> Census:
@@ -174,8 +179,8 @@ class Census:
                 raise DTypeError("others", expected="a Census", got=shown(other))
             if other.counted != self.counted:
                 raise ArgumentError("others", expected=f"the settings {self.counted}", got=str(other.counted))
-            if _heads(other) != _heads(self):
-                raise ArgumentError("others", expected=f"the heads {_heads(self)}", got=str(_heads(other)))
+            if other.heads != self.heads:
+                raise ArgumentError("others", expected=f"the heads {self.heads}", got=str(other.heads))
             sums = {
                 layer: moments.merged(other.layers[layer].shifted(result.texts))
                 for layer, moments in result.layers.items()
@@ -213,7 +218,7 @@ class Census:
               ``spread``, ``lowest``, ``highest``, ``count``) and ``columns`` (by name: one number).
         """
         numbers = {metric: {name: getattr(self, name)(metric) for name in (*_SUMS, "count")} for metric in NAMES}
-        heads = described(_heads(self), numbers, self.kinds(), self.columns)
+        heads = described(self.heads, numbers, self.kinds(), self.columns)
         counts = {"texts": self.texts, "tokens": self.tokens, "batches": self.batches}
         metrics = [metric._asdict() for metric in METRICS]
         return {"clearhead": __version__, **counts, **asdict(self.counted), "metrics": metrics, "heads": heads}
@@ -285,7 +290,3 @@ class Census:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def _heads(census: Census) -> dict[str, int]:
-    return {layer: moments.count.shape[1] for layer, moments in census.layers.items()}

@@ -145,6 +145,11 @@ class _Corpus:
         self._counting.begin(self._texts)
         _call(self._model, batch) if run is None else _called("run(model, batch)", run, self._model, batch)
         texts, tokens = self._counting.finish()
+        if self._before is not None:
+            heads = {layer: moments.count.shape[1] for layer, moments in self._counting.names.items()}
+            if heads != self._before.heads:  # said now, and not after the whole corpus
+                expected = f"one with the layers and heads {heads}"
+                raise ArgumentError("checkpoint", expected=expected, got=str(self._before.heads))
         self._texts, self._tokens, self._batches = self._texts + texts, self._tokens + tokens, self._batches + 1
         return texts, tokens
 
