@@ -74,7 +74,12 @@ def heads(
     window: Annotated[int, typer.Option(help="The reach of the mass `window`, in tokens.")] = 5,
     ablate: Annotated[
         int,
-        typer.Option(min=0, help="Run the first N texts without each head as well.", metavar="N", show_default=False),
+        typer.Option(
+            min=0,
+            help="Run the first N texts without each head: how far the output moves.",
+            metavar="N",
+            show_default=False,
+        ),
     ] = 0,
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("heads.html"),
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
@@ -94,8 +99,6 @@ def heads(
 
     --repeat-random is the usual test of induction heads: a causal model reads random tokens twice, and an induction
     head attends from a token to the one that followed it the first time.
-
-    --ablate adds the column ablation: how far the output moves without the head, relative to its norm.
     """
     require_language(lang)
     if (texts is not None) == repeat_random:
