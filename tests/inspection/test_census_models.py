@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
+from clearhead.errors import ArgumentError
 from tests.integrations.architectures import GROUPED, VOCABULARY, padding, token_ids
 from tests.integrations.encoders import build, inputs_of, pair
 from tests.support.models import VISION, two_sided, vision_model
@@ -127,6 +129,26 @@ def test_a_model_that_removes_padding_has_the_same_census(name: str, side: str) 
         for layer, mean in expected.mean(metric).items():
             assert found.count(metric)[layer].tolist() == expected.count(metric)[layer].tolist()
             torch.testing.assert_close(found.mean(metric)[layer], mean, atol=2e-5, rtol=1e-4, equal_nan=True)
+
+
+def test_weights_between_chosen_tokens(tmp_path: Path) -> None:
+    """From 5 or 6 to 3, over two texts; what `record.rank_heads` finds for one place in one text."""
+    model, texts = (
+        randomised(build_any("Llama", "Model", GROUPED), 0.3),
+        torch.tensor([[3, 9, 5, 8, 6], [5, 3, 9, 3, 5]]),
+    )
+    census = clearhead.census(model, [texts], pairs={"5, 6 → 3": ([5, 6], [3])})
+    rec = recorded(model, {"input_ids": texts})
+    for layer, found in census.mean("5, 6 → 3").items():
+        weights = rec.weights(layer)  # (B, H, L, L)
+        places = [weights[0, :, 2, 0], weights[0, :, 4, 0], weights[1, :, 4, [1, 3]].sum(-1)]
+        assert census.count("5, 6 → 3")[layer].tolist() == [3] * 4
+        require_near(found, torch.stack(places).double().mean(0))
+    assert len(census.rank_heads("5, 6 → 3")) == 8
+    census.save(tmp_path / "census.safetensors")
+    assert clearhead.Census.load(tmp_path / "census.safetensors").as_json() == census.as_json()
+    with pytest.raises(ArgumentError, match="others: expected the settings"):
+        census.merged(clearhead.census(model, [texts]))
 
 
 def test_layers_that_share_a_module_are_counted_apart() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, final
 
@@ -24,28 +23,13 @@ from .._naming import Frame, Layer
 from .._patch_layout import find_layout
 from .._recorder import Recorder
 from ._calls import Padded, Tokens, as_padded, having, masses_of
-from ._metrics import NAMES, STATISTICS
+from ._metrics import NAMES, STATISTICS, Counted
 from ._moments import Moments, Values
 
 _STATISTICS = (*(metric.name for metric in STATISTICS), "mass")
 _DISTANCE = NAMES.index("distance")
 #: Arguments of modules that hold integers but no tokens.
 _NO_TOKENS = ("mask", "position", "type_ids", "cu_seq")
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What a census counts.
-
-    Args:
-        special: ids of special tokens.
-        window: the reach of the mass ``window``, in positions.
-        strongest: how many texts each metric of a head keeps.
-    """
-
-    special: tuple[int, ...] = ()
-    window: int = 5
-    strongest: int = 8
 
 
 class _Seen(NamedTuple):
@@ -69,7 +53,6 @@ class Counting(Recorder):
     def __init__(self, model: nn.Module, layers: ChosenLayers, counted: Counted) -> None:
         super().__init__(model, layers, None)
         self._options = counted
-        self._special = torch.tensor(counted.special, dtype=torch.int64)
         self.moments: dict[Layer, Moments] = {}
         self._batch: list[tuple[Layer, Moments]] = []
         self._shared: dict[Hashable, _Seen] = {}
@@ -135,7 +118,7 @@ class Counting(Recorder):
         numbers = torch.cat((statistics, results["mass"].movedim(-1, 0)))  # (M, B, H, L)
         sees = results["sees"]
         counts = sees if padded.counted is None else sees & padded.counted[:, None]  # (B, H, L)
-        marks = counts.expand(len(NAMES), *counts.shape).clone()
+        marks = counts.expand(len(numbers), *counts.shape).clone()
         marks[len(STATISTICS) :] &= seen.having
         if not tokens.is_self or (layout is None and not tokens.is_line):
             marks[_DISTANCE] = False
@@ -148,7 +131,7 @@ class Counting(Recorder):
         grid = call.grid
         key = id(tokens.keys), id(call.mask), grid.query_length, grid.key_length, tokens.is_self, tokens.is_line
         if key not in self._shared:
-            masses = masses_of(call, tokens, self._special.to(grid.device), self._options.window)
+            masses = masses_of(call, tokens, self._options)
             self._shared[key] = _Seen(masses, having(call, masses), (tokens.keys, call.mask))
         return self._shared[key]
 

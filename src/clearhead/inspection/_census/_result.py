@@ -17,9 +17,8 @@ from ...errors import ArgumentError, DTypeError, UnknownNameError
 from ...plot._head_grid import plot_head_table
 from ...plot._ink import colors
 from . import _files
-from ._counting import Counted
 from ._files import State
-from ._metrics import KINDS, METRICS, NAMES
+from ._metrics import KINDS, Counted
 from ._moments import Moments
 from ._tables import column_of, described, row_of, united
 
@@ -75,7 +74,7 @@ class Census:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of all metrics."""
-        return NAMES
+        return self.counted.names
 
     @property
     def heads(self) -> dict[str, int]:
@@ -92,7 +91,7 @@ class Census:
 
     def share(self, metric: str) -> dict[str, Tensor]:
         """The mean of a mass over all queries. It is 0 where a query sees no such key."""
-        counts, every = self._of("count", metric), self._of("count", NAMES[0])
+        counts, every = self._of("count", metric), self._of("count", "entropy")
         return {
             layer: mean.nan_to_num() * counts[layer] / every[layer] for layer, mean in self._of("mean", metric).items()
         }
@@ -161,7 +160,7 @@ class Census:
             DTypeError: for anything but a dictionary of tensors.
             ShapeError: for another number of heads.
         """
-        if text("name", name) in NAMES:
+        if text("name", name) in self.metrics:
             raise ArgumentError("name", expected="a name that is no metric", got=repr(name))
         column = column_of(values, self.heads, self.name_of)
         return replace(self, columns={**self.columns, name: column})
@@ -212,15 +211,16 @@ class Census:
             * ``clearhead``: the version that made it.
             * ``texts``, ``tokens``, ``batches``: how many were counted; padding is no token.
             * ``special``, ``window``, ``strongest``: the settings, as for `clearhead.census`.
+            * ``pairs``: a list of names, each with the ids of its queries and of its keys.
             * ``metrics``: a list of ``name``, ``meaning``, and ``counts``, the queries that count.
             * ``heads``: a list of all heads in running order. Each has ``layer`` (its number), ``module`` (the name of
               the layer), ``head``, ``kinds`` (those of `kinds` that it belongs to), ``metrics`` (by name: ``mean``,
               ``spread``, ``lowest``, ``highest``, ``count``) and ``columns`` (by name: one number).
         """
-        numbers = {metric: {name: getattr(self, name)(metric) for name in (*_SUMS, "count")} for metric in NAMES}
+        numbers = {metric: {name: getattr(self, name)(metric) for name in (*_SUMS, "count")} for metric in self.metrics}
         heads = described(self.heads, numbers, self.kinds(), self.columns)
         counts = {"texts": self.texts, "tokens": self.tokens, "batches": self.batches}
-        metrics = [metric._asdict() for metric in METRICS]
+        metrics = [metric._asdict() for metric in self.counted.metrics]
         return {"clearhead": __version__, **counts, **asdict(self.counted), "metrics": metrics, "heads": heads}
 
     def write(self, folder: str | Path) -> None:
@@ -234,7 +234,7 @@ class Census:
         for head in index["heads"]:
             place = head["layer"], head["head"]
             head["file"] = "heads/layer-{}-head-{}.json".format(*place)
-            strongest = {name: [each._asdict() for each in self.strongest(name, *place)] for name in NAMES}
+            strongest = {name: [each._asdict() for each in self.strongest(name, *place)] for name in self.metrics}
             files[head["file"]] = {**{name: head[name] for name in ("layer", "module", "head")}, "strongest": strongest}
         _files.write({**files, "index.json": index}, Path(folder))
 
@@ -269,9 +269,9 @@ class Census:
         return layer
 
     def _row(self, metric: str) -> int:
-        if text("metric", metric) not in NAMES:
-            raise UnknownNameError("metric", expected=f"one of {', '.join(NAMES)}", got=shown(metric))
-        return NAMES.index(metric)
+        if text("metric", metric) not in self.metrics:
+            raise UnknownNameError("metric", expected=f"one of {', '.join(self.metrics)}", got=shown(metric))
+        return self.metrics.index(metric)
 
     def _of(self, sums: str, metric: str) -> dict[str, Tensor]:
         row = self._row(metric)
