@@ -5,6 +5,7 @@ Where transformer_lens is installed, its own bridge and detector are compared to
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from clearhead.errors import ArgumentError
 from clearhead.integrations.transformer_lens import fused
 from tests.cli.conftest import save_tokenizer
 from tests.inspection.small_models import small
+from tests.support.allocations import Allocations
 
 HEADS, WIDTH = 3, 12
 
@@ -34,32 +36,77 @@ class HookPoint(nn.Identity):
 
 
 class Component(nn.Module):
-    """Scores, mask, hook, softmax, dropout, hook, product: the steps of a bridge component."""
+    """Scores, mask, hook, softmax, dropout, hook, product: the steps of a bridge component.
 
-    def __init__(self, *, causal: bool = True) -> None:
+    In `compatibility_mode` keys are hidden by −∞, and rows without keys are zero.
+    """
+
+    def __init__(self, *, causal: bool = True, compatible: bool = False) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.hook_attn_scores, self.hook_pattern = HookPoint(), HookPoint()
-        self.is_causal, self.is_cross_attention = causal, False
+        self.is_causal, self.is_cross_attention, self.compatibility_mode = causal, False, compatible
+        self._pattern: object = None
 
     def _apply_reconstruct_attention_mask(
         self, attn_scores: Tensor, attention_mask: Tensor | None, seq_len: int, q_seq_len: int
     ) -> Tensor:
+        hidden = float("-inf") if self.compatibility_mode else torch.finfo(attn_scores.dtype).min
         if self.is_causal:
             seen = torch.ones(q_seq_len, seq_len, dtype=torch.bool).tril(seq_len - q_seq_len)
-            attn_scores = attn_scores.masked_fill(~seen, torch.finfo(attn_scores.dtype).min)
+            attn_scores = attn_scores.masked_fill(~seen, hidden)
+        if attention_mask is not None:  # (B, 1, L, S)
+            attn_scores = attn_scores.masked_fill(~attention_mask, hidden)
         return attn_scores
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _masked_softmax(self, attn_scores: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if not self.compatibility_mode:
+            return F.softmax(attn_scores, dim=-1, dtype=dtype)
+        empty = torch.isneginf(attn_scores).all(-1, keepdim=True)
+        return F.softmax(attn_scores.masked_fill(empty, 0), dim=-1, dtype=dtype).masked_fill(empty, 0)
+
+    def _scrub_compatibility_pattern_nans(self, pattern: Tensor) -> Tensor:
+        return pattern.nan_to_num() if self.compatibility_mode else pattern
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         scores = torch.matmul(q, k.transpose(-2, -1)) * q.shape[-1] ** -0.5
         length = x.shape[1]
         scores = self._apply_reconstruct_attention_mask(
-            attn_scores=scores, attention_mask=None, seq_len=length, q_seq_len=length
+            attn_scores=scores, attention_mask=mask, seq_len=length, q_seq_len=length
         )
-        pattern = F.softmax(self.hook_attn_scores(scores), dim=-1, dtype=torch.float32).to(q.dtype)
-        pattern = self.hook_pattern(F.dropout(pattern, p=0.1, training=self.training))
+        pattern = self._masked_softmax(self.hook_attn_scores(scores), dtype=torch.float32).to(q.dtype)
+        pattern = self._scrub_compatibility_pattern_nans(pattern)
+        self._pattern = pattern = self.hook_pattern(F.dropout(pattern, p=0.1, training=self.training))
         return torch.matmul(pattern, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("compatible", [False, True])
+def test_no_pattern_is_built_or_kept(compatible: bool) -> None:
+    bridge, x = Component(compatible=compatible).eval(), torch.randn(1, 300, WIDTH)
+    with torch.no_grad():
+        expected = bridge(x)
+        with fused(bridge), Allocations() as used:
+            found = bridge(x)
+    torch.testing.assert_close(found, expected)
+    assert used.largest < 300 * 300, used.operation  # bytes: less than one byte of each weight
+    assert bridge._pattern is None
+
+
+def test_rows_without_keys_are_zero_in_compatibility_mode() -> None:
+    """As they are left of a text that is padded on the left; with dropout the pattern is built."""
+    bridge, x = Component(compatible=True), torch.randn(2, 7, WIDTH, requires_grad=True)
+    real = torch.arange(7) >= torch.tensor([[3], [0]])  # (B, S)
+    mask = real[:, None, None] & torch.ones(7, 7, dtype=torch.bool).tril()  # (B, 1, L, S)
+    for training in (False, True):
+        results: list[Tensor] = []
+        for around in (nullcontext(), fused(bridge)):
+            torch.manual_seed(3)
+            with around:
+                output = bridge.train(training)(x, mask)
+                results += [output, *torch.autograd.grad(output.square().sum(), x)]
+        torch.testing.assert_close(results[2:], results[:2])
+        assert not results[2][0, :3].any()
 
 
 @pytest.mark.parametrize("causal", [False, True])
