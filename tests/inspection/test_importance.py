@@ -25,16 +25,17 @@ def ablation(model: nn.Module, *batches: Tensor, **options: Any) -> dict[str, Te
 @pytest.mark.parametrize("change", [0.0, -0.5, "mean"])
 def test_it_is_the_difference_of_the_losses(change: Any, model: Stack, x: Tensor) -> None:
     """Over three examples in two batches."""
-    values = ablation(model, x, x[:1] * 2, change=change)
+    batches = (x, x[:1] * 2)
+    values = ablation(model, *batches, change=change)
     assert list(values) == NAMES
     for name in NAMES:
         for head in range(HEADS):
-            with torch.no_grad(), clearhead.intervene(model, {(name, head): change}):
-                without = [squares(model, batch) for batch in (x, x[:1] * 2)]
-            losses = [
-                float(after - squares(model, batch)) for after, batch in zip(without, (x, x[:1] * 2), strict=True)
-            ]
-            assert float(values[name][head]) == pytest.approx((2 * losses[0] + losses[1]) / 3, abs=1e-6)
+            with torch.no_grad():
+                whole = [float(squares(model, batch)) for batch in batches]
+                with clearhead.intervene(model, {(name, head): change}):
+                    without = [float(squares(model, batch)) for batch in batches]
+            expected = (2 * (without[0] - whole[0]) + without[1] - whole[1]) / 3
+            assert float(values[name][head]) == pytest.approx(expected, abs=1e-6)
     assert nothing_left(model)
     assert all(parameter.grad is None for parameter in model.parameters())
 

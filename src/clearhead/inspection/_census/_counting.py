@@ -48,11 +48,12 @@ class Counting(Recorder):
         model: the model.
         layers: the layers to count.
         counted: what to count.
+        resumed: whether all batches may have been counted before.
     """
 
-    def __init__(self, model: nn.Module, layers: ChosenLayers, counted: Counted) -> None:
+    def __init__(self, model: nn.Module, layers: ChosenLayers, counted: Counted, *, resumed: bool = False) -> None:
         super().__init__(model, layers, None)
-        self._options = counted
+        self._options, self._nothing_left = counted, resumed
         self.moments: dict[Layer, Moments] = {}
         self._batch: list[tuple[Layer, Moments]] = []
         self._shared: dict[Hashable, _Seen] = {}
@@ -80,8 +81,14 @@ class Counting(Recorder):
         """Begin a batch. Its texts are numbered from here on."""
         self._batch, self._tokens, self._first_text, self._texts = [], {}, first_text, 0
         self._picture_size = None  # each batch may have its own
+        self._nothing_left = False
         self._shared.clear()
         self._tokens_of_stack.clear()
+
+    def report_unseen(self) -> None:
+        """As of other recorders, unless there was nothing left to run."""
+        if not self._nothing_left:
+            super().report_unseen()
 
     def finish(self) -> tuple[int, int]:
         """Add the batch to the sums. Returns its numbers of texts, and of tokens in the layer with the most."""

@@ -113,7 +113,7 @@ class _Corpus:
         self, model: nn.Module, counted: Counted, layers: Sequence[int | str] | None, before: Census | None
     ) -> None:
         self._model, self._counted, self._before = model, counted, before
-        self._counting = Counting(model, ChosenLayers(layers, model), counted)
+        self._counting = Counting(model, ChosenLayers(layers, model), counted, resumed=before is not None)
         self._texts, self._tokens, self._batches = 0, 0, 0
 
     def count(
