@@ -105,7 +105,7 @@ def heads(
         got = "both" if repeat_random else "neither"
         raise UsageProblem(explain_problem("--texts", expected="either --texts FILE or --repeat-random", got=got))
     page = None if no_html else html
-    require_writable({"html": page, "json": json, "checkpoint": checkpoint})
+    require_writable({"html": page, "json": json and json / "index.json", "checkpoint": checkpoint})
     with speaking(lang):
         with at_work() as work:
             loaded = demo.load_text_model(model, notify=warn)
