@@ -15,7 +15,7 @@ from ..errors import ArgumentError, KernelError
 from ._base import Kernel, Refusal, refusals_of_formula
 from ._chunked import ChunkedKernel
 from ._flex import FlexKernel
-from ._flex_choice import leaves_to_flex
+from ._flex_choice import leaves_to_flex, reservation_of_flex
 from ._native import NativeKernel
 from ._reference import ReferenceKernel
 from ._sdpa import SdpaKernel
@@ -153,6 +153,8 @@ def _reservations(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
     elif kernel.name == "chunked" or (kernel.name == "sdpa" and not layout.lse):
         untrusted = distrusts_sinks(layout) if kernel.name == "sdpa" else ()
         return untrusted or leaves_to_flex(*request)
+    elif kernel.name == "flex":
+        return reservation_of_flex(*request)
     return ()
 
 
