@@ -22,8 +22,9 @@ from ._triton import available
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
 FEWEST = 4096
-#: From this many scores (B · H · L · S) on, `flex` computes what `sdpa` does not. Below it the many
-#: operators of `chunked` take milliseconds, and compiled code takes seconds to make.
+#: From this many scores (B · H · L · S) on, `flex` computes what `sdpa` does not. Below it the many operators of
+#: `chunked` take milliseconds, and compiled code takes seconds to make. An estimate: `benchmarks.gpu.scored` has the
+#: lines that measure it on a GPU.
 FEWEST_SCORES = 1 << 22
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_DIM = 128
