@@ -137,9 +137,6 @@ def test_other_graphs_build_the_scores(
 
 def test_a_module(cuda: PretendedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     module = clearhead.MultiHeadAttention(64, H, num_kv_heads=HKV, softcap=5.0, mask=masks.causal())
-    x = torch.randn(B, L, 64)
-    expected = module(x)
     module.to("cuda", torch.bfloat16)
-    graph = Graph(module, [x.to("cuda", torch.bfloat16)], monkeypatch)
+    graph = Graph(module, [torch.randn(B, L, 64, dtype=torch.bfloat16, device="cuda")], monkeypatch)
     assert graph.kernels == ["flex_attention"]
-    assert expected.shape == x.shape

@@ -99,7 +99,7 @@ def test_explain_says_what_keeps_it_on_chunked(cuda: PretendedDevice, small: Non
         assert any(each.startswith(reason) for each in found.reasons["flex"]), (reason, found.reasons["flex"])
 
 
-def test_few_scores_and_other_dtypes_stay_on_chunked(cuda: PretendedDevice) -> None:
+def test_few_scores_stay_on_chunked(cuda: PretendedDevice) -> None:
     found = _explain(masks.bias(_bias()))
     assert found.kernel == "chunked"
     assert found.reasons["flex"] == ("the call is smaller than those for which compiling it pays",)
