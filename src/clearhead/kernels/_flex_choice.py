@@ -56,6 +56,8 @@ def reservation_of_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]
     fits = _is_compiled if changes_scores or layout.tracing else _leaves_out
     if bound.mask is not None and not bound.form(fits.__name__, lambda: fits(bound)):
         return (Refusal("the mask is a tensor or a function, or rules out no blocks of keys"),)
+    if layout.tracing and any(part.structure.biases for part in bound.parts):
+        return (Refusal("in a graph its gradient of a bias is not checked before it is used"),)
     if not layout.tracing and not _is_trusted(layout):
         return (Refusal("it is switched off, or failed the check of this device"),)
     return ()
