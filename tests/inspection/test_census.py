@@ -200,6 +200,18 @@ def test_a_packed_batch_is_its_sequences() -> None:
     assert packed.count("duplicate")[""].tolist() == [6, 6]
 
 
+def test_a_jagged_batch_is_its_texts() -> None:
+    model = Reader(causal=True).eval()
+    texts = [torch.tensor(ids) for ids in ([2, 3, 2, 3, 1], [4, 4, 4], [5, 6, 5, 6])]
+    jagged = clearhead.census(model, [torch.nested.nested_tensor(texts, layout=torch.jagged)], special=SPECIAL)
+    single = clearhead.census(model, [text[None] for text in texts], special=SPECIAL)
+    assert (jagged.texts, jagged.tokens) == (single.texts, single.tokens) == (3, 12)
+    for metric in jagged.metrics:
+        for layer, mean in single.mean(metric).items():
+            assert jagged.count(metric)[layer].tolist() == single.count(metric)[layer].tolist()
+            torch.testing.assert_close(jagged.mean(metric)[layer], mean, equal_nan=True)
+
+
 def test_saved_and_loaded_it_is_the_same(model: Reader, tmp_path: Path) -> None:
     census = clearhead.census(model, batches(), special=SPECIAL).with_column("loss", {"first": torch.arange(3.0)})
     census.save(tmp_path / "census.safetensors")

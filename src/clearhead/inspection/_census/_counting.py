@@ -176,7 +176,7 @@ class Counting(Recorder):
                     continue
                 if ids.numel() == int((packed >= 0).sum()):  # packed already in the model's arguments
                     return padded.tokens(ids, of_keys=True)
-                if ids.shape == shape[:1] + ids.shape[1:] and ids.shape[1] >= shape[1]:
+                if ids.dim() == 2 and len(ids) == shape[0] and ids.shape[1] >= shape[1]:
                     return self._unpadded(frame, ids, packed)
         return None
 
@@ -207,12 +207,12 @@ def _norms(padded: Padded, call: Call, output: Tensor | None) -> Tensor | None:
 
 
 def _integers_of(frame: Frame) -> Iterator[Tensor]:
-    """The integers (B, n) among the arguments of a module, those named ids first."""
+    """The integers (B, n) among the arguments of a module, those named ids first; (T,) of jagged ones."""
     named: dict[str, Any] = frame.kwargs
     chosen = [value for name, value in named.items() if not any(part in name for part in _NO_TOKENS)]
     for value in (*chosen, *frame.args):
         if isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32):
-            yield value
+            yield value.values() if value.is_nested else value
 
 
 def _patch_distances(call: Call, layout: PatchLayout) -> Tensor:
