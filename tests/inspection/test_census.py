@@ -200,6 +200,18 @@ def test_a_packed_batch_is_its_sequences() -> None:
     assert packed.count("duplicate")[""].tolist() == [6, 6]
 
 
+@pytest.mark.parametrize("empty", [(0, 3), (2, 0)], ids=["no text", "no token"])
+def test_empty_batches_count_nothing(model: Reader, empty: tuple[int, int]) -> None:
+    ids = torch.tensor([[2, 3, 2, 4, 3]])
+    found = clearhead.census(model, [ids, torch.zeros(empty).long(), ids])
+    assert (found.texts, found.tokens, found.batches) == (2 + empty[0], 10, 3)
+    plain = clearhead.census(model, [ids, ids])
+    for metric in plain.metrics:
+        torch.testing.assert_close(found.mean(metric)["second"], plain.mean(metric)["second"], equal_nan=True)
+    last = {0: 1, 2: 3}[empty[0]]
+    assert {each.text for each in found.strongest("entropy", 0, 0)} == {0, last}
+
+
 def test_a_jagged_batch_is_its_texts() -> None:
     model = Reader(causal=True).eval()
     texts = [torch.tensor(ids) for ids in ([2, 3, 2, 3, 1], [4, 4, 4], [5, 6, 5, 6])]

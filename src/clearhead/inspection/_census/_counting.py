@@ -106,6 +106,9 @@ class Counting(Recorder):
         running = self._running.model.get_submodule(layer.module)
         if isinstance(call, PartialCall) or getattr(running, "head_shard", None) is not None:
             self.wanted()
+        if not query.numel():  # texts without tokens
+            self._texts = self._texts or call.grid.batch_size
+            return
         is_self = sides.queries == sides.keys
         counted = self._counted_queries.of_call(layer.module, call, query, is_self=is_self, is_first=True)
         layout = self._layout(layer.module, self._picture_size, call.grid.query_length, call.grid.key_length)
