@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from ..._checks import FLOATS, INTEGERS, index, number, shown, strided, text, wi
 from ..._statistics.recorded import RankedHead
 from ..._version import __version__
 from ...errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, shape_text
+from ...plot._spoken import spoken
 from . import _files
 from ._counting import Counted
 from ._files import State
 from ._metrics import KINDS, METRICS, NAMES
 from ._moments import Moments
+
+if TYPE_CHECKING:
+    from ...plot._page_maker import Page
 
 _SUMS = ("mean", "spread", "lowest", "highest")
 
@@ -252,6 +256,30 @@ class Census:
                 flat |= {metric if name == "mean" else f"{metric}_{name}": x for name, x in numbers.items()}
             rows.append(flat | head["columns"])
         return frame(rows)
+
+    @spoken
+    def page(self, *, title: str = "What the heads do", threshold: float | None = None, language: str = "en") -> Page:
+        """Make one self-contained HTML page: the heads of each kind, and all heads by any metric.
+
+        It names the texts in which a head was strongest. `clearhead heads` also shows them, with their weights.
+
+        Args:
+            title: the page's title, such as the model's name.
+            threshold: as for `kinds`.
+            language: of the page, ``"en"`` or ``"zh"`` (Chinese). Names of metrics stay English. Default ``"en"``.
+
+        Raises:
+            ArgumentError: for another language, and a threshold that is no mass.
+
+        Example:
+            >>> import torch, clearhead
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 12), clearhead.MultiHeadAttention(12, 3)).eval()
+            >>> clearhead.census(model, [torch.tensor([[1, 2, 1, 3]])]).page(title="Random").text.count("Random")
+            2
+        """
+        from ._page import page_of
+
+        return page_of(self, title=text("title", title), threshold=threshold)
 
     def name_of(self, layer: int | str) -> str:
         """The name of a layer: its number in running order, or its name."""
