@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -45,6 +46,9 @@ def counted(layers: int, heads: int, *, texts: int = 20, length: int = 30, stron
     return Census(moments, Counted((), 5, strongest), texts, texts * length, 1)
 
 
+WORDS = ["".join(random.Random(word).choices("abcdefghijklmnopqrstuvwxyz", k=2 + word % 8)) for word in range(5000)]
+
+
 class _Names(Sequence[Tokens]):
     """Texts of random words, each made when it is read; the first tokens try to be markup."""
 
@@ -55,21 +59,20 @@ class _Names(Sequence[Tokens]):
         return self._texts
 
     def __getitem__(self, text: Any) -> Any:
-        draw = random.Random(text)
-        words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(self._length)]
-        return Tokens([HOSTILE, "街", *words[2:]], [False] * self._length)
+        words = random.Random(text).choices(WORDS, k=self._length - 2)
+        return SimpleNamespace(names=[HOSTILE, "街", *words])
 
 
 class _Weights:
-    """The record of a text: the weights of a head, the same in every text."""
+    """The record of a text: weights of a head, drawn only as far as they are read."""
 
     def __init__(self, length: int) -> None:
         self._length = length
 
     def weights(self, layer: int, head: int, queries: Sequence[int] | None = None) -> Tensor:
         drawn = torch.Generator().manual_seed(100 * layer + head)
-        every = (4 * torch.randn(self._length, self._length, generator=drawn)).softmax(-1)
-        return (every if queries is None else every[queries])[None]
+        rows = self._length if queries is None else len(queries)
+        return (4 * torch.randn(1, rows, self._length, generator=drawn)).softmax(-1)
 
 
 def page_of_counted(found: Census, length: int = 30, shown: Shown | None = None) -> Page:

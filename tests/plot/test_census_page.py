@@ -40,7 +40,7 @@ def test_32_by_32_heads_and_10_000_texts_fit_in_5_mb() -> None:
     made = page_of_counted(counted(32, 32, texts=10_000, length=128), 128)
     rows = rows_of(made)
     assert [len(rows), *{len(of_head) for of_head in rows}] == [1024, 3]
-    assert {len(row["keys"]) for of_head in rows for row in of_head} == {16}
+    assert max(len(row["keys"]) for of_head in rows for row in of_head) == 16
     assert len(made.text.encode()) <= 5_000_000
 
 

@@ -16,7 +16,7 @@ from ._language import say, words_now
 from ._page_maker import Page, filled_page
 
 _LONGEST = 24  # characters of a token
-_LISTED = 16  # heads of a kind
+_LISTED = 8  # heads of a kind
 
 #: Kind → its heads as layer, head and mean mass, the largest first.
 Kinds = Mapping[str, Sequence[tuple[int, int, float]]]

@@ -10,7 +10,7 @@ export function showHead(at, rows) {
   const head = data.heads[at];
   const name = nameOfHead(head);
   byId("head-title").textContent = name[0].toUpperCase() + name.slice(1);
-  byId("head-kinds").textContent = namesOf(head);
+  byId("head-kinds").replaceChildren(...namesOf(head));
   byId("head-module").textContent = head.module;
   byId("numbers").replaceChildren(...data.metrics.map((metric) => drawNumber(head, metric)));
   byId("strongest").replaceChildren(
@@ -22,9 +22,14 @@ export function showHead(at, rows) {
   if (data.link) link.href = `${data.link}#layer=${head.layer}&head=${head.head}`;
 }
 
+/** What the kinds of a head mean, each in a line. */
 function namesOf(head) {
-  const told = (kind) => say`${kind} ${brief(valueOf(head, kind))}: ${meaningOf(kind)}`;
-  return head.kinds.length ? head.kinds.map(told).join("; ") : say`No mean weight is large enough for a name.`;
+  if (!head.kinds.length) return [element("li", say`No mean weight is large enough for a name.`)];
+  return head.kinds.map((kind) => {
+    const line = element("li");
+    line.append(element("b", kind), say` ${brief(valueOf(head, kind))}: ${meaningOf(kind)}`);
+    return line;
+  });
 }
 
 function drawNumber(head, { name, meaning }) {

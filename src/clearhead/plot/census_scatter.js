@@ -7,7 +7,7 @@ import { brief, css } from "./page_color.js";
 import { byId, data, element, say } from "./page_data.js";
 
 const MARGIN = { left: 46, right: 14, top: 14, bottom: 42 };
-const NAMED = 12; // points with a name beside them
+const NAMED = 12; // points of a kind with a name beside them
 const NEAR = 24; // pixels from a click to its point
 const MANY = 300;
 const SWATCHES = 8;
@@ -36,7 +36,7 @@ export function drawScatter() {
   const radius = data.heads.length > MANY ? 4 : 6;
   const ring = drawn("circle", { id: "ring", r: radius + 2 });
   const marks = points.map((point) => drawPoint(point, x.metric, y.metric, radius));
-  box.replaceChildren(...drawAxes(x, y, width, height), ...marks, ring, ...drawNames(y.metric, width));
+  box.replaceChildren(...drawAxes(x, y, width, height), ...marks, ring, ...drawNames([y.metric, x.metric], width));
   byId("axes").replaceChildren(...[[say`across`, x.metric], [say`up`, y.metric]].flatMap(([side, metric]) => [
     element("dt", `${side} ${metric}: `),
     element("dd", meaningOf(metric)),
@@ -73,13 +73,16 @@ function drawPoint({ at, head, across, up, x, y }, metric, other, radius) {
   return point;
 }
 
-/** Names beside the highest points, where there is room: those of the kind, or else the first three. */
-function drawNames(metric, width) {
-  const highest = points.filter(({ head }) => !(metric in data.least) || head.kinds.includes(metric)).sort((a, b) => b.up - a.up);
+/** Names beside the heads of the kinds that are shown, where there is room. */
+function drawNames(metrics, width) {
+  const ofKinds = metrics.flatMap((metric) => {
+    const ranked = points.filter(({ head }) => head.kinds.includes(metric));
+    return ranked.sort((a, b) => valueOf(b.head, metric) - valueOf(a.head, metric)).slice(0, NAMED);
+  });
   const taken = [];
-  return highest.slice(0, metric in data.least ? NAMED : 3).flatMap(({ head, x, y }) => {
-    const name = `${head.layer}.${head.head}`;
-    const length = 8 + 7 * name.length;
+  return [...new Set(ofKinds)].flatMap(({ head, x, y }) => {
+    const name = say`head ${head.layer}.${head.head}`; // numbers alone look like those of an axis
+    const length = 8 + 6 * name.length;
     const left = x + 10 + length > width ? x - 10 - length : x + 10;
     if (taken.some((other) => Math.abs(other.left - left) < length && Math.abs(other.y - y) < 14)) return [];
     taken.push({ left, y });
