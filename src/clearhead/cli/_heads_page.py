@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import explain_problem
-from ..inspection._census._page import ROWS, Head, kinds_of, telling
-from ..inspection._census._page import page_of as census_page_of
+from ..inspection._census._page import ROWS, Head, kinds_of, least_of, telling
 from ..inspection._census._result import Census
-from ..plot._census_page import Kinds, StrongRow, WholeMap
+from ..plot._census_page import Kinds, StrongRow, WholeMap, census_page
 from ..plot._html import Page
 from ..plot._language import say
 from ..plot._tokens import Tokens
@@ -70,11 +69,12 @@ class _Wanted(NamedTuple):
 def page_of(loaded: PretrainedModel, found: Census, corpus: Corpus, shown: Shown) -> Page:
     """The page, with the strongest rows of every head; whole maps are of the chosen heads, or of those with a name."""
     require_heads(shown.chosen, [moments.count.shape[1] for moments in found.layers.values()])
-    kinds = kinds_of(found, shown.threshold)
+    index = found.as_json()
+    kinds = kinds_of(index, found.kinds(shown.threshold))
     mapped = shown.chosen or list(dict.fromkeys(_by_rank(kinds)))[:MAPS]
-    rows = _rows(loaded, corpus, _wanted(found, kinds, set(mapped)))
+    rows = _rows(loaded, corpus, _wanted(found, telling(index, kinds), set(mapped)))
     title = say("What the heads of {0} do", loaded.name)
-    return census_page_of(found, rows, title=title, threshold=shown.threshold, link=shown.link)
+    return census_page(index, rows, title=title, kinds=kinds, least=least_of(shown.threshold), link=shown.link)
 
 
 def require_heads(chosen: Sequence[Head], heads: Sequence[int]) -> None:
@@ -91,10 +91,10 @@ def _by_rank(kinds: Kinds) -> Iterator[Head]:
         yield from (ranked[rank][:2] for ranked in kinds.values() if rank < len(ranked))
 
 
-def _wanted(found: Census, kinds: Kinds, mapped: set[Head]) -> dict[int, list[_Wanted]]:
+def _wanted(found: Census, told: Mapping[Head, str], mapped: set[Head]) -> dict[int, list[_Wanted]]:
     """Text → the rows that the page shows of it."""
     wanted: dict[int, list[_Wanted]] = {}
-    for head, metric in telling(found, kinds).items():
+    for head, metric in told.items():
         for rank, (text, position, value) in enumerate(found.strongest(metric, *head)[:ROWS]):
             has_map = rank == 0 and head in mapped
             wanted.setdefault(text, []).append(_Wanted(head, metric, position, value, has_map))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ from ..._checks import FLOATS, INTEGERS, index, number, shown, strided, text, wi
 from ..._statistics.recorded import RankedHead
 from ..._version import __version__
 from ...errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, shape_text
+from ...plot._census_page import StrongRow, census_page
+from ...plot._page_maker import Page
 from ...plot._spoken import spoken
 from . import _files
 from ._counting import Counted
 from ._files import State
 from ._metrics import KINDS, METRICS, NAMES
 from ._moments import Moments
-
-if TYPE_CHECKING:
-    from ...plot._page_maker import Page
+from ._page import ROWS, kinds_of, least_of, telling
 
 _SUMS = ("mean", "spread", "lowest", "highest")
 
@@ -277,9 +277,13 @@ class Census:
             >>> clearhead.census(model, [torch.tensor([[1, 2, 1, 3]])]).page(title="Random").text.count("Random")
             2
         """
-        from ._page import page_of
-
-        return page_of(self, title=text("title", title), threshold=threshold)
+        index = self.as_json()
+        kinds = kinds_of(index, self.kinds(threshold))
+        rows = {
+            head: [StrongRow(metric, value, at, token) for at, token, value in self.strongest(metric, *head)[:ROWS]]
+            for head, metric in telling(index, kinds).items()
+        }
+        return census_page(index, rows, title=text("title", title), kinds=kinds, least=least_of(threshold))
 
     def name_of(self, layer: int | str) -> str:
         """The name of a layer: its number in running order, or its name."""
