@@ -53,9 +53,8 @@ def two_texts() -> Page:
 def sentences() -> list[str]:
     """The texts of lesson 6."""
     lesson = (IMAGES.parent / "en" / "lessons" / "heads.md").read_text(encoding="utf-8")
-    found = re.search(r"^texts = (\[.*?^\])", lesson, re.MULTILINE | re.DOTALL)
-    assert found
-    return ast.literal_eval(found[1])
+    [texts] = re.findall(r"^texts = (\[.*?^\])", lesson, re.MULTILINE | re.DOTALL)
+    return ast.literal_eval(texts)
 
 
 def heads() -> Page:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ def run(*arguments: str) -> str:
 def test_prints_kinds_and_writes_page_and_numbers(tmp_path: Path) -> None:
     texts, page = tmp_path / "texts.txt", tmp_path / "heads.html"
     texts.write_text(TEXTS, encoding="utf-8")
-    printed = run("--texts", str(texts), "--html", str(page), "--json", str(tmp_path / "out"))
+    printed = run("--texts", str(texts), "--html", str(page), "--json", str(tmp_path / "out"), "--ablate", "1")
     assert "previous        0.2 (1.00)" in printed
     index = json.loads((tmp_path / "out" / "index.json").read_text())
     assert (index["texts"], len(index["heads"])) == (2, 72)
+    strongest = max(index["heads"], key=lambda head: head["columns"]["ablation"])
+    assert f"ablation        {strongest['layer']}.{strongest['head']} (" in printed
+    assert strongest["columns"]["ablation"] > 0.05
     data = data_of(page)
     assert next(head for head in data["heads"] if (head["layer"], head["head"]) == (0, 2))["kinds"][0] == "previous"
     assert len(page.read_text(encoding="utf-8")) < 500_000
@@ -63,6 +67,19 @@ def test_chinese(tmp_path: Path) -> None:
     texts.write_text("猫坐在垫子上。\n", encoding="utf-8")
     run("--texts", str(texts), "--html", str(tmp_path / "heads.html"), "--lang", "zh")
     assert 'lang="zh"' in (tmp_path / "heads.html").read_text(encoding="utf-8")
+
+
+def test_random_tokens_that_repeat(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """As many as the model takes, 64 here, each text with a first token that is no part of them."""
+    run(str(model_folder("llama")), "--repeat-random", "--no-html", "--json", str(tmp_path))
+    index = json.loads((tmp_path / "index.json").read_text())
+    length = 1 + 2 * 31
+    assert (index["texts"], index["tokens"]) == (32, 32 * length)
+    for head in index["heads"]:
+        metrics = head["metrics"]
+        assert metrics["induction"]["count"] == metrics["duplicate"]["count"] >= 32 * 31  # the whole second half
+        assert metrics["special"]["count"] == metrics["entropy"]["count"] == 32 * length
+        assert 0 < metrics["induction"]["mean"] < 0.4  # a random model has no induction head
 
 
 @pytest.mark.parametrize("arguments", [(), ("--texts", "texts.txt", "--repeat-random")])

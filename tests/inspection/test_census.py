@@ -277,6 +277,11 @@ REFUSED: dict[str, tuple[Callable[[Reader], object], str]] = {
     "tensor": (lambda model: clearhead.census(model, torch.zeros(2, 3)), "batches"),  # type: ignore[arg-type]
     "window": (lambda model: clearhead.census(model, [], window=-1), "window"),
     "name": (lambda model: clearhead.census(model, [], checkpoint="census.json"), "checkpoint"),
+    "a pair of one list": (lambda model: clearhead.census(model, [], pairs={"a": [1]}), "pairs"),  # type: ignore[dict-item]
+    "a pair with the name of a metric": (
+        lambda model: clearhead.census(model, [], pairs={"same": ([1], [2])}),
+        "pairs",
+    ),
     "nothing": (lambda model: clearhead.census(model, []), "no attention was seen"),
 }
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from clearhead import Census
 from clearhead.cli._demo import PretrainedModel
 from clearhead.cli._heads_page import Corpus, Shown, page_of
-from clearhead.inspection._census._counting import Counted
-from clearhead.inspection._census._metrics import NAMES
+from clearhead.inspection._census._metrics import NAMES, Counted
 from clearhead.inspection._census._moments import Moments
 from clearhead.plot import Page, Tokens
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from clearhead.errors import ArgumentError
-from clearhead.inspection._census._metrics import METRICS
+from clearhead.inspection._census._metrics import Counted, Pair
 from clearhead.plot import given
 from clearhead.plot._fonts import characters_of, fonts
 from clearhead.plot._heads import KINDS
@@ -48,7 +48,7 @@ def texts_of_python() -> Iterator[str]:
     yield NOTE
     yield from TITLES.values()
     yield from KINDS.values()
-    yield from (metric.meaning for metric in METRICS)
+    yield from (metric.meaning for metric in Counted(pairs=(Pair("pair", (1,), (2,)),)).metrics)
     for unit, plural in (("patch", "patches"), ("tile", "tiles")):
         kinds = [meaning for kind, meaning in KINDS.items() if kind != "special"]
         yield from (meaning.replace("tokens", plural).replace("token", unit) for meaning in kinds)

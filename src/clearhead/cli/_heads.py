@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,11 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from .._statistics.recorded import RankedHead
 from ..errors import ArgumentError, explain_problem
 from ..inspection._census._result import Census
 from ..inspection._census._run import census
+from ..inspection._importance import head_ablation
 from ..plot._language import say, speaking
 from ..plot._tokens import Tokens
 from . import _demo as demo
@@ -28,6 +31,7 @@ from ._walkthrough import LANGUAGE, require_language
 from ._windows import Window, cut_into_windows
 
 REPEATED, REPEATS = 50, 32  # tokens that are repeated, and how many such texts
+ABLATION = "ablation"  # the column of --ablate
 
 
 def heads(
@@ -43,6 +47,15 @@ def heads(
         float | None, typer.Option(help="The mean weight that names a head.", show_default="0.4", metavar="WEIGHT")
     ] = None,
     window: Annotated[int, typer.Option(help="The reach of the mass `window`, in tokens.")] = 5,
+    ablate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Run the first N texts without each head: how far the output moves.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = 0,
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("heads.html"),
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
     json: Annotated[Path | None, typer.Option(help="A folder for index.json and a file for each head.")] = None,
@@ -85,6 +98,8 @@ def heads(
             work.step(say("reading the texts"))
             corpus = _repeated(loaded) if texts is None else _read(loaded, texts, special)
             found = _count(loaded, corpus, work, window, checkpoint)
+            if ablate:
+                found = found.with_column(ABLATION, _ablation(loaded, corpus.texts[:ablate], work))
             if json is not None:
                 found.write(json)
             if page is not None:
@@ -116,6 +131,24 @@ def _count(loaded: PretrainedModel, corpus: Corpus, work: Work, window: int, che
         )
 
 
+def _ablation(loaded: PretrainedModel, texts: Sequence[dict[str, Tensor]], work: Work) -> dict[str, Tensor]:
+    """The mean distance by which the output of a token moves without each head, relative to its norm."""
+    step = work.step(say("running without each head"), len(texts))
+
+    def outputs() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        for text in texts:
+            with torch.no_grad():
+                yield text, loaded.model(**text)[0]
+            step()
+
+    def moved(model: torch.nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        text, whole = batch
+        return ((model(**text)[0] - whole).norm(dim=-1) / whole.norm(dim=-1)).mean()
+
+    with about_the_model(loaded):
+        return head_ablation(loaded.model, outputs(), moved, progress=False)
+
+
 def _read(loaded: PretrainedModel, path: Path, special: bool) -> Corpus:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -141,7 +174,8 @@ def _repeated(loaded: PretrainedModel) -> Corpus:
     special = set(loaded.reader.all_special_ids)
     ordinary = torch.tensor([number for number in range(len(loaded.reader)) if number not in special])
     drawn = torch.Generator().manual_seed(0)
-    ids = ordinary[torch.randint(len(ordinary), (REPEATS, REPEATED), generator=drawn)]
+    length = min(REPEATED, (loaded.max_tokens - 1) // 2)
+    ids = ordinary[torch.randint(len(ordinary), (REPEATS, length), generator=drawn)]
     twice = torch.cat((ids, ids), 1)
     first = loaded.reader.bos_token_id
     if first is not None:
@@ -157,10 +191,17 @@ def _show(console: Console, loaded: PretrainedModel, found: Census, threshold: f
     )
     console.print(Text(f"{loaded.name} · {facts}", style="bold"))
     names = list(found.layers)
-    for kind, ranked in found.kinds(threshold).items():
+
+    def print_row(title: str, ranked: list[RankedHead], more: str = "") -> None:
         listed = ", ".join(f"{names.index(head.layer)}.{head.head} ({head.weight:.2f})" for head in ranked[:8])
-        more = say(" and {0} more", len(ranked) - 8) if len(ranked) > 8 else ""
-        console.print(Text.assemble((f"{kind:<16}", "bold"), f"{listed or '–'}{more}"), soft_wrap=True)
+        console.print(Text.assemble((f"{title:<16}", "bold"), f"{listed or '–'}{more}"), soft_wrap=True)
+
+    for kind, ranked in found.kinds(threshold).items():
+        print_row(kind, ranked, say(" and {0} more", len(ranked) - 8) if len(ranked) > 8 else "")
     console.print(Text(say("Layer and head, from 0, and the mean weight on such keys."), style="dim"))
+    for column in found.columns:
+        print_row(column, found.rank_heads(column))
+    if ABLATION in found.columns:
+        console.print(Text(say("The part of its norm by which the output moves without the head."), style="dim"))
     for path in filter(None, paths):
         console.print(say("wrote {0}", path), markup=False, soft_wrap=True)

@@ -10,7 +10,8 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from ..errors import ArgumentError
-from ..inspection._monitor import Scalars, ScalarWriter, monitor, receiver
+from ..inspection._monitor import monitor
+from ..inspection._receiver import Scalars, ScalarWriter, receiver
 
 
 class AttentionMonitorCallback(TrainerCallback):
