@@ -36,9 +36,8 @@ def _traced(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_a_trace_is_recorded(traced: Any) -> None:
     expected = traced._module(IDS).logits
-    with clearhead.record(traced._module, ("entropy",), keep="queries_keys") as rec:
-        with traced.trace(IDS):
-            logits = traced.lm_head.output.save()
+    with clearhead.record(traced._module, ("entropy",), keep="queries_keys") as rec, traced.trace(IDS):
+        logits = traced.lm_head.output.save()
     torch.testing.assert_close(logits, expected)
     assert list(rec) == ["transformer.h.0.attn", "transformer.h.1.attn"]
     weights = rec.weights(1, head=2, queries=[-1])

@@ -87,7 +87,7 @@ def heads(
     chosen = [_read_head(name) for name in whole or ()]
     if chosen and (sizes := demo.configured_sizes(model, "text")) is not None:
         require_heads(chosen, [sizes[1]] * sizes[0])  # raises before the model is loaded
-    require_writable({"html": page, "json": json, "checkpoint": checkpoint})
+    require_writable({"html": page, "json": json and json / "index.json", "checkpoint": checkpoint})
     warn_of_link(link, page, "clearhead look TEXT")
     with speaking(lang):
         with at_work() as work:

@@ -77,8 +77,14 @@ class Flow:
             origins |= self.origins(tensor)
         if origins:
             # A result that is an argument was written to. Through a view, so was the tensor that it shows.
-            written = [viewed(tensor) for tensor in computed if any(tensor is each for each in arguments)]
-            self.mark([*computed, *written], origins)
+            # So does a tensor that the function made and returns as a view, such as the matrix of a linear layer.
+            known = {id(viewed(tensor)) for tensor in arguments} | {id(tensor) for tensor in arguments}
+            shown = [
+                viewed(tensor)
+                for tensor in computed
+                if any(tensor is each for each in arguments) or id(viewed(tensor)) not in known
+            ]
+            self.mark([*computed, *shown], origins)
 
     def mark(self, result: object, origins: int) -> None:
         """Add origins to the tensors in a result."""

@@ -46,7 +46,7 @@ class AttentionMonitorCallback(TrainerCallback):
         entropy_threshold: float = 0.01,
         logit_threshold: float = 100.0,
     ) -> None:
-        self._thresholds = {"entropy_threshold": entropy_threshold, "logit_threshold": logit_threshold}
+        self._thresholds: dict[str, Any] = {"entropy_threshold": entropy_threshold, "logit_threshold": logit_threshold}
         self._every, self._statistics = every, statistics
         self._trainer: Any = to if _is_trainer(to) else None
         self._write = None if to is None or self._trainer is not None else receiver(to)

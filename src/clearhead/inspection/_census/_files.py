@@ -65,8 +65,9 @@ def load(path: Path) -> State:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(path.name, expected="a file that Census.save wrote", got=str(error)) from error
     counted: dict[str, Any] = about.get("counted", {})
+    special = tuple(counted.pop("special", ()))
     pairs = tuple(Pair(name, tuple(queries), tuple(keys)) for name, queries, keys in counted.pop("pairs", ()))
-    settings = Counted(**{**counted, "special": tuple(counted.get("special", ())), "pairs": pairs})
+    settings = Counted(special, pairs=pairs, **counted)
     if about.get("format") != _FORMAT or tuple(about["metrics"]) != settings.names:
         got = about.get("format") or "another file of tensors"
         raise CheckpointError(path.name, expected=f"a file of the format {_FORMAT!r}", got=got)
