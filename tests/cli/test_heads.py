@@ -11,10 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from clearhead.cli import main
+from docs.draw import IMAGES
+from docs.draw.pages import sentences
 from tests.plot.pages import Elements
 
 from .looking import look
 
+DOCS = IMAGES.parent
 TEXTS = "She put the book on the table, and the book fell off the table.\n\nThe animal was too tired, too tired.\n"
 
 
@@ -25,12 +28,17 @@ def run(*arguments: str) -> str:
 
 
 def test_prints_kinds_and_writes_page_and_numbers(tmp_path: Path) -> None:
+    """What the page about a census shows for the texts of lesson 6."""
     texts, page = tmp_path / "texts.txt", tmp_path / "heads.html"
-    texts.write_text(TEXTS, encoding="utf-8")
+    texts.write_text("\n".join(sentences()), encoding="utf-8")
     printed = run("--texts", str(texts), "--html", str(page), "--json", str(tmp_path / "out"), "--ablate", "1")
-    assert "previous        0.2 (1.00)" in printed
+    for language in ("en", "zh"):
+        text = (DOCS / language / "census.md").read_text(encoding="utf-8")
+        shown = text.partition("```text\n")[2].partition("\nwrote heads.html\n```")[0].splitlines()
+        assert len(shown) > 10
+        assert [line for line in printed.splitlines() if line in shown] == shown
     index = json.loads((tmp_path / "out" / "index.json").read_text())
-    assert (index["texts"], len(index["heads"])) == (2, 72)
+    assert (index["texts"], len(index["heads"])) == (4, 72)
     strongest = max(index["heads"], key=lambda head: head["columns"]["ablation"])
     assert f"ablation        {strongest['layer']}.{strongest['head']} (" in printed
     assert strongest["columns"]["ablation"] > 0.05

@@ -65,10 +65,12 @@ def heads(
     whole: Annotated[
         list[str] | None,
         typer.Option(
-            "--map", help="A head with a whole map, such as 3.1; repeatable.", show_default="heads with names"
+            "--map", help="A head drawn whole, such as 3.1; repeatable.", show_default="named heads", metavar="HEAD"
         ),
     ] = None,
-    link: Annotated[str | None, typer.Option(help="The address of a page of `clearhead look` to link to.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="The address of a page of `clearhead look` to link to.", metavar="ADDRESS")
+    ] = None,
     lang: Annotated[str, typer.Option(help=LANGUAGE)] = "en",
 ) -> None:
     """Count what every head of a pretrained Transformer attends to, over many texts, and name the heads.
