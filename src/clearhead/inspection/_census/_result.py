@@ -14,12 +14,16 @@ from ..._checks import index, number, shown, text
 from ..._statistics.recorded import RankedHead
 from ..._version import __version__
 from ...errors import ArgumentError, DTypeError, UnknownNameError
+from ...plot._census_page import StrongRow, census_page
 from ...plot._head_grid import plot_head_table
 from ...plot._ink import colors
+from ...plot._page_maker import Page
+from ...plot._spoken import spoken
 from . import _files
 from ._files import State
 from ._metrics import KINDS, Counted
 from ._moments import Moments
+from ._page import ROWS, kinds_of, least_of, telling
 from ._tables import column_of, described, row_of, united
 
 if TYPE_CHECKING:
@@ -258,6 +262,34 @@ class Census:
         heads = [range(len(of_layer)) for of_layer in values.values()]
         low, high = (0.0, 1.0) if metric in KINDS else (None, None)
         return plot_head_table(values, metric, cmap=colors(), heads=heads, low=low, high=high, ax=ax)
+
+    @spoken
+    def page(self, *, title: str = "What the heads do", threshold: float | None = None, language: str = "en") -> Page:
+        """Make one self-contained HTML page: the heads of each kind, and all heads by any metric.
+
+        It names the texts in which a head was strongest. `clearhead heads` also shows them, with their weights.
+
+        Args:
+            title: the page's title, such as the model's name.
+            threshold: as for `kinds`.
+            language: of the page, ``"en"`` or ``"zh"`` (Chinese). Names of metrics stay English. Default ``"en"``.
+
+        Raises:
+            ArgumentError: for another language, and a threshold that is no mass.
+
+        Example:
+            >>> import torch, clearhead
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 12), clearhead.MultiHeadAttention(12, 3)).eval()
+            >>> clearhead.census(model, [torch.tensor([[1, 2, 1, 3]])]).page(title="Random").text.count("Random")
+            2
+        """
+        index = self.as_json()
+        kinds = kinds_of(index, self.kinds(threshold))
+        rows = {
+            head: [StrongRow(metric, value, at, token) for at, token, value in self.strongest(metric, *head)[:ROWS]]
+            for head, metric in telling(index, kinds).items()
+        }
+        return census_page(index, rows, title=text("title", title), kinds=kinds, least=least_of(threshold))
 
     def name_of(self, layer: int | str) -> str:
         """The name of a layer: its number in running order, or its name."""
