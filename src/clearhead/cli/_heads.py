@@ -75,8 +75,8 @@ def heads(
 ) -> None:
     """Count what every head of a pretrained Transformer attends to, over many texts, and name the heads.
 
-    Prints the heads of each kind: previous token, same token, duplicate, induction, first token, special tokens. Writes
-    a page with all heads as points and as a grid, and the texts in which each was strongest.
+    Prints the heads of each kind. Writes a page with all heads as points and as a grid, and the texts in which each was
+    strongest.
 
     --repeat-random is the usual test of induction heads: a causal model reads random tokens twice, and an induction
     head attends from a token to the one that followed it the first time.

@@ -76,13 +76,16 @@ class Flow:
         for tensor in arguments:
             origins |= self.origins(tensor)
         if origins:
-            # A result that is an argument was written to. Through a view, so was the tensor that it shows.
-            # So does a tensor that the function made and returns as a view, such as the matrix of a linear layer.
-            known = {id(viewed(tensor)) for tensor in arguments} | {id(tensor) for tensor in arguments}
+            # A result that is an argument was written to. Through a view, so was the tensor that it shows. A function
+            # may also return a view of a tensor that it made, such as the matrix of a linear layer.
             shown = [
-                viewed(tensor)
+                base
                 for tensor in computed
-                if any(tensor is each for each in arguments) or id(viewed(tensor)) not in known
+                if (base := viewed(tensor)) is not None
+                and (
+                    any(tensor is each for each in arguments)
+                    or not any(base is each or base is viewed(each) for each in arguments)
+                )
             ]
             self.mark([*computed, *shown], origins)
 

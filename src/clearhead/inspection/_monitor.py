@@ -62,8 +62,9 @@ class monitor:
             with the same few batches each time. Before each measured step it runs in evaluation mode, without drawing
             random numbers from the training's. Then `to` also receives, for each kind of head, ``census/<kind>`` (the
             largest mean of any head) and ``census/<kind>/heads`` (the number of heads of that kind), and the matplotlib
-            figure ``census/heads``, which a writer gets by ``add_figure(name, figure, step)``. If the model is a
-            data-parallel wrapper, take the census of the module inside. Default none.
+            figure ``census/heads``, which a writer gets by ``add_figure(name, figure, step)``. Other hooks of the
+            model, and a record around the step, see these calls too. If the model is a data-parallel wrapper, take the
+            census of the module inside. Default none.
         entropy_threshold: the mean entropy of a head, in nats, below which it has collapsed. Default 0.01.
         logit_threshold: the largest logit of a head that causes no warning. Default 100.
 
