@@ -56,6 +56,7 @@ PLACE: dict[str, Any] = {"metric": "entropy", "layer": 0, "head": 1}
 for _name in ("count", "mean", "share", "spread", "lowest", "highest", "rank_heads"):
     case(f"Census.{_name}", weight=1)(lambda name=_name: Call(getattr(taken(), name), metric="duplicate"))
 case("Census.plot_heads", weight=1)(lambda: drawn(taken().plot_heads, metric="duplicate"))
+case("Census.page", weight=2)(lambda: Call(taken().page, title="heads", threshold=0.3, language="zh"))
 case("Census.strongest")(lambda: Call(taken().strongest, **PLACE))
 case("Census.kinds")(lambda: Call(taken().kinds, threshold=0.3))
 case("Census.with_column", values="layer")(

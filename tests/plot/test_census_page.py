@@ -13,6 +13,7 @@ import pytest
 
 from clearhead.cli._errors import UsageProblem
 from clearhead.cli._heads_page import Shown
+from clearhead.inspection._census._metrics import NAMES
 from clearhead.plot import Page
 from clearhead.plot._language import speaking
 
@@ -55,6 +56,13 @@ def test_it_begins_with_the_heads_of_each_kind() -> None:
     assert "the weight on the token after an earlier occurrence of the token" in induction
     assert kinds.count("none; the largest:") == 7
     assert text.index(finding) < text.index('id="scatter"')
+
+
+def test_a_kind_that_no_query_could_have_says_so() -> None:
+    found = counted(2, 4)
+    for moments in found.layers.values():
+        moments.count[NAMES.index("special")] = 0
+    assert found.page().text.count("no token sees such a token</span></dd>") == 1
 
 
 def test_maps_are_of_the_named_heads_or_of_the_chosen_ones() -> None:

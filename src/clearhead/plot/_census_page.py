@@ -166,11 +166,12 @@ def _kinds(kinds: Kinds, least: Mapping[str, float], meanings: Mapping[str, str]
             shown += f"<span>{html.escape(say('and {0} more', len(ranked) - _LISTED))}</span>"
         means = [(*_place(head), head["metrics"][kind]["mean"]) for head in heads]
         known = [mean for mean in means if mean[2] is not None]
-        if not ranked and known:
-            largest = _link(*max(known, key=lambda mean: mean[2]))
-            shown = f'<span class="quiet">{html.escape(say("none; the largest:"))}</span>{largest}'
+        if not ranked:
+            none = say("none; the largest:") if known else say("no token sees such a token")
+            largest = _link(*max(known, key=lambda mean: mean[2])) if known else ""
+            shown = f'<span class="quiet">{html.escape(none)}</span>{largest}'
         meaning = f'<span class="quiet">{html.escape(meanings[kind])}</span>'
-        lines.append(f"<dt>{html.escape(kind)}{meaning}</dt><dd>{shown or '–'}</dd>")
+        lines.append(f"<dt>{html.escape(kind)}{meaning}</dt><dd>{shown}</dd>")
     usual = least[next(iter(least))]
     others = [f"{kind} {bound:g}" for kind, bound in least.items() if bound != usual]
     bounds = f"{usual:g}" + (f" ({', '.join(others)})" if others else "")
