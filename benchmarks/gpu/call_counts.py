@@ -106,7 +106,7 @@ def texts(measured: Figures) -> dict[str, str]:
     on_gpu = [(name, str(of["functions"]), str(of["operators"])) for name, of in measured.get(GPU, {}).items()]
     return {
         "table": table(header, rows),
-        "gpu": table(("call", "our functions", "operators"), on_gpu),
+        "gpu": table(("call", "functions of Clearhead", "operators of PyTorch"), on_gpu),
     }
 
 
