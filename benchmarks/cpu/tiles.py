@@ -4,10 +4,12 @@
 
 Both shares are those of a call without a mask. A tile is the rows and keys that the native kernel computes at once on
 AVX-512, 48 × 128; a tile that the mask hides takes no arithmetic. Masks are prepared, as models call them many times.
+Time is the processor's, of one thread, and the least of all rounds: other programs hardly change it.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from torch import Tensor
 import clearhead
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.figures import Figures
-from benchmarks.timing import interleaved
 from benchmarks.writing import significant, table
 from clearhead import masks
 
@@ -59,7 +60,7 @@ def trees(count: int) -> dict[str, masks.Mask]:
 
 
 def measure(chosen: dict[str, masks.Mask], queries: int, keys: int, rounds: int) -> dict[str, list[float]]:
-    """Of every mask the seconds of a forward pass, and the share of the tiles that it shows."""
+    """Of every mask the seconds of a forward pass on one thread, and the share of the tiles that it shows."""
     query, key, value = (torch.randn(1, HEADS, length, HEAD_DIM) for length in (queries, keys, keys))
     prepared: dict[str, Any] = {name: mask.prepare(queries, keys) for name, mask in chosen.items()}
     shares = {NOTHING: 1.0, **{name: visible_share(mask, queries, keys) for name, mask in chosen.items()}}
@@ -67,9 +68,19 @@ def measure(chosen: dict[str, masks.Mask], queries: int, keys: int, rounds: int)
         name: lambda mask=mask: clearhead.attention(query, key, value, mask)
         for name, mask in {NOTHING: None, **prepared}.items()
     }
-    with torch.no_grad():
-        times = interleaved(ways, rounds=rounds, budget=20.0)
-    return {name: [seconds, shares[name]] for name, seconds in times.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            for _ in range(rounds + 1):
+                for name, way in ways.items():
+                    start = time.process_time()
+                    way()
+                    times[name].append(time.process_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return {name: [min(seconds), shares[name]] for name, seconds in times.items()}
 
 
 def lines(effort: Effort) -> list[Line]:

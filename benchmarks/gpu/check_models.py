@@ -342,7 +342,7 @@ def _compiled() -> Iterator[Check]:
         yield rounded(
             f"compiled MHA {name}", torch.float32, partial(_compile, mask), waits=None, fused=False, compiled=True
         )
-    options = {"waits": None, "fused": False, "compiled": True}
+    options: dict[str, Any] = {"waits": None, "fused": False, "compiled": True}
     changed = partial(_compile, partial(named, "causal", LENGTH), softcap=5.0)
     yield rounded("compiled MHA causal, soft-cap", HALF, changed, **options)
     yield rounded("compiled packed, causal", HALF, partial(_compile_packed), stock=True, **options)

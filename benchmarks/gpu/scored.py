@@ -78,7 +78,8 @@ def _contest(what: str, shape: tuple[int, int, int, int], device: str, peers: bo
     leaves = [x.requires_grad_() for x in (query, key, value, *more)]
     added = {"ALiBi": ALiBi(heads), "bias of keys": masks.bias(bias)}.get(what)
     mask = masks.causal() if added is None else masks.causal() & added
-    mask = mask.prepare(length, length, batch_size=1, num_heads=heads, device=torch.device(device))
+    if what != "bias of keys":  # which learns
+        mask = mask.prepare(length, length, batch_size=1, num_heads=heads, device=torch.device(device))
     softcap, learned = _SOFTCAP if what == "soft-cap" else None, sinks if what == "sinks" else None
 
     def ours() -> Tensor:

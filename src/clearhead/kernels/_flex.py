@@ -71,7 +71,8 @@ class FlexKernel(Kernel):
         numbers, limits = _numbers(call)
         options = numbers, limits, call.layout.scale, call.layout.lse
         if call.layout.tracing:  # the whole graph is compiled
-            output, lse = _attend(*inputs, *options)
+            query, key, value = inputs
+            output, lse = _attend(query, key, value, *options)
         else:
             inputs = [_fixed_sizes(tensor, in_blocks) for tensor in inputs]
             if call.layout.device.type == "cpu":

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
 from ._of_tensor import OfTensor, broadcasts, require_integers
-from ._structure import Band, Structure
+from ._structure import Band, RowRanges, Structure
 
 
 def tree(parents: Tensor) -> Mask:
@@ -81,7 +81,12 @@ class Tree(OfTensor):
             return Structure(diagonal=True)
         # No node sees a later one, so kernels skip half of the tree. Queries before it see the keys before it.
         high = keys - rows if rows <= count else max(keys - rows, keys - count - 1)
-        return Structure(band=Band(-rows, high, keys), tensors=(visible,), diagonal=rows == keys)
+        ranges = None
+        if grid.device.type == "cpu" and grid.has_values and rows == keys == count > 0:
+            # Without keys before the tree no node sees what lies before its root.
+            first = self.on(grid).to(torch.uint8).argmax(-1)  # (1 or B, N)
+            ranges = RowRanges(first, torch.arange(1, count + 1)[None], shortest=1)
+        return Structure(band=Band(-rows, high, keys), rows=ranges, tensors=(visible,), diagonal=rows == keys)
 
     def validate(self, grid: Grid) -> None:
         batch, count, _ = self._tensor.shape
