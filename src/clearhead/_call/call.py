@@ -16,7 +16,6 @@ from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
-from ..masks._selected import selects
 from .dropout import dropout_factors
 from .heads import split_heads
 from .layout import Layout, key_of, layout_of, plain_key_of
@@ -173,10 +172,12 @@ class Call:
     def bound(self) -> BoundMask:
         """The mask on the grid of the call."""
         if self.bound_ is None:
-            shape, keys = self.query.shape, self.key.shape[-2]
+            shape, keys, environment = self.query.shape, self.key.shape[-2], self.environment
             batch, heads, length = (shape[0], self.heads[0], shape[1]) if self.heads else shape[:3]
-            grid = Grid(batch, heads, length, keys, self.query.device, self.query_positions, self.key_positions)
-            self.bound_ = bind(self.mask, grid)
+            # A layout may come from another pass, around which there was something else.
+            around = environment if isinstance(environment, Environment) else None
+            positions = self.query_positions, self.key_positions
+            self.bound_ = bind(self.mask, Grid(batch, heads, length, keys, self.query.device, *positions, around))
         return self.bound_
 
     @property
@@ -333,7 +334,7 @@ def zero_hidden(call: Call, queries: bool = True) -> Call:
         zeroed = call.alike(key=key, value=value)
     if queries and covered.masked_queries is not None and zeroed.query is call.query:
         zeroed = zeroed.alike(query=call.query.masked_fill(covered.masked_queries, 0))
-    if selects(call.mask):
+    if call.bound.selection is not None:
         zeroed.whole_ = call.query, call.key
     call.zeroed_ = zeroed
     return zeroed

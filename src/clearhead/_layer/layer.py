@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,8 +118,8 @@ class Layer:
         bound = None
         if mask is not None and key is not None and not environment.tracing:
             *batch, length, _ = query.shape
-            grid = Grid(batch[0] if batch else 1, self.num_heads, length, key.shape[-2], query.device)
-            bound = bind(mask, grid)
+            sizes = batch[0] if batch else 1, self.num_heads, length, key.shape[-2]
+            bound = bind(mask, Grid(*sizes, query.device, environment=environment))
             # Only a mask marks padding, and returned weights have rows and columns for it.
             if value is not None and weights is None and (plan is None or not plan.keeps_padding):
                 unpadded = self._unpadded(bound, (query, key, value), environment)
@@ -127,7 +127,8 @@ class Layer:
                     return self._run_unpadded(unpadded, query, key, value, environment), None
         q, k, v = self.project(query, key, value, self.multiply)
         form, heads, known = None, None, None
-        merged = self.is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing
+        is_plain = self.q_norm is self.k_norm is self.position is self.form is None
+        merged = is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing
         if merged and q.dim() == k.dim() == v.dim() == 3:
             # Nothing is applied to heads, so a kernel reads them in the projections as they are.
             heads, known = (self.num_heads, self.num_kv_heads), None if plan is None else plan.attention
@@ -138,15 +139,12 @@ class Layer:
             q, k, v = form.query, form.key, form.value
         call = Call(q, k, v, mask, **self.options, weights=weights, heads=heads)
         # Projections may have changed the sizes, and the module may have appended keys.
-        if bound is not None and bound.grid.has_sizes(q.shape[0], q.shape[-2], k.shape[-2]):
-            call.bound_ = bound
+        if bound is not None:
+            at = bound.grid
+            if (q.shape[0], q.shape[-2], k.shape[-2]) == (at.batch_size, at.query_length, at.key_length):
+                call.bound_ = bound
         results = attend(call, environment, known=known)
         return self.projected_out(results, query, environment, form, batched=query.dim() == 3)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is applied between the projections and attention."""
-        return self.q_norm is self.k_norm is self.position is self.form is None
 
     def _run_at_positions(
         self,
@@ -215,7 +213,8 @@ class Layer:
             merged = mixed.reshape(mixed.shape[0], 1, mixed.shape[1] * mixed.shape[3])  # (B, 1, H·Dv)
         else:
             merged = mixed.transpose(1, 2).flatten(2)  # (B, L, H·Dv)
-        merged = self.gated(merged, query)
+        if self.gate is not None:
+            merged = self.gated(merged, query)
         if self.plan is None or self.linears is None:
             output = apply_linear(self.out_proj, merged, environment)  # (…, E)
         else:
@@ -226,9 +225,8 @@ class Layer:
 
     def gated(self, merged: Tensor, query: Tensor) -> Tensor:
         """The outputs of all heads (…, H·Dv) times the factors that the gate makes of the query (…, features)."""
-        if self.gate is None:
-            return merged
-        factors = self.gate(query).unflatten(-1, (self.num_heads, -1))  # (…, H, Dv or 1)
+        gate = cast("Callable[[Tensor], Tensor]", self.gate)
+        factors = gate(query).unflatten(-1, (self.num_heads, -1))  # (…, H, Dv or 1)
         return (merged.unflatten(-1, (self.num_heads, -1)) * factors).flatten(-2)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
@@ -290,7 +288,8 @@ class Layer:
         """
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
         results = attend(Call(q, k, v, mask, **self.options, sequences=sequences), environment, show)
-        return self.gated(results.output.squeeze(0).transpose(0, 1).flatten(1), query)  # (T, H·Dv)
+        merged = results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
+        return merged if self.gate is None else self.gated(merged, query)
 
     def _unpadded(
         self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], environment: Environment

@@ -16,7 +16,7 @@ from ..masks._base import Mask
 from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ._base import Kernel, Plan, Refusal
-from ._native_arguments import NO_LIMITS, NativeArguments, addresses_of, lowered, named
+from ._native_arguments import NativeArguments, lowered, named
 from ._native_operator import count_flops
 from ._native_plan import NativePlan, cached_plan, placed, plan_of
 from ._native_support import NATIVE_FORMULA, learnt_shape, refusals_besides_formula, refusals_of_statistics
@@ -67,7 +67,7 @@ class NativeKernel(Kernel):
         # The layout of evaluated masks depends on the number of keys.
         if layout.lse or layout.weights is not None or not bound.structure.exact:
             return partial(_compute, planned, layout.weights, lse=layout.lse)
-        return partial(_compute_output, planned)
+        return planned.compute
 
 
 def _run_operator(call: Call) -> Results:
@@ -103,20 +103,6 @@ def _native_plan(
     heads = (layout.query[1], layout.key[1]) if layout.merged else None
     options = {"bias_gradient": bias_gradient, "differentiable": bool(layout.gradients), "heads": heads}
     return cached_plan(layout.dtype, *operands, *numbers, *masks, selection, **options)
-
-
-def _compute_output(planned: NativePlan, call: Call) -> Results:
-    """The output of a call whose tensors are laid out as the plan's."""
-    low, high, stop, *masks, _ = NO_LIMITS if call.mask is None else lowered(call.bound)  # no keys are selected
-    sinks, sequences, others = call.sinks, call.sequences, ()
-    if sinks is not None and sinks.dtype is not torch.float32:
-        sinks = sinks.float()
-    if call.seed is not None or sequences is not None:
-        bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
-        others = addresses_of((sinks, *masks, call.seed, *bounds), call.offset)
-    elif sinks is not None or masks[1] is not None or masks[2] is not None or masks[3] is not None:
-        others = [0 if x is None else x.data_ptr() for x in (sinks, *masks)]  # a call may end after any argument
-    return Results(planned.compute(call.query, call.key, call.value, (low, high, stop), others))
 
 
 def arguments_of(call: Call) -> NativeArguments:

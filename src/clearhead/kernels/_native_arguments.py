@@ -130,10 +130,13 @@ def named(mask: Lowered) -> dict[str, Any]:
 
 
 def _lower(bound: BoundMask) -> Lowered:
-    terms = terms_of(bound, gathers(bound))
-    if terms.selection is not None and terms.selection.block == 1:
-        terms = _within_documents(terms)
-    terms = terms.written(bound.grid)
+    if bound.structure.exact:
+        terms = Terms.of(bound.structure, bound.grid)
+    else:
+        terms = terms_of(bound, gathers(bound))
+        if terms.selection is not None and terms.selection.block == 1:
+            terms = _within_documents(terms)
+        terms = terms.written(bound.grid)
     low, high, stop, _, first, last, keys, visible, bias, *_ = terms
     if keys is not None:
         visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)

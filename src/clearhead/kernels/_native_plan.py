@@ -9,6 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
+from .._call.call import Call, Results
 from .._call.layout import Placed, has_contiguous_rows, with_heads
 from .._call.saved import restored
 from .._checks import PLAIN
@@ -16,12 +17,15 @@ from .._native import extension, instruction_set_number
 from ..errors import DeviceError
 from ._native_arguments import (
     DTYPES,
+    NO_LIMITS,
     BackwardArguments,
     NativeArguments,
     Strides,
     address_of,
+    addresses_of,
     broadcast_strides,
     contiguous_strides,
+    lowered,
     strides_of_bias_gradient,
     strides_of_gradient,
     strides_of_merged_output,
@@ -177,21 +181,24 @@ class NativePlan:
             self._run(self._forward, arguments, output, lse)
         return output
 
-    def compute(
-        self, query: Tensor, key: Tensor, value: Tensor, limits: tuple[int, int, int], others: Sequence[int]
-    ) -> Tensor:
-        """`forward` of tensors that are no negated views, without lse: the fewest steps, which tiny calls notice.
+    def compute(self, call: Call) -> Results:
+        """The output of a call that is laid out as the plan, without gradients, lse and selected keys.
 
-        Args:
-            query, key, value: of the call.
-            limits: low, high and stop of its band.
-            others: its other addresses, as many as it needs.
+        These are the fewest steps, because tiny calls notice each.
         """
+        query, key, value, sinks, sequences = call.query, call.key, call.value, call.sinks, call.sequences
+        low, high, stop, *masks, _ = NO_LIMITS if call.mask is None else lowered(call.bound)
+        others: Sequence[int] = ()
+        if sinks is not None and sinks.dtype is not torch.float32:
+            sinks = sinks.float()
+        if call.seed is not None or sequences is not None:
+            bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+            others = addresses_of((sinks, *masks, call.seed, *bounds), call.offset)
+        elif sinks is not None or masks[1] is not None or masks[2] is not None or masks[3] is not None:
+            others = [0 if x is None else x.data_ptr() for x in (sinks, *masks)]  # a call may end after any argument
         if self._copies:
             query, key, value = self._with_whole_rows(query, key, value)
         output = query.new_empty_strided(self._shape, self._strides)
-        if self._output_dtype is not self._dtype:
-            output = self.empty_output(query)
         keys = key.shape[-2]
         self._forward(
             self._plan,
@@ -203,10 +210,12 @@ class NativePlan:
             output.data_ptr(),
             0,
             keys,
-            *limits,
+            low,
+            high,
+            stop,
             *others,
         )
-        return output
+        return Results(output)
 
     def empty_output(self, like: Tensor) -> Tensor:
         """(B, H, L, Dv)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid
-from ._structure import Band, Structure, joined, met
+from ._structure import Band, Selection, Structure, joined, met
 
 Result = TypeVar("Result")
 
@@ -83,6 +83,14 @@ class BoundMask:
             bounds = () if alone else [bind(mask, self.grid, self.is_kept) for mask in masks]
             self._parts = tuple([part for bound in bounds for part in bound.parts])
         return self._parts or (self,)
+
+    @property
+    def selection(self) -> Selection | None:
+        """The keys that queries list, if they see no others."""
+        if self.structure.exact:
+            return None
+        found = (part.structure.selection for part in self.parts)
+        return next((each for each in found if each is not None), None)
 
     @property
     def real_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
@@ -165,26 +173,39 @@ class BoundMask:
         """The tensors of the biases, in a fixed order."""
         return () if self.mask is None else self.mask.bias_tensors()
 
+    @property
+    def per_head(self) -> bool:
+        """Whether it is evaluated for each head."""
+        if self.structure.exact or self.grid.num_heads == 1:
+            return False
+        known = self.structure.per_head
+        return self.once("per head", lambda: self.evaluated_sizes()[1] > 1) if known is None else known
+
+    def evaluated_sizes(self) -> tuple[int, int]:
+        """Batch items and heads of what it shows and adds; 1 if all of them share it."""
+        grid = self.grid
+        if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
+            return 1, 1
+        # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
+        cell = Block.cell(grid)
+        shapes = [x.shape[:2] for x in (self.visible(cell), self.bias(cell, torch.float32)) if x is not None]
+        return max([batch for batch, _ in shapes], default=1), max([heads for _, heads in shapes], default=1)
+
     def key(self, sized: bool) -> Hashable | None:
         """What determines a plan for calls with the mask; ``None`` if the next call with it needs another plan.
 
         It has the layouts of tensors and, if `sized`, the numbers of the band.
         """
-        band = self.band
-        if band is not None:
-            return band if sized else "band"
-        return self.once(("key", sized), lambda: self._read_key(sized)) if self.is_kept else self._read_key(sized)
-
-    def _read_key(self, sized: bool) -> Hashable | None:
-        layout = self.structure.layout(sized)
+        name = "sized key" if sized else "key"
+        key = self._found.get(name)
+        if key is not None:
+            return key
         if self.structure.exact:
-            return layout
-        signature = None if self.mask is None else self.mask.signature()
-        # Whether it is evaluated for each head, which native refuses, depends on these two.
-        grid = self.grid
-        empty = 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
-        of_heads = isinstance(grid.key_positions, Tensor) and grid.key_positions.dim() == 3
-        return None if signature is None or layout is None else (layout, signature, empty, of_heads)
+            key = self.structure.layout(sized)
+        else:  # parts are lowered one by one, and for each head if they differ between heads
+            parts = [(part.structure.layout(sized), part.has_bias, part.per_head) for part in self.parts]
+            key = None if any(layout is None for layout, *_ in parts) else (*parts,)
+        return self._found.setdefault(name, key)
 
 
 def _tensors_in(found: object) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
 from ._of_tensor import OfTensor, broadcasts, require_integers
-from ._structure import UNKNOWN, RowRanges, Structure
+from ._structure import RowRanges, Structure, unknown_at
 
 
 def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
@@ -107,7 +107,7 @@ class Lengths(Counts):
     def structure(self, grid: Grid) -> Structure:
         # Positions that count up turn a range of positions into a range of columns.
         if isinstance(grid.key_positions, Tensor):
-            return UNKNOWN
+            return unknown_at(grid)
         lengths = self.on(grid)
         stop = lengths if lengths.dim() == 2 else lengths.unsqueeze(1)  # (1 or B, 1 or L)
         if grid.key_positions:
@@ -144,7 +144,7 @@ class QueryLengths(Counts):
 
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
-            return UNKNOWN
+            return Structure(exact=False)
         # One mark per query instead of a range, because a false mark is a fully masked row.
         positions = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
         return Structure(queries=positions < self.on(grid)[:, None])  # (1 or B, L)
