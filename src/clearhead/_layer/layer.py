@@ -169,7 +169,8 @@ class Layer:
         if attended is not None:  # cross-attention to a memory whose keys are projected already
             q = self.projected_query(query, environment)
         else:
-            q, k, v = self.projected(query, key, value, at if of_axes is None else of_axes, environment)
+            new = self.project(query, key, value, self.multiply)
+            q, k, v = self._at_positions(*new, at if of_axes is None else of_axes, environment)
             attended = KeyValues(k, v) if cache is None else cache.update(k, v, at)
         mask = with_hidden(mask, attended, at)
         form = None if self.form is None else self.form(q, attended.key, cache)

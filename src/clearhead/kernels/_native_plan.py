@@ -310,7 +310,7 @@ class NativePlan:
         *backward: int,
         **wanted: object,
     ) -> None:
-        """`_call` with the addresses of tensors, which it makes readable."""
+        """Call a compiled function with the addresses of tensors, which are made readable."""
         query, key, value = arguments[:3]
         # The kernel would read x where a negated view means −x.
         if self._copies or query.is_neg() or key.is_neg() or value.is_neg():
@@ -323,20 +323,9 @@ class NativePlan:
             others = (*(others or _NO_OTHERS), *backward)
             if 0 in operands:
                 _require_memory(arguments, output, lse)
-        self._call(function, operands, key.shape[-2], arguments.limits, others, **wanted)
-
-    def _call(
-        self,
-        function: Callable[..., None],
-        operands: tuple[int, ...],
-        keys: int,
-        limits: tuple[int, int, int],
-        others: tuple[int, ...],
-        **wanted: object,
-    ) -> None:
-        """Call a compiled function with the plan, the instruction set, the number of threads, and its arguments."""
+        keys = key.shape[-2]
         threads = 1 if keys <= self._most_keys_of_one else torch.get_num_threads()
-        function(self._plan, instruction_set_number(), threads, *operands, keys, *limits, *others, **wanted)
+        function(self._plan, instruction_set_number(), threads, *operands, keys, *arguments.limits, *others, **wanted)
 
     def _with_whole_rows(self, *operands: Tensor) -> list[Tensor]:
         """Copies of the operands whose rows have gaps. The kernel reads rows whose elements lie side by side."""

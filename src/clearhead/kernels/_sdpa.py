@@ -81,6 +81,7 @@ class SdpaKernel(Kernel):
             return plan_batch(layout, bound)
         group, grouping = layout.group, _grouping(layout, bound)
         folded, split = grouping == "rows", grouping == "calls"
+        in_rows = group if folded else 1
         is_causal, hides = False, not hides_nothing(bound)
         if hides and _is_flagged_causal(layout, bound):
             is_causal, hides = True, False  # not the comparison, which is a symbol while tracing
@@ -98,7 +99,9 @@ class SdpaKernel(Kernel):
                 query, key, value = map(_dense_rows, (query, key, value))
             if folded:
                 query = fold_group(query, key.shape[1])
-            lowered = _lower(call, group if folded else 1) if hides else None
+            lowered = None
+            if hides:
+                lowered = call.bound.form(("sdpa", query.dtype, in_rows), lambda: _lower(call, in_rows))
             sinks = () if call.sinks is None else (_sinks_of_rows(call.sinks, call, folded),)
             # Looked up in each call, because others may replace the function.
             attend = (
@@ -234,12 +237,7 @@ def _is_flagged_causal(layout: Layout, bound: BoundMask) -> bool:
 
 
 def _lower(call: Call, group: int) -> Tensor | None:
-    """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
-    return call.bound.form(("sdpa", call.query.dtype, group), lambda: _lower_tensor(call, group))
-
-
-def _lower_tensor(call: Call, group: int) -> Tensor | None:
-    """A bias in which hidden keys are −∞.
+    """The mask as a bias in which hidden keys are −∞, for heads whose groups are folded into the rows.
 
     Fully masked rows are unmasked here, and their output is set to zero later. PyTorch's kernels then compute no
     empty softmax.

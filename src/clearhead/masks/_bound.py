@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, is_dataclass
-from operator import and_
 from typing import Any, TypeVar, cast, final
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid
-from ._structure import Band, Selection, Structure, joined, met
+from ._structure import Band, Selection, Structure, met
 
 Result = TypeVar("Result")
 
@@ -93,15 +92,6 @@ class BoundMask:
         return next((each for each in found if each is not None), None)
 
     @property
-    def real_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
-        """The queries and keys that are not padding, bool (1 or B, L) and (1 or B, S). ``None`` is true everywhere.
-
-        ``None`` instead of the pair if the mask hides more than padding. Reads the values of a bias, because a bias of
-        0 and −∞ can be padding.
-        """
-        return self.once("real tokens", self._read_tokens)
-
-    @property
     def covered(self) -> Any:
         """The coverage, if it is known (`coverage`)."""
         return self._found.get("covered")
@@ -135,25 +125,6 @@ class BoundMask:
             return Structure()
         parts = self.parts
         return self.mask.structure(self.grid) if parts[0] is self else met([part.structure for part in parts])
-
-    def _read_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
-        structure, rows, keys = self.structure, self.structure.rows, self.structure.keys
-        # Bands and tensors hide some keys from some queries.
-        if not structure.exact or structure.band is not None or structure.tensors or len(structure.biases) > 1:
-            return None
-        if rows is not None:
-            if rows.first is not None or rows.stop.shape[1] != 1:
-                return None
-            keys = joined(torch.arange(self.grid.key_length, device=self.grid.device) < rows.stop, keys, and_)
-        # A bias of 0 and −∞ for each key is padding, unless it requires grad.
-        for bias in structure.biases:
-            if bias.requires_grad or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
-                return None
-            is_zero = bias[:, 0, 0] == 0  # (1 or B, S)
-            if not bool((is_zero | (bias[:, 0, 0] == float("-inf"))).all()):
-                return None
-            keys = joined(is_zero, keys, and_)
-        return structure.queries, keys
 
     def visible(self, block: Block) -> Tensor | None:
         """Bool tensor that broadcasts to the block's (b, h, l, s), or ``None`` where nothing is hidden."""

@@ -64,11 +64,6 @@ class Counts(OfTensor):
         self._largest = 0
         self._read()
 
-    def known(self, batch: int) -> list[int] | None:
-        """The number of each item, if the mask has one per item and reading them waits for no device."""
-        counts = self._tensor
-        return counts.expand(batch).tolist() if counts.is_cpu and counts.dim() == 1 else None
-
     def _read(self) -> None:
         """Check the values and keep the largest one."""
         counts = self._tensor
@@ -112,9 +107,11 @@ class Lengths(Counts):
         stop = lengths if lengths.dim() == 2 else lengths.unsqueeze(1)  # (1 or B, 1 or L)
         if grid.key_positions:
             return Structure(rows=RowRanges(None, stop.long() - grid.key_positions))
+        if grid.device.type == "cpu" or not self._tensor.is_cpu:
+            return Structure(rows=RowRanges(None, stop))
         # Lengths on the CPU tell an accelerator, without a wait, that no row is empty.
-        known = grid.device.type != "cpu" and self._tensor.is_cpu and grid.has_values and self._tensor.numel() > 0
-        return Structure(rows=RowRanges(None, stop, int(self._tensor.min()) if known else 0))
+        shortest = int(self._tensor.min()) if grid.has_values and self._tensor.numel() > 0 else 0
+        return Structure(rows=RowRanges(None, stop, shortest, self._tensor.view_as(stop)))
 
     def validate(self, grid: Grid) -> None:
         shape = self._tensor.shape
@@ -147,7 +144,8 @@ class QueryLengths(Counts):
             return Structure(exact=False)
         # One mark per query instead of a range, because a false mark is a fully masked row.
         positions = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return Structure(queries=positions < self.on(grid)[:, None])  # (1 or B, L)
+        marks = positions < self.on(grid)[:, None]  # (1 or B, L)
+        return Structure(queries=marks, query_counts=self._tensor if self._tensor.is_cpu else None)
 
     def validate(self, grid: Grid) -> None:
         if not broadcasts(self._tensor.shape[0], grid.batch_size):

@@ -93,15 +93,19 @@ class RowRanges:
         first: first column, integers (1 or B, 1 or L); ``None`` for 0.
         stop: one past the last column, of the same shapes.
         shortest: the number of columns that every range is known to have.
+        known: `stop`, if it lies on the CPU too.
     """
 
     first: Tensor | None
     stop: Tensor
     shortest: int = 0
+    known: Tensor | None = None
 
     def meet(self, other: RowRanges) -> RowRanges:
         """The columns that are in both ranges."""
-        return RowRanges(joined(self.first, other.first, torch.maximum), torch.minimum(self.stop, other.stop))
+        known = None if self.known is None or other.known is None else torch.minimum(self.known, other.known)
+        first, stop = joined(self.first, other.first, torch.maximum), torch.minimum(self.stop, other.stop)
+        return RowRanges(first, stop, known=known)
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
         """First and one past the last column that is visible to these rows; all columns if values are not read."""
@@ -159,6 +163,7 @@ class Structure:
             the other fields are exact. That of masks combined with ``&`` has none, and no slopes.
         slopes: makes the slopes m (H,) of a mask that is no more than the bias −m · |distance|.
         selection: the keys of a mask that is no more than these. Like documents and slopes it is lost with ``&``.
+        query_counts: how many first queries of each item `queries` marks, (1 or B,) on the CPU, if it marks no others.
         per_head: whether what is not exact differs between heads; ``None`` if only an evaluation shows it.
 
     Example:
@@ -182,10 +187,12 @@ class Structure:
     documents: tuple[Tensor, Tensor] | None = None
     slopes: Callable[[], Tensor] | None = None
     selection: Selection | None = None
+    query_counts: Tensor | None = None
     per_head: bool | None = False
 
     def meet(self, other: Structure) -> Structure:
         """The structure of the two masks combined with ``&``."""
+        counts = self.query_counts if other.queries is None else None
         return Structure(
             self.exact and other.exact,
             joined(self.band, other.band, Band.meet),
@@ -198,6 +205,7 @@ class Structure:
             self.either or other.either,
             self.diagonal and other.diagonal,
             (self.keyed and other.keys is None) or (other.keyed and self.keys is None),
+            query_counts=other.query_counts if self.queries is None else counts,
             per_head=self.per_head if self.per_head is other.per_head else None,
         )
 
