@@ -61,7 +61,8 @@ class Documents(OfTensor):
         # From positions to rows and columns of this call.
         found = None if ranges is None else RowRanges(ranges[0][:, rows] - key, ranges[1][:, rows] - key)
         # A position is in its own document.
-        return Structure(found is not None, rows=found, diagonal=grid.shift == 0, documents=documents)
+        exact = found is not None
+        return Structure(exact, rows=found, diagonal=grid.shift == 0, documents=documents, per_head=False)
 
     def visible(self, block: Block) -> Tensor:
         # At absolute positions: with a cache, the rows of the call are only the last tokens.

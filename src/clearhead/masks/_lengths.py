@@ -141,7 +141,7 @@ class QueryLengths(Counts):
 
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
-            return Structure(exact=False)
+            return Structure(exact=False, per_head=False)
         # One mark per query instead of a range, because a false mark is a fully masked row.
         positions = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
         marks = positions < self.on(grid)[:, None]  # (1 or B, L)

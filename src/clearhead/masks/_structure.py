@@ -164,7 +164,7 @@ class Structure:
         slopes: makes the slopes m (H,) of a mask that is no more than the bias −m · |distance|.
         selection: the keys of a mask that is no more than these. Like documents and slopes it is lost with ``&``.
         query_counts: how many first queries of each item `queries` marks, (1 or B,) on the CPU, if it marks no others.
-        per_head: whether what is not exact differs between heads; ``None`` if only an evaluation shows it.
+        per_head: whether a mask that is not exact differs between heads; ``None`` if only an evaluation shows it.
 
     Example:
         >>> import torch
@@ -188,7 +188,7 @@ class Structure:
     slopes: Callable[[], Tensor] | None = None
     selection: Selection | None = None
     query_counts: Tensor | None = None
-    per_head: bool | None = False
+    per_head: bool | None = None
 
     def meet(self, other: Structure) -> Structure:
         """The structure of the two masks combined with ``&``."""
@@ -239,7 +239,8 @@ class Structure:
     @property
     def differs(self) -> bool | None:
         """Whether the mask differs between heads; ``None`` if only an evaluation shows it."""
-        return any(tensor.shape[1] > 1 for tensor in (*self.tensors, *self.biases)) or self.per_head
+        by_tensors = any(tensor.shape[1] > 1 for tensor in (*self.tensors, *self.biases))
+        return by_tensors if by_tensors or self.exact else self.per_head
 
     def run(self, grid: Grid) -> tuple[Tensor | None, Tensor] | None:
         """The one run of keys that it shows to each query; ``None`` if it is no run, or not exact.
@@ -276,7 +277,7 @@ class Structure:
 
 
 #: The structure of a mask without known facts: every key may be visible.
-UNKNOWN = Structure(exact=False, per_head=None)
+UNKNOWN = Structure(exact=False)
 
 
 def unknown_at(grid: Grid) -> Structure:
