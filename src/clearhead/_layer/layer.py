@@ -20,7 +20,7 @@ from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
-from .layer_plan import LayerPlan, plan_of_layer
+from .layer_plan import LayerPlan
 from .linear import Multiply, linear
 from .operands import Operands, called, heads_of
 from .plan import Show, attend
@@ -51,7 +51,7 @@ class Layer:
         linears: the parameters of all projections, if they are unmodified; those of the output projection come last.
         settings: what determines the layouts of projections and the plan of attention, besides inputs and parameters.
         multiply: the GEMM of unmodified projections.
-        plan: of the call, if it has one (`fits`).
+        plan: of the call, if it has one (`plan_of_layer`).
         gate: from the query (…, features) to factors of the heads' outputs, (…, H·Dv) or (…, H).
     """
 
@@ -75,14 +75,6 @@ class Layer:
     plan: LayerPlan | None = None
     gate: Callable[[Tensor], Tensor] | None = None
 
-    def fits(self, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> bool:
-        """Find the plan of the call, and return whether the module has checked equal inputs before."""
-        self.plan = plan = plan_of_layer((query, key, value), self.linears, self.settings, environment)
-        if plan is None or plan.multiply is None:
-            return False
-        self.multiply = plan.multiply
-        return plan.fits
-
     def run(
         self,
         query: Tensor,
@@ -105,8 +97,8 @@ class Layer:
             weights: as in `Call`.
         """
         plan = self.plan
-        if plan is not None:  # the module has checked the inputs
-            plan.fits = True
+        if plan is not None:
+            plan.fits, self.multiply = True, plan.multiply  # the module has checked the inputs
         if mask is not None or self.mask is not None:
             mask = self.combined(mask)
         if positions is not None or cache is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import PLAIN
 from .._environment import Environment, forced_linears
 from .._torch_private import function_modes
-from .linear import Multiply, gemm_of
+from .linear import Multiply, gemm_of, linear
 from .plan import Known
 from .unmodified import Linears
 
@@ -25,8 +25,8 @@ class LayerPlan:
     __slots__ = ("attention", "fits", "keeps_padding", "multiply")
 
     def __init__(self) -> None:
-        #: The GEMM of its projections.
-        self.multiply: Multiply | None = None
+        #: The GEMM of its projections; `linear` until it is chosen.
+        self.multiply: Multiply = linear
         #: Whether the module has checked inputs of this key, which then fit in every call.
         self.fits = False
         #: Whether so few tokens are cheaper with their padding.
@@ -60,9 +60,9 @@ def plan_of_layer(
     for weight in linears[::2]:
         if type(weight) not in PLAIN or weight.is_cpu is not on_cpu:
             return None
-    gradients, kernel, linear = environment.gradients, environment.kernel, forced_linears.value
-    plan = _plan_of_key(layout, linears[-2].shape, settings, gradients, kernel, linear, F.linear)
-    if plan.multiply is None:
+    gradients, kernel, forced = environment.gradients, environment.kernel, forced_linears.value
+    plan = _plan_of_key(layout, linears[-2].shape, settings, gradients, kernel, forced, F.linear)
+    if plan.multiply is linear:
         plan.multiply = gemm_of(inputs, linears, environment)
     return plan
 

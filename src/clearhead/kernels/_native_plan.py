@@ -20,6 +20,7 @@ from ._native_arguments import (
     NO_LIMITS,
     BackwardArguments,
     NativeArguments,
+    NativeMask,
     Strides,
     address_of,
     addresses_of,
@@ -154,10 +155,10 @@ class NativePlan:
 
     def reads(self, arguments: NativeArguments) -> bool:
         """Whether operands of the plan's shapes have its strides too, and a mask is laid out as the plan's."""
-        query, key, value, _, _, last, visible, bias, *_ = arguments
+        query, key, value, *_ = arguments
         if (query.stride(), key.stride(), value.stride()) != self._operand_strides:
             return False
-        return (placed(last), placed(visible), placed(bias), placed_selection(arguments)) == self._masks
+        return placed_masks(arguments) == self._masks
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -341,25 +342,21 @@ def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tens
             raise DeviceError(f"saved {name}", expected="the numbers that were saved", got=got, fix=fix)
 
 
-def placed(tensor: Tensor | None) -> Placed | None:
-    """Shape and strides."""
-    return None if tensor is None else (tensor.shape, tensor.stride())
-
-
-def placed_selection(arguments: NativeArguments) -> tuple[Placed, int] | None:
-    """Shape and strides of the selected keys, and the keys of a block."""
-    selected = arguments.selected
-    return None if selected is None else ((selected.shape, selected.stride()), arguments.block)
+def placed_masks(mask: NativeArguments | NativeMask) -> tuple[Any, ...]:
+    """Shapes and strides of `last`, `visible`, `bias` and the selected keys, with these the keys of a block."""
+    tensors = mask.last, mask.visible, mask.bias, mask.selected
+    *masks, selected = [None if x is None else (x.shape, x.stride()) for x in tensors]
+    return *masks, None if selected is None else (selected, mask.block)
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-    query, key, value, sinks, _, last, visible, bias, _, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
-    operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
-    dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    numbers = scale, softcap, dropped, sequences, sinks is not None and sinks.dim() > 1
-    masks = *map(placed, (last, visible, bias)), placed_selection(arguments)
-    return cached_plan(query.dtype, *operands, *numbers, *masks, **options)
+    sinks, cu_seqlens = arguments.sinks, arguments.cu_seqlens_q
+    operands = [(x.shape, x.stride()) for x in arguments[:3]]
+    dropped = 0.0 if arguments.seed is None else arguments.dropout_p
+    sequences = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    numbers = arguments.scale, arguments.softcap, dropped, sequences, sinks is not None and sinks.dim() > 1
+    return cached_plan(arguments.query.dtype, *operands, *numbers, *placed_masks(arguments), **options)
 
 
 #: `NativePlan`, of which the last ones are kept.
