@@ -119,11 +119,13 @@ class Layer:
                     return self._run_unpadded(unpadded, query, key, value, environment), None
         q, k, v = self.project(query, key, value, self.multiply)
         form, heads, known = None, None, None
-        is_plain = self.q_norm is self.k_norm is self.position is self.form is None
-        merged = is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing
-        if merged and q.dim() == k.dim() == v.dim() == 3:
-            # Nothing is applied to heads, so a kernel reads them in the projections as they are.
-            heads, known = (self.num_heads, self.num_kv_heads), None if plan is None else plan.attention
+        # Nothing is applied to heads.
+        is_plain = weights is None and self.q_norm is self.k_norm is self.position is self.form is None
+        is_plain = is_plain and query.dim() == q.dim() == k.dim() == v.dim() == 3 and not environment.tracing
+        if is_plain and plan is not None:
+            known = plan.attention
+        if is_plain and query.is_cpu:  # a kernel reads heads in the projections as they are
+            heads = self.num_heads, self.num_kv_heads
         else:
             q, k, v = self._at_positions(q, k, v, 0, environment)
             form = None if self.form is None else self.form(q, k, None)

@@ -49,13 +49,15 @@ def plan_of_layer(
     if linears is None or environment.transformed or environment.dispatching or environment.autocast:
         return None
     query, key, value = inputs
-    layout = _layout_of(query)
-    if key is not query or value is not key:
-        layouts = _layout_of(key), key is value or _layout_of(value)
-        layout = None if layout is None or None in layouts else (layout, *layouts)
+    distinct = inputs if key is not query or value is not key else inputs[:1]
+    for x in distinct:
+        if type(x) is not Tensor or x.is_nested or x.layout is not _STRIDED or x.dim() < 2:
+            return None
     # A mode may compute other projections than the operators do.
-    if layout is None or function_modes():
+    if function_modes():
         return None
+    # What determines the layouts of the projections, besides the weights.
+    layout = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in distinct]), key is value
     on_cpu = query.is_cpu
     for weight in linears[::2]:
         if type(weight) not in PLAIN or weight.is_cpu is not on_cpu:
@@ -70,10 +72,3 @@ def plan_of_layer(
 @lru_cache(512)
 def _plan_of_key(*key: Hashable) -> LayerPlan:
     return LayerPlan()
-
-
-def _layout_of(x: Tensor) -> tuple[object, ...] | None:
-    """What determines the layout of an input's projection, besides the weight; ``None`` of other inputs."""
-    if type(x) is not Tensor or x.is_nested or x.layout is not _STRIDED or x.dim() < 2:
-        return None
-    return x.shape, x.stride(), x.dtype, x.device

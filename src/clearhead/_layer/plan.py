@@ -47,7 +47,7 @@ def attend(
 
     Sizes, dtypes and numbers of a call are checked where its layout has no plan yet; values are checked in every call.
     A layer that has validated the mask or read its structure passes a bound mask, which holds both results. `known` are
-    the keys of a layer's calls, by the layout of its projections, on the CPU.
+    the keys of a layer's calls, by the layout of its projections.
     """
     if environment.autocast:
         call.query, call.key, call.value = cast_for_autocast(call.query, call.key, call.value)
@@ -100,6 +100,8 @@ def _plan_in_layer(call: Call, environment: Environment, known: dict[Hashable, K
         return _plan_of(call, environment)
     call.plan_key, plans = found
     call.read_others(environment)
+    if not query.is_cpu:  # these depend on PyTorch's settings
+        return _plan_of(call, environment)
     planned = plans.get(()) if call.mask is None else None
     if planned is not None:
         plan, call.layout_ = planned
