@@ -169,7 +169,7 @@ class _Padding(NamedTuple):
 
 def _find(bound: BoundMask, costs: Costs, most: int, side_by_side: bool) -> Unpadded | None:
     """The real tokens of a batch, if they cost at most that. On a GPU only by lengths that lie on the CPU."""
-    grid, padding = bound.grid, bound.form("padding", lambda: _padding_of(bound))
+    grid, padding = bound.grid, bound.once("padding", lambda: _padding_of(bound))
     if padding is None:
         return None
     rules, (of_queries, of_keys), same = padding.rules, padding.counts, False
@@ -182,7 +182,7 @@ def _find(bound: BoundMask, costs: Costs, most: int, side_by_side: bool) -> Unpa
         fits_gpu = (same or not (rules or side_by_side)) and any(of_queries) and any(of_keys)
         if grid.device.type != "cpu" and not fits_gpu:
             return None
-    queries, keys, sequences = bound.form("tokens", lambda: _tokens(padding, same, grid))
+    queries, keys, sequences = bound.once("tokens", lambda: _tokens(padding, same, grid))
     if (of_queries is None or of_keys is None) and _cost(costs, queries.counts, keys.counts) > most:
         return None
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):

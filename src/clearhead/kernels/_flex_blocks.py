@@ -66,7 +66,7 @@ def lower_tensors(bound: BoundMask, backward: bool) -> tuple[dict[str, Tensor], 
         blocks = _table_blocks(bound) if in_one_table else lower_blocks(bound)
         return blocks.tensors(backward), blocks.limits
 
-    return bound.form(("flex", backward), lower)
+    return bound.once(("flex", backward), lower)
 
 
 def _table_blocks(bound: BoundMask) -> FlexMask:

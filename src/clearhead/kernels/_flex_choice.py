@@ -44,7 +44,7 @@ def leaves_to_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
     if layout.formula - FlexKernel.formula or FlexKernel().refusals(layout, bound):
         return ()
     fits = _has_rules_alone if layout.lse or changes_scores else _leaves_out
-    if bound.mask is not None and not bound.form(fits.__name__, lambda: fits(bound)):
+    if bound.mask is not None and not bound.once(fits.__name__, lambda: fits(bound)):
         return ()
     if not _is_trusted(layout.device, layout.dtype):
         return ()

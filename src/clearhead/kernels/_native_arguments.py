@@ -130,7 +130,7 @@ def lowered(bound: BoundMask) -> NativeMask:
     if bound.mask is None:
         return NO_LIMITS
     band = bound.band
-    return bound.form("native", lambda: _lower(bound)) if band is None else NativeMask(band.low, band.high, band.stop)
+    return bound.once("native", lambda: _lower(bound)) if band is None else NativeMask(band.low, band.high, band.stop)
 
 
 def _lower(bound: BoundMask) -> NativeMask:

@@ -101,7 +101,7 @@ class SdpaKernel(Kernel):
                 query = fold_group(query, key.shape[1])
             lowered = None
             if hides:
-                lowered = call.bound.form(("sdpa", query.dtype, in_rows), lambda: _lower(call, in_rows))
+                lowered = call.bound.once(("sdpa", query.dtype, in_rows), lambda: _lower(call, in_rows))
             sinks = () if call.sinks is None else (_sinks_of_rows(call.sinks, call, folded),)
             # Looked up in each call, because others may replace the function.
             attend = (

@@ -101,12 +101,8 @@ class BoundMask:
         if covered is not None:
             self._found["covered"] = covered
 
-    def form(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """What a kernel reads instead of the mask. Only a mask that is kept keeps it, as it may be large."""
-        return self.once(key, make) if self.is_kept else make()
-
     def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """A fact about the mask, found on first use."""
+        """A fact about the mask, or what a kernel reads instead of it, made on first use."""
         found = self._found
         if key in found:
             return found[key]

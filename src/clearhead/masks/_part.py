@@ -103,7 +103,7 @@ class PartMask(Wrapping):
         alone = None if self._whole is None else BoundMask(whole.mask, whole.grid)
         part = PartMask(cast(Mask, whole.mask), self._offset, alone, None)
         place = "part", self._offset, grid.num_heads, grid.query_length, grid.key_length
-        return whole.form(place, lambda: BoundMask(part, grid, is_kept=True))
+        return whole.once(place, lambda: BoundMask(part, grid, is_kept=True))
 
     def parts(self) -> tuple[Mask, ...]:
         masks = self._mask.parts()

@@ -141,7 +141,7 @@ def terms_of(bound: BoundMask, gathers: bool = False) -> Terms:
     # What was found out of the whole mask is what its parts would give.
     if bound.structure.exact:
         return Terms.of(bound.structure, bound.grid)
-    return bound.form(("terms", gathers), lambda: terms_of_parts(bound.parts, bound.grid, gathers))
+    return bound.once(("terms", gathers), lambda: terms_of_parts(bound.parts, bound.grid, gathers))
 
 
 def terms_of_parts(parts: Iterable[BoundMask], grid: Grid, gathers: bool = False) -> Terms:
