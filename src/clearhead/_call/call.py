@@ -126,8 +126,9 @@ class Call:
     def read_others(self, environment: Environment) -> None:
         """Read the options, of which no key holds all."""
         self.environment = environment
-        if self.query_positions is not None:
-            self.query_positions = read_positions("query_positions", self.query_positions, self.query)
+        first = self.query_positions
+        if first is not None and not (type(first) is int and first >= 0):
+            self.query_positions = read_positions("query_positions", first, self.query)
         if self.key_positions is not None:
             heads = self.query.shape[1]
             self.key_positions = read_positions("key_positions", self.key_positions, self.key, heads=heads)

@@ -18,14 +18,15 @@ from .._environment import Environment, cast_for_autocast
 from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
+from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
 from .layer_plan import LayerPlan
 from .linear import Multiply, linear
-from .operands import Operands, called, heads_of
+from .operands import Operands, heads_of
 from .plan import Show, attend
 from .positions import PositionPart, positions_of_keys, positions_of_queries, require_one_length, with_hidden
-from .unmodified import Linears, apply_linear
+from .unmodified import Linears, apply_linear, has_hooks
 from .unpadding import Unpadded, costs_of, unpad
 
 
@@ -225,13 +226,18 @@ class Layer:
         return (merged.unflatten(-1, (self.num_heads, -1)) * factors).flatten(-2)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
-        """The module's own mask and the call's."""
-        module_mask = self.mask
+        """The module's own mask and the call's. Parts that are modules with hooks are called: hooks may load them."""
         if mask is None:
-            return None if module_mask is None else called(module_mask)
-        if not isinstance(mask, Mask):
-            mask = as_mask(mask)
-        return called(mask if module_mask is None else module_mask & mask)
+            mask = self.mask
+        else:
+            mask = mask if isinstance(mask, Mask) else as_mask(mask)
+            mask = mask if self.mask is None else self.mask & mask
+        parts = () if mask is None else mask.parts()
+        for part in parts:  # in a loop, which is faster in every call than `any`
+            if isinstance(part, nn.Module) and has_hooks(part):
+                called: Any = [each() if isinstance(each, nn.Module) and has_hooks(each) else each for each in parts]
+                return all_of(called)
+        return mask
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment
