@@ -105,13 +105,17 @@ def _native_plan(
 def arguments_of(call: Call) -> NativeArguments:
     """The arguments of a call, whose mask is lowered."""
     layout, sinks, sequences = call.layout, call.sinks, call.sequences
-    low, high, stop, *masks, block = lowered(call.bound)
+    low, high, stop, first, last, visible, bias, selected, block = lowered(call.bound)
     return NativeArguments(
         call.query,
         call.key,
         call.value,
         None if sinks is None else sinks.float(),
-        *masks,
+        first,
+        last,
+        visible,
+        bias,
+        selected,
         call.seed,
         None if sequences is None else sequences.cu_seqlens_q,
         None if sequences is None else sequences.cu_seqlens_k,

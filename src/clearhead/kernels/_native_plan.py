@@ -342,11 +342,15 @@ def _require_memory(arguments: NativeArguments, output: Tensor | None, lse: Tens
             raise DeviceError(f"saved {name}", expected="the numbers that were saved", got=got, fix=fix)
 
 
+def placed(tensor: Tensor | None) -> Placed | None:
+    """Shape and strides."""
+    return None if tensor is None else (tensor.shape, tensor.stride())
+
+
 def placed_masks(mask: NativeArguments | NativeMask) -> tuple[Any, ...]:
     """Shapes and strides of `last`, `visible`, `bias` and the selected keys, with these the keys of a block."""
-    tensors = mask.last, mask.visible, mask.bias, mask.selected
-    *masks, selected = [None if x is None else (x.shape, x.stride()) for x in tensors]
-    return *masks, None if selected is None else (selected, mask.block)
+    selected = placed(mask.selected)
+    return *map(placed, (mask.last, mask.visible, mask.bias)), None if selected is None else (selected, mask.block)
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
