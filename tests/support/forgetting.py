@@ -12,7 +12,9 @@ from clearhead._call.layout import Layout
 from .requests import Grid
 
 LAYOUT_FIELDS = Layout._fields
-GRID_FIELDS = [item.name for item in fields(Grid) if item.init]
+GRID_FIELDS = [
+    item.name for item in fields(Grid) if item.init and item.name != "environment"
+]  # which tells nothing else
 
 
 def forget() -> None:

@@ -143,18 +143,17 @@ class BoundMask:
     @property
     def per_head(self) -> bool:
         """Whether it is evaluated for each head."""
-        if self.structure.exact or self.grid.num_heads == 1:
+        if self.structure.exact or self.grid.num_heads == 1 or self.grid.is_empty:
             return False
         known = self.structure.per_head
         return self.once("per head", lambda: self.evaluated_sizes()[1] > 1) if known is None else known
 
     def evaluated_sizes(self) -> tuple[int, int]:
         """Batch items and heads of what it shows and adds; 1 if all of them share it."""
-        grid = self.grid
-        if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
+        if self.grid.is_empty:
             return 1, 1
         # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
-        cell = Block.cell(grid)
+        cell = Block.cell(self.grid)
         shapes = [x.shape[:2] for x in (self.visible(cell), self.bias(cell, torch.float32)) if x is not None]
         return max([batch for batch, _ in shapes], default=1), max([heads for _, heads in shapes], default=1)
 

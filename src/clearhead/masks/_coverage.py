@@ -66,7 +66,7 @@ def _find_coverage(bound: BoundMask) -> Coverage:
     if band is not None and band.is_causal(grid) and grid.query_length >= grid.key_length:
         return COVERS_ALL
     # The other cases read values, or borders, which an empty mask lacks.
-    if not grid.has_values or 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
+    if not grid.has_values or grid.is_empty:
         return _coverage_at_once(bound)
     if structure.diagonal and grid.query_length == grid.key_length:
         return COVERS_ALL

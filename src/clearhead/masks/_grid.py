@@ -44,6 +44,11 @@ class Grid:
     _has_values: bool | None = field(default=None, init=False, repr=False)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no score."""
+        return 0 in (self.batch_size, self.num_heads, self.query_length, self.key_length)
+
+    @property
     def has_positions(self) -> bool:
         """Whether the caller passed positions of queries or keys."""
         return self.query_positions is not None or self.key_positions is not None
