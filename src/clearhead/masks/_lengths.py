@@ -52,7 +52,7 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     if query_lengths.dim() != 1:
         raise ShapeError("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape))
     # Two masks, because padded queries can be removed without padded keys, and keys without queries.
-    return of_keys & QueryLengths(query_lengths)
+    return of_keys & QueryLengths(query_lengths, of_keys if query_lengths is key_lengths else None)
 
 
 class Counts(OfTensor):
@@ -133,8 +133,10 @@ class Lengths(Counts):
 class QueryLengths(Counts):
     """Hides all keys from padded queries. See `lengths`."""
 
-    def __init__(self, lengths: Tensor) -> None:
+    def __init__(self, lengths: Tensor, of_keys: Lengths | None = None) -> None:
         super().__init__("query_lengths", "query_lengths", lengths)
+        if of_keys is not None:  # of the same tensor, which is then copied to a device once
+            self._copies = of_keys._copies  # pyright: ignore[reportPrivateUsage]
 
     def visible(self, block: Block) -> Tensor:
         return block.q < take(self.on(block.grid), 0, block.batch)[:, None, None, None]
