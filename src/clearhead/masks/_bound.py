@@ -15,6 +15,8 @@ from ._structure import Band, Selection, Structure, met
 
 Result = TypeVar("Result")
 
+_FEW_CELLS = 1 << 14  # evaluating them all takes no longer than one
+
 
 def bind(mask: Mask | None, grid: Grid, is_kept: bool = False) -> BoundMask:
     """A mask on a grid: the one that the mask keeps, or a new one."""
@@ -150,12 +152,26 @@ class BoundMask:
 
     def evaluated_sizes(self) -> tuple[int, int]:
         """Batch items and heads of what it shows and adds; 1 if all of them share it."""
-        if self.grid.is_empty:
+        grid = self.grid
+        if grid.is_empty:
             return 1, 1
-        # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
-        cell = Block.cell(self.grid)
-        shapes = [x.shape[:2] for x in (self.visible(cell), self.bias(cell, torch.float32)) if x is not None]
-        return max([batch for batch, _ in shapes], default=1), max([heads for _, heads in shapes], default=1)
+        # The choice of a kernel must not build a tensor as large as the scores, unless these are few.
+        if grid.batch_size * grid.num_heads * grid.query_length * grid.key_length <= _FEW_CELLS:
+            tensors = (*self.evaluated.tensors, *self.evaluated.biases)
+        else:
+            cell = Block.cell(grid)
+            tensors = [x for x in (self.visible(cell), self.bias(cell, torch.float32)) if x is not None]
+        return max([x.shape[0] for x in tensors], default=1), max([x.shape[1] for x in tensors], default=1)
+
+    @property
+    def evaluated(self) -> Structure:
+        """An exact structure of any mask: its tensors for all rows and columns of the grid."""
+        return self.once("evaluated", self._evaluate)
+
+    def _evaluate(self) -> Structure:
+        block = Block(self.grid)
+        visible, bias = self.visible(block), self.bias(block, torch.float32)
+        return Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
 
     def key(self, sized: bool) -> Hashable | None:
         """What determines a plan for calls with the mask; ``None`` if the next call with it needs another plan.

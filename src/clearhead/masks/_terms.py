@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._bound import BoundMask
-from ._grid import Block, Grid
+from ._grid import Grid
 from ._structure import Band, RowRanges, Selection, Structure, joined
 
 
@@ -162,7 +162,7 @@ def terms_of_parts(parts: Iterable[BoundMask], grid: Grid, gathers: bool = False
             if own.selection is not None and selection is None and gathers:
                 selection = own.selection
                 continue
-            own = _evaluated(part)
+            own = part.evaluated
         structure = own if structure is None else structure.meet(own)
     terms = Terms.of(structure or Structure(), grid)
     if slopes is not None:
@@ -173,13 +173,6 @@ def terms_of_parts(parts: Iterable[BoundMask], grid: Grid, gathers: bool = False
         return terms
     of_queries, of_keys = (ids.long().contiguous() for ids in documents)
     return terms._replace(query_documents=of_queries, key_documents=of_keys)
-
-
-def _evaluated(bound: BoundMask) -> Structure:
-    """An exact structure of any mask: its tensors for all rows and columns of the grid."""
-    block = Block(bound.grid)
-    visible, bias = bound.visible(block), bound.bias(block, torch.float32)
-    return Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
 
 
 def _range_of(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
