@@ -182,7 +182,9 @@ class BoundMask:
         key = self._found.get(name)
         if key is not None:
             return key
-        if self.structure.exact:
+        if (band := self.band) is not None:  # in the fewest steps, which tiny calls notice
+            key = band if sized else "band"
+        elif self.structure.exact:
             key = self.structure.layout(sized)
         else:  # parts are lowered one by one, and for each head if they differ between heads
             parts = [(part.structure.layout(sized), part.has_bias, part.per_head) for part in self.parts]
