@@ -173,10 +173,10 @@ class Call:
     def bound(self) -> BoundMask:
         """The mask on the grid of the call."""
         if self.bound_ is None:
-            shape, keys, environment = self.query.shape, self.key.shape[-2], self.environment
+            shape, keys, around = self.query.shape, self.key.shape[-2], getattr(self, "environment", None)
             batch, heads, length = (shape[0], self.heads[0], shape[1]) if self.heads else shape[:3]
-            # A layout may come from another pass, around which there was something else.
-            around = environment if isinstance(environment, Environment) else None
+            if not isinstance(around, Environment):  # a layout may come from another pass, around which there was more
+                around = None
             positions = self.query_positions, self.key_positions
             self.bound_ = bind(self.mask, Grid(batch, heads, length, keys, self.query.device, *positions, around))
         return self.bound_
