@@ -95,7 +95,7 @@ class check_values(forcing[bool]):
 
 def reads_values(tensor: Tensor) -> bool:
     """Whether the values of a tensor are checked now."""
-    if is_tracing() or not (tensor.is_cpu or _checked.value) or tensor.is_meta:
+    if not (tensor.is_cpu or _checked.value) or tensor.is_meta or is_tracing():
         return False
     return not (is_fake(tensor) or has_valueless_mode() or is_vmapped(tensor))
 

@@ -18,6 +18,7 @@ from ._checks import choice, flag, is_finite, is_positive, is_probability, numbe
 from ._environment import Environment, read_environment
 from ._layer.jagged import calling_with, is_jagged, read_jagged, refuse_jagged
 from ._layer.layer import Layer
+from ._layer.layer_plan import plan_of_layer
 from ._layer.linear import Linear, Multiply
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear, parameters_of_all, takes_packed
@@ -237,7 +238,8 @@ class MultiHeadAttention(nn.Module):
                     key = value = query  # self-attention
                 else:
                     key, value = complete(query, key, value)
-                if not layer.fits(query, key, value, environment):
+                layer.plan = plan = plan_of_layer((query, key, value), layer.linears, layer.settings, environment)
+                if plan is None or not plan.fits:
                     require_inputs(self, query, key, value, environment)
             else:  # a memory whose keys are projected already
                 require_features("query", query, self.q_proj)

@@ -12,7 +12,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import clearhead
 from clearhead import masks
-from clearhead._layer.layer import Layer
 from clearhead.errors import ShapeError
 from tests.support.closeness import require_near
 
@@ -51,9 +50,9 @@ def module(**settings: Any) -> clearhead.MultiHeadAttention:
     return made
 
 
-def with_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every kernel a dimension of heads."""
-    monkeypatch.setattr(Layer, "is_plain", False)
+def with_heads(made: clearhead.MultiHeadAttention) -> None:
+    """Give every kernel a dimension of heads, as where something is applied to them."""
+    made.q_norm = nn.Identity()
 
 
 def results(made: clearhead.MultiHeadAttention, mask: masks.Mask | None, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -64,12 +63,12 @@ def results(made: clearhead.MultiHeadAttention, mask: masks.Mask | None, inputs:
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_results_and_gradients_are_those_with_heads(setting: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_and_gradients_are_those_with_heads(setting: str, name: str) -> None:
     made, inputs = module(**SETTINGS[setting]), drawn()
     merged = results(made, MASKS[name], inputs)
     with torch.no_grad():
         require_near(made(*inputs, mask=MASKS[name]), merged[0])
-    with_heads(monkeypatch)
+    with_heads(made)
     for found, expected in zip(merged, results(made, MASKS[name], inputs), strict=True):
         require_near(found, expected)
 
@@ -84,17 +83,17 @@ def test_other_kernels_get_heads(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
-def test_any_batch(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_batch(batch: int) -> None:
     made, inputs = module(), drawn(batch)
     merged = results(made, None, inputs)
     assert merged[0].shape == (batch, L, E)
-    with_heads(monkeypatch)
+    with_heads(made)
     for found, expected in zip(merged, results(made, None, inputs), strict=True):
         require_near(found, expected)
 
 
 @pytest.mark.parametrize("name", ["none", "lengths", "bias"])
-def test_second_derivatives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_derivatives(name: str) -> None:
     made, inputs = module(softcap=2.0), drawn()
 
     def second() -> tuple[Tensor, ...]:
@@ -102,7 +101,7 @@ def test_second_derivatives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
 
     merged = second()
-    with_heads(monkeypatch)
+    with_heads(made)
     for found, expected in zip(merged, second(), strict=True):
         require_near(found, expected)
 
@@ -159,7 +158,7 @@ def test_observers_and_interventions_see_heads() -> None:
     assert (ablated - alone).abs().amax() > 1e-3
 
 
-def test_a_projection_that_gives_gaps_between_features(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projection_that_gives_gaps_between_features() -> None:
     """Its rows cannot be read in place."""
 
     class Spread(nn.Linear):
@@ -169,7 +168,7 @@ def test_a_projection_that_gives_gaps_between_features(monkeypatch: pytest.Monke
     made, inputs = module(), drawn()
     made.q_proj = Spread(E, E)
     merged = results(made, MASKS["window"], inputs)
-    with_heads(monkeypatch)
+    with_heads(made)
     for found, expected in zip(merged, results(made, MASKS["window"], inputs), strict=True):
         require_near(found, expected)
 

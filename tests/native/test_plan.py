@@ -16,6 +16,7 @@ from clearhead import masks
 from clearhead.errors import ArgumentError
 from tests import conftest
 from tests.support.native import NativeArguments, best_first, extension, needs_native, plan_of
+from tests.support.requests import Grid, bind
 
 pytestmark = needs_native
 
@@ -112,7 +113,7 @@ def test_one_query_row_stays_here_whether_heads_share_keys_or_not(kv_heads: int)
 
 
 IDS = torch.tensor([0, 0, 1, 1, 1, 2, 2])
-#: Two masks of one signature, the first of which hides nothing.
+#: Two masks of one key, the first of which hides nothing.
 ALIKE: dict[str, tuple[masks.Mask, masks.Mask]] = {
     "lengths": (masks.lengths(torch.tensor([7, 7])), masks.lengths(torch.tensor([7, 3]))),
     "query lengths": (
@@ -129,10 +130,10 @@ ALIKE: dict[str, tuple[masks.Mask, masks.Mask]] = {
 
 @pytest.mark.parametrize("also", [None, masks.causal()], ids=["alone", "causal"])
 @pytest.mark.parametrize("name", ALIKE)
-def test_a_plan_keeps_nothing_of_a_mask_that_its_signature_does_not_tell(name: str, also: masks.Mask | None) -> None:
+def test_a_plan_keeps_nothing_of_a_mask_that_its_key_does_not_tell(name: str, also: masks.Mask | None) -> None:
     hides_nothing, hides = ((mask if also is None else mask & also) for mask in ALIKE[name])
-    assert hides_nothing.signature() == hides.signature()
-    query = torch.randn(2, 3, 7, 5)
+    query, grid = torch.randn(2, 3, 7, 5), Grid(2, 3, 7, 7, torch.device("cpu"))
+    assert bind(hides_nothing, grid).key(False) == bind(hides, grid).key(False)
     for mask in (hides_nothing, hides, hides_nothing):
         with clearhead.use_kernel("reference"):
             expected = clearhead.attention(*(query.double(),) * 3, mask)

@@ -12,7 +12,8 @@ from clearhead._call.layout import Layout
 from .requests import Grid
 
 LAYOUT_FIELDS = Layout._fields
-GRID_FIELDS = [item.name for item in fields(Grid) if item.init]
+#: The environment tells only whether values are read.
+GRID_FIELDS = [item.name for item in fields(Grid) if item.init and item.name != "environment"]
 
 
 def forget() -> None:

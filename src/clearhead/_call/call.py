@@ -16,7 +16,6 @@ from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid, Offset
-from ..masks._selected import selects
 from .dropout import dropout_factors
 from .heads import split_heads
 from .layout import Layout, key_of, layout_of, plain_key_of
@@ -127,8 +126,9 @@ class Call:
     def read_others(self, environment: Environment) -> None:
         """Read the options, of which no key holds all."""
         self.environment = environment
-        if self.query_positions is not None:
-            self.query_positions = read_positions("query_positions", self.query_positions, self.query)
+        first = self.query_positions
+        if first is not None and not (type(first) is int and first >= 0):
+            self.query_positions = read_positions("query_positions", first, self.query)
         if self.key_positions is not None:
             heads = self.query.shape[1]
             self.key_positions = read_positions("key_positions", self.key_positions, self.key, heads=heads)
@@ -173,10 +173,12 @@ class Call:
     def bound(self) -> BoundMask:
         """The mask on the grid of the call."""
         if self.bound_ is None:
-            shape, keys = self.query.shape, self.key.shape[-2]
+            shape, keys, around = self.query.shape, self.key.shape[-2], getattr(self, "environment", None)
             batch, heads, length = (shape[0], self.heads[0], shape[1]) if self.heads else shape[:3]
-            grid = Grid(batch, heads, length, keys, self.query.device, self.query_positions, self.key_positions)
-            self.bound_ = bind(self.mask, grid)
+            if not isinstance(around, Environment):  # a layout may come from another pass, around which there was more
+                around = None
+            positions = self.query_positions, self.key_positions
+            self.bound_ = bind(self.mask, Grid(batch, heads, length, keys, self.query.device, *positions, around))
         return self.bound_
 
     @property
@@ -333,7 +335,7 @@ def zero_hidden(call: Call, queries: bool = True) -> Call:
         zeroed = call.alike(key=key, value=value)
     if queries and covered.masked_queries is not None and zeroed.query is call.query:
         zeroed = zeroed.alike(query=call.query.masked_fill(covered.masked_queries, 0))
-    if selects(call.mask):
+    if call.bound.selection is not None:
         zeroed.whole_ = call.query, call.key
     call.zeroed_ = zeroed
     return zeroed

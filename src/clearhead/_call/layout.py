@@ -6,7 +6,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from .._checks import PLAIN
 
@@ -157,7 +156,7 @@ def key_of(call: Any) -> tuple[object, ...] | None:
     """What determines the plan of a call besides its mask; ``None`` if the plan is not cached.
 
     The number of keys counts only beside gradients and weights, whose sizes it determines: with a cache it grows from
-    call to call. `sizes_of` has it, and positions, for the kernels that are chosen by them.
+    call to call. Kernels that are chosen by it have it, and positions, in the key of the mask.
     """
     # A subclass may hold what no key does, and sizes of a graph are symbols.
     if call.environment.tracing or not all(type(x) in PLAIN for x in (call.query, call.key, call.value)):
@@ -202,12 +201,6 @@ def plain_key_of(call: Any) -> tuple[object, ...]:
         # Without dropout, seed and offset would only keep equal calls from sharing a plan.
         dropout_p and _is_part(call),
     )
-
-
-def sizes_of(call: Any) -> tuple[object, ...]:
-    """What `key_of` leaves out."""
-    positions = call.query_positions, call.key_positions
-    return call.key.shape[-2], *(each.shape if isinstance(each, Tensor) else each for each in positions)
 
 
 def _is_part(call: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,12 @@ from .._environment import Environment, cast_for_autocast
 from ..kernels._sdpa_sequences import is_one_kernel
 from ..masks._base import Mask
 from ..masks._bound import BoundMask, bind
+from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
-from .layer_plan import LayerPlan, plan_of_layer
+from .layer_plan import LayerPlan
 from .linear import Multiply, linear
-from .operands import Operands, called, heads_of
+from .operands import Operands, heads_of
 from .plan import Show, attend
 from .positions import (
     PositionPart,
@@ -32,7 +33,7 @@ from .positions import (
     split_axes,
     with_hidden,
 )
-from .unmodified import Linears, apply_linear
+from .unmodified import Linears, apply_linear, has_hooks
 from .unpadding import Unpadded, costs_of, unpad
 
 
@@ -58,7 +59,7 @@ class Layer:
         linears: the parameters of all projections, if they are unmodified; those of the output projection come last.
         settings: what determines the layouts of projections and the plan of attention, besides inputs and parameters.
         multiply: the GEMM of unmodified projections.
-        plan: of the call, if it has one (`fits`).
+        plan: of the call, if it has one (`plan_of_layer`).
         gate: from the query (…, features) to factors of the heads' outputs, (…, H·Dv) or (…, H).
     """
 
@@ -82,14 +83,6 @@ class Layer:
     plan: LayerPlan | None = None
     gate: Callable[[Tensor], Tensor] | None = None
 
-    def fits(self, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> bool:
-        """Find the plan of the call, and return whether the module has checked equal inputs before."""
-        self.plan = plan = plan_of_layer((query, key, value), self.linears, self.settings, environment)
-        if plan is None or plan.multiply is None:
-            return False
-        self.multiply = plan.multiply
-        return plan.fits
-
     def run(
         self,
         query: Tensor,
@@ -112,8 +105,8 @@ class Layer:
             weights: as in `Call`.
         """
         plan = self.plan
-        if plan is not None:  # the module has checked the inputs
-            plan.fits = True
+        if plan is not None:
+            plan.fits, self.multiply = True, plan.multiply  # the module has checked the inputs
         if mask is not None or self.mask is not None:
             mask = self.combined(mask)
         if positions is not None or cache is not None:
@@ -125,8 +118,8 @@ class Layer:
         bound = None
         if mask is not None and key is not None and not environment.tracing:
             *batch, length, _ = query.shape
-            grid = Grid(batch[0] if batch else 1, self.num_heads, length, key.shape[-2], query.device)
-            bound = bind(mask, grid)
+            sizes = batch[0] if batch else 1, self.num_heads, length, key.shape[-2]
+            bound = bind(mask, Grid(*sizes, query.device, environment=environment))
             # Only a mask marks padding, and returned weights have rows and columns for it.
             if value is not None and weights is None and (plan is None or not plan.keeps_padding):
                 unpadded = self._unpadded(bound, (query, key, value), environment)
@@ -134,10 +127,13 @@ class Layer:
                     return self._run_unpadded(unpadded, query, key, value, environment), None
         q, k, v = self.project(query, key, value, self.multiply)
         form, heads, known = None, None, None
-        merged = self.is_plain and weights is None and query.dim() == 3 and query.is_cpu and not environment.tracing
-        if merged and q.dim() == k.dim() == v.dim() == 3:
-            # Nothing is applied to heads, so a kernel reads them in the projections as they are.
-            heads, known = (self.num_heads, self.num_kv_heads), None if plan is None else plan.attention
+        # Nothing is applied to heads.
+        is_plain = weights is None and self.q_norm is self.k_norm is self.position is self.form is None
+        is_plain = is_plain and query.dim() == q.dim() == k.dim() == v.dim() == 3 and not environment.tracing
+        if is_plain and plan is not None:
+            known = plan.attention
+        if is_plain and query.is_cpu:  # a kernel reads heads in the projections as they are
+            heads = self.num_heads, self.num_kv_heads
         else:
             q, k, v = self._at_positions(q, k, v, 0, environment)
             form = None if self.form is None else self.form(q, k, None)
@@ -145,15 +141,12 @@ class Layer:
             q, k, v = form.query, form.key, form.value
         call = Call(q, k, v, mask, **self.options, weights=weights, heads=heads)
         # Projections may have changed the sizes, and the module may have appended keys.
-        if bound is not None and bound.grid.has_sizes(q.shape[0], q.shape[-2], k.shape[-2]):
-            call.bound_ = bound
+        if bound is not None:
+            at = bound.grid
+            if (q.shape[0], q.shape[-2], k.shape[-2]) == (at.batch_size, at.query_length, at.key_length):
+                call.bound_ = bound
         results = attend(call, environment, known=known)
         return self.projected_out(results, query, environment, form, batched=query.dim() == 3)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing is applied between the projections and attention."""
-        return self.q_norm is self.k_norm is self.position is self.form is None
 
     def _run_at_positions(
         self,
@@ -175,7 +168,8 @@ class Layer:
         if attended is not None:  # cross-attention to a memory whose keys are projected already
             q = self.projected_query(query, environment)
         else:
-            q, k, v = self.projected(query, key, value, at if of_axes is None else of_axes, environment)
+            new = self.project(query, key, value, self.multiply)
+            q, k, v = self._at_positions(*new, at if of_axes is None else of_axes, environment)
             attended = KeyValues(k, v) if cache is None else cache.update(k, v, at)
         mask = with_hidden(mask, attended, at)
         form = None if self.form is None else self.form(q, attended.key, cache)
@@ -219,7 +213,8 @@ class Layer:
             merged = mixed.reshape(mixed.shape[0], 1, mixed.shape[1] * mixed.shape[3])  # (B, 1, H·Dv)
         else:
             merged = mixed.transpose(1, 2).flatten(2)  # (B, L, H·Dv)
-        merged = self.gated(merged, query)
+        if self.gate is not None:
+            merged = self.gated(merged, query)
         if self.plan is None or self.linears is None:
             output = apply_linear(self.out_proj, merged, environment)  # (…, E)
         else:
@@ -230,19 +225,23 @@ class Layer:
 
     def gated(self, merged: Tensor, query: Tensor) -> Tensor:
         """The outputs of all heads (…, H·Dv) times the factors that the gate makes of the query (…, features)."""
-        if self.gate is None:
-            return merged
-        factors = self.gate(query).unflatten(-1, (self.num_heads, -1))  # (…, H, Dv or 1)
+        gate = cast("Callable[[Tensor], Tensor]", self.gate)
+        factors = gate(query).unflatten(-1, (self.num_heads, -1))  # (…, H, Dv or 1)
         return (merged.unflatten(-1, (self.num_heads, -1)) * factors).flatten(-2)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
-        """The module's own mask and the call's."""
-        module_mask = self.mask
+        """The module's own mask and the call's. Parts that are modules with hooks are called: hooks may load them."""
         if mask is None:
-            return None if module_mask is None else called(module_mask)
-        if not isinstance(mask, Mask):
-            mask = as_mask(mask)
-        return called(mask if module_mask is None else module_mask & mask)
+            mask = self.mask
+        else:
+            mask = mask if isinstance(mask, Mask) else as_mask(mask)
+            mask = mask if self.mask is None else self.mask & mask
+        parts = () if mask is None else mask.parts()
+        for part in parts:  # in a loop, which is faster in every call than `any`
+            if isinstance(part, nn.Module) and has_hooks(part):
+                called: Any = [each() if isinstance(each, nn.Module) and has_hooks(each) else each for each in parts]
+                return all_of(called)
+        return mask
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment
@@ -294,7 +293,8 @@ class Layer:
         """
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
         results = attend(Call(q, k, v, mask, **self.options, sequences=sequences), environment, show)
-        return self.gated(results.output.squeeze(0).transpose(0, 1).flatten(1), query)  # (T, H·Dv)
+        merged = results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
+        return merged if self.gate is None else self.gated(merged, query)
 
     def _unpadded(
         self, bound: BoundMask, inputs: tuple[Tensor, Tensor, Tensor], environment: Environment

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import PLAIN
 from .._environment import Environment, forced_linears
 from .._torch_private import function_modes
-from .linear import Multiply, gemm_of
+from .linear import Multiply, gemm_of, linear
 from .plan import Known
 from .unmodified import Linears
 
@@ -25,8 +25,8 @@ class LayerPlan:
     __slots__ = ("attention", "fits", "keeps_padding", "multiply")
 
     def __init__(self) -> None:
-        #: The GEMM of its projections.
-        self.multiply: Multiply | None = None
+        #: The GEMM of its projections; `linear` until it is chosen.
+        self.multiply: Multiply = linear
         #: Whether the module has checked inputs of this key, which then fit in every call.
         self.fits = False
         #: Whether so few tokens are cheaper with their padding.
@@ -49,20 +49,22 @@ def plan_of_layer(
     if linears is None or environment.transformed or environment.dispatching or environment.autocast:
         return None
     query, key, value = inputs
-    layout = _layout_of(query)
-    if key is not query or value is not key:
-        layouts = _layout_of(key), key is value or _layout_of(value)
-        layout = None if layout is None or None in layouts else (layout, *layouts)
+    distinct = inputs if key is not query or value is not key else inputs[:1]
+    for x in distinct:
+        if type(x) is not Tensor or x.is_nested or x.layout is not _STRIDED or x.dim() < 2:
+            return None
     # A mode may compute other projections than the operators do.
-    if layout is None or function_modes():
+    if function_modes():
         return None
+    # What determines the layouts of the projections, besides the weights.
+    layout = tuple([(x.shape, x.stride(), x.dtype, x.device) for x in distinct]), key is value
     on_cpu = query.is_cpu
     for weight in linears[::2]:
         if type(weight) not in PLAIN or weight.is_cpu is not on_cpu:
             return None
-    gradients, kernel, linear = environment.gradients, environment.kernel, forced_linears.value
-    plan = _plan_of_key(layout, linears[-2].shape, settings, gradients, kernel, linear, F.linear)
-    if plan.multiply is None:
+    gradients, kernel, forced = environment.gradients, environment.kernel, forced_linears.value
+    plan = _plan_of_key(layout, linears[-2].shape, settings, gradients, kernel, forced, F.linear)
+    if plan.multiply is linear:
         plan.multiply = gemm_of(inputs, linears, environment)
     return plan
 
@@ -70,10 +72,3 @@ def plan_of_layer(
 @lru_cache(512)
 def _plan_of_key(*key: Hashable) -> LayerPlan:
     return LayerPlan()
-
-
-def _layout_of(x: Tensor) -> tuple[object, ...] | None:
-    """What determines the layout of an input's projection, besides the weight; ``None`` of other inputs."""
-    if type(x) is not Tensor or x.is_nested or x.layout is not _STRIDED or x.dim() < 2:
-        return None
-    return x.shape, x.stride(), x.dtype, x.device

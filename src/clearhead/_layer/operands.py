@@ -1,17 +1,13 @@
-"""Attention's operands in a layer: heads of projections, and masks whose parts are modules."""
+"""Attention's operands in a layer: heads of projections."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor, nn
 
 from .._call.heads import split_heads
-from ..masks._base import Mask
-from ..masks._combined import all_of
-from .unmodified import has_hooks
 
 
 @dataclass(slots=True)
@@ -29,18 +25,6 @@ class Operands:
     value: Tensor
     finish: Callable[[Tensor], Tensor] | None = None
     observed: Tensor | None = None
-
-
-def called(mask: Mask) -> Mask:
-    """The mask. Parts of it that are modules with hooks were called, because hooks may load or change parameters."""
-    parts = mask.parts()
-    for part in parts:  # in a loop, which is faster in every call than `any`
-        if isinstance(part, nn.Module) and has_hooks(part):
-            break
-    else:
-        return mask
-    called = [cast(Mask, part()) if isinstance(part, nn.Module) and has_hooks(part) else part for part in parts]
-    return cast(Mask, all_of([*called]))
 
 
 def heads_of(x: Tensor, num_heads: int, norm: nn.Module | None, *, one_row: bool = False) -> Tensor:

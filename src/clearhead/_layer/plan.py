@@ -12,7 +12,7 @@ from torch import Tensor
 from .._call.call import Call, Results, validate, zero_hidden
 from .._call.dropout import draw_seed
 from .._call.heads import split_heads
-from .._call.layout import Layout, gradients_of, sizes_of
+from .._call.layout import Layout, gradients_of
 from .._call.observers import computing, notify
 from .._call.packed import as_one_sequence, each_sequence, in_one_call, validate_mask_of_packed
 from .._call.sequences import PackedSequences
@@ -26,7 +26,6 @@ from ..kernels._sdpa import share_worth_skipping
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._lowering import hides_nothing
-from ..masks._selected import selects
 from .mixing import MIXED, MIXED_ONCE, plan_mixed
 
 _MOST_MASKS = 64  # plans of one key, of masks that the kernels read differently
@@ -48,7 +47,7 @@ def attend(
 
     Sizes, dtypes and numbers of a call are checked where its layout has no plan yet; values are checked in every call.
     A layer that has validated the mask or read its structure passes a bound mask, which holds both results. `known` are
-    the keys of a layer's calls, by the layout of its projections, on the CPU.
+    the keys of a layer's calls, by the layout of its projections.
     """
     if environment.autocast:
         call.query, call.key, call.value = cast_for_autocast(call.query, call.key, call.value)
@@ -101,6 +100,8 @@ def _plan_in_layer(call: Call, environment: Environment, known: dict[Hashable, K
         return _plan_of(call, environment)
     call.plan_key, plans = found
     call.read_others(environment)
+    if not query.is_cpu:  # these depend on PyTorch's settings
+        return _plan_of(call, environment)
     planned = plans.get(()) if call.mask is None else None
     if planned is not None:
         plan, call.layout_ = planned
@@ -133,14 +134,8 @@ def _plan_of(
     key = call.plan_key
     if sized is None:
         sized = not call.query.is_cpu
-    if plans is not None:
-        pass
-    elif key is None:
-        plans = {}
-    elif sized:
-        plans = _plans_of((key, sdpa_settings()), environment.kernel)
-    else:
-        plans = _plans_of(key, environment.kernel)
+    if plans is None:
+        plans = {} if key is None else _plans_of((key, sdpa_settings()) if sized else key, environment.kernel)
     if not checked:
         if not plans:
             validate(call)
@@ -163,17 +158,16 @@ def _put_plan(call: Call, environment: Environment, plans: Plans, of_mask: Hasha
     """A new plan, which the next call of the same key and mask gets."""
     plan, fits_all = _new_plan(call, environment)
     layout, key = call.layout, call.plan_key
-    has_keys = bool(layout.gradients) or layout.weights is not None
-    # Without a key, as in a graph, sizes may be symbols, which are not compared.
-    of_sizes = plan, layout if has_keys or key is None or not _sees_all_in_one_row(call) else None
+    has_sizes = bool(layout.gradients) or layout.weights is not None
     if len(plans) == _MOST_MASKS:
         plans.clear()
-    if sized or fits_all or key is None:
-        plans[of_mask] = known = of_sizes if sized else (plan, layout if has_keys else None)
-        return known
-    plans[of_mask] = _with_sizes(environment), None
-    _plans_of((key, sdpa_settings()), environment.kernel)[_key_of_mask(call, True)] = of_sizes
-    return of_sizes
+    if not (sized or fits_all or key is None):
+        plans[of_mask] = _with_sizes(environment), None
+        plans, of_mask, sized = _plans_of((key, sdpa_settings()), environment.kernel), _key_of_mask(call, True), True
+    if sized:
+        has_sizes = has_sizes or not isinstance(of_mask, int)  # see `_key_of_mask`
+    plans[of_mask] = known = plan, layout if has_sizes else None
+    return known
 
 
 def _key_of_mask(call: Call, sized: bool) -> Hashable | None:
@@ -181,21 +175,17 @@ def _key_of_mask(call: Call, sized: bool) -> Hashable | None:
 
     ``None`` if the next call needs another plan.
     """
-    key: Hashable = ()
-    if call.mask is not None:  # within sequences the mask has another structure
-        key = call.bound.key(sized) if call.sequences is None else call.mask.signature()
+    key: Hashable = () if call.mask is None else call.bound.key(sized)
     if key is None or not sized:
         return key
-    if _sees_all_in_one_row(call):  # so that each step of a decoder finds its plan
-        return min(call.key.shape[-2], 2)
+    keys = call.key.shape[-2]
+    # Kernels are chosen alike for all numbers of keys above 1, so that each step of a decoder finds its plan.
+    if call.query.shape[-2] == 1 and call.sequences is None and hides_nothing(call.bound):
+        return min(keys, 2)
     # On the CPU the only values of a mask by which a kernel is chosen.
     share = share_worth_skipping(call.bound) if call.mask is not None and call.query.is_cpu else None
-    return sizes_of(call), key, share
-
-
-def _sees_all_in_one_row(call: Call) -> bool:
-    """Whether a call has one query, which sees every key. Kernels are chosen alike for all numbers of keys above 1."""
-    return call.query.shape[-2] == 1 and call.sequences is None and hides_nothing(call.bound)
+    at = [x.shape if isinstance(x, Tensor) else x for x in (call.query_positions, call.key_positions)]
+    return keys, *at, key, share
 
 
 def _with_sizes(environment: Environment) -> Plan:
@@ -218,7 +208,7 @@ def _new_plan(call: Call, environment: Environment) -> tuple[Plan, bool]:
         return plan_mixed(lambda call: run_call(call, environment), environment.kernel), True
     if layout.sequences is not None:
         kernel = None if layout.tracing else choose_for_packed(call, environment.kernel)
-        if kernel is None and (selects(call.mask) or not cast(PackedSequences, call.sequences).queries):
+        if kernel is None and (call.bound.selection is not None or not cast(PackedSequences, call.sequences).queries):
             # A graph and an accelerator have no values of boundaries to cut sequences by, and selected keys are those
             # of all sequences: a mask hides the others.
             return lambda call: run_call(in_one_call(call), environment), False

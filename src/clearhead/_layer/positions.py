@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 from torch import Tensor
 
@@ -23,9 +24,9 @@ PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 
 def positions_of_queries(positions: Positions | None, cache: Cache | None, length: int) -> Positions:
     """As the caller says, or after what the cache holds, or 0 … L−1."""
-    checked = as_positions("positions", positions)
-    if checked is None:
+    if positions is None:
         return 0 if cache is None else cache.next_positions(length)
+    checked = cast(Positions, as_positions("positions", positions))
     if isinstance(checked, Tensor):
         require_in_range(checked)
     return checked

@@ -7,7 +7,6 @@ They are removed if this saves more arithmetic than it costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from operator import and_, mul
 from typing import Any, NamedTuple, cast
 
@@ -23,9 +22,8 @@ from ..masks._base import Mask
 from ..masks._bound import BoundMask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
-from ..masks._lengths import Counts, QueryLengths
 from ..masks._positional import Causal
-from ..masks._structure import joined
+from ..masks._structure import Structure, joined, met
 from .tokens import RealTokens, find_tokens, sequences_between
 from .unmodified import apply_linear, is_unmodified, takes_packed
 
@@ -155,38 +153,37 @@ class _Padding(NamedTuple):
     """The padding of a batch by its mask.
 
     Args:
-        of_queries, of_keys: of these, the first tokens of each item are real.
-        queries, keys: bool (1 or B, length), the real ones by the other parts of the mask; ``None`` for all.
+        counts: how many first queries, and first keys, of each item are real; ``None`` if they need not be the first.
+        queries, keys: bool (1 or B, length), the real ones; ``None`` for all. Of keys these are the real ones besides
+            those beyond `stop`.
+        stop: one past the last real key of each item, integers (1 or B, 1), or ``None``.
         rules: the parts that hide no padding. They mean the same for a run of tokens as for the whole item.
     """
 
-    of_queries: list[Counts]
-    of_keys: list[Counts]
+    counts: tuple[list[int] | None, list[int] | None]
     queries: Tensor | None
     keys: Tensor | None
+    stop: Tensor | None
     rules: list[Mask]
 
 
 def _find(bound: BoundMask, costs: Costs, most: int, side_by_side: bool) -> Unpadded | None:
     """The real tokens of a batch, if they cost at most that. On a GPU only by lengths that lie on the CPU."""
-    grid, padding = bound.grid, bound.form("padding", lambda: _padding_of(bound))
+    grid, padding = bound.grid, bound.once("padding", lambda: _padding_of(bound))
     if padding is None:
         return None
-    rules, by_lengths = padding.rules, padding.queries is None and padding.keys is None
-    counts = [
-        _known_counts(parts, grid.batch_size, length)
-        for parts, length in ((padding.of_queries, grid.query_length), (padding.of_keys, grid.key_length))
-    ]
-    same = by_lengths and grid.query_length == grid.key_length and counts[0] == counts[1]
-    if by_lengths and _cost(costs, *counts) > most:
-        return None
-    # A GPU's kernel aligns rules at the last tokens of an item, which are beside each other if there are as many of
-    # both. It takes no empty tensors.
-    fits_gpu = same or not (rules or side_by_side)
-    if grid.device.type != "cpu" and not (fits_gpu and all(map(any, counts))):
-        return None
-    queries, keys, sequences = bound.form("tokens", lambda: _tokens(padding, counts, same, grid))
-    if not by_lengths and _cost(costs, queries.counts, keys.counts) > most:
+    rules, (of_queries, of_keys), same = padding.rules, padding.counts, False
+    if of_queries is not None and of_keys is not None:
+        same = grid.query_length == grid.key_length and of_queries == of_keys
+        if _cost(costs, of_queries, of_keys) > most:
+            return None
+        # A GPU's kernel aligns rules at the last tokens of an item, which are beside each other if there are as many
+        # of both. It takes no empty tensors.
+        fits_gpu = (same or not (rules or side_by_side)) and any(of_queries) and any(of_keys)
+        if grid.device.type != "cpu" and not fits_gpu:
+            return None
+    queries, keys, sequences = bound.once("tokens", lambda: _tokens(padding, same, grid))
+    if (of_queries is None or of_keys is None) and _cost(costs, queries.counts, keys.counts) > most:
         return None
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
@@ -197,24 +194,52 @@ def _find(bound: BoundMask, costs: Costs, most: int, side_by_side: bool) -> Unpa
 
 def _padding_of(bound: BoundMask) -> _Padding | None:
     """The padding; ``None`` if there is none, or if a part of the mask is neither padding nor a rule."""
-    padding, on_cpu = _Padding([], [], None, None, []), bound.grid.device.type == "cpu"
-    queries, keys = None, None
+    grid, rules, others = bound.grid, list[Mask](), list[Structure]()
     for part in bound.parts:
         mask = cast(Mask, part.mask)
-        if isinstance(mask, Counts) and mask.known(bound.grid.batch_size) is not None:
-            (padding.of_queries if isinstance(mask, QueryLengths) else padding.of_keys).append(mask)
-        elif mask.is_relative:
-            padding.rules.append(mask)
-        elif not on_cpu or part.real_tokens is None:
-            return None
+        if mask.is_relative:
+            rules.append(mask)
         else:
-            queries, keys = joined(queries, part.real_tokens[0], and_), joined(keys, part.real_tokens[1], and_)
-    if keys is not None and Causal in map(type, padding.rules):
-        # Queries before the first key are fully masked; without them left-padded items begin with a key each.
-        rows = torch.arange(bound.grid.query_length, device=keys.device)
-        queries = joined(queries, rows >= keys.int().argmax(1, keepdim=True), and_)
-    is_padding = padding.of_queries or padding.of_keys or queries is not None or keys is not None
-    return padding._replace(queries=queries, keys=keys) if is_padding else None
+            others.append(part.structure)
+    hiding, on_cpu = others[0] if len(others) == 1 else met(others), grid.device.type == "cpu"
+    rows, queries, keys = hiding.rows, hiding.queries, _real_keys(hiding)
+    # Bands and tensors hide some keys from some queries.
+    if not hiding.exact or hiding.band is not None or hiding.tensors or (keys is None and hiding.biases):
+        return None
+    if rows is not None and (rows.first is not None or rows.stop.shape[1] != 1):
+        return None
+    of_queries, of_keys = [grid.query_length] * grid.batch_size, [grid.key_length] * grid.batch_size
+    of_queries = of_queries if queries is None else _at_most(of_queries, hiding.query_counts)
+    of_keys = of_keys if rows is None else _at_most(of_keys, rows.stop if on_cpu else rows.known)
+    if keys is not None:
+        of_keys = None
+        if Causal in map(type, rules):
+            # Queries before the first key are fully masked; without them left-padded items begin with a key each.
+            first = keys.int().argmax(1, keepdim=True)
+            queries = joined(queries, torch.arange(grid.query_length, device=keys.device) >= first, and_)
+            of_queries = None
+    if queries is keys is rows is None or not (on_cpu or (of_queries is not None and of_keys is not None)):
+        return None
+    return _Padding((of_queries, of_keys), queries, keys, None if rows is None else rows.stop, rules)
+
+
+def _real_keys(hiding: Structure) -> Tensor | None:
+    """The keys that are marked and have no bias of −∞, bool (1 or B, S); ``None`` for all, and for other biases."""
+    keys = hiding.keys
+    for bias in hiding.biases:
+        # A bias of 0 and −∞ for each key is padding, unless it requires grad. An accelerator would be waited for.
+        if bias.requires_grad or not bias.is_cpu or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
+            return None
+        is_zero = bias[:, 0, 0] == 0  # (1 or B, S)
+        if not bool((is_zero | (bias[:, 0, 0] == float("-inf"))).all()):
+            return None
+        keys = joined(is_zero, keys, and_)
+    return keys
+
+
+def _at_most(lengths: list[int], counts: Tensor | None) -> list[int] | None:
+    """How many first tokens of each item are real, of so many in all; ``None`` if that is not known."""
+    return None if counts is None else [*map(min, lengths, counts.flatten().expand(len(lengths)).tolist())]
 
 
 def _cost(costs: Costs, queries: list[int], keys: list[int]) -> int:
@@ -222,33 +247,15 @@ def _cost(costs: Costs, queries: list[int], keys: list[int]) -> int:
     return sum(map(mul, costs, (sum(queries), sum(keys), sum(map(mul, queries, keys)))))
 
 
-def _tokens(
-    padding: _Padding, counts: list[list[int]], same: bool, grid: Grid
-) -> tuple[RealTokens, RealTokens, PackedSequences]:
+def _tokens(padding: _Padding, same: bool, grid: Grid) -> tuple[RealTokens, RealTokens, PackedSequences]:
     """The real queries and keys, one object where they are the same, and the sequences between them."""
-    keys = _real(padding.of_keys, padding.keys, counts[1], grid.key_length, grid)
-    queries = keys if same else _real(padding.of_queries, padding.queries, counts[0], grid.query_length, grid)
+    real, (of_queries, of_keys) = padding.keys, padding.counts
+    if padding.stop is not None:
+        real = joined(torch.arange(grid.key_length, device=grid.device) < padding.stop, real, and_)
+    keys = find_tokens(real, grid.batch_size, grid.key_length, of_keys)
+    queries = keys if same else find_tokens(padding.queries, grid.batch_size, grid.query_length, of_queries)
     queries = _unless_equal(queries, keys)
     return queries, keys, sequences_between(queries, keys, grid.device)
-
-
-def _known_counts(parts: list[Counts], batch: int, length: int) -> list[int]:
-    """How many first tokens of each item are real."""
-    counts = [length] * batch
-    for part in parts:
-        counts = [*map(min, counts, cast("list[int]", part.known(batch)))]
-    return counts
-
-
-def _real(parts: list[Counts], marks: Tensor | None, counts: list[int], length: int, grid: Grid) -> RealTokens:
-    """The first tokens of each item, as many as `counts` says, and of these the marked ones."""
-    if not parts:
-        return find_tokens(marks, grid.batch_size, length)
-    lengths = reduce(torch.minimum, [part.on(grid) for part in parts])
-    first = torch.arange(length, device=grid.device) < lengths[:, None]
-    if marks is None:
-        return find_tokens(first, grid.batch_size, length, counts)
-    return find_tokens(first & marks, grid.batch_size, length)
 
 
 def _begin_alike(queries: RealTokens, keys: RealTokens) -> bool:

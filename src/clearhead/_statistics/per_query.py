@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,8 @@ from .._call.call import zero_hidden
 from ..errors import ArgumentError
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import block_scores
-from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import take
-from ..masks._selected import Selected, selects
 from .statistic import MOST_LISTED_KEYS, Statistic
 from .totals import PartialCall
 
@@ -145,12 +143,11 @@ class LostMass(Statistic):
             expected, fix = "statistics without 'lost_mass'", "Compute it in one process, from the whole query and key."
             raise ArgumentError("statistics", expected=expected, got="a call of several processes", fix=fix)
         call = self.call
-        if not selects(call.mask):
+        if call.bound.selection is None:
             self._dense = None
             return
-        parts = cast(Mask, call.mask).parts()
         query, key = call.whole_ or (call.query, call.key)
-        mask = all_of([part for part in parts if not isinstance(part, Selected)])
+        mask = all_of([part.mask for part in call.bound.parts if part.structure.selection is None])
         self._dense = zero_hidden(call.changed(query, key, key, mask=mask), queries=False)
 
     def add(self, rows: BlockRows) -> None:

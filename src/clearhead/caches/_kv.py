@@ -100,11 +100,12 @@ class KVCache(Buffered):
             self._value[rows, :, columns] = value.transpose(1, 2)
             self._lengths = self._lengths + count
         self._length = stop
+        held = self._key.narrow(2, 0, stop), self._value.narrow(2, 0, stop)
         if new_positions is None:
-            return KeyValues(self.key, self.value)
+            return KeyValues(*held)
         all_positions = self._all_positions()
         all_positions[rows, columns] = new_positions
-        return KeyValues(self.key, self.value, all_positions[:, :stop], Present())
+        return KeyValues(*held, all_positions[:, :stop], Present())
 
     def saved(self, count: int) -> Callable[[], None]:
         """A function that forgets the next `count` tokens again."""

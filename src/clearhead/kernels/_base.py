@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from .._call.call import Call, Results
 from .._call.layout import FORMULA, Layout
 from ..masks._bound import BoundMask
 from ..masks._grid import take
-from ..masks._lowering import computed_sizes
 from ..masks._structure import joined
 
 #: Parts of the formula whose names in messages are others.
@@ -162,8 +160,7 @@ def refusals_of_formula(layout: Layout, computed: frozenset[str]) -> list[Refusa
 
 def refusals_of_heads(bound: BoundMask, gathers: bool = False) -> list[Refusal]:
     """Refuse a mask whose lowering would be as large as the scores. That of keys that a kernel gathers is not."""
-    sizes = bound.form(("computed sizes", gathers), partial(computed_sizes, bound, gathers))
-    if any(heads > 1 for _, heads in sizes):
+    if any(part.per_head and not (gathers and part.structure.selection) for part in bound.parts):
         return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
     return []
 

@@ -71,8 +71,7 @@ class FlexKernel(Kernel):
         numbers, limits = _numbers(call)
         options = numbers, limits, call.layout.scale, call.layout.lse
         if call.layout.tracing:  # the whole graph is compiled
-            query, key, value = inputs
-            output, lse = _attend(query, key, value, *options)
+            output, lse = _attend(inputs[0], inputs[1], inputs[2], *options)
         else:
             inputs = [_fixed_sizes(tensor, in_blocks) for tensor in inputs]
             if call.layout.device.type == "cpu":

@@ -21,7 +21,6 @@ from ..masks._grid import Block, Grid
 from ..masks._structure import Band, Selection, joined
 from ..masks._terms import Terms, terms_of_parts
 from ._flex_rule import PREFIXES, SIDE, Limits, numbers_on, table
-from ._gathered import selection_of
 
 _NO_LIMITS: Limits = (None, None)
 #: So many bands become constants of compiled kernels. Compiling takes seconds, and models have one band or two.
@@ -67,7 +66,7 @@ def lower_tensors(bound: BoundMask, backward: bool) -> tuple[dict[str, Tensor], 
         blocks = _table_blocks(bound) if in_one_table else lower_blocks(bound)
         return blocks.tensors(backward), blocks.limits
 
-    return bound.form(("flex", backward), lower)
+    return bound.once(("flex", backward), lower)
 
 
 def _table_blocks(bound: BoundMask) -> FlexMask:
@@ -123,7 +122,7 @@ def lower_blocks(bound: BoundMask) -> FlexMask:
     """
     parts, grid = bound.parts, bound.grid
     union, either = next(((each, ranges) for each in parts if (ranges := _ranges_of(each))), (None, []))
-    lists = selection_of(bound)
+    lists = bound.selection
     reads_lists = lists is not None and lists.block >= SIDE  # of smaller blocks a block of keys holds too many
     terms = terms_of_parts([each for each in parts if each is not union], grid, reads_lists)
     for part in parts:

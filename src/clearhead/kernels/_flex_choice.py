@@ -54,7 +54,7 @@ def reservation_of_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]
     if layout.dtype not in _DTYPES or max(dim, value_dim) > _LARGEST_DIM:
         return (Refusal("it is chosen in half precision alone, for head sizes up to {most}", most=_LARGEST_DIM),)
     fits = _is_compiled if changes_scores or layout.tracing else _leaves_out
-    if bound.mask is not None and not bound.form(fits.__name__, lambda: fits(bound)):
+    if bound.mask is not None and not bound.once(fits.__name__, lambda: fits(bound)):
         return (Refusal("the mask is a tensor or a function, or rules out no blocks of keys"),)
     if layout.tracing and any(part.structure.biases for part in bound.parts):
         return (Refusal("in a graph its gradient of a bias is not checked before it is used"),)

@@ -29,16 +29,10 @@ _ELEMENTS, _GPU_ELEMENTS = 1 << 21, 1 << 26
 
 def gathers(bound: BoundMask) -> bool:
     """Whether queries select so few keys that gathering them takes less time than computing all."""
-    selection, grid = selection_of(bound), bound.grid
+    selection, grid = bound.selection, bound.grid
     if selection is None or not grid.has_values:  # a graph holds for every number of keys
         return selection is not None
     return selection.indices.shape[3] * selection.block * FEWEST_SKIPPED < grid.key_length
-
-
-def selection_of(bound: BoundMask) -> Selection | None:
-    """The keys that the queries of a mask list, or ``None``."""
-    found = (part.structure.selection for part in bound.parts)
-    return next((each for each in found if each is not None), None)
 
 
 class _Gathered(NamedTuple):
@@ -146,7 +140,7 @@ def gathered_gradients(
 
 
 def _blocks(call: Call) -> Iterator[_Gathered]:
-    selection = cast(Selection, selection_of(call.bound))
+    selection = cast(Selection, call.bound.selection)
     (batch, heads, length, dim), kv_heads, value_dim = call.query.shape, call.key.shape[1], call.value.shape[3]
     listing = selection.indices.shape[1]
     units = math.lcm(listing, kv_heads)  # each has one list and one key/value head

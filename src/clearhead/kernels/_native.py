@@ -16,9 +16,9 @@ from ..masks._base import Mask
 from ..masks._bound import BoundMask
 from ..masks._grid import Block
 from ._base import Kernel, Plan, Refusal
-from ._native_arguments import NO_LIMITS, NativeArguments, addresses_of, lowered, named
+from ._native_arguments import NativeArguments, NativeMask, lowered
 from ._native_operator import count_flops
-from ._native_plan import NativePlan, cached_plan, placed, plan_of
+from ._native_plan import NativePlan, cached_plan, placed_masks, plan_of
 from ._native_support import NATIVE_FORMULA, learnt_shape, refusals_besides_formula, refusals_of_statistics
 from ._second_order import (
     Differentiable,
@@ -61,13 +61,13 @@ class NativeKernel(Kernel):
         # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.
         if layout.tracing or layout.dispatching:
             return _run_operator
-        planned = _native_plan(layout, layout.operand_strides, named(lowered(bound)))
+        planned = _native_plan(layout, layout.operand_strides, lowered(bound))
         if layout.gradients:
             return partial(_compute_with_gradients, planned, layout)
         # The layout of evaluated masks depends on the number of keys.
         if layout.lse or layout.weights is not None or not bound.structure.exact:
             return partial(_compute, planned, layout.weights, lse=layout.lse)
-        return partial(_compute_output, planned)
+        return planned.compute
 
 
 def _run_operator(call: Call) -> Results:
@@ -85,7 +85,7 @@ def _run_operator(call: Call) -> Results:
 def _native_plan(
     layout: Layout,
     strides: Sequence[tuple[int, ...]],
-    arguments: dict[str, Any],
+    mask: NativeMask | NativeArguments,
     bias_gradient: tuple[int, ...] | None = None,
 ) -> NativePlan:
     """The plan of all calls of a layout, with operands of these strides and masks that are lowered alike."""
@@ -97,48 +97,36 @@ def _native_plan(
         layout.sequences or 0,
         "row_sinks" in layout.formula,
     )
-    masks = [placed(arguments.get(name)) for name in ("last", "visible", "bias")]
-    selected = placed(arguments.get("selected"))
-    selection = None if selected is None else (selected, arguments["block"])
     heads = (layout.query[1], layout.key[1]) if layout.merged else None
     options = {"bias_gradient": bias_gradient, "differentiable": bool(layout.gradients), "heads": heads}
-    return cached_plan(layout.dtype, *operands, *numbers, *masks, selection, **options)
-
-
-def _compute_output(planned: NativePlan, call: Call) -> Results:
-    """The output of a call whose tensors are laid out as the plan's."""
-    low, high, stop, *masks, _ = NO_LIMITS if call.mask is None else lowered(call.bound)  # no keys are selected
-    sinks, sequences, others = call.sinks, call.sequences, ()
-    if sinks is not None and sinks.dtype is not torch.float32:
-        sinks = sinks.float()
-    if call.seed is not None or sequences is not None:
-        bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
-        others = addresses_of((sinks, *masks, call.seed, *bounds), call.offset)
-    elif sinks is not None or masks[1] is not None or masks[2] is not None or masks[3] is not None:
-        others = [0 if x is None else x.data_ptr() for x in (sinks, *masks)]  # a call may end after any argument
-    return Results(planned.compute(call.query, call.key, call.value, (low, high, stop), others))
+    return cached_plan(layout.dtype, *operands, *numbers, *placed_masks(mask), **options)
 
 
 def arguments_of(call: Call) -> NativeArguments:
     """The arguments of a call, whose mask is lowered."""
-    layout, arguments = call.layout, _addressed(call)
-    numbers = {"scale": layout.scale, "softcap": layout.softcap or 0.0, "dropout_p": layout.dropout_p}
-    return arguments._replace(**numbers)
-
-
-def _addressed(call: Call) -> NativeArguments:
-    """The arguments of a call but for the numbers that its plan has."""
-    sinks, sequences = call.sinks, call.sequences
+    layout, sinks, sequences = call.layout, call.sinks, call.sequences
+    low, high, stop, first, last, visible, bias, selected, block = lowered(call.bound)
     return NativeArguments(
         call.query,
         call.key,
         call.value,
         None if sinks is None else sinks.float(),
-        seed=call.seed,
-        cu_seqlens_q=None if sequences is None else sequences.cu_seqlens_q,
-        cu_seqlens_k=None if sequences is None else sequences.cu_seqlens_k,
-        offset=call.offset,
-        **named(lowered(call.bound)),
+        first,
+        last,
+        visible,
+        bias,
+        selected,
+        call.seed,
+        None if sequences is None else sequences.cu_seqlens_q,
+        None if sequences is None else sequences.cu_seqlens_k,
+        layout.scale,
+        layout.softcap or 0.0,
+        layout.dropout_p,
+        block,
+        low,
+        high,
+        stop,
+        call.offset,
     )
 
 
@@ -149,14 +137,14 @@ def _plan_for(
     if bias_gradient is None and planned.reads(arguments):
         return planned
     strides = [x.stride() for x in arguments[:3]]
-    return _native_plan(call.layout, strides, arguments._asdict(), bias_gradient)
+    return _native_plan(call.layout, strides, arguments, bias_gradient)
 
 
 def _compute(
     planned: NativePlan, wanted: str | None, call: Call, *, lse: bool, differentiable: bool = False
 ) -> Results:
     """The results of a call. With gradients the output is float32, and lse, which is always returned then, float64."""
-    arguments = _addressed(call)
+    arguments = arguments_of(call)
     plan = _plan_for(planned, call, arguments)
     found = plan.empty_lse(call.query) if lse or differentiable else None
     if wanted is None:
@@ -273,7 +261,7 @@ def _gradients(
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
     bias_shape = learnt_shape(call.bound) if wanted else None
-    arguments = _addressed(call)
+    arguments = arguments_of(call)
     plan = _plan_for(planned, call, arguments, bias_shape)
     if output_gradient is None:
         output_gradient = call.query.new_zeros(output.shape)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import and_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,32 +108,39 @@ class BackwardArguments(NamedTuple):
 _NO_OFFSET = Offset(0)  # as many heads as the plan has
 
 
-#: Low, high, stop, first, last, visible, bias, selected and block of `NativeArguments`.
-Lowered = tuple[int, int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, int]
-NO_LIMITS: Lowered = (-FAR, FAR, FAR, None, None, None, None, None, 1)
+class NativeMask(NamedTuple):
+    """A mask as the kernel reads it, by the names of `NativeArguments`: a band, one range per row, and tensors."""
+
+    low: int = -FAR
+    high: int = FAR
+    stop: int = FAR
+    first: Tensor | None = None
+    last: Tensor | None = None
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    selected: Tensor | None = None
+    block: int = 1
 
 
-def lowered(bound: BoundMask) -> Lowered:
-    """A mask as the kernel reads it: a band, one range of columns per row, and tensors that it reads in place."""
+NO_LIMITS = NativeMask()
+
+
+def lowered(bound: BoundMask) -> NativeMask:
+    """A mask with tensors that the kernel reads in place."""
     if bound.mask is None:
         return NO_LIMITS
     band = bound.band
-    if band is None:
-        return bound.form("native", lambda: _lower(bound))
-    return band.low, band.high, band.stop, *NO_LIMITS[3:]
+    return bound.once("native", lambda: _lower(bound)) if band is None else NativeMask(band.low, band.high, band.stop)
 
 
-def named(mask: Lowered) -> dict[str, Any]:
-    """The arguments of a mask by name."""
-    names = ("low", "high", "stop", "first", "last", "visible", "bias", "selected", "block")
-    return dict(zip(names, mask, strict=True))
-
-
-def _lower(bound: BoundMask) -> Lowered:
-    terms = terms_of(bound, gathers(bound))
-    if terms.selection is not None and terms.selection.block == 1:
-        terms = _within_documents(terms)
-    terms = terms.written(bound.grid)
+def _lower(bound: BoundMask) -> NativeMask:
+    if bound.structure.exact:
+        terms = Terms.of(bound.structure, bound.grid)
+    else:
+        terms = terms_of(bound, gathers(bound))
+        if terms.selection is not None and terms.selection.block == 1:
+            terms = _within_documents(terms)
+        terms = terms.written(bound.grid)
     low, high, stop, _, first, last, keys, visible, bias, *_ = terms
     if keys is not None:
         visible = joined(visible, keys.view(keys.shape[0], 1, 1, keys.shape[1]), and_)
@@ -145,7 +152,7 @@ def _lower(bound: BoundMask) -> Lowered:
     selected, block = (None, 1) if terms.selection is None else terms.selection
     if selected is not None:
         selected = selected.int().contiguous()
-    return low, high, stop, first, last, visible, bias, selected, block
+    return NativeMask(low, high, stop, first, last, visible, bias, selected, block)
 
 
 def _within_documents(terms: Terms) -> Terms:

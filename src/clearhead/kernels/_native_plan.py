@@ -9,6 +9,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
+from .._call.call import Call, Results
 from .._call.layout import Placed, has_contiguous_rows, with_heads
 from .._call.saved import restored
 from .._checks import PLAIN
@@ -16,12 +17,16 @@ from .._native import extension, instruction_set_number
 from ..errors import DeviceError
 from ._native_arguments import (
     DTYPES,
+    NO_LIMITS,
     BackwardArguments,
     NativeArguments,
+    NativeMask,
     Strides,
     address_of,
+    addresses_of,
     broadcast_strides,
     contiguous_strides,
+    lowered,
     strides_of_bias_gradient,
     strides_of_gradient,
     strides_of_merged_output,
@@ -150,10 +155,10 @@ class NativePlan:
 
     def reads(self, arguments: NativeArguments) -> bool:
         """Whether operands of the plan's shapes have its strides too, and a mask is laid out as the plan's."""
-        query, key, value, _, _, last, visible, bias, *_ = arguments
+        query, key, value, *_ = arguments
         if (query.stride(), key.stride(), value.stride()) != self._operand_strides:
             return False
-        return (placed(last), placed(visible), placed(bias), placed_selection(arguments)) == self._masks
+        return placed_masks(arguments) == self._masks
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
@@ -177,21 +182,24 @@ class NativePlan:
             self._run(self._forward, arguments, output, lse)
         return output
 
-    def compute(
-        self, query: Tensor, key: Tensor, value: Tensor, limits: tuple[int, int, int], others: Sequence[int]
-    ) -> Tensor:
-        """`forward` of tensors that are no negated views, without lse: the fewest steps, which tiny calls notice.
+    def compute(self, call: Call) -> Results:
+        """The output of a call that is laid out as the plan, without gradients, lse and selected keys.
 
-        Args:
-            query, key, value: of the call.
-            limits: low, high and stop of its band.
-            others: its other addresses, as many as it needs.
+        These are the fewest steps, because tiny calls notice each.
         """
+        query, key, value, sinks, sequences = call.query, call.key, call.value, call.sinks, call.sequences
+        low, high, stop, *masks, _ = NO_LIMITS if call.mask is None else lowered(call.bound)
+        others: Sequence[int] = ()
+        if sinks is not None and sinks.dtype is not torch.float32:
+            sinks = sinks.float()
+        if call.seed is not None or sequences is not None:
+            bounds = (None, None) if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+            others = addresses_of((sinks, *masks, call.seed, *bounds), call.offset)
+        elif sinks is not None or masks[1] is not None or masks[2] is not None or masks[3] is not None:
+            others = [0 if x is None else x.data_ptr() for x in (sinks, *masks)]  # a call may end after any argument
         if self._copies:
             query, key, value = self._with_whole_rows(query, key, value)
         output = query.new_empty_strided(self._shape, self._strides)
-        if self._output_dtype is not self._dtype:
-            output = self.empty_output(query)
         keys = key.shape[-2]
         self._forward(
             self._plan,
@@ -203,10 +211,12 @@ class NativePlan:
             output.data_ptr(),
             0,
             keys,
-            *limits,
+            low,
+            high,
+            stop,
             *others,
         )
-        return output
+        return Results(output)
 
     def empty_output(self, like: Tensor) -> Tensor:
         """(B, H, L, Dv)."""
@@ -301,7 +311,7 @@ class NativePlan:
         *backward: int,
         **wanted: object,
     ) -> None:
-        """`_call` with the addresses of tensors, which it makes readable."""
+        """Call a compiled function with the addresses of tensors, which are made readable."""
         query, key, value = arguments[:3]
         # The kernel would read x where a negated view means −x.
         if self._copies or query.is_neg() or key.is_neg() or value.is_neg():
@@ -314,20 +324,9 @@ class NativePlan:
             others = (*(others or _NO_OTHERS), *backward)
             if 0 in operands:
                 _require_memory(arguments, output, lse)
-        self._call(function, operands, key.shape[-2], arguments.limits, others, **wanted)
-
-    def _call(
-        self,
-        function: Callable[..., None],
-        operands: tuple[int, ...],
-        keys: int,
-        limits: tuple[int, int, int],
-        others: tuple[int, ...],
-        **wanted: object,
-    ) -> None:
-        """Call a compiled function with the plan, the instruction set, the number of threads, and its arguments."""
+        keys = key.shape[-2]
         threads = 1 if keys <= self._most_keys_of_one else torch.get_num_threads()
-        function(self._plan, instruction_set_number(), threads, *operands, keys, *limits, *others, **wanted)
+        function(self._plan, instruction_set_number(), threads, *operands, keys, *arguments.limits, *others, **wanted)
 
     def _with_whole_rows(self, *operands: Tensor) -> list[Tensor]:
         """Copies of the operands whose rows have gaps. The kernel reads rows whose elements lie side by side."""
@@ -348,20 +347,20 @@ def placed(tensor: Tensor | None) -> Placed | None:
     return None if tensor is None else (tensor.shape, tensor.stride())
 
 
-def placed_selection(arguments: NativeArguments) -> tuple[Placed, int] | None:
-    """Shape and strides of the selected keys, and the keys of a block."""
-    selected = arguments.selected
-    return None if selected is None else ((selected.shape, selected.stride()), arguments.block)
+def placed_masks(mask: NativeArguments | NativeMask) -> tuple[Any, ...]:
+    """Shapes and strides of `last`, `visible`, `bias` and the selected keys, with these the keys of a block."""
+    selected = placed(mask.selected)
+    return *map(placed, (mask.last, mask.visible, mask.bias)), None if selected is None else (selected, mask.block)
 
 
 def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-    query, key, value, sinks, _, last, visible, bias, _, seed, cu_seqlens, _, scale, softcap, dropout_p, *_ = arguments
-    operands = (query.shape, query.stride()), (key.shape, key.stride()), (value.shape, value.stride())
-    dropped, sequences = 0.0 if seed is None else dropout_p, 0 if cu_seqlens is None else len(cu_seqlens) - 1
-    numbers = scale, softcap, dropped, sequences, sinks is not None and sinks.dim() > 1
-    masks = *map(placed, (last, visible, bias)), placed_selection(arguments)
-    return cached_plan(query.dtype, *operands, *numbers, *masks, **options)
+    sinks, cu_seqlens = arguments.sinks, arguments.cu_seqlens_q
+    operands = [(x.shape, x.stride()) for x in arguments[:3]]
+    dropped = 0.0 if arguments.seed is None else arguments.dropout_p
+    sequences = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    numbers = arguments.scale, arguments.softcap, dropped, sequences, sinks is not None and sinks.dim() > 1
+    return cached_plan(arguments.query.dtype, *operands, *numbers, *placed_masks(arguments), **options)
 
 
 #: `NativePlan`, of which the last ones are kept.

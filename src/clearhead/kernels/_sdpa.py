@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, final
+from functools import partial
+from typing import Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -80,11 +81,14 @@ class SdpaKernel(Kernel):
             return plan_batch(layout, bound)
         group, grouping = layout.group, _grouping(layout, bound)
         folded, split = grouping == "rows", grouping == "calls"
-        grouped: dict[str, bool] = {"enable_gqa": True} if grouping == "kernel" else {}
+        in_rows = group if folded else 1
         is_causal, hides = False, not hides_nothing(bound)
         if hides and _is_flagged_causal(layout, bound):
             is_causal, hides = True, False  # not the comparison, which is a symbol while tracing
         may_interleave = layout.tracing or any(1 in strides[:-1] for strides in layout.strides)
+        options: dict[str, Any] = {"dropout_p": layout.dropout_p, "is_causal": is_causal, "scale": layout.scale}
+        if grouping == "kernel":
+            options["enable_gqa"] = True
         fused = None
         if layout.sinks:
             fused = Options(name_of(_fused_call(layout, bound)), layout.dropout_p, is_causal, layout.scale)
@@ -95,18 +99,20 @@ class SdpaKernel(Kernel):
                 query, key, value = map(_dense_rows, (query, key, value))
             if folded:
                 query = fold_group(query, key.shape[1])
-            lowered = _lower(call, group if folded else 1) if hides else None
-            sinks = None if call.sinks is None else _sinks_of_rows(call.sinks, call, folded)
-
-            def attend(query: Tensor, bias: Tensor | None, sinks: Tensor | None) -> Tensor:
-                if fused is not None and sinks is not None:
-                    return attend_with_sinks(fused, query, key, value, bias, sinks)
-                return F.scaled_dot_product_attention(
-                    query, key, value, bias, layout.dropout_p, is_causal, scale=layout.scale, **grouped
-                )
-
-            operands = query, lowered, sinks
-            output = _attend_split(attend, *operands, group=group) if split else attend(*operands)
+            lowered = None
+            if hides:
+                lowered = call.bound.once(("sdpa", query.dtype, in_rows), lambda: _lower(call, in_rows))
+            sinks = () if call.sinks is None else (_sinks_of_rows(call.sinks, call, folded),)
+            # Looked up in each call, because others may replace the function.
+            attend = (
+                partial(F.scaled_dot_product_attention, **options)
+                if fused is None
+                else partial(attend_with_sinks, fused)
+            )
+            if split:
+                output = _attend_split(attend, key, value, query, lowered, *sinks, group=group)
+            else:
+                output = attend(query, key, value, lowered, *sinks)
             if folded:
                 output = unfold_group(output, call.query.shape[1])  # (B, H, L, Dv)
             masked = call.coverage.masked_queries if hides else None
@@ -119,7 +125,9 @@ class SdpaKernel(Kernel):
         return compute
 
 
-def _attend_split(attend: Callable[..., Tensor], query: Tensor, *others: Tensor | None, group: int) -> Tensor:
+def _attend_split(
+    attend: Callable[..., Tensor], key: Tensor, value: Tensor, query: Tensor, *others: Tensor | None, group: int
+) -> Tensor:
     """A call for the first head of every group, one for the second, and so on. Each takes the keys as they are.
 
     What broadcasts over heads is the same in each call.
@@ -129,7 +137,7 @@ def _attend_split(attend: Callable[..., Tensor], query: Tensor, *others: Tensor 
         return (x,) * group if x is None or x.shape[1] == 1 else x.unflatten(1, (-1, group)).unbind(2)
 
     calls = zip(*map(of_calls, (query, *others)), strict=True)  # (B, Hkv, L, D) each
-    return torch.stack([attend(*each) for each in calls], 2).flatten(1, 2)
+    return torch.stack([attend(each, key, value, *more) for each, *more in calls], 2).flatten(1, 2)
 
 
 def _sinks_of_rows(sinks: Tensor, call: Call, folded: bool) -> Tensor:
@@ -230,12 +238,7 @@ def _is_flagged_causal(layout: Layout, bound: BoundMask) -> bool:
 
 
 def _lower(call: Call, group: int) -> Tensor | None:
-    """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
-    return call.bound.form(("sdpa", call.query.dtype, group), lambda: _lower_tensor(call, group))
-
-
-def _lower_tensor(call: Call, group: int) -> Tensor | None:
-    """A bias in which hidden keys are −∞.
+    """The mask as a bias in which hidden keys are −∞, for heads whose groups are folded into the rows.
 
     Fully masked rows are unmasked here, and their output is set to zero later. PyTorch's kernels then compute no
     empty softmax.

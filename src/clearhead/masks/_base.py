@@ -9,7 +9,7 @@ Files that define masks import `Mask` from here, so its methods import these fil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,15 +82,6 @@ class Mask(ABC):
     def structure(self, grid: Grid) -> Structure:
         """The facts about the mask on a grid that need no evaluation, also while tracing. Default: none."""
         return UNKNOWN
-
-    def signature(self) -> Hashable | None:
-        """The mask's part of the key of the plan cache.
-
-        Equal for masks that lower alike: of one class, with equal settings, and with tensors of equal shapes, strides,
-        dtypes and devices. It must contain neither tensors nor their values, which `validate` checks in every call.
-        Default: ``None``, so that no plan is cached.
-        """
-        return None
 
     def _kept(self, grid: Grid) -> Any:
         """The `BoundMask` that it keeps for a grid, or ``None``. Use `bind`."""

@@ -12,7 +12,7 @@ from .._checks import integer
 from ._base import Mask
 from ._grid import Block, Grid
 from ._positional import FAR, Rule
-from ._structure import UNKNOWN, RowRanges, Structure
+from ._structure import RowRanges, Structure, unknown_at
 
 
 def block_causal(size: int) -> Mask:
@@ -53,7 +53,7 @@ class BlockCausal(Rule):
     def structure(self, grid: Grid) -> Structure:
         shift = grid.shift
         if shift is None:
-            return UNKNOWN
+            return unknown_at(grid)
         first = int(grid.key_positions or 0)
         rows = torch.arange(grid.query_length, device=grid.device)[None] + (shift + first)
         # Position 0 is visible to every query.

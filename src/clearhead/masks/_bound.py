@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, is_dataclass
-from operator import and_
 from typing import Any, TypeVar, cast, final
 
 import torch
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid
-from ._structure import Band, Structure, joined, met
+from ._structure import Band, Selection, Structure, met
 
 Result = TypeVar("Result")
+
+_FEW_CELLS = 1 << 14  # evaluating them all takes no longer than one
 
 
 def bind(mask: Mask | None, grid: Grid, is_kept: bool = False) -> BoundMask:
@@ -85,13 +86,12 @@ class BoundMask:
         return self._parts or (self,)
 
     @property
-    def real_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
-        """The queries and keys that are not padding, bool (1 or B, L) and (1 or B, S). ``None`` is true everywhere.
-
-        ``None`` instead of the pair if the mask hides more than padding. Reads the values of a bias, because a bias of
-        0 and −∞ can be padding.
-        """
-        return self.once("real tokens", self._read_tokens)
+    def selection(self) -> Selection | None:
+        """The keys that queries list, if they see no others."""
+        if self.structure.exact:
+            return None
+        found = (part.structure.selection for part in self.parts)
+        return next((each for each in found if each is not None), None)
 
     @property
     def covered(self) -> Any:
@@ -103,12 +103,8 @@ class BoundMask:
         if covered is not None:
             self._found["covered"] = covered
 
-    def form(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """What a kernel reads instead of the mask. Only a mask that is kept keeps it, as it may be large."""
-        return self.once(key, make) if self.is_kept else make()
-
     def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
-        """A fact about the mask, found on first use."""
+        """A fact about the mask, or what a kernel reads instead of it, made on first use."""
         found = self._found
         if key in found:
             return found[key]
@@ -128,25 +124,6 @@ class BoundMask:
         parts = self.parts
         return self.mask.structure(self.grid) if parts[0] is self else met([part.structure for part in parts])
 
-    def _read_tokens(self) -> tuple[Tensor | None, Tensor | None] | None:
-        structure, rows, keys = self.structure, self.structure.rows, self.structure.keys
-        # Bands and tensors hide some keys from some queries.
-        if not structure.exact or structure.band is not None or structure.tensors or len(structure.biases) > 1:
-            return None
-        if rows is not None:
-            if rows.first is not None or rows.stop.shape[1] != 1:
-                return None
-            keys = joined(torch.arange(self.grid.key_length, device=self.grid.device) < rows.stop, keys, and_)
-        # A bias of 0 and −∞ for each key is padding, unless it requires grad.
-        for bias in structure.biases:
-            if bias.requires_grad or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
-                return None
-            is_zero = bias[:, 0, 0] == 0  # (1 or B, S)
-            if not bool((is_zero | (bias[:, 0, 0] == float("-inf"))).all()):
-                return None
-            keys = joined(is_zero, keys, and_)
-        return structure.queries, keys
-
     def visible(self, block: Block) -> Tensor | None:
         """Bool tensor that broadcasts to the block's (b, h, l, s), or ``None`` where nothing is hidden."""
         return None if self.mask is None else self.mask.visible(block)
@@ -165,26 +142,54 @@ class BoundMask:
         """The tensors of the biases, in a fixed order."""
         return () if self.mask is None else self.mask.bias_tensors()
 
+    @property
+    def per_head(self) -> bool:
+        """Whether it is evaluated for each head."""
+        if self.structure.exact or self.grid.num_heads == 1 or self.grid.is_empty:
+            return False
+        known = self.structure.per_head
+        return self.once("per head", lambda: self.evaluated_sizes()[1] > 1) if known is None else known
+
+    def evaluated_sizes(self) -> tuple[int, int]:
+        """Batch items and heads of what it shows and adds; 1 if all of them share it."""
+        grid = self.grid
+        if grid.is_empty:
+            return 1, 1
+        # The choice of a kernel must not build a tensor as large as the scores, unless these are few.
+        if grid.batch_size * grid.num_heads * grid.query_length * grid.key_length <= _FEW_CELLS:
+            tensors = (*self.evaluated.tensors, *self.evaluated.biases)
+        else:
+            cell = Block.cell(grid)
+            tensors = [x for x in (self.visible(cell), self.bias(cell, torch.float32)) if x is not None]
+        return max([x.shape[0] for x in tensors], default=1), max([x.shape[1] for x in tensors], default=1)
+
+    @property
+    def evaluated(self) -> Structure:
+        """An exact structure of any mask: its tensors for all rows and columns of the grid."""
+        return self.once("evaluated", self._evaluate)
+
+    def _evaluate(self) -> Structure:
+        block = Block(self.grid)
+        visible, bias = self.visible(block), self.bias(block, torch.float32)
+        return Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
+
     def key(self, sized: bool) -> Hashable | None:
         """What determines a plan for calls with the mask; ``None`` if the next call with it needs another plan.
 
         It has the layouts of tensors and, if `sized`, the numbers of the band.
         """
-        band = self.band
-        if band is not None:
-            return band if sized else "band"
-        return self.once(("key", sized), lambda: self._read_key(sized)) if self.is_kept else self._read_key(sized)
-
-    def _read_key(self, sized: bool) -> Hashable | None:
-        layout = self.structure.layout(sized)
-        if self.structure.exact:
-            return layout
-        signature = None if self.mask is None else self.mask.signature()
-        # Whether it is evaluated for each head, which native refuses, depends on these two.
-        grid = self.grid
-        empty = 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
-        of_heads = isinstance(grid.key_positions, Tensor) and grid.key_positions.dim() == 3
-        return None if signature is None or layout is None else (layout, signature, empty, of_heads)
+        name = "sized key" if sized else "key"
+        key = self._found.get(name)
+        if key is not None:
+            return key
+        if (band := self.band) is not None:  # in the fewest steps, which tiny calls notice
+            key = band if sized else "band"
+        elif self.structure.exact:
+            key = self.structure.layout(sized)
+        else:  # parts are lowered one by one, and for each head if they differ between heads
+            parts = [(part.structure.layout(sized), part.has_bias, part.per_head) for part in self.parts]
+            key = None if any(layout is None for layout, *_ in parts) else (*parts,)
+        return self._found.setdefault(name, key)
 
 
 def _tensors_in(found: object) -> Iterator[Tensor]:

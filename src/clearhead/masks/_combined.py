@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from itertools import islice
-from operator import add, and_, is_, methodcaller
-from typing import ClassVar, final
+from operator import add, and_, is_
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from ._structure import RowRanges, Structure, joined, met
 
 class _Combined(Mask):
     """A mask made of others. It fits a call that all of them fit."""
-
-    name: ClassVar[str]
 
     def __init__(self, masks: tuple[Mask, ...]) -> None:
         self._masks = masks
@@ -34,16 +32,10 @@ class _Combined(Mask):
     def sizes(self) -> Sizes:
         return reduce(Sizes.merged, (mask.sizes() for mask in self._masks))
 
-    def signature(self) -> Hashable | None:
-        signatures = [*map(methodcaller("signature"), self._masks)]
-        return None if None in signatures else (self.name, *signatures)
-
 
 @final
 class And(_Combined):
     """All parts must allow a key; their biases add up."""
-
-    name = "and"
 
     def parts(self) -> tuple[Mask, ...]:
         return self._masks
@@ -94,8 +86,6 @@ class And(_Combined):
 class Or(_Combined):
     """Either mask allows the key."""
 
-    name = "or"
-
     def __init__(self, left: Mask, right: Mask) -> None:
         super().__init__((left, right))
 
@@ -110,7 +100,9 @@ class Or(_Combined):
         runs = [each.run(grid) if grid.has_values else None for each in either]
         stops = [run[1] for run in runs if run is not None and run[0] is None]
         if len(stops) < len(runs):
-            return Structure(exact=False, either=either, diagonal=diagonal)
+            of_either = [each.differs for each in either]
+            per_head = True in of_either or (None if None in of_either else False)
+            return Structure(exact=False, either=either, diagonal=diagonal, per_head=per_head)
         return Structure(rows=RowRanges(None, reduce(torch.maximum, stops)), either=either, diagonal=diagonal)
 
     def describe(self) -> str:
@@ -120,8 +112,6 @@ class Or(_Combined):
 @final
 class Not(_Combined):
     """Allows the keys that the other mask hides."""
-
-    name = "not"
 
     def __init__(self, inner: Mask) -> None:
         super().__init__((inner,))
@@ -187,10 +177,6 @@ class Wrapping(Mask):
     def sizes(self) -> Sizes:
         """The sizes that the wrapped mask requires."""
         return self._mask.sizes()
-
-    def signature(self) -> Hashable | None:
-        """The signature of the wrapped mask."""
-        return self._mask.signature()
 
     @property
     def has_bias(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import and_
 from typing import cast
 
 import torch
@@ -13,8 +14,8 @@ from .._native.coverage import find_coverage
 from ._bound import BoundMask
 from ._grid import Block, Grid
 from ._listed import listed_columns, shown_cells
-from ._lowering import chosen_cell, row_blocks
-from ._structure import Band, RowRanges, Structure
+from ._lowering import row_blocks
+from ._structure import Band, RowRanges, Selection, Structure, joined
 
 _ROWS_AT_A_TIME = 1 << 21  # elements of the mask that are evaluated at once
 _EDGE_ROWS, _EDGE_COLUMNS = 16, 8  # evaluated first at each border; columns take longer to read
@@ -65,7 +66,7 @@ def _find_coverage(bound: BoundMask) -> Coverage:
     if band is not None and band.is_causal(grid) and grid.query_length >= grid.key_length:
         return COVERS_ALL
     # The other cases read values, or borders, which an empty mask lacks.
-    if not grid.has_values or 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
+    if not grid.has_values or grid.is_empty:
         return _coverage_at_once(bound)
     if structure.diagonal and grid.query_length == grid.key_length:
         return COVERS_ALL
@@ -77,7 +78,7 @@ def _find_coverage(bound: BoundMask) -> Coverage:
     if structure.exact and not structure.tensors and not structure.biases:
         queries, keys = _coverage_of_ranges(structure, grid)
         return Coverage.of(None if queries is None else _unless_all(queries), _unless_all(keys))
-    if any(part.structure.selection is not None for part in bound.parts):
+    if bound.selection is not None:
         return Coverage.of(*map(_unless_all, _coverage_of_lists(bound)))
     # An accelerator would wait for a search, and has the memory and the speed for all cells of one pass.
     if grid.device.type != "cpu" and grid.batch_size * grid.query_length * grid.key_length <= _CELLS_AT_ONCE:
@@ -104,7 +105,7 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor | None
         sees_key = structure.keyed and rows is None and band is None
         if rows is not None:
             sees_key = keys is None and rows.shortest > 0
-            keys = _and(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
+            keys = joined(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys, and_)
         if sees_key and keys is not None and structure.queries is None:
             return None, keys[:, None]
         if band is None or keys is None:
@@ -113,12 +114,12 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor | None
             covered_queries, covered_keys = keys.cumsum(1) > 0, keys
     else:
         first, stop = _ends(rows, structure.band or Band.whole(grid), grid)  # (1 or B, L) each
-        covered_queries = _and(_any_key(first, stop, keys, grid), structure.queries)
+        covered_queries = joined(_any_key(first, stop, keys, grid), structure.queries, and_)
         # A key is covered if more ranges begin than end up to it.
-        ranges = _and(stop > first, structure.queries).long()
+        ranges = joined(stop > first, structure.queries, and_).long()
         changes = ranges.new_zeros(len(ranges), grid.key_length + 1)
         changes.scatter_add_(1, first.expand_as(ranges), ranges).scatter_add_(1, stop.expand_as(ranges), -ranges)
-        covered_keys = _and(changes.cumsum(1)[:, : grid.key_length] > 0, keys)
+        covered_keys = joined(changes.cumsum(1)[:, : grid.key_length] > 0, keys, and_)
     return covered_queries[:, None], covered_keys[:, None]  # the heads' dimension
 
 
@@ -128,13 +129,13 @@ def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[
     every = torch.ones(1, 1, dtype=torch.bool, device=grid.device)
     covered_queries = every if keys is None else keys.any(1, keepdim=True)
     covered_keys = every if queries is None else queries.any(1, keepdim=True)
-    covered_queries, covered_keys = _and(covered_queries, queries), _and(covered_keys, keys)
+    covered_queries, covered_keys = joined(covered_queries, queries, and_), joined(covered_keys, keys, and_)
     return covered_queries, covered_keys.expand(-1, grid.key_length)
 
 
 def _coverage_of_lists(bound: BoundMask) -> tuple[Tensor, Tensor]:
     """The covered queries (1 or B, 1 or H, L) and keys (1 or B, 1 or H, S) of selected keys, from their lists."""
-    grid, selection = bound.grid, next(each for part in bound.parts if (each := part.structure.selection))
+    grid, selection = bound.grid, cast(Selection, bound.selection)
     of_row = selection.indices[..., 0, :].numel() * selection.block * grid.num_heads
     step = max(1, _ROWS_AT_A_TIME // max(1, of_row))
     queries: list[Tensor] = []
@@ -153,10 +154,6 @@ def _coverage_of_lists(bound: BoundMask) -> tuple[Tensor, Tensor]:
         # What is not shown marks one more column.
         keys.scatter_(2, torch.where(shown, columns, grid.key_length).flatten(2), True)
     return torch.cat(queries, 2), cast(Tensor, keys)[..., :-1]
-
-
-def _and(marks: Tensor, more: Tensor | None) -> Tensor:
-    return marks if more is None else marks & more
 
 
 def _ends(rows: RowRanges | None, band: Band, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -189,7 +186,7 @@ def _search(bound: BoundMask) -> tuple[Tensor, Tensor]:
     grid = bound.grid
     length, count = grid.query_length, grid.key_length
     # One result for all items and heads that share the mask.
-    cell = bound.visible(chosen_cell(grid))
+    cell = bound.visible(Block.cell(grid))
     items, heads = (1, 1) if cell is None else cell.shape[:2]
     queries = torch.zeros(items, heads, length, dtype=torch.bool, device=grid.device)
     keys = torch.zeros(items, heads, count, dtype=torch.bool, device=grid.device)
@@ -200,7 +197,7 @@ def _search(bound: BoundMask) -> tuple[Tensor, Tensor]:
 
     open_rows, open_columns = (0, length), (0, count)
     # Reading the outcome to stop early would synchronise an accelerator.
-    if length * count > _FEW_CELLS and _is_readable(queries):
+    if length * count > _FEW_CELLS and queries.is_cpu and type(queries) is Tensor:
         for rows in _edges(length, _EDGE_ROWS):
             columns = slice(*bound.structure.columns(grid, rows))
             if columns.start >= columns.stop:
@@ -251,11 +248,8 @@ def _marks_between(start: int, stop: int, length: int, grid: Grid) -> Tensor | N
 
 def _unless_all(covered: Tensor) -> Tensor | None:
     """(…, n, 1), or ``None`` if all are covered. Values are read only on the CPU, without a synchronisation."""
-    return None if _is_readable(covered) and bool(covered.all()) else covered[..., None]
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    return tensor.is_cpu and type(tensor) is Tensor
+    is_readable = covered.is_cpu and type(covered) is Tensor
+    return None if is_readable and bool(covered.all()) else covered[..., None]
 
 
 def _coverage_at_once(bound: BoundMask) -> Coverage:

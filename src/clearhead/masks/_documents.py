@@ -13,7 +13,7 @@ from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
 from ._of_tensor import OfTensor, broadcasts, require_integers
-from ._structure import UNKNOWN, RowRanges, Structure
+from ._structure import RowRanges, Structure, unknown_at
 
 
 def documents(ids: Tensor) -> Mask:
@@ -51,7 +51,7 @@ class Documents(OfTensor):
 
     def structure(self, grid: Grid) -> Structure:
         if grid.shift is None:
-            return UNKNOWN
+            return unknown_at(grid)
         ids, query, key = self.on(grid), int(grid.query_positions or 0), int(grid.key_positions or 0)
         rows = slice(query, query + grid.query_length)
         documents = ids[:, rows], ids[:, key : key + grid.key_length]
@@ -61,7 +61,8 @@ class Documents(OfTensor):
         # From positions to rows and columns of this call.
         found = None if ranges is None else RowRanges(ranges[0][:, rows] - key, ranges[1][:, rows] - key)
         # A position is in its own document.
-        return Structure(found is not None, rows=found, diagonal=grid.shift == 0, documents=documents)
+        exact = found is not None
+        return Structure(exact, rows=found, diagonal=grid.shift == 0, documents=documents, per_head=False)
 
     def visible(self, block: Block) -> Tensor:
         # At absolute positions: with a cache, the rows of the call are only the last tokens.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import INTEGERS, integer, strided
-from .._environment import has_values
+from .._environment import Environment, has_values
 from ..errors import ShapeError, shape_text
 
 Index = slice | Tensor
@@ -30,6 +30,7 @@ class Grid:
         query_positions: absolute positions of the queries: (1 or B, L), or an int p for p … p + L−1; ``None`` for
             0 … L−1 if the caller passed no positions.
         key_positions: of the keys: (1 or B, S), per head (B, H, S), or an int; ``None`` as above.
+        environment: of the call, if it was read.
     """
 
     batch_size: int
@@ -39,11 +40,13 @@ class Grid:
     device: torch.device
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
+    environment: Environment | None = None
     _has_values: bool | None = field(default=None, init=False, repr=False)
 
-    def has_sizes(self, batch: int, length: int, keys: int) -> bool:
-        """Whether it has these sizes."""
-        return self.batch_size == batch and self.query_length == length and self.key_length == keys
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no score."""
+        return 0 in (self.batch_size, self.num_heads, self.query_length, self.key_length)
 
     @property
     def has_positions(self) -> bool:
@@ -62,7 +65,9 @@ class Grid:
     def has_values(self) -> bool:
         """Whether values of tensors may be read: see `has_values` of the environment, which is read once."""
         if self._has_values is None:
-            self._has_values = has_values()
+            around = self.environment
+            is_quiet = around is not None and not (around.tracing or around.transformed or around.dispatching)
+            self._has_values = is_quiet or has_values()
         return self._has_values
 
 
@@ -163,6 +168,15 @@ class Block:
         if isinstance(self.rows, Tensor) or isinstance(self.columns, Tensor):
             return None
         return *ends_of(self.rows, self.grid.query_length), *ends_of(self.columns, self.grid.key_length)
+
+    @staticmethod
+    def cell(grid: Grid) -> Block:
+        """One cell of all items and heads, which shows how a mask broadcasts.
+
+        It has index tensors, because masks may return ``None`` for slices.
+        """
+        first = torch.zeros(1, dtype=torch.long, device=grid.device)
+        return Block(grid, rows=first, columns=first)
 
     def cut(self, tensor: Tensor) -> Tensor:
         """This block of a (1 or B, 1 or H, 1 or L, 1 or S) tensor; a view for slices."""

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._grid import Block, Grid, Sizes, take
 from ._of_tensor import OfTensor, broadcasts, require_integers
-from ._structure import UNKNOWN, RowRanges, Structure
+from ._structure import RowRanges, Structure, unknown_at
 
 
 def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
@@ -52,7 +52,7 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     if query_lengths.dim() != 1:
         raise ShapeError("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape))
     # Two masks, because padded queries can be removed without padded keys, and keys without queries.
-    return of_keys & QueryLengths(query_lengths)
+    return of_keys & QueryLengths(query_lengths, of_keys if query_lengths is key_lengths else None)
 
 
 class Counts(OfTensor):
@@ -63,11 +63,6 @@ class Counts(OfTensor):
         self._argument = argument
         self._largest = 0
         self._read()
-
-    def known(self, batch: int) -> list[int] | None:
-        """The number of each item, if the mask has one per item and reading them waits for no device."""
-        counts = self._tensor
-        return counts.expand(batch).tolist() if counts.is_cpu and counts.dim() == 1 else None
 
     def _read(self) -> None:
         """Check the values and keep the largest one."""
@@ -107,14 +102,16 @@ class Lengths(Counts):
     def structure(self, grid: Grid) -> Structure:
         # Positions that count up turn a range of positions into a range of columns.
         if isinstance(grid.key_positions, Tensor):
-            return UNKNOWN
+            return unknown_at(grid)
         lengths = self.on(grid)
         stop = lengths if lengths.dim() == 2 else lengths.unsqueeze(1)  # (1 or B, 1 or L)
         if grid.key_positions:
             return Structure(rows=RowRanges(None, stop.long() - grid.key_positions))
+        if grid.device.type == "cpu" or not self._tensor.is_cpu:
+            return Structure(rows=RowRanges(None, stop))
         # Lengths on the CPU tell an accelerator, without a wait, that no row is empty.
-        known = grid.device.type != "cpu" and self._tensor.is_cpu and grid.has_values and self._tensor.numel() > 0
-        return Structure(rows=RowRanges(None, stop, int(self._tensor.min()) if known else 0))
+        shortest = int(self._tensor.min()) if grid.has_values and self._tensor.numel() > 0 else 0
+        return Structure(rows=RowRanges(None, stop, shortest, self._tensor.view_as(stop)))
 
     def validate(self, grid: Grid) -> None:
         shape = self._tensor.shape
@@ -136,18 +133,21 @@ class Lengths(Counts):
 class QueryLengths(Counts):
     """Hides all keys from padded queries. See `lengths`."""
 
-    def __init__(self, lengths: Tensor) -> None:
+    def __init__(self, lengths: Tensor, of_keys: Lengths | None = None) -> None:
         super().__init__("query_lengths", "query_lengths", lengths)
+        if of_keys is not None:  # of the same tensor, which is then copied to a device once
+            self._copies = of_keys._copies  # pyright: ignore[reportPrivateUsage]
 
     def visible(self, block: Block) -> Tensor:
         return block.q < take(self.on(block.grid), 0, block.batch)[:, None, None, None]
 
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
-            return UNKNOWN
+            return Structure(exact=False, per_head=False)
         # One mark per query instead of a range, because a false mark is a fully masked row.
         positions = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return Structure(queries=positions < self.on(grid)[:, None])  # (1 or B, L)
+        marks = positions < self.on(grid)[:, None]  # (1 or B, L)
+        return Structure(queries=marks, query_counts=self._tensor if self._tensor.is_cpu else None)
 
     def validate(self, grid: Grid) -> None:
         if not broadcasts(self._tensor.shape[0], grid.batch_size):

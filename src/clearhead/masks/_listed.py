@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ._bound import BoundMask
-from ._grid import Block, Grid, take
+from ._grid import Block, take
 from ._structure import Selection
-from ._terms import Terms, terms_of
+from ._terms import terms_of
 
 
 def listed_columns(selection: Selection, block: Block) -> tuple[Tensor, Tensor]:
@@ -32,8 +32,8 @@ def listed_columns(selection: Selection, block: Block) -> tuple[Tensor, Tensor]:
 
 def shown_cells(bound: BoundMask, block: Block, columns: Tensor) -> Tensor | None:
     """Which columns (1 or b, 1 or h, l, n) of the rows the mask shows besides listing them; ``None`` for all."""
-    terms, grid = terms_of(bound, gathers=True), bound.grid
-    shown: list[Tensor] = _in_band(terms, grid, block, columns)
+    terms = terms_of(bound, gathers=True)
+    shown = terms.in_band(block.i, columns, bound.grid)
     for limit, is_stop in ((terms.first, False), (terms.last, True)):
         if limit is not None:
             ends = take(take(limit, 0, block.batch), 1, block.rows)[:, None, :, None]  # (1 or b, 1, 1 or l, 1)
@@ -76,14 +76,3 @@ def _rows_of(tensor: Tensor, block: Block) -> Tensor:
     for dim, index in enumerate((block.batch, block.heads, block.rows)):
         tensor = take(tensor, dim, index)
     return tensor
-
-
-def _in_band(terms: Terms, grid: Grid, block: Block, columns: Tensor) -> list[Tensor]:
-    rows, shown = block.i, []
-    if terms.low > -grid.query_length:
-        shown.append(columns >= rows + terms.low)
-    if terms.high < grid.key_length - 1:
-        shown.append(columns <= rows + terms.high)
-    if terms.stop < grid.key_length:
-        shown.append(columns < terms.stop)
-    return shown

@@ -11,6 +11,7 @@ from torch import Tensor
 from ._bound import BoundMask
 from ._grid import Block, Grid
 from ._structure import Structure, joined
+from ._terms import Terms, terms_of_parts
 
 ENOUGH_ROWS = 64  # fewer rows do not fill a GEMM, and the overhead of Python dominates
 
@@ -29,41 +30,18 @@ def hides_nothing(bound: BoundMask) -> bool:
     return bound.band is not None and bound.band.shows_all(bound.grid)
 
 
-def computed_sizes(bound: BoundMask, gathers: bool = False) -> list[tuple[int, int]]:
-    """Batch items and heads of the evaluated tensors of each part; 1 if all items or heads share them.
-
-    A kernel that `gathers` selected keys does not evaluate them.
-    """
-    sizes: list[tuple[int, int]] = []
-    grid = bound.grid
-    if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
-        return sizes
-    for part in bound.parts:
-        if not part.structure.exact and not (gathers and part.structure.selection):
-            # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
-            cell = chosen_cell(grid)
-            for tensor in (part.visible(cell), part.bias(cell, torch.float32)):
-                if tensor is not None:
-                    sizes.append((tensor.shape[0], tensor.shape[1]))
-    return sizes
-
-
-def evaluated(bound: BoundMask) -> Structure:
-    """An exact structure of any mask: its tensors for all rows and columns of the grid."""
-    block = Block(bound.grid)
-    visible, bias = bound.visible(block), bound.bias(block, torch.float32)
-    return Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
-
-
 def additive(bound: BoundMask, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """A mask as a bool tensor and a bias, (1 or B, 1 or H, 1 or L, 1 or S) each. A bias hides with its own −∞."""
-    block, visible, bias = Block(bound.grid), None, None
-    biases = sum(part.has_bias for part in bound.parts)
-    for part in bound.parts:
-        bias = joined(bias, part.bias(block, dtype), add)
+    structure, grid = bound.structure, bound.grid
+    if structure.exact and not structure.biases:
+        return Terms.of(structure, grid).cells(grid), None
+    biases, bias = [part for part in bound.parts if part.has_bias], None
+    visible = terms_of_parts([part for part in bound.parts if not part.has_bias], grid).cells(grid)
+    for part in biases:
+        bias = joined(bias, part.bias(Block(grid), dtype), add)
         # With several biases, one may be −∞ where another is ∞, so their −∞ are needed as bools.
-        if biases > 1 or not (part.has_bias and part.structure.biases):
-            visible = joined(visible, part.visible(block), and_)
+        if len(biases) > 1 or not part.structure.biases:
+            visible = joined(visible, part.visible(Block(grid)), and_)
     return visible, bias
 
 
@@ -145,12 +123,3 @@ def touched_share(bound: BoundMask) -> float:
     all_cells = grid.query_length * grid.key_length
     blocks = row_blocks(bound, cells=all_cells)
     return sum((rows.stop - rows.start) * (stop - start) for rows, (start, stop) in blocks) / max(1, all_cells)
-
-
-def chosen_cell(grid: Grid) -> Block:
-    """One cell of all items and heads, which shows how a mask broadcasts.
-
-    It has index tensors, because masks may return ``None`` for slices.
-    """
-    first = torch.zeros(1, dtype=torch.long, device=grid.device)
-    return Block(grid, rows=first, columns=first)

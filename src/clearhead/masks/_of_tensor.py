@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import INTEGERS, PLAIN, strided, with_values
+from .._checks import INTEGERS, strided, with_values
 from .._torch_private import writes_to
 from ..errors import DTypeError, shape_text
 from ._base import Mask
@@ -37,14 +36,6 @@ class OfTensor(Mask):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_copies": {}}  # a copy of the mask makes its own
-
-    def signature(self) -> Hashable | None:
-        tensor = self._tensor
-        # A subclass may define its values itself, and the lowering may depend on them.
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
-            return None
-        layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-        return type(self).__name__, self._name, layout
 
     def describe(self) -> str:
         return f"{self._name}({shape_text(self._tensor.shape)})"

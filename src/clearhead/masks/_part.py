@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar, cast, final
 
@@ -93,14 +93,6 @@ class PartMask(Wrapping):
             return UNKNOWN
         return self._cut(self._bound_whole(grid).structure, grid)
 
-    def signature(self) -> Hashable | None:
-        signature, full_grid = self._mask.signature(), None if self._whole is None else self._whole.grid
-        if signature is None or self._columns is not None:
-            return None
-        sizes = None if full_grid is None else (full_grid.query_length, full_grid.key_length)
-        positions = () if full_grid is None else (_layout(full_grid.query_positions), _layout(full_grid.key_positions))
-        return "part", self._offset, sizes, positions, signature
-
     def _kept(self, grid: Grid) -> BoundMask | None:
         if self._columns is not None or not grid.has_values:  # these columns differ between calls
             return None
@@ -111,7 +103,7 @@ class PartMask(Wrapping):
         alone = None if self._whole is None else BoundMask(whole.mask, whole.grid)
         part = PartMask(cast(Mask, whole.mask), self._offset, alone, None)
         place = "part", self._offset, grid.num_heads, grid.query_length, grid.key_length
-        return whole.form(place, lambda: BoundMask(part, grid, is_kept=True))
+        return whole.once(place, lambda: BoundMask(part, grid, is_kept=True))
 
     def parts(self) -> tuple[Mask, ...]:
         masks = self._mask.parts()
@@ -163,6 +155,7 @@ class PartMask(Wrapping):
             tuple(block.cut(bias) for bias in structure.biases),
             tuple(self._cut(alternative, grid) for alternative in structure.either),
             documents=documents and (documents[0][:, rows], documents[1][:, columns]),
+            per_head=structure.per_head,
         )
 
 
@@ -192,10 +185,6 @@ def _taken(columns: Columns, index: Index, device: torch.device) -> Tensor:
         return index * columns.step + columns.start
     some = columns[index]
     return torch.arange(some.start, some.stop, some.step, device=device)
-
-
-def _layout(value: Tensor | int | None) -> Hashable:
-    return (tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value
 
 
 def _in_larger(index: Index, first: int, count: int) -> Index:

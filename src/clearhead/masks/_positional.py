@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Hashable
-from types import FunctionType
+from collections.abc import Callable
 from typing import Literal, final
 
 import torch
@@ -18,7 +17,7 @@ from ._base import Mask
 from ._grid import Block, Grid
 from ._lengths import Lengths
 from ._of_tensor import broadcasts, require_integers
-from ._structure import UNKNOWN, Band, Structure
+from ._structure import Band, Structure, unknown_at
 
 Align = Literal["top_left", "bottom_right"]
 FAR = 2**61  # exceeds every position, and plus a position still fits 64 bits
@@ -123,9 +122,6 @@ def mask_mod(fn: Predicate) -> Mask:
 class Rule(Mask):
     """A rule about positions that has settings instead of tensors, so it fits every call."""
 
-    def signature(self) -> Hashable:
-        return type(self).__name__, *vars(self).values()
-
     @property
     def has_no_sizes(self) -> bool:
         return True
@@ -155,7 +151,7 @@ class _Diagonals(Rule):
         # Position tensors can have any order.
         shift, keys = grid.shift, grid.key_length
         if shift is None:
-            return UNKNOWN
+            return unknown_at(grid)
         low, high = self.limits(grid)
         # Row numbers are below L, so −L and S limit nothing.
         lowest = -grid.query_length if low is None else max(low + shift, -grid.query_length)
@@ -211,7 +207,7 @@ class Present(Rule):
         queries, keys = grid.query_positions, grid.key_positions
         # Marks of keys are shared by all heads, but these positions differ between heads.
         if isinstance(keys, Tensor) and keys.dim() == 3:
-            return UNKNOWN
+            return unknown_at(grid)
         return Structure(
             queries=queries >= 0 if isinstance(queries, Tensor) else None,
             keys=keys >= 0 if isinstance(keys, Tensor) else None,
@@ -234,7 +230,7 @@ class Prefix(Rule):
     def structure(self, grid: Grid) -> Structure:
         first, full = grid.key_positions, Band.whole(grid)
         if isinstance(first, Tensor):
-            return UNKNOWN
+            return unknown_at(grid)
         # The prefix counts from position 0, not from the call's first key.
         stop = max(0, min(self.n - (first or 0), full.stop))
         return Structure(band=Band(full.low, full.high, stop))
@@ -267,13 +263,6 @@ class _MaskMod(Mask):
             fix = "Compute it from the index tensors alone."
             raise ShapeError("mask mask_mod(fn)", expected=expected, got=got, fix=fix)
         return result.reshape((1,) * missing + tuple(result.shape))
-
-    def signature(self) -> Hashable | None:
-        # Code without names and closures depends only on the indices. Other code may read values that change.
-        code = getattr(self._fn, "__code__", None)
-        if code is None or code.co_names or code.co_freevars or not isinstance(self._fn, FunctionType):
-            return None
-        return None if self._fn.__defaults__ or self._fn.__kwdefaults__ else ("mask_mod", code)
 
     def describe(self) -> str:
         return f"mask_mod({getattr(self._fn, '__name__', 'fn')})"

@@ -17,7 +17,7 @@ from ._bound import BoundMask, bind
 from ._combined import And, Wrapping
 from ._coverage import Coverage, coverage
 from ._grid import Grid, Sizes
-from ._lowering import computed_sizes
+from ._positional import Rule
 
 
 @final
@@ -111,11 +111,6 @@ class PreparedMask(Wrapping):
         sizes = self._sizes_of(self._grid)
         return Sizes(sizes.get("B"), sizes.get("H"), sizes["L"], sizes["S"], device=self._device)
 
-    def signature(self) -> Hashable | None:
-        """The signature of the wrapped mask, marked as prepared."""
-        signature = self._mask.signature()
-        return None if signature is None else ("prepared", signature)
-
     def __and__(self, other: object) -> Mask:
         return self._mask & other
 
@@ -167,13 +162,12 @@ class _SharedMask(Wrapping):
 
     def _with_rules(self, rules: tuple[Mask, ...]) -> Mask | None:
         """This mask and rules without tensors, such as a layer's sliding window, shared by layers with equal rules."""
-        # Rules with equal signatures are equal, because they have no tensors.
-        signatures = tuple(rule.signature() if rule.has_no_sizes else None for rule in rules)
-        if None in signatures:
+        if not all(isinstance(rule, Rule) for rule in rules):
             return None
-        if signatures not in self._combined:
-            self._combined[signatures] = _SharedMask(And(self.parts() + rules))
-        return self._combined[signatures]
+        settings = tuple((type(rule), *vars(rule).values()) for rule in rules)
+        if settings not in self._combined:
+            self._combined[settings] = _SharedMask(And(self.parts() + rules))
+        return self._combined[settings]
 
     @property
     def has_no_sizes(self) -> bool:
@@ -202,7 +196,7 @@ def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> Prep
         grid = replace(grid, query_positions=queries, key_positions=keys)
         # Two items and two heads show whether the mask differs between them.
         two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads))
-        for batch, heads in computed_sizes(BoundMask(mask, two)):
+        for batch, heads in (part.evaluated_sizes() for part in BoundMask(mask, two).parts if not part.structure.exact):
             open_sizes = open_sizes.replace("B", "" if batch > 1 else "B").replace("H", "" if heads > 1 else "H")
     made = PreparedMask.of_grid(mask, grid, open_sizes, open_device)
     # On a CPU calls read it themselves. On a GPU they would wait, and a graph of CUDA cannot.

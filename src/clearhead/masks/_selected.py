@@ -86,7 +86,7 @@ class Selected(OfTensor):
         indices = self._of_heads()
         if indices.shape[3] == 0:  # no kernel reads empty lists
             indices = indices.new_full((*indices.shape[:3], 1), -1)
-        return Structure(exact=False, selection=Selection(indices, self._block))
+        return Structure(exact=False, selection=Selection(indices, self._block), per_head=indices.shape[1] > 1)
 
     def validate(self, grid: Grid) -> None:
         same_device("mask selected(...)", self._tensor, grid.device, "query's device")
@@ -115,10 +115,6 @@ class Selected(OfTensor):
             fewest = max(0, int(self._tensor.max()) * self._block + 1)
         return Sizes.of(batch, heads, fewest_keys=fewest)._replace(query_length=length)
 
-    def signature(self) -> tuple[object, ...] | None:
-        signature = super().signature()
-        return None if signature is None else (signature, self._block)
-
     def describe(self) -> str:
         block = f", block={self._block}" if self._block > 1 else ""
         return f"selected({shape_text(self._tensor.shape)}{block})"
@@ -126,8 +122,3 @@ class Selected(OfTensor):
     def _of_heads(self) -> Tensor:
         """The lists as (1 or B, heads, L, k)."""
         return self._tensor[:, None] if self._tensor.dim() == 3 else self._tensor
-
-
-def selects(mask: Mask | None) -> bool:
-    """Whether queries see only keys that they list, so that a kernel may gather these."""
-    return mask is not None and any(isinstance(part, Selected) for part in mask.parts())

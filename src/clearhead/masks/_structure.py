@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import pairwise
 from operator import and_
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ Item = TypeVar("Item")
 _STRIDED = torch.strided
 
 
+@overload
+def joined(left: Item, right: Item | None, join: Callable[[Item, Item], Item]) -> Item: ...
+@overload
+def joined(left: Item | None, right: Item | None, join: Callable[[Item, Item], Item]) -> Item | None: ...
 def joined(left: Item | None, right: Item | None, join: Callable[[Item, Item], Item]) -> Item | None:
     """Both joined, or the only one that is not ``None``."""
     return right if left is None else left if right is None else join(left, right)
@@ -89,15 +93,19 @@ class RowRanges:
         first: first column, integers (1 or B, 1 or L); ``None`` for 0.
         stop: one past the last column, of the same shapes.
         shortest: the number of columns that every range is known to have.
+        known: `stop`, if it lies on the CPU too.
     """
 
     first: Tensor | None
     stop: Tensor
     shortest: int = 0
+    known: Tensor | None = None
 
     def meet(self, other: RowRanges) -> RowRanges:
         """The columns that are in both ranges."""
-        return RowRanges(joined(self.first, other.first, torch.maximum), torch.minimum(self.stop, other.stop))
+        known = None if self.known is None or other.known is None else torch.minimum(self.known, other.known)
+        first, stop = joined(self.first, other.first, torch.maximum), torch.minimum(self.stop, other.stop)
+        return RowRanges(first, stop, known=known)
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
         """First and one past the last column that is visible to these rows; all columns if values are not read."""
@@ -155,6 +163,8 @@ class Structure:
             the other fields are exact. That of masks combined with ``&`` has none, and no slopes.
         slopes: makes the slopes m (H,) of a mask that is no more than the bias −m · |distance|.
         selection: the keys of a mask that is no more than these. Like documents and slopes it is lost with ``&``.
+        query_counts: how many first queries of each item `queries` marks, (1 or B,) on the CPU, if it marks no others.
+        per_head: whether a mask that is not exact differs between heads; ``None`` if only an evaluation shows it.
 
     Example:
         >>> import torch
@@ -177,9 +187,12 @@ class Structure:
     documents: tuple[Tensor, Tensor] | None = None
     slopes: Callable[[], Tensor] | None = None
     selection: Selection | None = None
+    query_counts: Tensor | None = None
+    per_head: bool | None = None
 
     def meet(self, other: Structure) -> Structure:
         """The structure of the two masks combined with ``&``."""
+        counts = self.query_counts if other.queries is None else None
         return Structure(
             self.exact and other.exact,
             joined(self.band, other.band, Band.meet),
@@ -192,18 +205,42 @@ class Structure:
             self.either or other.either,
             self.diagonal and other.diagonal,
             (self.keyed and other.keys is None) or (other.keyed and self.keys is None),
+            query_counts=other.query_counts if self.queries is None else counts,
+            per_head=self.per_head if self.per_head is other.per_head else None,
         )
 
     def layout(self, sized: bool) -> Hashable | None:
-        """The layouts of its tensors and, if `sized`, the numbers of its band. ``None`` with tensors of other kinds."""
-        rows, layouts = self.rows, [*map(_layout_of, (self.queries, self.keys, *self.tensors, *self.biases))]
+        """What a plan depends on: the layouts of its tensors and, if `sized`, the numbers of its band.
+
+        ``None`` with tensors whose values may be others than those in memory.
+        """
+        rows, selection, others = self.rows, self.selection, ()
+        tensors: list[Tensor | None] = [self.queries, self.keys, *self.tensors, *self.biases]
         if rows is not None:
-            layouts += _layout_of(rows.first), _layout_of(rows.stop)
-        either = tuple([each.layout(sized) for each in self.either]) if self.either else ()
-        if False in layouts or None in either:
+            tensors += rows.first, rows.stop
+        if not self.exact:
+            tensors += (*(self.documents or (None, None)), None if selection is None else selection.indices)
+            either = tuple([each.layout(sized) for each in self.either])
+            if None in either:
+                return None
+            others = self.slopes is None, None if selection is None else selection.block, either
+        layouts = tuple(
+            [
+                # A device takes longer to compare than a bool.
+                None if x is None else (x.shape, x.stride(), x.dtype, x.is_cpu or x.device, x.requires_grad)
+                for x in tensors
+                if x is None or (type(x) in PLAIN and x.layout is _STRIDED and not x.is_neg())
+            ]
+        )
+        if len(layouts) < len(tensors):
             return None
-        band = self.band if sized else self.band is None
-        return self.exact, band, rows is None, len(self.tensors), (*layouts,), either
+        return self.exact, self.band if sized else self.band is None, rows is None, len(self.tensors), layouts, others
+
+    @property
+    def differs(self) -> bool | None:
+        """Whether the mask differs between heads; ``None`` if only an evaluation shows it."""
+        by_tensors = any(tensor.shape[1] > 1 for tensor in (*self.tensors, *self.biases))
+        return by_tensors if by_tensors or self.exact else self.per_head
 
     def run(self, grid: Grid) -> tuple[Tensor | None, Tensor] | None:
         """The one run of keys that it shows to each query; ``None`` if it is no run, or not exact.
@@ -243,18 +280,14 @@ class Structure:
 UNKNOWN = Structure(exact=False)
 
 
+def unknown_at(grid: Grid) -> Structure:
+    """`UNKNOWN` for a rule about positions, which differs between heads only if positions do."""
+    keys = grid.key_positions
+    return Structure(exact=False, per_head=isinstance(keys, Tensor) and keys.dim() == 3)
+
+
 def met(structures: Sequence[Structure]) -> Structure:
     """The structure of masks combined with ``&``."""
     first, *others = structures or (Structure(diagonal=True),)
     # Alone it meets one that hides nothing, because the result has no documents and no slopes.
     return reduce(Structure.meet, others or (Structure(diagonal=True),), first)
-
-
-def _layout_of(tensor: Tensor | None) -> Hashable:
-    """What a plan depends on; ``False`` for a subclass, which may define its values itself, and for negated views."""
-    if tensor is None:
-        return None
-    if type(tensor) not in PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
-        return False
-    # A device takes longer to compare than a bool.
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_cpu or tensor.device, tensor.requires_grad

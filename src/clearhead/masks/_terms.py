@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ._bound import BoundMask
 from ._grid import Grid
-from ._lowering import evaluated
 from ._structure import Band, RowRanges, Selection, Structure, joined
 
 
@@ -50,6 +49,54 @@ class Terms(NamedTuple):
     first_query: Tensor | None = None
     last_query: Tensor | None = None
     selection: Selection | None = None
+
+    @staticmethod
+    def of(structure: Structure, grid: Grid) -> Terms:
+        """The terms of a mask that is its structure."""
+        band, rows = structure.band or Band.whole(grid), structure.rows
+        first, last, visible, bias = None, None, None, None
+        if structure.queries is not None:
+            unmasked = RowRanges(None, structure.queries * grid.key_length)  # a fully masked row is an empty range
+            rows = unmasked if rows is None else rows.meet(unmasked)
+        if rows is not None:
+            first, last = rows.first, rows.stop
+            if first is not None:
+                first, last = torch.broadcast_tensors(first, last)
+        if structure.tensors:
+            visible = reduce(and_, structure.tensors)
+        if structure.biases:
+            biases = [bias.detach() if bias.requires_grad else bias for bias in structure.biases]
+            # A sum in half precision would lose digits.
+            bias = biases[0] if len(biases) == 1 else reduce(add, [bias.float() for bias in biases])
+        return Terms(band.low, band.high, band.stop, grid.shift or 0, first, last, structure.keys, visible, bias)
+
+    def in_band(self, rows: Tensor, columns: Tensor, grid: Grid) -> list[Tensor]:
+        """The conditions of the band that hide something, for numbers of rows and columns."""
+        shown: list[Tensor] = []
+        if self.low > -grid.query_length:
+            shown.append(columns >= rows + self.low)
+        if self.high < grid.key_length - 1:
+            shown.append(columns <= (rows + self.high if self.high else rows))
+        if self.stop < grid.key_length:
+            shown.append(columns < self.stop)
+        return shown
+
+    def cells(self, grid: Grid) -> Tensor | None:
+        """The visible cells, bool (1 or B, 1 or H, 1 or L, 1 or S); ``None`` for all. A bias hides with its own −∞."""
+        rows = torch.arange(grid.query_length, device=grid.device).view(1, 1, -1, 1)
+        columns = torch.arange(grid.key_length, device=grid.device).view(1, 1, 1, -1)
+        shown = self.in_band(rows, columns, grid)
+        if self.first is not None:
+            shown.append(columns >= self.first[:, None, :, None])
+        if self.last is not None:
+            shown.append(columns < self.last[:, None, :, None])
+        if self.keys is not None:
+            shown.append(self.keys[:, None, None])
+        if self.query_documents is not None and self.key_documents is not None:
+            shown.append(self.query_documents[:, None, :, None] == self.key_documents[:, None, None])
+        if self.visible is not None:
+            shown.append(self.visible)
+        return reduce(and_, shown) if shown else None
 
     def slopes_as_bias(self, rows: Tensor, count: int) -> Tensor | None:
         """The bias and what the slopes subtract, for these rows (n,) and that many keys, (1 or B, 1 or H, n, S)."""
@@ -93,8 +140,8 @@ def terms_of(bound: BoundMask, gathers: bool = False) -> Terms:
     """The terms of a mask, which all kernels share; selected keys are among them if the kernel `gathers` these."""
     # What was found out of the whole mask is what its parts would give.
     if bound.structure.exact:
-        return _of_structure(bound.structure, bound.grid)
-    return bound.form(("terms", gathers), lambda: terms_of_parts(bound.parts, bound.grid, gathers))
+        return Terms.of(bound.structure, bound.grid)
+    return bound.once(("terms", gathers), lambda: terms_of_parts(bound.parts, bound.grid, gathers))
 
 
 def terms_of_parts(parts: Iterable[BoundMask], grid: Grid, gathers: bool = False) -> Terms:
@@ -115,9 +162,9 @@ def terms_of_parts(parts: Iterable[BoundMask], grid: Grid, gathers: bool = False
             if own.selection is not None and selection is None and gathers:
                 selection = own.selection
                 continue
-            own = evaluated(part)
+            own = part.evaluated
         structure = own if structure is None else structure.meet(own)
-    terms = _of_structure(structure or Structure(), grid)
+    terms = Terms.of(structure or Structure(), grid)
     if slopes is not None:
         terms = terms._replace(slopes=slopes)
     if selection is not None:
@@ -126,25 +173,6 @@ def terms_of_parts(parts: Iterable[BoundMask], grid: Grid, gathers: bool = False
         return terms
     of_queries, of_keys = (ids.long().contiguous() for ids in documents)
     return terms._replace(query_documents=of_queries, key_documents=of_keys)
-
-
-def _of_structure(structure: Structure, grid: Grid) -> Terms:
-    band, rows = structure.band or Band.whole(grid), structure.rows
-    first, last, visible, bias = None, None, None, None
-    if structure.queries is not None:
-        unmasked = RowRanges(None, structure.queries * grid.key_length)  # a fully masked row is an empty range
-        rows = unmasked if rows is None else rows.meet(unmasked)
-    if rows is not None:
-        first, last = rows.first, rows.stop
-        if first is not None:
-            first, last = torch.broadcast_tensors(first, last)
-    if structure.tensors:
-        visible = reduce(and_, structure.tensors)
-    if structure.biases:
-        biases = [bias.detach() if bias.requires_grad else bias for bias in structure.biases]
-        # A sum in half precision would lose digits.
-        bias = biases[0] if len(biases) == 1 else reduce(add, [bias.float() for bias in biases])
-    return Terms(band.low, band.high, band.stop, grid.shift or 0, first, last, structure.keys, visible, bias)
 
 
 def _range_of(ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:

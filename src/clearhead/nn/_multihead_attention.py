@@ -15,6 +15,7 @@ from .._call.naming import add_module
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, read_environment
 from .._layer.layer import Layer
+from .._layer.layer_plan import plan_of_layer
 from .._layer.linear import Multiply, require_same
 from .._layer.unmodified import Linears, inputs_fit, parameters_of
 from .._proxies import recorded_module
@@ -173,7 +174,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The output in the layout of `query`, and the weights."""
         attn_mask, key_padding_mask, is_causal = masks
         layer = self._layer(inputs[0], environment)
-        if not layer.fits(*inputs, environment):
+        layer.plan = plan = plan_of_layer(inputs, layer.linears, layer.settings, environment)
+        if plan is None or not plan.fits:
             _require_inputs(self, inputs, environment)
         unbatched = inputs[0].dim() == 2
         # The core is batch first. These are views, and `_project` undoes them.

@@ -66,7 +66,9 @@ class ALiBi(Mask):
             return UNKNOWN
         count, device = self.num_heads, grid.device
         return Structure(
-            exact=False, slopes=lambda: slopes_of(torch.arange(count, device=device), count, torch.float32)
+            exact=False,
+            slopes=lambda: slopes_of(torch.arange(count, device=device), count, torch.float32),
+            per_head=True,
         )
 
     def validate(self, grid: Grid) -> None:

@@ -47,5 +47,5 @@ class Operands(NamedTuple):
 
 def operands_of(call: Call) -> Operands:
     """The operands of a call, whose kernels skip what lies outside the range of a document."""
-    terms = call.bound.form("triton", lambda: terms_of(call.bound).with_all_ranges())
+    terms = call.bound.once("triton", lambda: terms_of(call.bound).with_all_ranges())
     return Operands(call.query, call.key, terms, call.layout.scale, call.layout.softcap or 0.0)
