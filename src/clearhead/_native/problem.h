@@ -327,11 +327,8 @@ void run_norm(const Kernels& kernels, const RowNorm& norm);
 void run_rotation(const Kernels& kernels, const Rotation& rotation);
 void run_affine(const Kernels& kernels, const Affine& affine);
 
-// The addresses of at most DIGEST_SAMPLES words of each tensor, spread over all of it, and how many they are; and a number
-// that depends on all these words.
-constexpr int64_t DIGEST_SAMPLES = 32;
-int64_t sample_words(const int64_t* addresses, const int64_t* bytes, int64_t tensors, int64_t* samples);
-uint64_t digest(const int64_t* samples, int64_t count);
+// A number that depends on the 32-bit words at these addresses.
+uint64_t digest(const int64_t* addresses, int64_t count);
 
 // The instruction sets of this build, those with more features first.
 extern const Kernels* const INSTRUCTION_SETS[];
