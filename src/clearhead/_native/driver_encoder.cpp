@@ -47,6 +47,13 @@ void run_affine(const Kernels& kernels, const Affine& a) {
     parallel_for(divide_up(a.rows, ROWS) * chunks, a.threads, ROWS * COLUMNS, run);
 }
 
+void run_transposition(const Kernels& kernels, const Transposition& t) {
+    constexpr int64_t COLUMNS = 64;
+    parallel_for(divide_up(t.columns, COLUMNS), t.threads, 16, [&](int64_t strip, float*) {
+        kernels.transpose_columns(t, strip * COLUMNS, smaller(t.columns, (strip + 1) * COLUMNS));
+    });
+}
+
 uint64_t digest(const int64_t* addresses, int64_t count) {
     uint64_t result = 0;
     for (int64_t n = 0; n < count; n++) {

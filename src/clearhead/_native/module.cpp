@@ -44,9 +44,8 @@ void set(View& to, PyObject* value) { set_each({&to.batch, &to.head, &to.row, &t
 #define TO(name, member) {name, [](auto& to, PyObject* value) { set(to.member, value); }}
 #define ARGUMENT(member) TO(#member, member)
 #define ADDRESS(member) TO(#member, member.data)
-#define OF_TABLE(member)                                                                                  \
-    TO(#member "_buckets", member.buckets), TO(#member "_vectors", member.vectors),                        \
-        TO(#member "_columns", member.columns), TO(#member "_gradient", member.vectors_gradient)
+#define OF_TABLE(member) \
+    TO(#member "_vectors", member.vectors), TO(#member "_gradient", member.vectors_gradient)
 #define TO_EACH(name, ...) {name, [](auto& to, PyObject* value) { set_each({__VA_ARGS__}, value); }}
 
 // All but the addresses, by name. Tensors have strides.
@@ -144,6 +143,10 @@ constexpr Argument<Affine> AFFINE[] = {
     ARGUMENT(x), ARGUMENT(weight), ARGUMENT(bias), ARGUMENT(y), ARGUMENT(activation),
 };
 
+constexpr Argument<Transposition> TRANSPOSITION[] = {
+    ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(columns), ARGUMENT(from), ARGUMENT(to),
+};
+
 // Assigns arguments by name, except None. Returns false with a Python error.
 template <class Target, size_t COUNT>
 bool read_named(const Argument<Target> (&arguments)[COUNT], PyObject* names, PyObject* const* values, Target& to) {
@@ -233,7 +236,7 @@ constexpr Argument<Problem> TABLES[] = {
     ADDRESS(query), ADDRESS(key), ADDRESS(value), ADDRESS(output), ADDRESS(visible),
     ADDRESS(output_gradient), TO("output_gradient_strides", output_gradient),
     ADDRESS(query_gradient), ADDRESS(key_gradient), ADDRESS(value_gradient),
-    TO("buckets", table_buckets), TO("groups", table_groups), TO("steep", steep_buckets),
+    TO("buckets", table_buckets), TO("groups", table_groups), ARGUMENT(bucket_of),
     OF_TABLE(query_table), OF_TABLE(key_table),
 };
 
@@ -284,6 +287,10 @@ PyObject* norm(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(
 PyObject* rotate(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(ROTATION, run_rotation, items); }
 PyObject* affine(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(AFFINE, run_affine, items); }
 
+PyObject* transpose(PyObject*, PyObject* const* items, Py_ssize_t) {
+    return run_rows(TRANSPOSITION, run_transposition, items);
+}
+
 // Takes the bytes of an array of addresses.
 PyObject* digest_of(PyObject*, PyObject* const* items, Py_ssize_t) {
     char* addresses = nullptr;
@@ -332,6 +339,7 @@ PyMethodDef methods[] = {
     method("norm", norm, METH_FASTCALL),
     method("rotate", rotate, METH_FASTCALL),
     method("affine", affine, METH_FASTCALL),
+    method("transpose", transpose, METH_FASTCALL),
     method("digest", digest_of, METH_FASTCALL),
     method("hold", hold, METH_FASTCALL),
     method("instruction_sets", instruction_sets, METH_NOARGS),
