@@ -296,7 +296,7 @@ def _in_rows(x: Tensor) -> Tensor:
     if extension is None or x.is_contiguous() or not x.t().is_contiguous() or x.is_neg():
         return x
     (rows, columns), written = x.shape, x.new_empty(x.shape)
-    arguments = torch.get_num_threads(), columns, rows, x.data_ptr(), written.data_ptr()
+    arguments = torch.get_num_threads(), columns, rows, x.data_ptr(), written.data_ptr(), columns
     cast(Any, extension).transpose(instruction_set_number(), *arguments)
     return written
 

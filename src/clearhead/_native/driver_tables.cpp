@@ -8,7 +8,7 @@
 namespace clearhead {
 namespace {
 
-constexpr int64_t TOKENS_AT_ONCE = 128;  // among whose buckets few are out of reach
+constexpr int64_t TOKENS_AT_ONCE = 96;  // among whose buckets few are out of reach
 
 int64_t padded(int64_t count) { return round_up(count, TABLE_STEP); }
 
@@ -53,8 +53,7 @@ struct Half {
 
     static int64_t floats(const Problem& p, int64_t count, bool backward) {
         const int64_t width = padded(p.dim), of_table = (p.table_buckets + 2) * stride_of(count);
-        const int64_t of_forward = p.dim * stride_of(count) + of_table;
-        return of_forward + (backward ? of_table + padded(count) * width + TOKENS_AT_ONCE * width : 0);
+        return (padded(count) + TOKENS_AT_ONCE) * width + width * stride_of(count) + (backward ? 2 : 1) * of_table;
     }
 
     // Calls work(first token, tokens, first bucket, buckets) for some tokens and the buckets within their reach, at a time.
@@ -76,13 +75,13 @@ struct Half {
             memory += floats;
             return taken;
         };
-        float* columns = take(all.dim * table.stride);  // of the tokens (D × count)
+        rows = take(padded(count) * width), row_gradients = take(TOKENS_AT_ONCE * width);
+        float* columns = take(width * table.stride);  // of the tokens (D × count)
         table.numbers = take(of_table) + TABLE_STEP;
-        memset(columns, 0, static_cast<size_t>(all.dim * table.stride) * sizeof(float));
-        for (int64_t n = 0; n < count; n++) {
-            const float* token = tokens.at<float>(item, head, n);
-            for (int64_t d = 0; d < all.dim; d++) columns[d * table.stride + n] = token[d];
-        }
+        memset(rows, 0, static_cast<size_t>(padded(count) * width) * sizeof(float));
+        for (int64_t n = 0; n < count; n++)
+            memcpy(rows + n * width, tokens.at<float>(item, head, n), static_cast<size_t>(all.dim) * sizeof(float));
+        kernels.transpose_columns({1, padded(count), width, rows, columns, table.stride}, 0, width);
         const float* vectors = table.vectors + head * all.table_buckets * width;
         each_part([&](int64_t start, int64_t some, int64_t bucket, int64_t buckets) {
             float* numbers = table.numbers + bucket * table.stride + start;
@@ -93,10 +92,6 @@ struct Half {
         float* gradient = take(of_table);
         memset(gradient, 0, static_cast<size_t>(of_table) * sizeof(float));
         table.gradient = gradient + TABLE_STEP;
-        rows = take(padded(count) * width), row_gradients = take(TOKENS_AT_ONCE * width);
-        memset(rows, 0, static_cast<size_t>(padded(count) * width) * sizeof(float));
-        for (int64_t n = 0; n < count; n++)
-            memcpy(rows + n * width, tokens.at<float>(item, head, n), static_cast<size_t>(all.dim) * sizeof(float));
     }
 
     void multiply_back(int64_t group) {

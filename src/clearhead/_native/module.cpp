@@ -144,7 +144,7 @@ constexpr Argument<Affine> AFFINE[] = {
 };
 
 constexpr Argument<Transposition> TRANSPOSITION[] = {
-    ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(columns), ARGUMENT(from), ARGUMENT(to),
+    ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(columns), ARGUMENT(from), ARGUMENT(to), ARGUMENT(stride),
 };
 
 // Assigns arguments by name, except None. Returns false with a Python error.

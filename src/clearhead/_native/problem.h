@@ -278,11 +278,12 @@ struct Multiplication {
     bool add;
 };
 
-// to (columns × rows) = fromᵀ
+// to (columns × rows, which lie `stride` apart) = fromᵀ
 struct Transposition {
     int64_t threads, rows, columns;
     const float* from;
     float* to;
+    int64_t stride;
 };
 
 // One instruction set's functions, some of them by type. Scratch is counted in floats and aligned to 64 bytes.

@@ -13,7 +13,7 @@ namespace clearhead::ISA {
                 if (row + r < t.rows) square[r] = load_some(t.from + (row + r) * t.columns + column, stop - column);
             transpose(square);
             UNROLL for (int64_t c = 0; c < LANES; c++)
-                if (column + c < stop) store_some(t.to + (column + c) * t.rows + row, square[c], t.rows - row);
+                if (column + c < stop) store_some(t.to + (column + c) * t.stride + row, square[c], t.rows - row);
         }
 }
 

@@ -65,8 +65,8 @@ class Parts:
             raise ValueError("the parameters of a norm are not plain tensors")
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         epsilon = torch.finfo(weight.dtype).eps if epsilon is None else epsilon
-        wide = [None if each is None else each.detach().float() for each in (weight, None if is_rms else bias)]
-        return Norm(*wide, epsilon, centers=not is_rms)
+        weight, bias = (None if each is None else each.detach().float() for each in (weight, None if is_rms else bias))
+        return Norm(weight, bias, epsilon, centers=not is_rms)
 
     def activation(self, function: Any) -> Activation:
         """An activation of PyTorch or transformers, which computes each number by itself."""
