@@ -3,14 +3,16 @@
     python -m benchmarks.cpu.selected [--rounds 3] [--docs]
 
 Each query lists 2,048 of 32,768 keys at random, which is the worst case: neighbouring queries share nothing. Dense is
-the same call without a mask. A step of decoding lists as many of 131,072 keys, and its time includes the construction
-of the mask. Shares of the keys show from which one on gathering loses. Memory is the growth of the peak resident memory
-of a process of its own, forward alone (with its output) and forward and backward (with its gradients). Errors are those
-of the output and of the gradients against float64, relative to the largest number.
+the same call without a mask. A step of decoding lists as many of 131,072 keys, other ones in each step, and its time
+includes the construction of the mask; steps are timed in blocks, as a model decodes. Shares of the keys show from which
+one on gathering loses. Memory is the growth of the peak resident memory of a process of its own, forward alone (with
+its output) and forward and backward (with its gradients). Errors are those of the output and of the gradients against
+float64, relative to the largest number.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -20,13 +22,13 @@ import clearhead
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.figures import Figures
 from benchmarks.memory import growth_of_peak
-from benchmarks.timing import interleaved
+from benchmarks.timing import in_blocks, interleaved
 from benchmarks.writing import ratio, significant, table
 from clearhead import masks
 from clearhead.kernels import _gathered
 
 KEYS, LISTED, DIM, QUERIES, BLOCK = 32768, 2048, 128, 1024, 128
-DECODED = 131072
+DECODED, STEPS = 131072, 64
 DENSE, SELECTED = "dense", "selected"
 #: By the name of the line: query heads of one key/value head, and keys of a block.
 GROUPS = {
@@ -73,13 +75,13 @@ def group(effort: Effort, heads: int, block: int) -> dict[str, float]:
 
 def decoding(effort: Effort) -> dict[str, float]:
     query, key, value = operands(16, 1, effort.size(DECODED, 64))
-    indices = lists(1, key.shape[2], effort.size(LISTED))
+    steps = itertools.cycle([lists(1, key.shape[2], effort.size(LISTED)) for _ in range(effort.size(STEPS, 2))])
     calls: dict[str, Callable[[], object]] = {
         DENSE: lambda: clearhead.attention(query, key, value),
-        SELECTED: lambda: clearhead.attention(query, key, value, masks.selected(indices)),
+        SELECTED: lambda: clearhead.attention(query, key, value, masks.selected(next(steps))),
     }
     with torch.no_grad():
-        return interleaved(calls, rounds=max(effort.rounds, 3) * 7, budget=20.0)
+        return in_blocks(calls, rounds=max(effort.rounds, 5), seconds=effort.least(0.4))[0]
 
 
 def shares(effort: Effort, heads: int) -> dict[str, list[float]]:

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import clearhead.integrations.transformers  # noqa: F401  (registers the implementation)
 from benchmarks import figures
 from benchmarks.figures import read as read_kept
 from benchmarks.quality import architectures
 from benchmarks.quality.architectures_cases.building import build
 from benchmarks.quality.architectures_cases.inputs import find_inputs
 from benchmarks.quality.architectures_cases.mechanisms import effects
-from benchmarks.quality.architectures_cases.results import ON, Finding, Outcome, Run, read, write
+from benchmarks.quality.architectures_cases.redrawing import redrawn
+from benchmarks.quality.architectures_cases.reference import Reference
+from benchmarks.quality.architectures_cases.results import AS_EXACT, ON, Finding, Outcome, Run, read, write
 from benchmarks.quality.architectures_cases.running import run_all
 from benchmarks.quality.architectures_cases.source import calls_attention_function
 from benchmarks.quality.architectures_cases.summary import summarize
@@ -35,6 +38,11 @@ NOT_BUILT = Outcome("dinat", "DinatModel", not_built="ImportError: DinatModel re
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks.quality.architectures", *arguments])
     architectures.main()
+
+
+def reference_of(architecture: Architecture) -> Reference:
+    model = build(architecture)
+    return Reference(architecture, model, find_inputs(model), "clearhead")
 
 
 def leave(connection: Connection) -> None:
@@ -90,6 +98,23 @@ def test_sdpa_explains_a_difference_and_float64_where_there_is_none(
     sdpa: float | None, double: float | None, explained: bool
 ) -> None:
     assert Finding("from_config", "outputs", value=0.5, sdpa=sdpa, double=double).explained == explained
+
+
+def test_a_difference_is_rounding_where_other_parameters_give_errors_like_those_of_eager_attention() -> None:
+    rounding = Finding("from_config", "outputs", value=1e-4, text="last_hidden_state", sdpa=1e-6)
+    [drawn, large] = redrawn([rounding, replace(rounding, value=0.5)], reference_of(LLAMA))
+    assert drawn.explained, drawn.redrawn
+    assert not replace(drawn, redrawn=AS_EXACT + 0.1).explained
+    assert large.redrawn is None
+
+
+def test_the_weights_of_a_call_differ_with_its_outputs_where_sdpa_has_none() -> None:
+    weights = Finding("from_config", "weights", value=0.5, text="attentions[2]")
+    outputs = Finding("from_config", "weights", value=0.5, text="last_hidden_state", sdpa=0.5)
+    assert not Outcome("llama", "LlamaModel", differences=[weights, outputs]).unexplained
+    assert Outcome("llama", "LlamaModel", differences=[weights, replace(outputs, sdpa=0.1)]).unexplained
+    elsewhere = replace(outputs, observation="outputs")
+    assert Outcome("llama", "LlamaModel", differences=[weights, elsewhere]).unexplained == [weights]
 
 
 def test_outcomes_survive_the_file(tmp_path: Path) -> None:
@@ -211,7 +236,6 @@ def test_ignoring_a_mechanism_changes_the_output(name: str, mechanisms: set[str]
 @pytest.mark.parametrize("name", ["mistral_large4", "mistral_large4_text"])
 def test_models_whose_layers_select_keys_agree(name: str) -> None:
     pytest.importorskip("transformers.models.mistral_large4")
-    import clearhead.integrations.transformers  # noqa: F401  (registers the implementation)
     from benchmarks.quality.architectures_cases.comparing import compare
 
     (architecture,) = architectures.chosen_architectures([name])

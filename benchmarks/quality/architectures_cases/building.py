@@ -43,15 +43,15 @@ def build_config(architecture: Architecture) -> PreTrainedConfig:
     return config
 
 
-def build(architecture: Architecture) -> PreTrainedModel:
-    """The model with eager attention, in eval mode, with random parameters that depend on its name alone.
+def build(architecture: Architecture, draw: int = 0) -> PreTrainedModel:
+    """The model with eager attention, in eval mode, with random parameters that depend on its name and the draw alone.
 
     Raises:
         ValueError: if the configuration is not tiny.
     """
     config = build_config(architecture)
     _check_size(architecture, config)
-    torch.manual_seed(zlib.crc32(architecture.name.encode()))
+    torch.manual_seed(zlib.crc32(architecture.name.encode()) + draw)
     model = construct(architecture, config, "eager")
     _randomize(model, GAINS.get(architecture.model_type, GAIN))
     return model

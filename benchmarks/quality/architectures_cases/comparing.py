@@ -7,11 +7,8 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, final
+from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,10 +16,12 @@ import clearhead
 from clearhead.errors import ClearheadError
 from clearhead.integrations import _deberta
 
-from .building import build, twin
-from .inputs import Inputs, find_inputs
+from .building import build
+from .inputs import find_inputs
 from .mechanisms import effects
-from .observing import CAUSALITY, GENERATION, GRADIENTS, OBSERVATIONS, NotApplicable, Observation, cast, generated
+from .observing import CAUSALITY, GENERATION, GRADIENTS, OBSERVATIONS, NotApplicable, Observation, generated
+from .redrawing import redrawn
+from .reference import Reference, by_route, differences, implementations, observe
 from .results import BY_UPGRADE, LIMIT, Finding, Outcome, first_line
 from .source import calls_attention_function
 from .types import Architecture, generating
@@ -51,7 +50,7 @@ def compare(architecture: Architecture, implementation: str = "clearhead") -> Ou
         outcome.without_interface = not calls_attention_function(architecture)
         return outcome
     outcome.inputs = sorted(inputs)
-    reference = _Reference(architecture, eager, inputs, implementation)
+    reference = Reference(architecture, eager, inputs, implementation)
     if reference.gives_nan():
         outcome.not_built = "eager attention gives NaN for random parameters and inputs"
         return outcome
@@ -64,6 +63,7 @@ def compare(architecture: Architecture, implementation: str = "clearhead") -> Ou
             seen = any(outcome.calls.values())
             _compare_route(outcome, BY_UPGRADE, reference, calls, UPGRADED if seen else tuple(OBSERVATIONS))
             _compare_generation(outcome, architecture)
+        outcome.differences = redrawn(outcome.differences, reference)
     outcome.seconds = round(time.perf_counter() - started, 2)
     return outcome
 
@@ -71,17 +71,18 @@ def compare(architecture: Architecture, implementation: str = "clearhead") -> Ou
 def _compare_route(
     outcome: Outcome,
     route: str,
-    reference: _Reference,
+    reference: Reference,
     calls: Callable[[], int],
     observations: tuple[str, ...] = tuple(OBSERVATIONS),
 ) -> None:
     implementation = reference.implementation
     try:
-        model = _by_route(route, reference, outcome)
+        model, left = by_route(route, reference)
     except Exception as error:
         outcome.refused[route] = first_line(error)
         return
-    if implementation not in _implementations(model):
+    outcome.left |= left
+    if implementation not in implementations(model):
         outcome.kept_eager.append(route)
         if route == BY_UPGRADE:
             return
@@ -117,21 +118,6 @@ def _compare_generation(outcome: Outcome, architecture: Architecture) -> None:
         ]
 
 
-def _by_route(route: str, reference: _Reference, outcome: Outcome) -> PreTrainedModel:
-    if route == "from_config":
-        return twin(reference.architecture, reference.eager, reference.implementation)
-    model = copy.deepcopy(reference.eager)
-    if route == BY_UPGRADE:
-        outcome.left = clearhead.upgrade(model, linears=False).left
-    else:
-        model.set_attn_implementation(reference.implementation)
-    return model
-
-
-def _implementations(model: PreTrainedModel) -> set[str]:
-    return {part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)}
-
-
 @contextmanager
 def _counted(implementation: str) -> Iterator[Callable[[], int]]:
     """How often models have called an attention implementation."""
@@ -156,90 +142,14 @@ def _counted(implementation: str) -> Iterator[Callable[[], int]]:
         _deberta.disentangled_attention = disentangled
 
 
-@final
-class _Reference:
-    """Observations of eager attention, and of what its differences are held against."""
-
-    def __init__(self, architecture: Architecture, eager: PreTrainedModel, inputs: Inputs, implementation: str) -> None:
-        self.architecture, self.eager, self.inputs = architecture, eager, inputs
-        self.implementation = implementation
-        self._seen: dict[str, Observation | Exception] = {}
-
-    def eager_observation(self, name: str) -> Observation:
-        if name not in self._seen:
-            try:
-                self._seen[name] = _observe(name, self.eager, self.inputs)
-            except Exception as error:
-                self._seen[name] = error
-        found = self._seen[name]
-        if isinstance(found, Exception):
-            raise NotApplicable(first_line(found)) from found
-        return found
-
-    def gives_nan(self) -> bool:
-        """Whether there is nothing to compare with."""
-        try:
-            return any(bool(tensor.isnan().any()) for tensor in self.eager_observation("outputs").values())
-        except NotApplicable:
-            return False
-
-    @cached_property
-    def _sdpa(self) -> PreTrainedModel | None:
-        for implementation in ("sdpa", None):  # None: SDPA in those parts that have it
-            try:
-                model = twin(self.architecture, self.eager, implementation)
-            except Exception:  # transformers refuses it
-                continue
-            if "sdpa" in _implementations(model):
-                return model
-        return None
-
-    @cached_property
-    def _double(self) -> PreTrainedModel:
-        return copy.deepcopy(self.eager).double()
-
-    def sdpa_differences(self, name: str) -> dict[str, float]:
-        """How far SDPA is from eager attention; empty where the model has no SDPA."""
-        return {} if self._sdpa is None else self._differences(name, self._sdpa, self.inputs)
-
-    def double_differences(self, name: str) -> dict[str, float]:
-        """How far float64 is from float32, both with eager attention."""
-        return self._differences(name, self._double, cast(self.inputs, torch.float64))
-
-    def gradient_errors(self, actual: Observation) -> dict[str, float]:
-        """How far gradients, and SDPA's, are from eager attention's in float64; empty where one is missing."""
-        if self._sdpa is None:
-            return {}
-        try:
-            exact = _observe(GRADIENTS, self._double, cast(self.inputs, torch.float64))
-            sdpa = _observe(GRADIENTS, self._sdpa, self.inputs)
-        except Exception:  # some models have float32 numbers in their code
-            return {}
-        found = {"clearhead": differences(actual, exact), "sdpa": differences(sdpa, exact)}
-        return {name: errors[GRADIENTS] for name, errors in found.items()}
-
-    def _differences(self, name: str, model: PreTrainedModel, inputs: Inputs) -> dict[str, float]:
-        try:
-            return differences(_observe(name, model, inputs), self.eager_observation(name))
-        except Exception:  # what it cannot compute, it cannot explain
-            return {}
-
-
-def _observe(name: str, model: PreTrainedModel, inputs: Inputs) -> Observation:
-    observe, side = OBSERVATIONS[name]
-    return observe(model, inputs, side)
-
-
-def _compare_observation(
-    outcome: Outcome, route: str, name: str, model: PreTrainedModel, reference: _Reference
-) -> None:
+def _compare_observation(outcome: Outcome, route: str, name: str, model: PreTrainedModel, reference: Reference) -> None:
     try:
         expected = reference.eager_observation(name)
     except NotApplicable as reason:
         outcome.skipped[name] = str(reason)
         return
     try:
-        actual = _observe(name, model, reference.inputs)
+        actual = observe(name, model, reference.inputs)
     except Exception as error:
         outcome.errors.append(
             Finding(route, name, text=first_line(error), refused=_is_refusal(error, reference.implementation))
@@ -283,11 +193,6 @@ def _is_refusal(error: Exception, implementation: str) -> bool:
     return isinstance(error, ClearheadError) or (isinstance(error, KeyError) and error.args == (implementation,))
 
 
-def differences(actual: Observation, expected: Observation) -> dict[str, float]:
-    """The largest difference of each tensor that both have, relative to its largest number."""
-    return {name: _relative(actual[name], expected[name]) for name in expected if name in actual}
-
-
 def _zero_masked_rows(actual: Observation, expected: Observation) -> Observation:
     """What is expected, with zero weights for queries that see no key.
 
@@ -301,17 +206,3 @@ def _zero_masked_rows(actual: Observation, expected: Observation) -> Observation
             masked = (ours == 0).all(-1, keepdim=True) & (weights.amax(-1, True) - weights.amin(-1, True) < LIMIT)
             found[name] = weights.masked_fill(masked, 0.0)
     return found
-
-
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    if actual.shape != expected.shape:
-        return float("inf")
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
-    distance = torch.where(same, 0.0, (actual - expected).abs())
-    if distance.isnan().any():
-        return float("inf")
-    if distance.numel() == 0 or not distance.max() > 0:
-        return 0.0
-    finite = expected[expected.isfinite()]
-    largest = finite.abs().max() if finite.numel() else torch.tensor(0.0)
-    return float(distance.max() / largest) if largest > 0 else float("inf")

@@ -55,6 +55,10 @@ def padded(inputs: Inputs, side: str) -> Inputs:
     for name, ids in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):
         if ids in inputs and isinstance(inputs[ids], Tensor):
             more[name] = _padding(side, inputs[ids].shape[1])
+    if "decoder_attention_mask" in inputs:  # of both texts
+        more["decoder_attention_mask"] = torch.cat(
+            [more["attention_mask"], torch.ones_like(inputs["decoder_input_ids"])], 1
+        )
     return more
 
 

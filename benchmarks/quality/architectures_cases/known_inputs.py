@@ -11,7 +11,7 @@ from torch import Tensor
 from .common_inputs import Make, ones, text
 from .known_sounds import SOUNDS
 from .modalities import noise
-from .sizes import BATCH, IMAGE, LENGTH
+from .sizes import BATCH, IMAGE, LENGTH, TARGET
 
 __all__ = ["KNOWN"]
 
@@ -67,6 +67,12 @@ def _patch_decoder(config: Any) -> dict[str, Any]:
         "inputs_embeds": noise(BATCH, LENGTH, config.hidden_size),
         "patch_embeds": noise(BATCH, 4, config.hidden_size_global),
     }
+
+
+def _canvas(config: Any) -> dict[str, Any]:
+    """A canvas that reads the text, with a mask of both."""
+    found = {"input_ids": text(config), "decoder_input_ids": text(config, TARGET)}
+    return {**found, "decoder_attention_mask": ones(BATCH, LENGTH + TARGET)}
 
 
 def _siglip2(config: Any) -> dict[str, Any]:
@@ -178,6 +184,7 @@ KNOWN: dict[str, Make] = {
     "blt_local_encoder": _patch_encoder,
     "bridgetower_vision_model": lambda c: {"image": noise(BATCH, 3, c.image_size, c.image_size)},
     "deepseek_ocr2_encoder": lambda c: {"inputs_embeds": noise(BATCH, 14, c.hidden_size), "num_patches": 9},
+    "diffusion_gemma": _canvas,
     "efficientloftr": _pair,
     "embedding_gemma2": lambda c: {"input_ids": text(c)},
     "florence_vision": lambda c: {"hidden_states": noise(BATCH, 3, IMAGE, IMAGE)},

@@ -68,6 +68,8 @@ def cached(
 ) -> Observation:
     """Outputs of each step: a prompt, single tokens one after the other, then several at once."""
     name, mask_name = _text(inputs)
+    if mask_name in inputs:
+        raise NotApplicable("a canvas, which no cache keeps")
     ids, mask = inputs[name], padded(inputs, side)[mask_name]
     length = ids.shape[1]
     cache = make_cache(model, length) if make_cache else None

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from .results import DECODER, LIMIT, ON, Finding, Outcome, Run
+from .results import AS_EXACT, DECODER, LIMIT, ON, Finding, Outcome, Run
 
 __all__ = ["Summary", "as_far_of", "counts_of", "describe", "summarize"]
 
@@ -16,8 +16,6 @@ __all__ = ["Summary", "as_far_of", "counts_of", "describe", "summarize"]
 FROM_SOURCE = "not built; no class in its source calls the attention function of transformers"
 #: Why a type keeps it of which `upgrade` said nothing.
 OWN_CODE = "computes attention with code of its own, or has none"
-#: How far gradients may be from float64, in errors of SDPA. Below `LIMIT` the ratio of two errors is chance.
-AS_SDPA = 1.5
 
 Summary = dict[str, Any]
 
@@ -94,7 +92,7 @@ def _count(names: list[str]) -> list[int]:
 def _gradients(compared: list[Outcome]) -> Summary:
     """Errors of gradients beside SDPA's: how many were compared, the median ratio, and the models that are worse."""
     pairs = {o.name: (o.gradient_errors["clearhead"], o.gradient_errors["sdpa"]) for o in compared}
-    worse = {name: list(pair) for name, pair in pairs.items() if pair[0] > max(LIMIT, AS_SDPA * pair[1])}
+    worse = {name: list(pair) for name, pair in pairs.items() if pair[0] > max(LIMIT, AS_EXACT * pair[1])}
     ratios = [own / sdpa for own, sdpa in pairs.values() if sdpa > 0]
     return {"compared": len(pairs), "median ratio": statistics.median(ratios) if ratios else 0.0, "worse": worse}
 
@@ -139,6 +137,8 @@ def describe(found: Finding) -> str:
     others = [
         f"{name} {value:.1e}" for name, value in (("SDPA", found.sdpa), ("float64", found.double)) if value is not None
     ]
+    if found.redrawn is not None:
+        others.append(f"error for other parameters {found.redrawn:.2f} of theirs")
     value = f"{found.value:.1e} " if found.value else ""
     beside = f" ({', '.join(others)})" if others else ""
     return f"{found.route}, {found.observation}: {value}{found.text}{beside}"

@@ -35,14 +35,15 @@ struct GatheredSizes {
     int64_t rows, keys;
 };
 
+static int64_t keys_in_cache(const Problem& p) { return GATHERED_BYTES / larger(1, (p.dim + p.value_dim) * p.bytes()) + 1; }
+
 static GatheredSizes gathered_sizes(const Problem& p) {
-    const int64_t most = larger(1, p.most_selected()), width = p.dim + p.value_dim;
+    const int64_t most = larger(1, p.most_selected());
     const int64_t state = p.heads_together() * (lanes_up(p.dim) + lanes_up(p.value_dim) + 2);
     const int64_t fitting = smaller(GATHERED_STATE / state, GATHERED_LISTS / most);
-    const int64_t rows = larger(1, smaller(MOST_GATHERED_ROWS, fitting)), bytes = larger(1, width * p.bytes());
-    const int64_t keys = GATHERED_BYTES / bytes + 1;
+    const int64_t rows = larger(1, smaller(MOST_GATHERED_ROWS, fitting));
     if (rows * most < FEWEST_READS * p.keys) return {smaller(rows, 16), p.keys};
-    return {rows, smaller(keys, p.keys)};
+    return {rows, smaller(keys_in_cache(p), p.keys)};
 }
 
 [[maybe_unused]] static int64_t gathered_rows(const Problem& p) { return gathered_sizes(p).rows; }
@@ -251,6 +252,12 @@ static void gather(const Problem& p, const Task& task, float* partials, float* s
             states[r * size + n] = LOWEST;
             widen_rows(p.query.at<T>(b, task.kv_head + n, row), 0, 1, p.dim, queries + (r * heads + n) * width, width, 1);
         }
+    }
+    // One row waits for memory: all it reads is on its way before it begins.
+    const int64_t kv_head = task.kv_head / p.group(), fetched = rows == 1 ? smaller(ends[1], ends[0] + keys_in_cache(p)) : 0;
+    for (int64_t n = ends[0]; n < fetched; n++) {
+        fetch(p.key.at<T>(b, kv_head, lists[n]), p.dim);
+        fetch(p.value.at<T>(b, kv_head, lists[n]), p.value_dim);
     }
     for (int64_t stop = block; stop - block < p.keys; stop += block)
         for (int64_t r = 0; r < rows; r++) {
