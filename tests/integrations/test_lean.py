@@ -203,7 +203,7 @@ def quantise(model: Any) -> None:
 REASONS: dict[str, tuple[Callable[[Any], object], str]] = {
     "a hook": (CHANGES["a hook on a layer"], "have other code than transformers'"),
     "a hook on a linear layer": (CHANGES["a hook on a linear layer"], "have other code than transformers'"),
-    "a compiled part": (CHANGES["a compiled part"], "has hooks or other code"),
+    "a compiled part": (CHANGES["a compiled part"], "a method of BertIntermediate was replaced"),
     "LoRA": (adapt, "has hooks, an adapter or other code than nn.Linear's"),
     "torchao": (quantise, "not all of its parameters are plain tensors on the CPU"),
 }

@@ -14,7 +14,7 @@ from .._encoder.steps import TYPES
 from .._encoder.unchanged import HOOKS, Picture
 from .._environment import Environment, forced_linears
 from .._native import extension, why_missing
-from .._torch_private import any_compiled, function_modes
+from .._torch_private import function_modes
 from ._unpad_checks import collects_outputs, is_of_the_library
 
 #: Reads an encoder: its layers in a dtype, by default its own, and the modules whose code they replace. Raises
@@ -89,8 +89,8 @@ def _read(encoder: nn.Module, dtype: torch.dtype | None, read: Read) -> tuple[Le
         return str(error)
     fields = [module.__dict__ for module in found[1]]
     hooks = [hook for each in fields for name in HOOKS for hook in each[name].values()]
-    if any("forward" in each for each in fields) or any_compiled(fields) or not all(map(is_of_the_library, hooks)):
-        return "one of its modules has hooks or other code"
+    if any("forward" in each for each in fields) or not all(map(is_of_the_library, hooks)):
+        return "one of its modules has hooks or another forward"
     return found
 
 
