@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import reduce
 from importlib import import_module
-from operator import methodcaller
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -58,12 +57,8 @@ _global_hooks: tuple[dict[int, object], ...] = (
 )
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
-_compiled_call: Callable[[dict[str, Any]], Any] = methodcaller("get", "_compiled_call_impl")
-
 #: How many `TorchDispatchMode`s intercept every operation (`make_fx`). They do not intercept an extension.
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
-#: How many `TorchFunctionMode`s intercept every function.
-function_modes: Callable[[], int] = _lookup("_C._len_torch_function_stack", lambda: 1)
 #: How many `TorchFunctionMode`s see every call of a function of PyTorch.
 function_modes: Callable[[], int] = _lookup("_C._len_torch_function_stack", lambda: 1)
 #: Whether `torch.jit.trace` records a graph. `torch.jit.is_tracing` takes longer to say so.
@@ -283,11 +278,6 @@ def skips_idle_hook(hook: Callable[..., None]) -> Callable[[type[Kind]], type[Ki
 def is_compiled(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` has replaced what calling the module does."""
     return getattr(module, COMPILED_CALL, None) is not None
-
-
-def any_compiled(fields: Iterable[dict[str, Any]]) -> bool:
-    """Whether `nn.Module.compile` was called for one of the modules with these dictionaries."""
-    return any(map(_compiled_call, fields))
 
 
 @contextmanager

@@ -189,6 +189,41 @@ def test_the_layers_own_code_runs_after(rows: Rows, change: str) -> None:
         require_near(states[1], states[0], given["attention_mask"])
 
 
+def adapt(model: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(model, LoraConfig(r=2, target_modules=["query"])).eval()
+
+
+def quantise(model: Any) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+
+REASONS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a hook": (CHANGES["a hook on a layer"], "have other code than transformers'"),
+    "a hook on a linear layer": (CHANGES["a hook on a linear layer"], "have other code than transformers'"),
+    "a compiled part": (CHANGES["a compiled part"], "a method of BertIntermediate was replaced"),
+    "LoRA": (adapt, "has hooks, an adapter or other code than nn.Linear's"),
+    "torchao": (quantise, "not all of its parameters are plain tensors on the CPU"),
+}
+
+
+@pytest.mark.parametrize("change", REASONS)
+@torch.no_grad()
+def test_the_report_says_why_the_layers_own_code_runs(rows: Rows, change: str) -> None:
+    theirs, (apply, reason) = build("BertModel"), REASONS[change]
+    ours = copy.deepcopy(theirs)
+    for model in (theirs, ours):
+        torch.manual_seed(0)
+        apply(model)
+    given, report = inputs_of("right"), clearhead.upgrade(ours, unpad=True)
+    assert f"run by their own code: {report.loops[''].partition(': ')[2]}" in str(report)
+    assert reason in report.loops[""]
+    require_near(ours(**given)[0], theirs(**given)[0], given["attention_mask"])
+    assert not rows.lean
+
+
 def scale_weight(model: Any) -> None:
     model.encoder.layer[0].attention.self.key.weight.data.mul_(3)
 
@@ -508,22 +543,62 @@ def test_a_compiled_model_runs_its_own_code(rows: Rows) -> None:
 def test_copies_die_with_their_model_and_by_downgrade() -> None:
     _, ours = pair(build("BertModel"))
     ours(**inputs_of("right"))
-    layers = weakref.ref(_lean._known[ours].layers)
+    layers = weakref.ref(ours.forward.args[-1]._layers)
     clearhead.downgrade(ours)
     gc.collect()
     assert layers() is None
     clearhead.upgrade(ours, unpad=True)
     ours(**inputs_of("right"))
-    layers, model = weakref.ref(_lean._known[ours].layers), weakref.ref(ours)
+    layers, model = weakref.ref(ours.forward.args[-1]._layers), weakref.ref(ours)
     del ours
     gc.collect()
     assert layers() is None
     assert model() is None
 
 
+#: Arguments that every call of an encoder may have.
+ARGUMENTS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "types of tokens": lambda given: {"token_type_ids": given["input_ids"] % 2},
+    "own positions": lambda given: {"position_ids": torch.arange(LENGTH).flip(0)[None]},
+    "a bool mask": lambda given: {"attention_mask": given["attention_mask"].bool()},
+}
+
+
+@pytest.mark.parametrize("more", ARGUMENTS)
 @torch.no_grad()
-def test_heads_of_classification(rows: Rows) -> None:
-    theirs, ours = pair(build("BertModel", "ForSequenceClassification", num_labels=3))
+def test_arguments_of_the_caller(rows: Rows, more: str) -> None:
+    theirs, ours = pair(build("BertModel"))
     given = inputs_of("right")
-    require_near(ours(**given).logits, theirs(**given).logits)
+    expected, actual = (model(**given | ARGUMENTS[more](given)) for model in (theirs, ours))
     assert rows.lean
+    require_near(actual[0], expected[0], given["attention_mask"])
+    require_near(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "ForMaskedLM"])
+@torch.no_grad()
+def test_labels(rows: Rows, head: str) -> None:
+    theirs, ours = pair(build("BertModel", head, num_labels=3))
+    given = inputs_of("right")
+    labels = torch.randint(0, 3, (BATCH, LENGTH)).masked_fill(given["attention_mask"] == 0, -100)
+    labels = labels[:, 0] if head == "ForSequenceClassification" else labels
+    expected, actual = (model(**given, labels=labels) for model in (theirs, ours))
+    assert rows.lean
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=2e-5, atol=0)
+    require_near(actual.logits, expected.logits, None if labels.dim() == 1 else given["attention_mask"])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@torch.no_grad()
+def test_another_number_of_threads(rows: Rows, count: int) -> None:
+    theirs, ours = pair(build("BertModel"))
+    given = inputs_of("right")
+    expected, before = ours(**given)[0], torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        actual = ours(**given)[0]
+    finally:
+        torch.set_num_threads(before)
+    assert rows.lean
+    assert relative_error(actual, expected) <= 1e-6
+    require_near(actual, theirs(**given)[0], given["attention_mask"])

@@ -119,7 +119,6 @@ def test_outputs_and_gradients(name: str, isa: str, monkeypatch: pytest.MonkeyPa
         if isa not in instruction_sets():
             pytest.skip("this processor does not have the instructions")
         monkeypatch.setattr(_disentangled, "instruction_set_number", lambda: instruction_sets()[isa])
-    assert buckets_of(SIZES[name]).steep == (name == "buckets that are left out")
     require_agreement(SIZES[name], inputs_of(SIZES[name]))
 
 

@@ -21,6 +21,7 @@ import clearhead
 import clearhead._layer.linear
 from clearhead import use_linear
 from clearhead._layer.linear import describe_backend, linear
+from clearhead._native import instruction_sets
 from clearhead.errors import ArgumentError, ClearheadError, KernelError
 from clearhead.nn import Linear
 from tests.support.derivatives import derivatives, squares
@@ -85,6 +86,16 @@ def test_inputs_and_gradients_that_are_views() -> None:
     with use_linear("onednn"):
         (got,) = torch.autograd.grad(linear(x, weight), weight, gradient)
     torch.testing.assert_close(got, gradient.t() @ x)
+
+
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("sizes", [(1, 1), (3, 70), (16, 64), (129, 130)])
+def test_transposed_inputs_are_written_out(sizes: tuple[int, int], isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clearhead._layer.linear, "instruction_set_number", lambda: instruction_sets()[isa])
+    x = torch.randn(sizes)
+    written = clearhead._layer.linear._in_rows(x.t())
+    assert written.is_contiguous()
+    assert torch.equal(written, x.t())
 
 
 @needs_onednn

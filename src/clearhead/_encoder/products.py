@@ -52,16 +52,19 @@ class Product:
 
     Args:
         maps: whose results lie side by side.
-        dtype: of the product.
+        dtype: of the product. Default: that of the weights.
         activation: f. Default: none.
     """
 
-    def __init__(self, maps: Sequence[Affine], dtype: torch.dtype, activation: Activation | None = None) -> None:
-        self._weights, self._dtype, self._activation = [each.weight for each in maps], dtype, activation
-        has_bias = any(each.bias is not None for each in maps)
-        self._bias = torch.cat([_bias(each) for each in maps]).to(dtype) if has_bias else None
-        kind = type(activation)
-        self._fused = "identity" if activation is None else _FUSED.get(f"{kind.__module__}.{kind.__name__}")
+    def __init__(
+        self, maps: Sequence[Affine], dtype: torch.dtype | None = None, activation: Activation | None = None
+    ) -> None:
+        self.weights, self._activation = [each.weight for each in maps], activation
+        self.dtype = dtype or self.weights[0].dtype
+        biases = [each.weight.new_zeros(len(each.weight)) if each.bias is None else each.bias for each in maps]
+        self._bias = torch.cat(biases).to(self.dtype) if any(each.bias is not None for each in maps) else None
+        kind, form = type(activation), getattr(activation, "approximate", "")
+        self._fused = "identity" if activation is None else _FUSED.get(f"{kind.__module__}.{kind.__name__}{form}")
 
     def __call__(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), a new tensor."""
@@ -77,26 +80,17 @@ class Product:
 
     @functools.cached_property
     def _plain(self) -> Tensor:
-        first, *others = self._weights
-        return (torch.cat(self._weights) if others else first).to(self._dtype)
+        return (torch.cat(self.weights) if len(self.weights) > 1 else self.weights[0]).to(self.dtype)
 
     @functools.cached_property
     def _laid_out(self) -> Tensor:
-        return onednn_weight(torch.cat(self._weights).to(self._dtype))
+        return onednn_weight(torch.cat(self.weights).to(self.dtype))
 
 
-class Gated:
-    """x → f(x W₁ᵀ + b₁) · (x W₂ᵀ + b₂), the first half of a gated feed-forward part (Shazeer, "GLU variants", 2020)."""
-
-    def __init__(self, gate: Product, other: Product) -> None:
-        self._gate, self._other = gate, other
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._gate(x).mul_(self._other(x))
-
-
-#: Activations that are computed in the pass of a product, by their classes: their names in `ACTIVATIONS`.
+#: Activations that are computed in the pass of a product, by their classes and forms: their names in `ACTIVATIONS`.
 _FUSED = {
+    "torch.nn.modules.activation.GELUnone": "gelu",
+    "torch.nn.modules.activation.GELUtanh": "gelu_tanh",
     "torch.nn.modules.activation.ReLU": "relu",
     "torch.nn.modules.activation.SiLU": "silu",
     "torch.nn.modules.activation.Tanh": "tanh",
@@ -111,7 +105,3 @@ _OF_ONEDNN: dict[str | None, tuple[str, str]] = {
     "gelu": ("gelu", "none"),
     "gelu_tanh": ("gelu", "tanh"),
 }
-
-
-def _bias(of: Affine) -> Tensor:
-    return of.weight.new_zeros(of.weight.shape[0]) if of.bias is None else of.bias

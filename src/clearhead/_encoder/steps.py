@@ -1,9 +1,7 @@
-"""What an encoder computes in C++: products of rows, residual and norm, rotary positions, digests."""
+"""What an encoder computes in C++: products of rows, residual and norm, rotary positions."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,7 +27,7 @@ class Norm(NamedTuple):
     """A LayerNorm or RMSNorm over the features.
 
     Args:
-        weight, bias: (features,), or ``None``.
+        weight, bias: contiguous float32 (features,), or ``None``.
         epsilon: added to the variance.
         centers: whether the mean is subtracted, as LayerNorm does.
     """
@@ -38,11 +36,6 @@ class Norm(NamedTuple):
     bias: Tensor | None
     epsilon: float
     centers: bool
-
-    def float(self) -> Norm:
-        """The same with float32 parameters, as `normalize` reads them."""
-        weight, bias = (None if each is None else each.float().contiguous() for each in (self.weight, self.bias))
-        return self._replace(weight=weight, bias=bias)
 
 
 def normalize(x: Tensor, norm: Norm, residual: Tensor | None = None, total: Tensor | None = None) -> Tensor:
@@ -93,22 +86,6 @@ def rotate(x: Tensor, heads: int, cosine: Tensor, sine: Tensor) -> None:
     width = x.shape[-1]
     sizes = TYPES[x.dtype], torch.get_num_threads(), x.numel() // width, heads, dim, width, dim, positions
     _extension.rotate(instruction_set_number(), *sizes, x.data_ptr(), cosine.data_ptr(), sine.data_ptr())
-
-
-def samples_of(tensors: Sequence[Tensor]) -> bytes:
-    """The addresses of 32 words of each contiguous tensor, spread over all of it, for `digest`."""
-    addresses = array("q", [tensor.data_ptr() for tensor in tensors])
-    sizes = array("q", [tensor.nbytes for tensor in tensors])
-    return _extension.samples(addresses.tobytes(), sizes.tobytes())
-
-
-def digest(samples: bytes) -> int:
-    """A number that depends on the words at these addresses, which must still be those of the tensors.
-
-    Version counters do not count what is written through ``tensor.data``. A merged adapter changes every number of a
-    weight, and so the digest.
-    """
-    return _extension.digest(samples)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -1,92 +1,61 @@
-"""Whether modules are as they were when their parameters were read: no hooks, adapters, or other code since then."""
+"""Whether modules are as they were when they were read: the same code, hooks, settings and numbers."""
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable
+import random
+from array import array
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._native import extension
-from .._torch_private import any_compiled
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: Modules whose attributes do not matter besides their parameters.
-_WITHOUT_SETTINGS = (nn.Linear, nn.Dropout, nn.Identity, nn.ModuleList)
-_training: Callable[[dict[str, Any]], bool] = operator.itemgetter("training")
-_children: Callable[[dict[str, Any]], dict[str, Any]] = operator.itemgetter("_modules")
-_parameters: Callable[[dict[str, Any]], dict[str, Any]] = operator.itemgetter("_parameters")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SAMPLES = 32  # words of a parameter
 
 
-class Unchanged:
-    """A picture of modules, compared with them before every call. It costs about a quarter of a microsecond a module.
+class Picture:
+    """A picture of modules, compared with them before every call.
+
+    PyTorch does not count what is written through ``parameter.data``, as a merged adapter is: samples of the numbers,
+    spread over all of a parameter, are compared too.
 
     Args:
-        modules: all modules whose code is not run.
-        children: of the encoder that holds them.
-        config: of the encoder, as a dictionary.
-        allows: whether a hook may stay, because it does nothing now.
+        modules: and all that they hold.
+        others: dictionaries of other settings.
     """
 
-    def __init__(
-        self,
-        modules: list[nn.Module],
-        children: dict[str, Any],
-        config: dict[str, Any],
-        allows: Callable[[Any], bool],
-    ) -> None:
-        self._modules, self._allows = modules, allows
-        self._fields = [module.__dict__ for module in modules]
-        self._hooks = [fields[name] for fields in self._fields for name in _HOOKS]
-        self._kinds = [type(module) for module in modules]
+    def __init__(self, modules: list[nn.Module], *others: dict[str, Any]) -> None:
+        self._modules, self._kinds = modules, list(map(type, modules))
         self._code = code_of(self._kinds)
-        settings = [module.__dict__ for module in modules if not isinstance(module, _WITHOUT_SETTINGS)]
-        self._settings = [children, config, *settings]
-        self._objects = [tuple(each.values()) for each in self._dictionaries()]
+        fields = [module.__dict__ for module in modules]
+        inside = [each[name] for each in fields for name in ("_modules", "_parameters", *HOOKS)]
+        self._dictionaries = [*others, *fields, *inside]
+        self._objects = [tuple(each.values()) for each in self._dictionaries]
+        parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+        self._read = [each for each in parameters if type(each) is nn.Parameter and each.layout is torch.strided]
+        self._counted = [each for each in self._read if not each.is_inference()]
+        self._places = self._read_places()
+        self._samples = samples_of([each for each in self._read if each.is_cpu and each.is_contiguous()])
+        self._digest = digest(self._samples)
 
     def holds(self) -> bool:
-        """Whether nothing has changed, and every module is in evaluation."""
-        fields = self._fields
-        if any(self._hooks) and not all(self._allows(hook) for hooks in self._hooks for hook in hooks.values()):
-            return False
-        if any(map(_training, fields)) or any(map(operator.contains, fields, itertools.repeat("forward"))):
-            return False
-        if any_compiled(fields) or list(map(type, self._modules)) != self._kinds:
-            return False
+        """Whether nothing has changed."""
         code = code_of(self._kinds)
         if len(code) != len(self._code) or any(map(operator.is_not, code, self._code)):
             return False
-        return cast(Any, extension).hold(self._dictionaries(), self._objects)
+        if list(map(type, self._modules)) != self._kinds or not _extension.hold(self._dictionaries, self._objects):
+            return False
+        return self._read_places() == self._places and digest(self._samples) == self._digest
 
-    def _dictionaries(self) -> list[dict[str, Any]]:
-        """Of settings, and of the children and parameters of each module, which may have got other dictionaries."""
-        return [*self._settings, *map(_children, self._fields), *map(_parameters, self._fields)]
-
-
-def picture_of(root: nn.Module) -> int:
-    """A number that changes with the modules, hooks, settings, code and parameters of a module, and holds none of them.
-
-    An object in the place of one that is gone may have its number. A refusal that stays for that costs time only.
-    """
-    seen: list[object] = [*map(id, vars(getattr(root, "config", root)).values())]
-    pending: list[Any] = [root]
-    kinds: dict[type[nn.Module], None] = {}
-    while pending:
-        module = pending.pop()
-        kinds[type(module)] = None
-        seen.extend(map(id, (type(module), *vars(module).values())))
-        for name in _HOOKS:
-            seen.extend(getattr(module, name))
-        for parameter in module._parameters.values():
-            seen.append(id(parameter))
-            # A parameter stays the same object when another tensor is put into it.
-            if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
-                seen += parameter.data_ptr(), parameter.is_contiguous()
-        pending.extend(child for child in module._modules.values() if child is not None)
-    return hash((*seen, *map(id, code_of(list(kinds)))))
+    def _read_places(self) -> tuple[list[int], list[int], bool]:
+        """Where the parameters lie, and how often they were written. Another tensor may have been put into one."""
+        addresses = [each.data_ptr() for each in self._read]
+        return addresses, [each._version for each in self._counted], all(map(Tensor.is_contiguous, self._read))
 
 
 def code_of(kinds: list[type[nn.Module]]) -> list[object]:
@@ -94,3 +63,22 @@ def code_of(kinds: list[type[nn.Module]]) -> list[object]:
     once = dict.fromkeys(kinds)
     others = (vars(kind).values() for kind in once if not kind.__module__.startswith("torch."))
     return [*(kind.forward for kind in once), *itertools.chain.from_iterable(others)]
+
+
+def samples_of(tensors: Sequence[Tensor]) -> bytes:
+    """Addresses of words of contiguous tensors on the CPU, one in each of equal parts, for `digest`."""
+    draw, samples = random.Random(0), array("q")
+    for tensor in tensors:
+        words = tensor.nbytes // 4 if tensor.data_ptr() else 0
+        bounds = [words * part // _SAMPLES for part in range(_SAMPLES + 1)]
+        parts = ((start, stop) for start, stop in itertools.pairwise(bounds) if start < stop)
+        samples.extend(tensor.data_ptr() + 4 * draw.randrange(start, stop) for start, stop in parts)
+    return samples.tobytes()
+
+
+def digest(samples: bytes) -> int:
+    """A number that depends on the words at these addresses, which must still be those of the tensors."""
+    return _extension.digest(samples)
+
+
+_extension = cast(Any, extension)

@@ -15,6 +15,7 @@ from .._call.call_types import LinearForward
 from .._call.saved import restored
 from .._checks import FLOATS, PLAIN, flag, kind, require_factory, same_device, shown, size, strided_or_jagged
 from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
+from .._native import extension, instruction_set_number
 from .._proxies import quantizes, recorded_module
 from .._torch_private import has_onednn_linear, onednn_linear
 from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, KernelError, ShapeError, shape_text
@@ -287,7 +288,17 @@ def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environme
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if wanted and environment.gradients:
         return cast(Tensor, _Gemm.apply(x, weight, bias))
-    return onednn_linear(x, weight, bias)
+    return onednn_linear(_in_rows(x), weight, bias)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """(rows, in_features) in rows, as oneDNN reads it. PyTorch writes a transposed gradient out by one thread."""
+    if extension is None or x.is_contiguous() or not x.t().is_contiguous() or x.is_neg():
+        return x
+    (rows, columns), written = x.shape, x.new_empty(x.shape)
+    arguments = torch.get_num_threads(), columns, rows, x.data_ptr(), written.data_ptr(), columns
+    cast(Any, extension).transpose(instruction_set_number(), *arguments)
+    return written
 
 
 class _Gemm(torch.autograd.Function):
@@ -297,7 +308,7 @@ class _Gemm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.in_features = weight.shape[1]
-        return onednn_linear(x, weight, bias)
+        return onednn_linear(_in_rows(x), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

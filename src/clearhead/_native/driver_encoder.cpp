@@ -5,8 +5,6 @@ namespace {
 
 constexpr int64_t FEWEST_NUMBERS = 32 * 1024;  // of a thread's part of a pass: fewer take less time than waking a thread
 
-constexpr uint64_t DIGEST_FACTOR = 0x9e3779b97f4a7c15u;
-
 // Calls work(start, stop, scratch) for parts of the rows.
 template <class Work>
 void in_parts(int64_t rows, int64_t width, int64_t threads, int64_t floats, const Work& work) {
@@ -49,28 +47,19 @@ void run_affine(const Kernels& kernels, const Affine& a) {
     parallel_for(divide_up(a.rows, ROWS) * chunks, a.threads, ROWS * COLUMNS, run);
 }
 
-int64_t sample_words(const int64_t* addresses, const int64_t* bytes, int64_t tensors, int64_t* samples) {
-    uint64_t draw = 1;
-    int64_t count = 0;
-    for (int64_t tensor = 0; tensor < tensors; tensor++) {
-        const uint64_t words = static_cast<uint64_t>(bytes[tensor]) / 4;
-        const uint64_t parts = words < DIGEST_SAMPLES ? words : uint64_t(DIGEST_SAMPLES);
-        for (uint64_t part = 0; part < parts; part++) {
-            draw = draw * DIGEST_FACTOR + 1;
-            // One word of each of so many equal parts.
-            const uint64_t start = part * words / parts, stop = (part + 1) * words / parts;
-            samples[count++] = addresses[tensor] + static_cast<int64_t>(4 * (start + (draw >> 33) % (stop - start)));
-        }
-    }
-    return count;
+void run_transposition(const Kernels& kernels, const Transposition& t) {
+    constexpr int64_t COLUMNS = 64;
+    parallel_for(divide_up(t.columns, COLUMNS), t.threads, 16, [&](int64_t strip, float*) {
+        kernels.transpose_columns(t, strip * COLUMNS, smaller(t.columns, (strip + 1) * COLUMNS));
+    });
 }
 
-uint64_t digest(const int64_t* samples, int64_t count) {
+uint64_t digest(const int64_t* addresses, int64_t count) {
     uint64_t result = 0;
     for (int64_t n = 0; n < count; n++) {
         uint32_t word;
-        memcpy(&word, reinterpret_cast<const char*>(samples[n]), 4);
-        result = (result ^ word) * DIGEST_FACTOR;
+        memcpy(&word, reinterpret_cast<const char*>(addresses[n]), 4);
+        result = (result ^ word) * 0x9e3779b97f4a7c15u;  // odd, so that no bit is lost
         result ^= result >> 29;
     }
     return result;

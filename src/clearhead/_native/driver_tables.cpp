@@ -8,7 +8,7 @@
 namespace clearhead {
 namespace {
 
-constexpr int64_t ROWS_AT_ONCE = 128;  // of a table, among whose buckets few are out of reach
+constexpr int64_t TOKENS_AT_ONCE = 96;  // among whose buckets few are out of reach
 
 int64_t padded(int64_t count) { return round_up(count, TABLE_STEP); }
 
@@ -43,59 +43,70 @@ struct Half {
     const Problem& all;
     BucketTable& table;
     const View &tokens, &token_gradients;
-    int64_t head, item, count, others, width;  // tokens of this side and of the other side; padded D
-    float *rows, *row_gradients;               // of the tokens (count × D), and of a few tokens
+    int64_t head, item, count, others;  // tokens of this side and of the other side
+    bool of_queries;
+    float *rows, *row_gradients;        // of the tokens (count × D), and of a few tokens
+    int64_t width = padded(all.dim);
+
+    // Rows that lie a power of two apart would share few lines of the cache.
+    static int64_t stride_of(int64_t count) { return padded(count) | TABLE_STEP; }
 
     static int64_t floats(const Problem& p, int64_t count, bool backward) {
-        const int64_t width = padded(p.dim), of_forward = padded(count) * (width + p.table_buckets) + 2 * TABLE_STEP;
-        return of_forward + (backward ? padded(count) * p.table_buckets + TABLE_STEP + ROWS_AT_ONCE * width : 0);
+        const int64_t width = padded(p.dim), of_table = (p.table_buckets + 2) * stride_of(count);
+        return (padded(count) + TOKENS_AT_ONCE) * width + width * stride_of(count) + (backward ? 2 : 1) * of_table;
     }
 
-    // Calls work(first token, rows, first bucket, buckets) for some tokens and the buckets within their reach, at a time.
+    // Calls work(first token, tokens, first bucket, buckets) for some tokens and the buckets within their reach, at a time.
     template <class Work>
     void each_part(const Work& work) const {
-        for (int64_t start = 0; start < count; start += ROWS_AT_ONCE) {
-            const int64_t stop = smaller(padded(count), start + ROWS_AT_ONCE);
-            const int64_t first = table.buckets[1 - stop] / TABLE_STEP * TABLE_STEP;
-            const int64_t last = padded(table.buckets[padded(others) - 1 - start] + 1);
+        const int64_t farthest = padded(others) - 1;
+        for (int64_t start = 0; start < count; start += TOKENS_AT_ONCE) {
+            const int64_t stop = smaller(padded(count), start + TOKENS_AT_ONCE);
+            const int64_t low = of_queries ? start - farthest : 1 - stop, high = of_queries ? stop - 1 : farthest - start;
+            const int64_t first = all.bucket_of[low] / TABLE_STEP * TABLE_STEP, last = padded(all.bucket_of[high] + 1);
             work(start, stop - start, first, last - first);
         }
     }
 
     void multiply_out(float*& memory, bool backward) {
-        const int64_t height = padded(count), of_table = height * all.table_buckets;
+        const int64_t of_table = (all.table_buckets + 2) * table.stride;
         const auto take = [&](int64_t floats) {
             float* taken = memory;
             memory += floats;
             return taken;
         };
-        rows = take(height * width), table.numbers = take(of_table + 2 * TABLE_STEP);
-        if (backward) table.gradient = take(of_table + TABLE_STEP), row_gradients = take(ROWS_AT_ONCE * width);
-        memset(rows, 0, static_cast<size_t>(height * width) * sizeof(float));
+        rows = take(padded(count) * width), row_gradients = take(TOKENS_AT_ONCE * width);
+        float* columns = take(width * table.stride);  // of the tokens (D × count)
+        table.numbers = take(of_table) + TABLE_STEP;
+        memset(rows, 0, static_cast<size_t>(padded(count) * width) * sizeof(float));
         for (int64_t n = 0; n < count; n++)
             memcpy(rows + n * width, tokens.at<float>(item, head, n), static_cast<size_t>(all.dim) * sizeof(float));
-        if (backward) memset(table.gradient, 0, static_cast<size_t>(of_table) * sizeof(float));
-        const float* columns = table.columns + head * all.dim * all.table_buckets;
-        each_part([&](int64_t start, int64_t height, int64_t bucket, int64_t buckets) {
-            float* numbers = table.numbers + start * all.table_buckets + bucket;
-            kernels.multiply({rows + start * width, width, true, columns + bucket, all.table_buckets, all.dim, height,
-                              buckets, numbers, all.table_buckets, false});
+        kernels.transpose_columns({1, padded(count), width, rows, columns, table.stride}, 0, width);
+        const float* vectors = table.vectors + head * all.table_buckets * width;
+        each_part([&](int64_t start, int64_t some, int64_t bucket, int64_t buckets) {
+            float* numbers = table.numbers + bucket * table.stride + start;
+            kernels.multiply({vectors + bucket * width, width, true, columns + start, table.stride, all.dim, buckets, some,
+                              numbers, table.stride, false});
         });
+        if (!backward) return;
+        float* gradient = take(of_table);
+        memset(gradient, 0, static_cast<size_t>(of_table) * sizeof(float));
+        table.gradient = gradient + TABLE_STEP;
     }
 
     void multiply_back(int64_t group) {
         const int64_t of_head = all.table_buckets * width;
         const float* vectors = table.vectors + head * of_head;
         float* vectors_gradient = table.vectors_gradient + (group * all.heads + head) * of_head;
-        each_part([&](int64_t start, int64_t height, int64_t bucket, int64_t buckets) {
-            const float* gradient = table.gradient + start * all.table_buckets + bucket;
-            kernels.multiply({gradient, all.table_buckets, true, vectors + bucket * width, width, buckets, height, width,
+        each_part([&](int64_t start, int64_t some, int64_t bucket, int64_t buckets) {
+            const float* gradient = table.gradient + bucket * table.stride + start;
+            kernels.multiply({gradient, table.stride, false, vectors + bucket * width, width, buckets, some, width,
                               row_gradients, width, false});
-            for (int64_t n = 0; n < smaller(height, count - start); n++) {
+            for (int64_t n = 0; n < smaller(some, count - start); n++) {
                 float* to = token_gradients.at<float>(item, head, start + n);
                 for (int64_t d = 0; d < all.dim; d++) to[d] += row_gradients[n * width + d];
             }
-            kernels.multiply({gradient, all.table_buckets, false, rows + start * width, width, height, buckets, width,
+            kernels.multiply({gradient, table.stride, true, rows + start * width, width, some, buckets, width,
                               vectors_gradient + bucket * width, width, true});
         });
     }
@@ -105,12 +116,14 @@ struct Half {
 template <class Run>
 void with_tables(const Kernels& kernels, Unit& unit, int64_t group, bool backward, float* memory, const Run& run) {
     Problem& p = unit.p;
-    const int64_t item = unit.index / p.heads, width = padded(p.dim);
+    const int64_t item = unit.index / p.heads;
     Half halves[2] = {
-        {kernels, p, p.query_table, p.query, p.query_gradient, unit.head, item, p.rows, p.keys, width, nullptr, nullptr},
-        {kernels, p, p.key_table, p.key, p.key_gradient, unit.head, item, p.keys, p.rows, width, nullptr, nullptr}};
-    for (Half& half : halves)
+        {kernels, p, p.query_table, p.query, p.query_gradient, unit.head, item, p.rows, p.keys, true, nullptr, nullptr},
+        {kernels, p, p.key_table, p.key, p.key_gradient, unit.head, item, p.keys, p.rows, false, nullptr, nullptr}};
+    for (Half& half : halves) {
+        half.table.stride = Half::stride_of(half.count);
         if (half.table.vectors) half.multiply_out(memory, backward);
+    }
     run(p, unit.index, memory);
     for (Half& half : halves)
         if (backward && half.table.vectors) half.multiply_back(group);

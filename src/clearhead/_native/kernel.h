@@ -5,6 +5,7 @@
 #include "backward.h"
 #include "encoder.h"
 #include "gathered_statistics.h"
+#include "transposition.h"
 
 namespace clearhead::ISA {
 
@@ -22,7 +23,7 @@ constexpr Kernels table(const char* name) {
             BY_TYPE(norm_rows), BY_TYPE(rotate_rows), BY_TYPE(affine_columns),
             gathered_rows, gathered_scratch, gathered_partial, BY_TYPE(gather), BY_TYPE(merge_gathered),
             gathered_back_scratch, BY_TYPE(gather_back),
-            gathered_statistics_scratch, BY_TYPE(gather_statistics), false, multiply_matrices};
+            gathered_statistics_scratch, BY_TYPE(gather_statistics), false, multiply_matrices, transpose_columns};
 }
 // clang-format on
 

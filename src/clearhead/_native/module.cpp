@@ -44,9 +44,8 @@ void set(View& to, PyObject* value) { set_each({&to.batch, &to.head, &to.row, &t
 #define TO(name, member) {name, [](auto& to, PyObject* value) { set(to.member, value); }}
 #define ARGUMENT(member) TO(#member, member)
 #define ADDRESS(member) TO(#member, member.data)
-#define OF_TABLE(member)                                                                                  \
-    TO(#member "_buckets", member.buckets), TO(#member "_vectors", member.vectors),                        \
-        TO(#member "_columns", member.columns), TO(#member "_gradient", member.vectors_gradient)
+#define OF_TABLE(member) \
+    TO(#member "_vectors", member.vectors), TO(#member "_gradient", member.vectors_gradient)
 #define TO_EACH(name, ...) {name, [](auto& to, PyObject* value) { set_each({__VA_ARGS__}, value); }}
 
 // All but the addresses, by name. Tensors have strides.
@@ -144,6 +143,10 @@ constexpr Argument<Affine> AFFINE[] = {
     ARGUMENT(x), ARGUMENT(weight), ARGUMENT(bias), ARGUMENT(y), ARGUMENT(activation),
 };
 
+constexpr Argument<Transposition> TRANSPOSITION[] = {
+    ARGUMENT(threads), ARGUMENT(rows), ARGUMENT(columns), ARGUMENT(from), ARGUMENT(to), ARGUMENT(stride),
+};
+
 // Assigns arguments by name, except None. Returns false with a Python error.
 template <class Target, size_t COUNT>
 bool read_named(const Argument<Target> (&arguments)[COUNT], PyObject* names, PyObject* const* values, Target& to) {
@@ -233,7 +236,7 @@ constexpr Argument<Problem> TABLES[] = {
     ADDRESS(query), ADDRESS(key), ADDRESS(value), ADDRESS(output), ADDRESS(visible),
     ADDRESS(output_gradient), TO("output_gradient_strides", output_gradient),
     ADDRESS(query_gradient), ADDRESS(key_gradient), ADDRESS(value_gradient),
-    TO("buckets", table_buckets), TO("groups", table_groups), TO("steep", steep_buckets),
+    TO("buckets", table_buckets), TO("groups", table_groups), ARGUMENT(bucket_of),
     OF_TABLE(query_table), OF_TABLE(key_table),
 };
 
@@ -284,34 +287,17 @@ PyObject* norm(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(
 PyObject* rotate(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(ROTATION, run_rotation, items); }
 PyObject* affine(PyObject*, PyObject* const* items, Py_ssize_t) { return run_rows(AFFINE, run_affine, items); }
 
-// The numbers in the bytes of an array, and how many they are; null with a Python error.
-const int64_t* read_array(PyObject* bytes, int64_t& count) {
-    char* numbers = nullptr;
-    Py_ssize_t size = 0;
-    PyBytes_AsStringAndSize(bytes, &numbers, &size);
-    count = size / static_cast<int64_t>(sizeof(int64_t));
-    return reinterpret_cast<const int64_t*>(numbers);
+PyObject* transpose(PyObject*, PyObject* const* items, Py_ssize_t) {
+    return run_rows(TRANSPOSITION, run_transposition, items);
 }
 
-// Takes the addresses of tensors and their sizes in bytes. Returns addresses of words, which `digest` takes.
-PyObject* samples_of(PyObject*, PyObject* const* items, Py_ssize_t) {
-    int64_t tensors, sizes;
-    const int64_t *addresses = read_array(items[0], tensors), *bytes = read_array(items[1], sizes);
-    if (!addresses || !bytes) return nullptr;
-    constexpr Py_ssize_t SIZE = sizeof(int64_t);
-    PyObject* found = PyBytes_FromStringAndSize(nullptr, tensors * DIGEST_SAMPLES * SIZE);
-    if (!found) return nullptr;
-    int64_t* samples = reinterpret_cast<int64_t*>(PyBytes_AsString(found));
-    const int64_t count = sample_words(addresses, bytes, smaller(tensors, sizes), samples);
-    PyObject* result = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(samples), count * SIZE);
-    Py_DECREF(found);
-    return result;
-}
-
+// Takes the bytes of an array of addresses.
 PyObject* digest_of(PyObject*, PyObject* const* items, Py_ssize_t) {
-    int64_t count;
-    const int64_t* samples = read_array(items[0], count);
-    return samples ? PyLong_FromUnsignedLongLong(digest(samples, count)) : nullptr;
+    char* addresses = nullptr;
+    Py_ssize_t bytes = 0;
+    if (PyBytes_AsStringAndSize(items[0], &addresses, &bytes) < 0) return nullptr;
+    const Py_ssize_t count = bytes / static_cast<Py_ssize_t>(sizeof(int64_t));
+    return PyLong_FromUnsignedLongLong(digest(reinterpret_cast<const int64_t*>(addresses), count));
 }
 
 // Takes a list of dictionaries, and a list of tuples. Returns whether each dictionary holds the objects of its tuple.
@@ -353,7 +339,7 @@ PyMethodDef methods[] = {
     method("norm", norm, METH_FASTCALL),
     method("rotate", rotate, METH_FASTCALL),
     method("affine", affine, METH_FASTCALL),
-    method("samples", samples_of, METH_FASTCALL),
+    method("transpose", transpose, METH_FASTCALL),
     method("digest", digest_of, METH_FASTCALL),
     method("hold", hold, METH_FASTCALL),
     method("instruction_sets", instruction_sets, METH_NOARGS),

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #if !defined(_WIN32)
 #include <pthread.h>
+#include <sys/mman.h>
 #endif
 
 #include <memory>
@@ -13,6 +14,7 @@
 namespace clearhead {
 
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
+constexpr size_t LARGE_PAGE = 2 * 1024 * 1024;
 
 // A forked child has none of its parent's threads, and OpenMP would wait for them forever.
 inline bool forked = false;
@@ -31,8 +33,12 @@ class Scratch {
     float* take(int64_t floats) {
         if (floats > size_) {
             free(memory_);
-            const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 4095) / 4096 * 4096;
-            memory_ = static_cast<float*>(aligned_alloc(4096, bytes));
+            const size_t wanted = static_cast<size_t>(floats) * sizeof(float), page = wanted < LARGE_PAGE ? 4096 : LARGE_PAGE;
+            const size_t bytes = (wanted + page - 1) / page * page;
+            memory_ = static_cast<float*>(aligned_alloc(page, bytes));
+#ifdef MADV_HUGEPAGE  // tables are read at places far apart, each in a small page of its own
+            if (memory_ && page == LARGE_PAGE) madvise(memory_, bytes, MADV_HUGEPAGE);
+#endif
             size_ = memory_ ? floats : 0;
         }
         return memory_;

@@ -100,14 +100,16 @@ struct Offset {
 };
 
 // One half of a bias that depends on content and distance: each token on one side of the scores (a query, or a key) has a
-// row of numbers x · vectors[bucket], from which a token on the other side reads the number of its distance.
+// number x · vectors[bucket] for each bucket, and a token on the other side reads that of its distance.
 struct BucketTable {
-    const int32_t* buckets;  // of the distances to later and earlier tokens, rising; at distance 0
-    const float *vectors;    // (H, buckets, D padded to TABLE_STEP), or null: no such half
-    const float *columns;    // (H, D, buckets), the same transposed
-    float* vectors_gradient; // (groups, H, buckets, D padded), zero at first
-    // Of the head that is computed: (tokens, buckets).
+    const float* vectors;     // (H, buckets, D padded to TABLE_STEP), or null: no such half
+    float* vectors_gradient;  // (groups, H, buckets, D padded), zero at first
+    // Of the head that is computed: (buckets, tokens), with TABLE_STEP tokens more on both sides that are never meant.
     float *numbers, *gradient;
+    int64_t stride;  // of a bucket
+
+    const float* number(int64_t bucket, int64_t token) const { return numbers + bucket * stride + token; }
+    float* of_number(int64_t bucket, int64_t token) const { return gradient + bucket * stride + token; }
 };
 
 constexpr int64_t TABLE_STEP = 16;  // the numbers of buckets, and rows in scratch memory, are multiples of it
@@ -152,10 +154,10 @@ struct Problem : RowRanges {
     bool whole_rows = true;     // whether lse covers only the keys of this call
     HeavyKey* heavy_keys = nullptr;  // (B, H, L), for a caller that adds the gradients of heavy keys itself; or null
 
-    // bias_ij = query_table[i, bucket of j − i] + key_table[j, bucket of i − j], in float32 with one query head per key head.
+    // bias_ij = query_table[bucket of i − j, i] + key_table[bucket of i − j, j], in float32 with one query head per key head.
     int64_t table_buckets;  // 0: no such bias
     int64_t table_groups;   // batch items or sequences are split into groups, which threads compute side by side
-    bool steep_buckets;     // whether some bucket is left out between two distances
+    const int32_t* bucket_of;  // the distance i − j, rising; at distance 0
     BucketTable query_table, key_table;
 
     int64_t bytes() const { return type == Type::float32 ? 4 : 2; }
@@ -276,6 +278,14 @@ struct Multiplication {
     bool add;
 };
 
+// to (columns × rows, which lie `stride` apart) = fromᵀ
+struct Transposition {
+    int64_t threads, rows, columns;
+    const float* from;
+    float* to;
+    int64_t stride;
+};
+
 // One instruction set's functions, some of them by type. Scratch is counted in floats and aligned to 64 bytes.
 struct Kernels {
     const char* name;
@@ -309,6 +319,7 @@ struct Kernels {
     void (*gather_statistics[3])(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
     bool pairs;  // whether the forward pass of bfloat16 multiplies pairs
     void (*multiply)(const Multiplication&);
+    void (*transpose_columns)(const Transposition&, int64_t start, int64_t stop);
 };
 
 // Tables are constants, because code of an instruction set must not run when the module is loaded.
@@ -326,12 +337,10 @@ void run_statistics(const Kernels& kernels, const Problem& problem, const Statis
 void run_norm(const Kernels& kernels, const RowNorm& norm);
 void run_rotation(const Kernels& kernels, const Rotation& rotation);
 void run_affine(const Kernels& kernels, const Affine& affine);
+void run_transposition(const Kernels& kernels, const Transposition& transposition);
 
-// The addresses of at most DIGEST_SAMPLES words of each tensor, spread over all of it, and how many they are; and a number
-// that depends on all these words.
-constexpr int64_t DIGEST_SAMPLES = 32;
-int64_t sample_words(const int64_t* addresses, const int64_t* bytes, int64_t tensors, int64_t* samples);
-uint64_t digest(const int64_t* samples, int64_t count);
+// A number that depends on the 32-bit words at these addresses.
+uint64_t digest(const int64_t* addresses, int64_t count);
 
 // The instruction sets of this build, those with more features first.
 extern const Kernels* const INSTRUCTION_SETS[];

@@ -3,63 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, final
 
 import torch
 from torch import nn
 
-from .._encoder.layers import LayerParts, LeanLayers
+from .._encoder.layers import LeanLayers
 from .._encoder.products import few_rows
-from .._encoder.steps import TYPES, Norm
-from .._encoder.unchanged import Unchanged, picture_of
+from .._encoder.steps import TYPES
+from .._encoder.unchanged import HOOKS, Picture
 from .._environment import Environment, forced_linears
 from .._native import extension, why_missing
 from .._torch_private import function_modes
 from ._unpad_checks import collects_outputs, is_of_the_library
 
+#: Reads an encoder: its layers in a dtype, by default its own, and the modules whose code they replace. Raises
+#: ValueError or AttributeError with the reason why that code must run.
+Read = Callable[[Any, torch.dtype | None], tuple[LeanLayers, list[nn.Module]]]
 
-class Reading(NamedTuple):
-    """What was read from an encoder.
+
+@final
+class Loop:
+    """The loop over one encoder's layers. Copies and pickles of it have read nothing yet.
 
     Args:
-        modules: whose code the loop replaces.
-        layers: in their order.
-        norm_first: pre-norm.
-        last_norm: of a pre-norm encoder's output.
+        dtype: of the loop. Default: the encoder's.
+        read: how the encoder is read.
     """
 
-    modules: list[nn.Module]
-    layers: list[LayerParts]
-    norm_first: bool
-    last_norm: Norm | None
+    def __init__(self, dtype: torch.dtype | None, read: Read) -> None:
+        self._dtype, self._read = dtype, read
+        self._picture: Picture | None = None
+        self._layers: LeanLayers | None = None
+
+    def __reduce__(self) -> tuple[type[Loop], tuple[torch.dtype | None, Read]]:
+        return Loop, (self._dtype, self._read)
+
+    def layers_of(self, encoder: nn.Module, environment: Environment) -> LeanLayers | None:
+        """The layers, ready to run; ``None`` where a call must run their modules' own code."""
+        if encoder.training or _is_seen(encoder, environment):
+            return None
+        if self._picture is None or not self._picture.holds():
+            self._picture = self._layers = None  # before new copies are made
+            found, config = _read(encoder, self._dtype, self._read), getattr(encoder, "config", None)
+            settings = encoder.__dict__["_modules"], {} if config is None else vars(config)
+            if isinstance(found, str) or any(module.training for module in found[1]):
+                self._picture = Picture(list(encoder.modules()), *settings)  # whatever changes may end the refusal
+            else:
+                self._layers, self._picture = found[0], Picture(found[1], *settings)
+        return self._layers
+
+    def describe(self, encoder: nn.Module) -> str:
+        """How the layers of an encoder run, for a report."""
+        found = _read(encoder, self._dtype, self._read)
+        if isinstance(found, str):
+            return f"its layers run by their own code: {found}"
+        used = found[0].dtype
+        products = [product for layer in found[0].layers for product in layer.products]
+        copied = [weight for product in products for weight in product.weights]
+        if few_rows():  # these too, where they are not as they are
+            others = [each.weights for each in products if len(each.weights) > 1 or each.weights[0].dtype != used]
+            copied += [weight for weights in others for weight in weights]
+        megabytes = sum(weight.numel() for weight in copied) * used.itemsize / 1e6
+        copies = f"on up to {megabytes:.3g} MB of copies of their weights"
+        return f"its layers run in one loop in inference, in {used}, {copies}"
 
 
-#: Reads an encoder. Raises ValueError with the reason why its modules' own code must run.
-Read = Callable[[Any], Reading]
-
-
-class _Lean:
-    """The layers of one encoder, and the modules that they were read from."""
-
-    def __init__(self, encoder: nn.Module, reading: Reading, dtype: torch.dtype) -> None:
-        modules, config = reading.modules, getattr(encoder, "config", None)
-        fields = {} if config is None else vars(config)
-        self._unchanged = Unchanged(modules, encoder.__dict__["_modules"], fields, is_of_the_library)
-        if not self._unchanged.holds():
-            raise ValueError("one of its modules has hooks or other code, or is in training")
-        parameters = [each for module in modules for each in module.parameters(recurse=False)]
-        self.layers = LeanLayers(reading.layers, parameters, dtype, reading.norm_first, reading.last_norm)
-
-    def holds(self) -> bool:
-        return self._unchanged.holds() and self.layers.are_current()
-
-
-#: An encoder's layers, or a picture of an encoder whose modules' own code must run.
-_known: WeakKeyDictionary[nn.Module, _Lean | int] = WeakKeyDictionary()
-
-
-def _read(encoder: nn.Module, read: Read) -> Reading | str:
+def _read(encoder: nn.Module, dtype: torch.dtype | None, read: Read) -> tuple[LeanLayers, list[nn.Module]] | str:
     """What the loop needs of an encoder, or the reason why its modules' own code runs."""
     if extension is None:
         return why_missing
@@ -74,56 +84,14 @@ def _read(encoder: nn.Module, read: Read) -> Reading | str:
     if len(kinds) != 1 or not kinds <= TYPES.keys():
         return "its parameters are neither float32 nor bfloat16"
     try:
-        return read(encoder)
+        found = read(encoder, dtype)
     except (AttributeError, ValueError) as error:
         return str(error)
-
-
-def describe_loop(encoder: nn.Module, dtype: torch.dtype | None, read: Read) -> str:
-    """How the layers of an encoder run, for a report."""
-    reading = _read(encoder, read)
-    if isinstance(reading, str):
-        return f"its layers run by their own code: {reading}"
-    maps = [map for layer in reading.layers for map in layer.maps]
-    used = dtype or maps[0].weight.dtype
-    merged = [map for layer in reading.layers for map in layer.inputs if len(layer.inputs) > 1]
-    as_they_are = maps if used != maps[0].weight.dtype else merged
-    copied = [*maps, *(as_they_are if few_rows() else ())]
-    megabytes = sum(map.weight.numel() for map in copied) * used.itemsize / 1e6
-    return f"its layers run in one loop in inference, in {used}, on up to {megabytes:.3g} MB of copies of their weights"
-
-
-def lean_layers(
-    encoder: nn.Module, dtype: torch.dtype | None, environment: Environment, read: Read
-) -> LeanLayers | None:
-    """The layers of an encoder, ready to run; ``None`` where a call must run their modules' own code."""
-    if encoder.training or _is_seen(encoder, environment):
-        return None
-    known = _known.get(encoder)
-    if isinstance(known, _Lean) and known.holds():
-        return known.layers
-    picture = picture_of(encoder)
-    if known == picture:
-        return None
-    forget(encoder)  # before new copies are made
-    made = _make(encoder, dtype, read)
-    _known[encoder] = picture if made is None else made
-    return None if made is None else made.layers
-
-
-def _make(encoder: nn.Module, dtype: torch.dtype | None, read: Read) -> _Lean | None:
-    reading = _read(encoder, read)
-    if isinstance(reading, str):
-        return None
-    try:
-        return _Lean(encoder, reading, dtype or reading.layers[0].output.weight.dtype)
-    except ValueError:
-        return None
-
-
-def forget(encoder: nn.Module) -> None:
-    """Free the copies of an encoder."""
-    _known.pop(encoder, None)
+    fields = [module.__dict__ for module in found[1]]
+    hooks = [hook for each in fields for name in HOOKS for hook in each[name].values()]
+    if any("forward" in each for each in fields) or not all(map(is_of_the_library, hooks)):
+        return "one of its modules has hooks or another forward"
+    return found
 
 
 def _is_seen(encoder: nn.Module, environment: Environment) -> bool:

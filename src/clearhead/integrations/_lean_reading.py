@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from .. import masks
-from .._encoder.layers import LayerParts
-from .._encoder.products import Activation, Affine
+from .._encoder.layers import LeanLayer, LeanLayers
+from .._encoder.products import Activation, Affine, Product
 from .._encoder.steps import Norm
 from .._encoder.unchanged import code_of
 from .._layer.unmodified import parameters_of
 from ..masks._base import Mask
-from ._lean import Reading
 from ._lean_families import CALLED, FAMILIES, Family
 from ._unpad_checks import is_of_single_tokens, windows_fit, works_token_by_token
 
@@ -29,11 +28,12 @@ _IDLE = (nn.Dropout, nn.Identity, nn.ModuleList)
 
 @dataclass
 class Parts:
-    """What was read of modules, so that `require_known` knows what else they hold.
+    """What was read of modules, for products of a dtype, so that `require_known` knows what else they hold.
 
     All methods raise a ValueError with the reason why the modules' own code must run.
     """
 
+    dtype: torch.dtype | None
     used: set[int] = field(default_factory=set[int])
 
     def affine(self, parent: nn.Module, name: str) -> Affine:
@@ -63,10 +63,10 @@ class Parts:
             raise ValueError("a norm is over several dimensions")
         if not all(each is None or _is_plain(each) for each in (weight, bias)):
             raise ValueError("the parameters of a norm are not plain tensors")
-        if kind is nn.LayerNorm:
-            return Norm(weight, bias, module.eps, centers=True)
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        return Norm(weight, None, torch.finfo(weight.dtype).eps if epsilon is None else epsilon, centers=False)
+        epsilon = torch.finfo(weight.dtype).eps if epsilon is None else epsilon
+        weight, bias = (None if each is None else each.detach().float() for each in (weight, None if is_rms else bias))
+        return Norm(weight, bias, epsilon, centers=not is_rms)
 
     def activation(self, function: Any) -> Activation:
         """An activation of PyTorch or transformers, which computes each number by itself."""
@@ -106,8 +106,8 @@ def _is_plain(parameter: Any) -> bool:
     return type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.is_contiguous()
 
 
-def read_encoder(encoder: nn.Module) -> Reading:
-    """The layers of an encoder of transformers.
+def read_encoder(encoder: nn.Module, dtype: torch.dtype | None) -> tuple[LeanLayers, list[nn.Module]]:
+    """The layers of an encoder of transformers, and the modules whose code they replace.
 
     Raises:
         AttributeError: if the encoder is built in another way than its family.
@@ -116,46 +116,40 @@ def read_encoder(encoder: nn.Module) -> Reading:
     family, home = FAMILIES.get(type(encoder).__name__), type(encoder).__module__
     if family is None or not works_token_by_token(encoder):
         raise ValueError("they are of no known family, or have other code than transformers'")
-    parts, config = Parts(), cast(Any, encoder.config)
-    of_config = config.num_hidden_layers if family.counted else None
-    modules = list(cast(nn.ModuleList, encoder.get_submodule(family.layers)))[:of_config]
-    if not modules:
-        raise ValueError("there is no layer")
-    layers = [_read_layer(parts, layer, family, home) for layer in modules]
+    parts, stack = Parts(dtype), cast(nn.ModuleList, encoder.get_submodule(family.layers))
+    modules = list(stack)[: cast(Any, encoder.config).num_hidden_layers if family.counted else None]
+    layers = [read_layer(parts, layer, family, home) for layer in modules]
     if not windows_fit(encoder):
         raise ValueError("its windows are not those of its configuration")
     last = None if family.last_norm is None else parts.norm(encoder.get_submodule(family.last_norm), home)
-    names = {name for name in (*CALLED, family.project) if name is not None}
-    called = [part for name, part in encoder.named_modules() if name in names]
+    called = [part for name, part in encoder.named_modules() if name in {*CALLED, family.project}]
+    idle = [module for layer in list(stack)[len(modules) :] for module in layer.modules()]
+    running = {id(module) for layer in modules for module in layer.modules()}
     kept = {id(module) for part in called for module in part.modules()} | {id(encoder)}
     replaced = [module for module in encoder.modules() if id(module) not in kept]
-    running = {id(module) for layer in modules for module in layer.modules()}
-    stack = encoder.get_submodule(family.layers)
-    idle = {id(module) for module in stack.modules()} - running - {id(stack)}
+    idle = {id(module) for module in idle} - running
     parts.require_known([module for module in replaced if id(module) not in idle], home)
-    require_shapes(layers, last)
-    return Reading(replaced, layers, family.norm_first, last)
+    return joined(layers, family.norm_first, last), replaced
 
 
-def _read_layer(parts: Parts, layer: nn.Module, family: Family, home: str) -> LayerParts:
+def read_layer(parts: Parts, layer: nn.Module, family: Family, home: str) -> LeanLayer:
+    """One layer, of the family's parts."""
     attention: Any = layer.get_submodule(family.attention)
-    names = [entry.key.removesuffix(".weight") for entry in family.naming.weights]
-    *inputs, output = (parts.affine(attention, name) for name in names)
-    up = tuple(parts.affine(layer, name) for name in family.up)
+    *inputs, output = [parts.affine(attention, entry.key.removesuffix(".weight")) for entry in family.naming.weights]
+    up = [parts.affine(layer, name) for name in family.up]
     if family.holds_gate:
-        up = _halves(up[0])
+        up = _halves(*up)
     owner, _, name = family.activation.rpartition(".")
+    activation = parts.activation(getattr(layer.get_submodule(owner), name) if name else nn.functional.silu)
     first, second = (parts.norm(layer.get_submodule(name), home) for name in family.norms)
     core: Any = getattr(attention, "self", attention)
     window, scale = getattr(core, "sliding_window", None), getattr(core, "scaling", None)
-    return LayerParts(
-        tuple(inputs),
-        output,
-        up,
-        parts.activation(getattr(layer.get_submodule(owner), name)),
-        parts.affine(layer, family.down),
-        first,
-        second,
+    return LeanLayer(
+        Product(inputs, parts.dtype),
+        Product([output], parts.dtype),
+        (Product(up[:1], parts.dtype, activation), *(Product([each], parts.dtype) for each in up[1:])),
+        Product([parts.affine(layer, family.down)], parts.dtype),
+        (first, second),
         _read_heads(core, inputs, output),
         None if window is None else _window(window - 1),
         None if family.rotary is None else getattr(layer, "attention_type", ""),
@@ -174,20 +168,22 @@ def _read_heads(attention: Any, inputs: list[Affine], output: Affine) -> tuple[i
     return heads, kv_heads
 
 
-def require_shapes(layers: list[LayerParts], last: Norm | None) -> None:
-    """Raise unless the parts of layers fit together, so that the loop reads nothing beyond a tensor."""
-    features = layers[0].output.weight.shape[0]
-    for parts in layers:
-        hidden = parts.down.weight.shape[1]
-        shapes = [(map.weight.shape[1], features) for map in (*parts.inputs, *parts.up)]
-        shapes += [(map.weight.shape[0], features) for map in (parts.output, parts.down)]
-        shapes += [(map.weight.shape[0], hidden) for map in parts.up]
-        if any(actual != expected for actual, expected in shapes):
+def joined(layers: list[LeanLayer], norm_first: bool, last: Norm | None) -> LeanLayers:
+    """Layers whose parts fit together, so that the loop reads nothing beyond a tensor."""
+    if not layers:
+        raise ValueError("there is no layer")
+    features = layers[0].output.weights[0].shape[0]
+    for layer in layers:
+        hidden = layer.down.weights[0].shape[1]
+        sizes = [(weight.shape[1], features) for each in (layer.inputs, *layer.up) for weight in each.weights]
+        sizes += [(each.weights[0].shape[0], features) for each in (layer.output, layer.down)]
+        sizes += [(each.weights[0].shape[0], hidden) for each in layer.up]
+        if any(actual != expected for actual, expected in sizes):
             raise ValueError("the sizes of its linear layers do not fit together")
-    norms = [norm for parts in layers for norm in (parts.first_norm, parts.second_norm)] + [last]
-    of_norms = [each for norm in norms if norm is not None for each in (norm.weight, norm.bias) if each is not None]
-    if any(tuple(each.shape) != (features,) for each in of_norms):
+    norms = [norm for norm in (last, *(norm for layer in layers for norm in layer.norms)) if norm is not None]
+    if any(each is not None and each.shape != (features,) for norm in norms for each in (norm.weight, norm.bias)):
         raise ValueError("the sizes of its norms do not fit its linear layers")
+    return LeanLayers(layers, norm_first, last)
 
 
 @cache
@@ -195,10 +191,6 @@ def _window(keys: int) -> Mask:
     return masks.sliding_window(keys, keys)
 
 
-def _halves(both: Affine) -> tuple[Affine, Affine]:
-    half = both.weight.shape[0] // 2
-    return _rows(both, slice(0, half)), _rows(both, slice(half, None))
-
-
-def _rows(of: Affine, rows: slice) -> Affine:
-    return Affine(of.weight[rows], None if of.bias is None else of.bias[rows])
+def _halves(both: Affine) -> list[Affine]:
+    biases = (None, None) if both.bias is None else both.bias.chunk(2)
+    return [Affine(*half) for half in zip(both.weight.chunk(2), biases, strict=True)]

@@ -19,7 +19,7 @@ from .._layer.tokens import RealTokens
 from .._torch_private import remove_hook
 from ._classes import forward_is, replace_forward
 from ._encoder_call import EncoderCall, by_name, is_padding, read_call
-from ._lean import forget, lean_layers
+from ._lean import Loop
 from ._lean_families import FAMILIES, parts_in_loop, results_of, run_lean
 from ._lean_reading import read_encoder
 from ._packed_row import boundaries_of, running
@@ -104,24 +104,28 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
     return None
 
 
-def remove_padding(encoder: nn.Module, head: nn.Module | None, dtype: torch.dtype | None) -> None:
-    """Let a supported encoder run on real tokens from now on, and its layers in a loop of `dtype` where they can."""
+def remove_padding(encoder: nn.Module, head: nn.Module | None, dtype: torch.dtype | None) -> str:
+    """Let a supported encoder run on real tokens from now on, and its layers in a loop of `dtype` where they can.
+
+    Returns how its layers run, for a report.
+    """
     if is_unpadded(encoder):  # in another dtype, or with copies of earlier weights
         keep_padding(encoder, head)
     pooler: nn.Module | None = getattr(encoder, "pooler", None)
     of_tokens = head is None or type(head).__name__.endswith(_HEADS_OF_TOKENS)
-    replace_forward(encoder, _forward, pooler is not None or not of_tokens, dtype)
+    loop = Loop(dtype, read_encoder)
+    replace_forward(encoder, _forward, pooler is not None or not of_tokens, loop)
     if head is not None and "forward" not in head.__dict__ and type(head).__name__ not in _HEADS_WITHOUT_PADDING:
         replace_forward(head, _forward_of_head)
     if pooler is not None:
         _unhook(pooler)
         pooler.register_forward_pre_hook(_pad_for_pooler, prepend=True)
+    return loop.describe(encoder)
 
 
 def keep_padding(encoder: nn.Module, head: nn.Module | None) -> None:
     """Undo `remove_padding`."""
     del encoder.forward
-    forget(encoder)
     if head is not None:
         restore_head(head)
     pooler: nn.Module | None = getattr(encoder, "pooler", None)
@@ -202,11 +206,10 @@ def _labels_padding(arguments: dict[str, Any]) -> bool:
     return not (labels.is_cpu and reads_values(labels)) or bool(((labels != _IGNORED) & mask.logical_not()).any())
 
 
-def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+def _forward(encoder: nn.Module, reads_first: bool, loop: Loop, *args: Any, **kwargs: Any) -> Any:
     """The forward of an encoder, on one row of real tokens and in Clearhead's own loop if the call allows it.
 
-    `reads_first` tells whether a pooler or a head reads the first column of the padded result. `dtype` is that of the
-    loop, by default the encoder's.
+    `reads_first` tells whether a pooler or a head reads the first column of the padded result.
     """
     args, forward = _without_module(encoder, args), type(encoder).forward
     call = None
@@ -217,7 +220,7 @@ def _forward(encoder: nn.Module, reads_first: bool, dtype: torch.dtype | None, *
     environment = read_environment()
     lean = None
     if type(encoder).__name__ in FAMILIES and call.is_plain and 0 not in call.tokens.counts:
-        lean = lean_layers(encoder, dtype, environment, read_encoder)
+        lean = loop.layers_of(encoder, environment)
     packs = call.tokens.indices is not None and _fits(encoder, call.tokens, reads_first, environment, lean)
     output = None if lean is None else _run_lean(lean, encoder, call, environment, packs)
     if output is not None:

@@ -13,9 +13,7 @@ from .._checks import flag, module, shown
 from .._encoder.products import gains_by_bfloat16
 from .._layer.linear import Linear
 from ..errors import ArgumentError
-from ._lean import describe_loop
-from ._lean_reading import read_encoder
-from ._lean_stacks import read_stack, run_by_itself, run_in_loop, runs_in_loop, stacks_in
+from ._lean_stacks import run_in_loop, runs_in_loop, stacks_in
 from ._pretrained import (
     head_of,
     models_of_transformers,
@@ -111,14 +109,10 @@ def upgrade(
     unchanged |= {name: why for root in models for name, why in parts_left(model, root).items()}
     for layer in layers.values():
         layer.__class__ = Linear
-    for name, encoder in encoders.items():
-        remove_padding(encoder, head_of(pretrained, name), dtype)
+    loops = {name: remove_padding(each, head_of(pretrained, name), dtype) + why_not for name, each in encoders.items()}
+    loops |= {name: run_in_loop(stack, dtype) + why_not for name, stack in own_stacks.items()}
     remember_names(model)
     attentions = tuple(changed), unchanged, tuple(stacks), models
-    for stack in own_stacks.values():
-        run_in_loop(stack, dtype)
-    loops = {name: describe_loop(encoder, dtype, read_encoder) + why_not for name, encoder in encoders.items()}
-    loops |= {name: describe_loop(stack, dtype, read_stack) + why_not for name, stack in own_stacks.items()}
     return UpgradeReport("upgraded", *attentions, tuple(layers), other_layers, tuple(encoders), padded, loops)
 
 
@@ -167,7 +161,7 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     for part in pretrained.values():  # of encoders that were downgraded by themselves
         restore_head(part)
     for stack in filter(runs_in_loop, model.modules()):
-        run_by_itself(stack)
+        del stack.forward
     layers = own_linears(model)
     for layer in layers.values():
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]

@@ -65,7 +65,7 @@ def disentangled_attention(
     Returns:
         (B, H, L, Dv). Zero for a fully masked row.
     """
-    vectors = _for_kernel(query_vectors, scale, True), _for_kernel(key_vectors, scale, False)
+    vectors = _for_kernel(query_vectors, scale), _for_kernel(key_vectors, scale)
     seed = draw_seed(query.device) if dropout_p > 0 else None
     problem = _Problem(buckets, scale, visible, sequences, seed, dropout_p)
     inputs = query, key, value, *vectors
@@ -78,17 +78,16 @@ def _is_readable(x: Tensor | None) -> bool:
     return x is None or (x.dtype is torch.float32 and x.is_cpu and type(x) in PLAIN)
 
 
-def _for_kernel(vectors: Tensor | None, scale: float, reverse: bool) -> Tensor | None:
+def _for_kernel(vectors: Tensor | None, scale: float) -> Tensor | None:
     """Scaled vectors, padded to whole steps."""
     if vectors is None:
         return None
     buckets, features = vectors.shape[1:]
-    scaled = (vectors.flip(1) if reverse else vectors) * scale
-    # An odd number of steps: rows of a table that lie a power of two apart would share few lines of the cache.
-    return F.pad(scaled, (0, -features % STEP, 0, (STEP - buckets) % (2 * STEP))).contiguous()
+    return F.pad(vectors * scale, (0, -features % STEP, 0, -buckets % STEP)).contiguous()
 
 
 _OPERANDS = "query", "key", "value"
+_SIDES = "query", "key"
 
 
 @dataclass(frozen=True)
@@ -149,16 +148,6 @@ class _Problem:
         items = query.shape[0] if self.sequences is None else self.sequences.count
         return max(1, min(items, -(-_UNITS_PER_THREAD * torch.get_num_threads() // query.shape[1])))
 
-    def tables(self, vectors: OptionalTensors, columns: OptionalTensors, gradients: OptionalTensors) -> dict[str, int]:
-        """The arguments about relative positions."""
-        named: dict[str, int] = {}
-        buckets = self.buckets.reversed, self.buckets.of_distance
-        for side, of_side, *tensors in zip(("query", "key"), buckets, vectors, columns, gradients, strict=True):
-            named[f"{side}_table_buckets"] = of_side.data_ptr() + self.buckets.reach * of_side.element_size()
-            for name, x in zip(("vectors", "columns", "gradient"), tensors, strict=True):
-                named[f"{side}_table_{name}"] = address_of(x)
-        return named
-
     def run(
         self,
         operands: tuple[Tensor, ...],
@@ -168,8 +157,7 @@ class _Problem:
         backward: _Backward | None = None,
     ) -> None:
         """Call the kernel."""
-        features = operands[0].shape[3]
-        columns = [None if x is None else x[:, :, :features].transpose(1, 2).contiguous() for x in vectors]
+        of_vectors = (None, None) if backward is None else backward.vectors
         bounds = None if self.sequences is None else self.sequences.cu_seqlens_q.data_ptr()
         cast(Any, extension).with_tables(
             self.plan(operands, output, () if backward is None else backward.operands),
@@ -184,9 +172,10 @@ class _Problem:
             cu_seqlens_q=bounds,
             cu_seqlens_k=bounds,
             buckets=next(x.shape[1] for x in vectors if x is not None),
-            steep=self.buckets.steep,
+            bucket_of=self.buckets.at_zero,
             groups=self.groups(operands[0]),
-            **self.tables(vectors, columns, (None, None) if backward is None else backward.vectors),
+            **{f"{side}_table_vectors": address_of(x) for side, x in zip(_SIDES, vectors, strict=True)},
+            **{f"{side}_table_gradient": address_of(x) for side, x in zip(_SIDES, of_vectors, strict=True)},
             **({} if backward is None else backward.arguments()),
         )
 
@@ -215,7 +204,7 @@ class _Problem:
         of_queries, of_keys = vectors
         if of_queries is not None:
             table = query @ of_queries[:, :, :features].mT  # (B, H, L, buckets)
-            scores = scores + table.gather(3, (self.buckets.count - 1 - places).expand_as(scores))
+            scores = scores + table.gather(3, places.expand_as(scores))
         if of_keys is not None:
             table = key @ of_keys[:, :, :features].mT  # (B, H, S, buckets)
             scores = scores + table.gather(3, places.T.expand(batch, heads, keys, rows)).mT

@@ -17,20 +17,21 @@ class DistanceBuckets:
 
     Args:
         of_distance: int32 (2 · reach + 1,), rising, from distance −reach on.
-        reversed: the same for vectors in reverse order and distances j − i.
         count: of the buckets.
-        steep: whether a bucket between two distances is left out.
     """
 
     of_distance: Tensor
-    reversed: Tensor
     count: int
-    steep: bool
 
     @property
     def reach(self) -> int:
         """The largest distance."""
         return self.of_distance.shape[0] // 2
+
+    @property
+    def at_zero(self) -> int:
+        """The address of the bucket of distance 0."""
+        return self.of_distance.data_ptr() + self.reach * self.of_distance.element_size()
 
     def matrix(self, rows: int, keys: int) -> Tensor:
         """The bucket of each pair, int64 (rows, keys)."""
@@ -45,6 +46,4 @@ def reach_of(longest: int) -> int:
 
 def distance_buckets(of_distance: Tensor) -> DistanceBuckets:
     """Buckets (2 · reach + 1,) that rise from 0, for the kernel."""
-    of_distance = of_distance.to(torch.int32)
-    count, steep = int(of_distance[-1]) + 1, bool((of_distance.diff() > 1).any())
-    return DistanceBuckets(of_distance, (count - 1 - of_distance).flip(0).contiguous(), count, steep)
+    return DistanceBuckets(of_distance.to(torch.int32).contiguous(), int(of_distance[-1]) + 1)
