@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from clearhead import masks
 from clearhead.distributed import tensor_parallel
 from tests.support.budgets import slow
-from tests.support.covering import covering, pairs, thinned
+from tests.support.covering import Case, covering, pairs
 
 from .building import EMBED, HEADS, MASKS, attention, mask, sequences
 from .comparing import EVERY_STATISTIC, compare_in_parts, compare_records
@@ -64,8 +64,19 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "every_query_counts": (False, True),
 }
 CASES = covering(FACTORS, [*pairs(FACTORS), ("world", "way", "name")])
-#: Every pair too, on more than one process where some case splits it.
-FEWER = thinned(sorted(CASES, key=lambda case: case["world"] == 1), pairs(FACTORS))
+
+
+def _of(world: int, together: list[tuple[str, ...]]) -> list[Case]:
+    return covering(FACTORS | {"world": (world,)}, together)
+
+
+_WITH_WORLD = [("world", name) for name in FACTORS if name != "world"]
+#: Every pair too, on two processes. Four take longest: there every way is split by each layout, at each length.
+FEWER = [
+    *_of(2, pairs(FACTORS)),
+    *_of(4, [*_WITH_WORLD, ("way", "layout", "kv_heads"), ("way", "length", "dtype")]),
+    *_of(1, _WITH_WORLD),
+]
 
 
 def _rows(world: int, way: str, layout: str) -> int:
