@@ -1,25 +1,19 @@
 // Lists what overlaps another element or leaves its box: text, controls and pictures, as far as they can be seen.
 (exceptions) => {
-    const isSkipped = (element) => element.closest(exceptions) !== null;
+    const skipped = [...document.querySelectorAll(exceptions)];
+    const isSkipped = (element) => skipped.some((each) => each.contains(element));
     const name = (element) => element.tagName.toLowerCase() + (element.id ? "#" + element.id : "")
         + (element.className ? "." + String(element.className).replaceAll(" ", ".") : "")
         + ` "${element.textContent.trim().slice(0, 20)}"`;
-    const clips = new Map();
-    /** What an element and its ancestors let through: thousands of elements share a few of these. */
-    const clipOf = (outer) => {
-        if (!outer || outer === document.body) return [-Infinity, -Infinity, Infinity, Infinity];
-        if (!clips.has(outer)) {
-            const clip = clipOf(outer.parentElement);
-            const isOpen = getComputedStyle(outer).overflow === "visible";
-            clips.set(outer, isOpen ? clip : meet(outer.getBoundingClientRect(), clip));
-        }
-        return clips.get(outer);
-    };
-    const meet = (box, [left, top, right, bottom]) =>
-        [Math.max(left, box.left), Math.max(top, box.top), Math.min(right, box.right), Math.min(bottom, box.bottom)];
     /** The part of an element, or of a line of it, that its scrolling ancestors let through. */
     const visible = (element, box = element.getBoundingClientRect()) => {
-        const [left, top, right, bottom] = meet(box, clipOf(element.parentElement));
+        let [left, top, right, bottom] = [box.left, box.top, box.right, box.bottom];
+        for (let outer = element.parentElement; outer && outer !== document.body; outer = outer.parentElement) {
+            if (getComputedStyle(outer).overflow === "visible") continue;
+            const cut = outer.getBoundingClientRect();
+            [left, top] = [Math.max(left, cut.left), Math.max(top, cut.top)];
+            [right, bottom] = [Math.min(right, cut.right), Math.min(bottom, cut.bottom)];
+        }
         return { left, top, right, bottom, element };
     };
     const linesOf = (element) => getComputedStyle(element).display === "inline" ? [...element.getClientRects()] : [element.getBoundingClientRect()];
