@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from itertools import product
 from typing import Any
@@ -63,20 +64,20 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "record": tuple(RECORDS),
     "every_query_counts": (False, True),
 }
-CASES = covering(FACTORS, [*pairs(FACTORS), ("world", "way", "name")])
-
-
-def _of(world: int, together: list[tuple[str, ...]]) -> list[Case]:
-    return covering(FACTORS | {"world": (world,)}, together)
-
-
 _WITH_WORLD = [("world", name) for name in FACTORS if name != "world"]
-#: Every pair too, on two processes. Four take longest: there every way is split by each layout, at each length.
-FEWER = [
-    *_of(2, pairs(FACTORS)),
-    *_of(4, [*_WITH_WORLD, ("way", "layout", "kv_heads"), ("way", "length", "dtype")]),
-    *_of(1, _WITH_WORLD),
-]
+
+
+@functools.cache
+def _cases(every: bool) -> list[Case]:
+    """Of every way with every mask in each world, or fewer, with every pair on two processes.
+
+    Four take longest: there every way is split by each layout, at each length.
+    """
+    if every:
+        return covering(FACTORS, [*pairs(FACTORS), ("world", "way", "name")])
+    of_four = [*_WITH_WORLD, ("way", "layout", "kv_heads"), ("way", "length", "dtype")]
+    worlds = {2: pairs(FACTORS), 4: of_four, 1: _WITH_WORLD}
+    return [case for world, together in worlds.items() for case in covering(FACTORS | {"world": (world,)}, together)]
 
 
 def _rows(world: int, way: str, layout: str) -> int:
@@ -128,11 +129,12 @@ def _run(cases: list[dict[str, Any]]) -> None:
         compare_records(whole, split, x, over, record, layout=layout, what=options["what"], mask=given)
 
 
-@pytest.mark.parametrize("cases", [FEWER, *slow(CASES)], ids=["fewer", "all"])
+@pytest.mark.parametrize("every", [False, *slow(True)], ids=["fewer", "all"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_case_by_case(groups: Groups, world: int, way: str, cases: list[dict[str, Any]]) -> None:
-    groups(world).run(_run, [case for case in cases if (case["world"], case["way"]) == (world, way)], seconds=60)
+def test_case_by_case(groups: Groups, world: int, way: str, every: bool) -> None:
+    cases = [case for case in _cases(every) if (case["world"], case["way"]) == (world, way)]
+    groups(world).run(_run, cases, seconds=60)
 
 
 #: Cases of two processes, in which one process has nearly the right gradient of a norm for some draws of the input.
@@ -170,8 +172,8 @@ def test_the_whole_product(groups: Groups, world: int, way: str, dtype: torch.dt
 
 def test_cases_cover_every_pair() -> None:
     for one, other in pairs(FACTORS):
-        assert {(case[one], case[other]) for case in FEWER} == set(product(FACTORS[one], FACTORS[other]))
-    assert len(FEWER) < 250 < len(CASES) < 400
+        assert {(case[one], case[other]) for case in _cases(False)} == set(product(FACTORS[one], FACTORS[other]))
+    assert len(_cases(False)) < 250 < len(_cases(True)) < 400
 
 
 # Parts without a position, whole sequences of none, and batches of every size near those of a module's features: E is
