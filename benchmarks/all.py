@@ -26,6 +26,7 @@ NAMES = (
     "record_time",
     "weights_memory",
     "window",
+    "tiles",
     "decoding",
     "selected",
     "eviction",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clearhead import MultiHeadAttention, masks, merge_heads, split_heads
+from clearhead import MultiHeadAttention, masks, merge_heads, record, split_heads
 from clearhead.errors import ArgumentError, ClearheadError, DTypeError, ShapeError
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi, RelativeBias, Rotary
@@ -76,6 +76,19 @@ def test_a_gate_of_padded_and_jagged_batches(gate: Any, hooked: str) -> None:
     for row, packed, item in zip(output, jagged.unbind(), expected, strict=True):
         torch.testing.assert_close(row[: len(item)], item, rtol=0, atol=1e-5)
         torch.testing.assert_close(packed, item, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", ["elementwise", "head"])
+@torch.no_grad()
+def test_a_gate_with_caches_and_records(gate: Any) -> None:
+    module, x = MultiHeadAttention(E, H, gate=gate).double(), torch.randn(B, 9, E, dtype=torch.float64)
+    expected, weights = module(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)
+    cache = module.make_cache(B, 9)
+    steps = [module(part, mask=masks.causal(), cache=cache) for part in x.split([5, 1, 3], 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=0, atol=1e-10)
+    with record(module, statistics=("rows",)) as rec:
+        assert torch.equal(module(x, mask=masks.causal()), expected)
+    torch.testing.assert_close(rec[""].rows, weights, rtol=0, atol=1e-10)
 
 
 def test_another_gate_is_refused() -> None:

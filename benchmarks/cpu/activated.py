@@ -254,6 +254,7 @@ def texts(figures: Figures) -> dict[str, str]:
     }
     return by_section | {
         "gpt": _gain(figures[f"{MODELS}: GPT, 6 layers, 2 × 1,024 tokens"]),
+        "least": min(_gain(found) for line, found in figures.items() if line.startswith(MODELS)),
         "causal": _gain(figures[f"{CALLS}: {Call(_GPT, causal=True)}"]),
         "causal-training": _gain(figures[f"{CALLS}: {Call(_GPT, causal=True, backward=True)}"]),
         "causal-bf16": _gain(figures[f"{CALLS}: {Call(_GPT, causal=True, dtype=torch.bfloat16)}"]),

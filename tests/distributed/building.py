@@ -60,6 +60,8 @@ def attention(kv_heads: int = HEADS, *, dtype: torch.dtype = torch.float64, **pa
             {
                 "rotary": lambda: positions.Rotary(DIM),
                 "rotary of the length": lambda: positions.Rotary(DIM, scaling=positions.DynamicNTKScaling(4.0, 8)),
+                "axes": lambda: positions.Rotary(DIM, axes=[1, 0]),
+                "log scale": lambda: positions.LogScale(HEADS, start=0.5),
                 "temperature": lambda: positions.Temperature(0.5, 8, rotary=positions.Rotary(DIM)),
                 "norm": lambda: nn.RMSNorm(DIM),
                 "layer norm": lambda: (LayerNorm if dtype == torch.bfloat16 else nn.LayerNorm)(DIM),
@@ -98,6 +100,11 @@ def decoder(*, dtype: torch.dtype = torch.float64) -> Decoder:
     return randomised(Decoder(layers)).to(dtype)
 
 
+def _parents(nodes: int) -> Tensor:
+    """Parents of a tree of nodes."""
+    return (torch.rand(nodes) * torch.arange(1, nodes + 1)).long() - 1
+
+
 #: Masks of one process, for B, L and S.
 MASKS: dict[str, Callable[[int, int, int], Any]] = {
     "none": lambda b, n, s: None,
@@ -110,14 +117,14 @@ MASKS: dict[str, Callable[[int, int, int], Any]] = {
     "prefix": lambda b, n, s: masks.causal() | masks.prefix(3),
     "documents": lambda b, n, s: masks.documents(torch.arange(s)[None].expand(b, s) // 6) & masks.causal(),
     "scattered documents": lambda b, n, s: masks.documents(torch.arange(s) % 3),
-    "keys": lambda b, n, s: masks.keep(keys=torch.rand(b, s) < 0.7),
+    "keys": lambda b, n, s: masks.keep(keys=torch.rand(b, s) < 0.7) & masks.tree(_parents(s // 2)),
     "drop": lambda b, n, s: masks.drop(torch.rand(n, s) < 0.3),
     "bool": lambda b, n, s: torch.rand(b, n, s) < 0.6,
     "heads": lambda b, n, s: masks.keep(torch.rand(b, HEADS, n, s) < 0.6),
     "items times heads": lambda b, n, s: masks.keep(torch.rand(b * HEADS, n, s) < 0.6),
     "bias": lambda b, n, s: masks.bias(torch.randn(HEADS * b, n, s, dtype=torch.float64).requires_grad_()),
     "function of heads": lambda b, n, s: masks.mask_mod(lambda b, h, q, k: (q + h) % 3 != k % 3),
-    "not": lambda b, n, s: ~masks.sliding_window(1, 1) & masks.causal(),
+    "not": lambda b, n, s: ~masks.sliding_window(1, 1) & masks.block_causal(7),
     "selected": lambda b, n, s: masks.causal() & masks.selected(torch.randint(-1, s, (b, n, 3))),
     "selected blocks": lambda b, n, s: masks.selected(torch.randint(-1, -(-s // 5), (1, HEADS, n, 2)), block=5),
     "alibi": lambda b, n, s: positions.ALiBi(HEADS) & masks.causal(),

@@ -53,6 +53,11 @@ def test_positions(method: str, layout: Any) -> None:
         compare_in_parts(whole, line(), x, mask=masks.causal() & masks.sliding_window(9, 0), **options)
         if positions is not places:
             compare_in_parts(whole, line(), x, mask=documents, **options)
+    of_axes = torch.arange(2 * 2 * 13).view(2, 2, 13) % 17
+    options = {"method": method, "layout": layout, "mask": masks.causal()}
+    for positions in (None, of_axes):
+        compare_in_parts(attention(4, position="axes"), line(), x, positions=positions, what="axes", **options)
+    compare_in_parts(attention(4, position="log scale"), line(), x, what="log scale", **options)
     scaled = attention(4, position="rotary of the length")
     for positions in (None, 3, places):
         compare_in_parts(scaled, line(), x, positions=positions, method=method, layout=layout, what=f"{positions}")

@@ -211,6 +211,11 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], dict[str, Any]], str, str]] = 
     "mask of a part": (lambda q, k: {"mask": torch.ones(len(q[0, 0]), 9).bool()}, f"mask: {SAME}", "mask"),
     "mask of values": (lambda q, k: {"mask": masks.lengths(torch.tensor([99, 9]))}, "mask", "99"),
     "scale": (lambda q, k: {"scale": 2.0}, f"scale: {SAME}", ""),
+    "sinks of queries": (
+        lambda q, k: {"sinks": torch.zeros(q.shape[:3])},
+        "sinks: expected (H,) for a split sequence, got sinks of single queries",
+        ALIKE,
+    ),
     "sinks alone": (lambda q, k: {"sinks": torch.zeros(8)}, f"sinks: {SAME}", ""),
     "positions": (
         lambda q, k: {"query_positions": torch.arange(q.shape[2]), "key_positions": 0},

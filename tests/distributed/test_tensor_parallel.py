@@ -226,6 +226,10 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _with_peft(encoder(1), ["q_proj"], use_dora=True),
         "module.layers.0.self_attention.q_proj: expected a linear layer, or peft's LoRA layer of one without DoRA",
     ),
+    "position": (
+        lambda: attention(4, position="log scale"),
+        "module.position: expected a part that learns nothing, got LogScale. Its gradient would be another",
+    ),
     "norm": (lambda: _with("q_norm", _Gate()), "module.q_norm: expected parameters (4,) of all heads"),
     "extra": (lambda: _with("gate", _Gate()), "module.gate.weight: expected a parameter of a projection"),
     "other": (lambda: attention(4), "tensor_parallel: module: expected the same in every process"),

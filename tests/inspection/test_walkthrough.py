@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, Walkthrough, masks, walkthrough
 from clearhead.errors import ShapeError
-from clearhead.positions import ALiBi, RelativeBias, Rotary
+from clearhead.positions import ALiBi, LogScale, RelativeBias, Rotary, Temperature
 from tests.support.randomised import randomised
 
 #: The words of the walkthrough in each language.
@@ -78,6 +78,13 @@ SETTINGS = {
     "query dim": Setting(lambda: MultiHeadAttention(E, H, qdim=19), ((B, L, 19), (B, S, E))),
     "grouped": Setting(lambda: MultiHeadAttention(E, H, num_kv_heads=2), SELF, masks.causal),
     "bias": Setting(lambda: MultiHeadAttention(E, H), SELF, lambda: masks.causal() & bias_with_minus_infinity()),
+    "blocks and a tree": Setting(
+        lambda: MultiHeadAttention(E, H, gate="elementwise", position=Temperature(0.5, 2, rotary=Rotary(D))),
+        SELF,
+        lambda: masks.block_causal(3) & masks.tree(torch.tensor([-1, 0, 0])),
+    ),
+    "scale of the logarithm": Setting(lambda: MultiHeadAttention(E, H, position=LogScale(H)), SELF, masks.causal),
+    "axes": Setting(lambda: MultiHeadAttention(E, H, position=Rotary(D, axes=range(D // 2))), SELF),
     "bool tensor": Setting(lambda: MultiHeadAttention(E, H), SELF, lambda: torch.eye(L, dtype=torch.bool)),
     "norm of keys": Setting(lambda: MultiHeadAttention(E, H, kdim=11, vdim=13, k_norm=nn.RMSNorm(D, 1e-6)), CROSS),
     "soft-cap": Setting(lambda: MultiHeadAttention(E, H, softcap=0.3), SELF, bias_with_minus_infinity),

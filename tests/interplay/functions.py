@@ -41,6 +41,11 @@ def _attention_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> 
     return clearhead.attention(query, key, value, masks.bias(bias) & masks.sliding_window(5, 3), softcap=3.0)
 
 
+def _attention_tree(query: Tensor, key: Tensor, value: Tensor) -> Any:
+    mask = masks.tree(torch.tensor([-1, 0, 0, 1, 1])) & masks.block_causal(6)
+    return clearhead.attention(query, key, value, mask, softcap=3.0)
+
+
 def _attention_dropout(query: Tensor, key: Tensor, value: Tensor) -> Any:
     return clearhead.attention(query, key, value, masks.causal(), dropout_p=0.3)
 
@@ -68,7 +73,7 @@ def _statistics_padded(query: Tensor, key: Tensor, lengths: Tensor) -> Any:
 
 
 def _statistics_causal(query: Tensor, key: Tensor, value: Tensor) -> Any:
-    names = ("entropy", "output", "map")
+    names = ("entropy", "output", "map", "extremes")
     found = clearhead.attention_statistics(query, key, masks.causal(), value=value, statistics=names, map_size=4)
     return tuple(getattr(found, name) for name in names)
 
@@ -121,6 +126,7 @@ ATTENTION: dict[str, Callable[[], Subject]] = {
     "grouped with sinks": partial(_batched, _attention_grouped, 2, L, (H,)),
     "sinks of queries": partial(_batched, _attention_grouped, 2, L, (B, H, L)),
     "learned bias": partial(_batched, _attention_bias, H, L, (1, H, L, S)),
+    "a tree in blocks": partial(_batched, _attention_tree, 2, L),
     "dropout": partial(_batched, _attention_dropout, 2, S),
 }
 VARLEN = {"padded": _packed, "sinks": _packed_sinks}

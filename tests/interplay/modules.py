@@ -143,6 +143,12 @@ OWN: dict[str, Callable[[], Subject]] = {
     "padding removed": partial(_own, WIDE, LONG, causal=False),
     "grouped with sinks, norms and positions": partial(_own, parts=_GROUPED),
     "gated, with a scale that learns": partial(_own, parts={"gate": "head", "position": lambda: positions.LogScale(H)}),
+    "positions of axes": partial(
+        _own,
+        parts={"position": lambda: positions.Rotary(4, axes=[1, 0])},
+        positions=(torch.arange(2 * L) % 5).view(2, 1, L),
+    ),
+    "tempered": partial(_own, parts={"position": lambda: positions.Temperature(0.5, 2, rotary=positions.Rotary(4))}),
     "gated, padding removed": partial(_own, WIDE, LONG, causal=False, parts={"gate": "elementwise"}),
     "learned bias": partial(_own, parts={"mask": lambda: positions.RelativeBias(H, 4, 8)}),
     "with weights": partial(_own, need_weights=True, average_attn_weights=False),

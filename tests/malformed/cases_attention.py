@@ -43,7 +43,10 @@ def _() -> Call:
 
 @case("attention_statistics", weight=8)
 def _() -> Call:
-    options = {"statistics": ("entropy", "rows", "top_k", "offset", "map"), "query_mask": torch.ones(B, L).bool()}
+    options = {
+        "statistics": ("entropy", "rows", "top_k", "offset", "map", "extremes"),
+        "query_mask": torch.ones(B, L).bool(),
+    }
     more = {"queries": [0], "top_k": 2, "map_size": 3, "map_pooling": "max", "sink_keys": 1, "offsets": (-1, 0)}
     return Call(clearhead.attention_statistics, **qkv(), **extras(), **options, **more, per="query_head")
 

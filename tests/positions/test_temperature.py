@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.ministral3 import modeling_ministral3
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
+import clearhead
 from clearhead import MultiHeadAttention, masks
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from clearhead.positions import LogScale, Rotary, Temperature, rotary_from_config
@@ -23,6 +26,8 @@ from tests.support.refusals import Refusal, require_words
 
 B, H, HKV, L, D, E = 2, 6, 3, 7, 16, 42
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+#: A module, its arguments for an input, E, the parts of ours, and the positions of ours.
+Pair = tuple[nn.Module, Callable[[Tensor], tuple[Any, ...]], int, dict[str, Any], Tensor | None]
 PARTS: dict[str, Callable[[], Any]] = {
     "temperature": lambda: Temperature(0.3, 2, first=1),
     "rotated temperature": lambda: Temperature(0.3, 3, rotary=Rotary(D)),
@@ -57,58 +62,75 @@ def test_queries_grow_by_the_formulas(dtype: torch.dtype) -> None:
         torch.testing.assert_close(scaled.double(), q.double() * factors[..., None], rtol=tolerance, atol=tolerance)
 
 
-def test_llama_4_without_rotary_positions() -> None:
-    config = transformers.Llama4TextConfig(
-        hidden_size=E,
-        num_attention_heads=H,
-        num_key_value_heads=HKV,
-        head_dim=D,
-        no_rope_layers=[0, 0],
-        num_hidden_layers=2,
-        attn_temperature_tuning=True,
-        floor_scale=2,
-        attn_scale=0.3,
-        attn_implementation="eager",
+HIDDEN = torch.full((L, L), -torch.inf).triu(1)[None, None]
+AT = torch.arange(L).expand(B, L)
+OF_AXES = torch.randint(0, 50, (3, B, L), generator=torch.Generator().manual_seed(1))
+SIZES: dict[str, Any] = {"num_attention_heads": H, "num_key_value_heads": HKV, "attn_implementation": "eager"}
+
+
+def _llama_4() -> Pair:
+    """A layer without rotary positions."""
+    tuned: dict[str, Any] = {"attn_temperature_tuning": True, "floor_scale": 2, "attn_scale": 0.3}
+    layers: dict[str, Any] = {"no_rope_layers": [0, 0], "num_hidden_layers": 2}
+    config = transformers.Llama4TextConfig(hidden_size=E, head_dim=D, **SIZES, **layers, **tuned)
+    ours = {"position": Temperature(0.3, 2, first=1)}
+    return Llama4TextAttention(config, 0), lambda x: (x, None, HIDDEN), E, ours, None
+
+
+def _ministral_3() -> Pair:
+    scaled = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 3}
+    rope: Any = scaled | {"llama_4_scaling_beta": 0.3}
+    config = transformers.Ministral3Config(
+        hidden_size=E, head_dim=D, max_position_embeddings=12, rope_parameters=rope, **SIZES
     )
-    theirs = randomised(Llama4TextAttention(config, 0))
-    ours = MultiHeadAttention(
-        E, H, num_kv_heads=HKV, head_dim=D, bias=False, position=Temperature(0.3, 2, first=1), mask=masks.causal()
+    rotary = modeling_ministral3.Ministral3RotaryEmbedding(config)
+    ours = {"position": Temperature(0.3, 3, rotary=rotary_from_config(scaled, D, max_position_embeddings=12))}
+    theirs = modeling_ministral3.Ministral3Attention(config, 0)
+    return theirs, lambda x: (x, rotary(x, AT), HIDDEN, AT), E, ours, None
+
+
+def _qwen_2_vl() -> Pair:
+    rope: Any = ROPE | {"mrope_section": [3, 2, 3]}
+    config = transformers.Qwen2VLTextConfig(hidden_size=H * D, rope_parameters=rope, **SIZES)
+    rotary = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(config)
+    theirs = modeling_qwen2_vl.Qwen2VLAttention(config, 0)
+    ours = {"position": rotary_from_config(rope, D)}
+    return theirs, lambda x: (x, HIDDEN, None, None, rotary(x, OF_AXES)), H * D, ours, OF_AXES
+
+
+def _qwen_3_vl() -> Pair:
+    rope: Any = ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    config = transformers.Qwen3VLTextConfig(hidden_size=E, head_dim=D, rope_parameters=rope, **SIZES)
+    rotary = modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding(config)
+    norms = {name: nn.RMSNorm(D, eps=config.rms_norm_eps) for name in ("q_norm", "k_norm")}
+    ours = norms | {"position": rotary_from_config(rope, D)}
+    return (
+        modeling_qwen3_vl.Qwen3VLTextAttention(config, 0),
+        lambda x: (x, rotary(x, OF_AXES), HIDDEN),
+        E,
+        ours,
+        OF_AXES,
     )
-    names = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "out_proj": "o_proj"}
-    state = theirs.state_dict()
-    ours.load_state_dict({f"{name}.weight": state[f"{other}.weight"] for name, other in names.items()})
-    x = torch.randn(B, L, E, requires_grad=True)
-    hidden = torch.full((L, L), -torch.inf).triu(1)[None, None]
-    expected, _ = theirs(x, None, hidden)
-    output = ours(x)
-    require_near(output, expected)
-    upstream = torch.randn(B, L, E)
-    gradients = (torch.autograd.grad((y * upstream).sum(), (x, w)) for y, w in (
-        (output, ours.q_proj.weight), (expected, theirs.q_proj.weight)))  # fmt: skip
-    for gradient, other in zip(*gradients, strict=True):
-        require_near(gradient, other)
 
 
-def test_ministral_3() -> None:
-    q, k = states()
-    at = torch.arange(L).expand(B, L)
-    scaled, _ = Temperature(0.3, 2)(q, k, 0)
-    torch.testing.assert_close(scaled, q * modeling_ministral3.get_llama_4_attn_scale(at, 0.3, 2))
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_axes_of_vision_models(interleaved: bool) -> None:
-    section = [3, 2, 3] if not interleaved else [4, 2, 2]
-    stem, module = ("Qwen3VL", modeling_qwen3_vl) if interleaved else ("Qwen2VL", modeling_qwen2_vl)
-    rope = ROPE | {"mrope_section": section} | ({"mrope_interleaved": True} if interleaved else {})
-    sizes: Any = {"hidden_size": H * D, "num_attention_heads": H, "head_dim": D, "rope_parameters": rope}
-    config = getattr(transformers, f"{stem}TextConfig")(**sizes)
-    rotary = getattr(module, f"{stem}{'Text' if interleaved else ''}RotaryEmbedding")(config)
-    q, k = states()
-    positions = torch.randint(0, 50, (3, B, L))
-    expected = module.apply_rotary_pos_emb(q, k, *rotary(q, positions))
-    ours = rotary_from_config(rope, D)(q, k, positions)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("make", [_llama_4, _ministral_3, _qwen_2_vl, _qwen_3_vl])
+def test_outputs_and_gradients_of_transformers_own_modules(make: Callable[[], Pair]) -> None:
+    theirs, arguments, size, parts, positions = make()
+    randomised(theirs)
+    ours = MultiHeadAttention(size, H, num_kv_heads=HKV, head_dim=D, mask=masks.causal(), **parts)
+    named = {name.replace("o_proj", "out_proj"): x for name, x in theirs.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():  # a bias that they do not have is 0
+            parameter.copy_(named[name].detach() if name in named else torch.zeros(parameter.shape))
+    x = torch.randn(B, L, size, requires_grad=True)
+    upstream, results = torch.randn(B, L, size), list[dict[str, Tensor]]()
+    for output, parameters in (
+        (ours(x, positions=positions), {name: ours.get_parameter(name) for name in named}),
+        (theirs(*arguments(x))[0], named),
+    ):
+        gradients = torch.autograd.grad((output * upstream).sum(), [x, *parameters.values()])
+        results.append({"output": output} | dict(zip(["input", *parameters], gradients, strict=True)))
+    require_near(*results)
 
 
 def test_equal_axes_are_one() -> None:
@@ -142,6 +164,24 @@ def test_sequences_without_padding(name: str) -> None:
     padded = module(x, mask=masks.causal() & masks.lengths(lengths, lengths))
     for row, length, output in zip(x, lengths.tolist(), padded, strict=True):
         require_near(output[:length], module(row[:length], mask=masks.causal()))
+
+
+@pytest.mark.parametrize("name", PARTS)
+@torch.no_grad()
+def test_records_and_copies_see_the_scaled_queries(name: str) -> None:
+    module = module_of(PARTS[name]()).double()
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    positions = OF_AXES if name == "axes" else torch.arange(3, 3 + L)
+    how: dict[str, Any] = {"mask": masks.causal(), "positions": positions}
+    with clearhead.record(module, statistics=("entropy",), keep="queries_keys") as rec:
+        output = module(x, **how)
+    _, weights = module(x, **how, need_weights=True, average_attn_weights=False)
+    require_near(rec.weights(""), weights, 1e-6)
+    require_near(rec[""].entropy, -(weights * weights.clamp(min=1e-300).log()).sum(-1))
+    copied = module_of(PARTS[name]()).double()
+    copied.load_state_dict(module.state_dict())
+    for other in (copied, pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        torch.testing.assert_close(other(x, **how), output, rtol=0, atol=0)
 
 
 def test_a_learnt_scale_learns() -> None:

@@ -96,14 +96,13 @@ def _lengths(draw, *, fusable: bool) -> tuple[int, int]:
 
 
 def _options(draw, frame: Frame, dtype: torch.dtype, *, fusable: bool) -> dict[str, Any]:
-    scale = draw(st.sampled_from([None, 0.3, -0.5, 0]))
-    if fusable:
-        return {"scale": scale, "softcap": None, "sinks": None, "return_lse": False}
-    sinks = None
+    scale, sinks = draw(st.sampled_from([None, 0.3, -0.5, 0])), None
     if draw(st.integers(0, 2)) == 0:
         kind = draw(st.sampled_from([dtype, torch.float32]))
         shape = draw(st.sampled_from([(frame.heads,), (frame.batch, frame.heads, frame.length)]))
         sinks = _random(kind, frame.generator, *shape).requires_grad_(draw(st.booleans()))
+    if fusable:
+        return {"scale": scale, "softcap": None, "sinks": sinks, "return_lse": False}
     return {
         "scale": scale,
         "softcap": draw(st.sampled_from([None, None, 0.7, 20])),

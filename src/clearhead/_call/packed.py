@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 from ..masks._base import Mask
 from ..masks._bound import bind
 from ..masks._combined import all_of
-from ..masks._grid import Offset
+from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
 from .call import Call
 from .sequences import PackedSequences, within_sequences
@@ -52,6 +53,28 @@ def as_one_sequence(call: Call) -> Call:
             sequences=None,
         )
     return call.as_one_
+
+
+def in_one_call(call: Call) -> Call:
+    """`as_one_sequence` for a kernel.
+
+    Between tokens of one sequence rows and columns differ as positions do. Without positions a mask that compares them
+    is a band, and ALiBi a list of slopes.
+    """
+    sequences, one = cast(PackedSequences, call.sequences), as_one_sequence(call)
+    if sequences.cu_seqlens_q is not sequences.cu_seqlens_k:
+        return one
+    rows = replace(one.grid, query_positions=None, key_positions=None)
+    if not all(_needs_no_positions(part, rows) for part in (() if call.mask is None else call.mask.parts())):
+        return one
+    return one.changed(query_positions=None, key_positions=None)
+
+
+def _needs_no_positions(mask: Mask, rows: Grid) -> bool:
+    """Whether a mask compares positions, or lines up with rows and columns."""
+    structure = mask.structure(rows)
+    tensors = structure.exact and bool(structure.tensors or structure.biases)
+    return mask.is_relative or structure.slopes is not None or tensors
 
 
 def validate_mask_of_packed(call: Call) -> None:

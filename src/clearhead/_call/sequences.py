@@ -18,7 +18,8 @@ from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._positional import Causal
 from ..masks._prepared import PreparedMask
-from ..masks._structure import UNKNOWN, RowRanges, Structure
+from ..masks._structure import RowRanges, Structure
+from ..masks._tree import Tree
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,14 @@ def read_sequences(
 
 
 def require_within(mask: Mask) -> None:
-    """Raise for masks that packed sequences cannot have: ``causal("bottom_right")`` and prepared masks."""
+    """Raise for masks that packed sequences cannot have: ``causal("bottom_right")``, trees and prepared masks."""
     if isinstance(mask, PreparedMask):
         fix = "Pass the mask itself: within packed sequences it counts from the first token of each."
         raise ArgumentError("mask", expected="a mask that is not prepared", got="prepare(...)", fix=fix)
     for part in mask.parts():
+        if isinstance(part, Tree):
+            expected, fix = "a mask of each sequence", "Pass padded sequences, and parents (B, N)."
+            raise ArgumentError("mask", expected=expected, got=part.describe(), fix=fix)
         if isinstance(part, Causal) and part.align != "top_left":
             fix = "Packed sequences are causal from their first tokens: masks.causal()."
             raise ArgumentError("mask", expected="causal()", got=part.describe(), fix=fix)
@@ -138,9 +142,10 @@ class SameSequence(Mask):
         return block.cut(self._of_query[None, None, :, None]) == block.cut(self._of_key[None, None, None, :])
 
     def structure(self, grid: Grid) -> Structure:
-        # A graph does not know the boundaries.
+        # A graph and an accelerator do not know the boundaries.
         if not self.sequences.queries:
-            return UNKNOWN
+            documents = None if grid.device.type == "cpu" else (self._of_query[None], self._of_key[None])
+            return Structure(exact=False, documents=documents)
         bounds, numbers = self.sequences.cu_seqlens_k, self._of_query
         return Structure(rows=RowRanges(bounds[numbers][None], bounds[numbers + 1][None]))
 

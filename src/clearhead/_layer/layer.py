@@ -24,7 +24,14 @@ from .layer_plan import LayerPlan, plan_of_layer
 from .linear import Multiply, linear
 from .operands import Operands, called, heads_of
 from .plan import Show, attend
-from .positions import PositionPart, positions_of_keys, positions_of_queries, require_one_length, with_hidden
+from .positions import (
+    PositionPart,
+    positions_of_keys,
+    positions_of_queries,
+    require_one_length,
+    split_axes,
+    with_hidden,
+)
 from .unmodified import Linears, apply_linear
 from .unpadding import Unpadded, costs_of, unpad
 
@@ -160,11 +167,8 @@ class Layer:
         weights: str | None,
     ) -> tuple[Tensor, Tensor | None]:
         """`run` with positions or a cache. The mask is the module's and the call's."""
-        # Positions of several axes are the position part's alone: masks and caches count tokens.
-        of_axes = (
-            positions if isinstance(positions, Tensor) and positions.dim() == 3 and self.position is not None else None
-        )
-        at = positions_of_queries(positions if of_axes is None else None, cache, query.shape[-2])
+        of_tokens, of_axes = split_axes(positions, self.position)
+        at = positions_of_queries(of_tokens, cache, query.shape[-2])
         # In self-attention, and with a position part, the new keys have the positions of the queries.
         new_key_positions = at if cache is None and (key is query or self.position is not None) else None
         attended = None if cache is None else cache.get()

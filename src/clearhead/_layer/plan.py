@@ -14,7 +14,7 @@ from .._call.dropout import draw_seed
 from .._call.heads import split_heads
 from .._call.layout import Layout, gradients_of, sizes_of
 from .._call.observers import computing, notify
-from .._call.packed import as_one_sequence, each_sequence, validate_mask_of_packed
+from .._call.packed import as_one_sequence, each_sequence, in_one_call, validate_mask_of_packed
 from .._call.sequences import PackedSequences
 from .._call.validation import NO_SINK
 from .._environment import Environment, autocast_off, cast_for_autocast
@@ -221,7 +221,7 @@ def _new_plan(call: Call, environment: Environment) -> tuple[Plan, bool]:
         if kernel is None and (selects(call.mask) or not cast(PackedSequences, call.sequences).queries):
             # A graph and an accelerator have no values of boundaries to cut sequences by, and selected keys are those
             # of all sequences: a mask hides the others.
-            return lambda call: run_call(as_one_sequence(call), environment), False
+            return lambda call: run_call(in_one_call(call), environment), False
         if kernel is None:
             one_by_one = _each_alone(environment)
             return _with_seed(one_by_one) if layout.dropout_p > 0 else one_by_one, False

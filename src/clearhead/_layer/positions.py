@@ -31,6 +31,13 @@ def positions_of_queries(positions: Positions | None, cache: Cache | None, lengt
     return checked
 
 
+def split_axes(positions: Positions | None, position: PositionPart | None) -> tuple[Positions | None, Tensor | None]:
+    """Positions of tokens, and those of several axes: these are the position part's alone, and masks count tokens."""
+    if isinstance(positions, Tensor) and positions.dim() == 3 and position is not None:
+        return None, positions
+    return positions, None
+
+
 def positions_of_keys(keys: KeyValues, of_new_keys: Positions | None, num_heads: int) -> Positions | None:
     """The positions from the cache, or else `of_new_keys`: (1 or B, S), or (B, H, S) if heads differ."""
     positions = keys.positions

@@ -202,6 +202,7 @@ INLINE void each_block(const Problem& p, const Task& task, SomeTile* tiles, int6
     const int64_t first = key_start / BLOCK * BLOCK, run = run_length((key_stop - first) / BLOCK) * BLOCK;
     for (int64_t block = first; block < key_stop; block += BLOCK) {
         for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++) end_run(tiles[n]);
+        if (are_packed_hidden(p, tiles, count, block)) continue;
         const int64_t rows = smaller(BLOCK, p.keys - block), padded = round_up(rows, OCTET);
         widen_rows(p.key.at<T>(b, h, block), p.key.row, rows, p.dim, keys.at<float>(0, 0, 0), keys.row, padded);
         widen_rows(p.value.at<T>(b, h, block), p.value.row, rows, p.value_dim, values.at<float>(0, 0, 0), values.row, padded);

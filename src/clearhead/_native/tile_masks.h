@@ -151,6 +151,18 @@ static TileMask tile_mask(const Problem& p, const Tile& tile, int64_t batch, int
     return {form, nullptr, numbers};
 }
 
+// Whether the packed masks of all tiles hide a block of keys.
+template <class SomeTile>
+INLINE bool are_packed_hidden(const Problem& p, const SomeTile* tiles, int64_t count, int64_t block) {
+    for (int64_t n = 0; n < count; n++) {
+        if (!tiles[n].masks) return false;
+        MaskForm form;
+        memcpy(&form, tiles[n].masks + block / BLOCK * block_size(p), sizeof form);
+        if (form != MaskForm::nothing) return false;
+    }
+    return true;
+}
+
 template <int V>
 static void pack_rows(const Problem& p, const Tile& tile, int64_t batch, float* to) {
     for (int64_t block = 0; block < p.keys; block += BLOCK, to += block_size(p)) {

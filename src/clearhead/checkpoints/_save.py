@@ -29,7 +29,8 @@ def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") 
 
     Raises:
         ArgumentError: for an unknown naming.
-        CheckpointError: if the naming has no place for the module's sizes, or a projection is no plain `nn.Linear`.
+        CheckpointError: if the naming has no place for the module's sizes, a projection is no plain `nn.Linear`, or
+            another part has parameters.
         DTypeError: if `module` is not a `clearhead.MultiHeadAttention`.
 
     Example:
@@ -54,9 +55,10 @@ def _projections(module: object) -> Projections:
     if not isinstance(module, MultiHeadAttention):
         expected = "a clearhead.MultiHeadAttention"
         raise DTypeError("module", expected=expected, got=type(module).__name__)
-    if module.gate_proj is not None:
-        fix = "Its state_dict() has all of its parameters."
-        raise CheckpointError("module", expected="the four projections", got="a gate, which no naming has", fix=fix)
+    others = [name for name, _ in module.named_parameters() if name.split(".")[0] not in LINEARS.values()]
+    if others:
+        expected, got = "no parameters but those of the four projections", f"{', '.join(others)}, which no naming has"
+        raise CheckpointError("module", expected=expected, got=got, fix="Its state_dict() has all of its parameters.")
     projections: dict[Role, Projection] = {}
     for role, name in LINEARS.items():
         linear = getattr(module, name)

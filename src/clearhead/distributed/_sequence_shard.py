@@ -17,7 +17,7 @@ from .._call.observers import computing, notify
 from .._checks import FLOATS, shown, size
 from .._environment import Environment, autocast_off, listening, outside_graphs, read_environment
 from .._layer.layer import Layer
-from .._layer.positions import of_whole, positions_of_queries, require_one_length, with_hidden
+from .._layer.positions import of_whole, positions_of_queries, require_one_length, split_axes, with_hidden
 from .._multihead import MultiHeadAttention, layer_of
 from .._multihead_checks import complete, require_cache, require_features, require_inputs
 from ..caches._kv import CrossKVCache, KVCache
@@ -116,8 +116,9 @@ class LocalSequence(OfThisProcess):
         mask = as_mask(mask)
         if module.head_shard is not None:
             mask = module.head_shard.mask(mask)
-        if positions is not None:
-            positions_of_queries(positions, None, query.shape[-2])
+        of_tokens, _ = split_axes(positions, module.position)
+        if of_tokens is not None:
+            positions_of_queries(of_tokens, None, query.shape[-2])
         batched = query.dim() == 3
         if not batched:  # one tensor stays one
             batches = {id(x): x[None] for x in (query, key, value)}
@@ -138,10 +139,12 @@ class LocalSequence(OfThisProcess):
     ) -> tuple[Tensor, Tensor | None]:
         """Project, attend, and project out."""
         query, key, value, mask, positions, _, weights, batched = arguments
-        at = None if positions is None else positions_of_queries(positions, None, queries.length)
-        if isinstance(at, Tensor) and at.shape[-1] != queries.length:
+        of_tokens, of_axes = split_axes(positions, layer.position)
+        at = None if of_tokens is None else positions_of_queries(of_tokens, None, queries.length)
+        rotated_at = at if of_axes is None else of_axes
+        if isinstance(rotated_at, Tensor) and rotated_at.shape[-1] != queries.length:
             expected = f"positions of the whole sequence, ({queries.length},) or (B, {queries.length})"
-            raise ShapeError("positions", expected=expected, got=shape_text(at.shape))
+            raise ShapeError("positions", expected=expected, got=shape_text(rotated_at.shape))
         # The keys have the same positions in the same cases as in `Layer`.
         keys_at = at if key is query or layer.position is not None else None
         combined = with_hidden(layer.combined(mask), KeyValues(query, query), 0 if at is None else at)
@@ -150,12 +153,12 @@ class LocalSequence(OfThisProcess):
             combined.validate(grid)
         if layer.position is not None:
             require_one_length(queries.length, keys.length)
-            layer = replace(layer, position=of_whole(layer.position, at, queries.length))
+            layer = replace(layer, position=of_whole(layer.position, rotated_at, queries.length))
         # A ring merges partial results by their lse. Rows of weights need all keys at once.
         is_ring = self.method == "ring" and weights is None
         options = {**layer.options, "mask": combined, "lse": is_ring, "weights": weights}
         shared = SharedCall(self.group, self.rank, queries, keys, grid, options, environment)
-        operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
+        operands = layer.projected(query, key, value, self._positions(rotated_at, queries, query.device), environment)
         _require_kernel(operands, shared)
         return layer.projected_out(self._attend(operands, shared), query, environment, batched=batched)
 

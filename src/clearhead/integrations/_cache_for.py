@@ -159,7 +159,9 @@ def _served(model: object, kind: str) -> PreTrainedModel:
         if fits and name in _FULL_ONLY:
             fix += f" {name}: its attention adds a bias to every column; kind='full' serves it."
         expected = f"for kind={kind!r} a decoder of type {', '.join(known)}"
-        raise ArgumentError("model", expected=expected, got=f"{type(decoder).__name__}, type {name}", fix=fix)
+        indexer = any(field.startswith("index_") for field in config.get_text_config().to_dict())
+        got = f"{type(decoder).__name__}, type {name}" + ", whose indexer caches keys of its own" * indexer
+        raise ArgumentError("model", expected=expected, got=got, fix=fix)
     return decoder
 
 

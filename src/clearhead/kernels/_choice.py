@@ -15,14 +15,14 @@ from ..errors import ArgumentError, KernelError
 from ._base import Kernel, Refusal, refusals_of_formula
 from ._chunked import ChunkedKernel
 from ._flex import FlexKernel
-from ._flex_choice import leaves_to_flex
+from ._flex_choice import leaves_to_flex, reservation_of_flex
 from ._native import NativeKernel
 from ._reference import ReferenceKernel
 from ._sdpa import SdpaKernel
 from ._sinks_check import distrusts_sinks
 
-#: In order of preference. `flex` refuses all that `chunked` refuses, so that nothing is compiled unless it is forced,
-#: or `chunked` leaves a call to it (`leaves_to_flex`). `reference` refuses nothing.
+#: In order of preference. Outside graphs `flex` refuses all that `chunked` refuses, so that nothing is compiled unless
+#: it is forced, or `chunked` leaves a call to it (`leaves_to_flex`). `reference` refuses nothing.
 KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
 
 _WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
@@ -33,7 +33,8 @@ class use_kernel(forcing[Kernel]):
 
     Args:
         name: ``"native"``, ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each
-            new signature of a call, which takes seconds. It is chosen by itself only on a GPU, for long masks.
+            new signature of a call, which takes seconds. It is chosen by itself only on a GPU, for long masks and for
+            calls that no other fused kernel runs.
 
     Raises:
         ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.
@@ -153,6 +154,8 @@ def _reservations(kernel: Kernel, call: Call) -> tuple[Refusal, ...]:
     elif kernel.name == "chunked" or (kernel.name == "sdpa" and not layout.lse):
         untrusted = distrusts_sinks(layout) if kernel.name == "sdpa" else ()
         return untrusted or leaves_to_flex(*request)
+    elif kernel.name == "flex":
+        return reservation_of_flex(*request)
     return ()
 
 

@@ -42,8 +42,8 @@ class FlexKernel(Kernel):
     seeds_dropout: ClassVar[bool] = False
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
-        if layout.tracing:
-            return (Refusal("it compiles a graph of its own and fits into no other"),)
+        if layout.tracing and not _fits_graph(layout):
+            return (Refusal("it fits into graphs of torch.compile on CUDA devices alone"),)
         computed = [part for part in bound.parts if part.has_bias and not part.structure.biases]
         if layout.device.type != "cpu" and len(computed) == 1 and computed[0].structure.slopes is not None:
             computed = []  # PyTorch's C++ compiles no rule that reads several lists of numbers
@@ -68,13 +68,18 @@ class FlexKernel(Kernel):
         if not call.layout.gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses inputs that need gradients
         in_blocks = call.layout.device.type != "cpu" and call.layout.query[2] % SIDE == call.layout.key[2] % SIDE == 0
-        inputs = [_fixed_sizes(tensor, in_blocks) for tensor in inputs]
         numbers, limits = _numbers(call)
-        for name in _LISTS & numbers.keys():
-            numbers[name] = _fixed_size(numbers[name])
-        attend = _compiled(_signature(call, inputs, numbers, limits))
-        with sizes_apart():
-            output, lse = attend(*inputs, numbers, limits, call.layout.scale, call.layout.lse)
+        options = numbers, limits, call.layout.scale, call.layout.lse
+        if call.layout.tracing:  # the whole graph is compiled
+            output, lse = _attend(*inputs, *options)
+        else:
+            inputs = [_fixed_sizes(tensor, in_blocks) for tensor in inputs]
+            if call.layout.device.type == "cpu":
+                for name in _LISTS & numbers.keys():
+                    numbers[name] = _fixed_size(numbers[name])
+            attend = _compiled(_signature(call, inputs, numbers, limits))
+            with sizes_apart():
+                output, lse = attend(*inputs, *options)
         masked = call.coverage.masked_queries  # (1 or B, 1, L, 1)
         if masked is not None:
             output = output.masked_fill(masked, 0)
@@ -157,9 +162,10 @@ def _fixed_size(numbers: Tensor) -> Tensor:
 def _signature(call: Call, inputs: list[Tensor], numbers: dict[str, Tensor], limits: Limits) -> tuple[object, ...]:
     """The properties of a call for which the compiler makes one graph: all but sizes, which are symbols unless 1."""
     heads = (call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1])
-    fixed = tuple((name, tensor.numel() if name in _LISTS else None) for name, tensor in numbers.items())
+    lists = _LISTS if call.layout.device.type == "cpu" else set[str]()
+    fixed = tuple((name, tensor.numel() if name in lists else None) for name, tensor in numbers.items())
     ones = tuple(tuple(size == 1 for size in tensor.shape) for tensor in (*inputs, *numbers.values()))
-    constants = (call.layout.scale, bool(call.layout.gradients), call.layout.lse, limits)
+    constants = (call.layout.scale, bool(call.layout.gradients), call.layout.learns_bias, call.layout.lse, limits)
     return (call.query.dtype, call.query.device, *constants, heads, fixed, ones)
 
 
@@ -173,14 +179,19 @@ def _compiled(signature: tuple[object, ...]) -> Callable[..., tuple[Tensor, Tens
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
+def _fits_graph(layout: Layout) -> bool:
+    """Whether a graph compiles it: exported ones hold other operators, and PyTorch's C++ has no backward pass."""
+    return layout.device.type == "cuda" and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+
+
 def _reasons_of_device(layout: Layout) -> list[Refusal]:
     """Reasons that depend on the device."""
     if layout.device.type == "cuda":
         reasons: list[Refusal] = []
         if min(layout.query[3], layout.value[3]) < _NARROWEST:
             reasons.append(Refusal("PyTorch takes head sizes of {least} or more", least=_NARROWEST))
-        if layout.learns_bias:
-            reasons.append(Refusal("it is given no gradient for a bias"))
+        if layout.learns_bias and torch.are_deterministic_algorithms_enabled():
+            reasons.append(Refusal("it sums the gradient of a bias in any order"))
         return reasons
     if layout.device.type != "cpu":
         return [Refusal("PyTorch has it for CPUs and CUDA devices only")]

@@ -101,7 +101,9 @@ def _band_blocks(band: Band, grid: Grid) -> FlexMask:
 
 def _constant_limits(band: Band, grid: Grid) -> Limits | None:
     """The limits of a band that do not depend on sizes and positions, for a compiled rule; else ``None``."""
-    if grid.device.type == "cpu" or grid.shift != 0 or grid.query_length != grid.key_length:
+    if grid.device.type == "cpu" or not grid.has_values:  # a graph compiles its own kernels
+        return None
+    if grid.shift != 0 or grid.query_length != grid.key_length:
         return None
     if band.stop < grid.key_length:
         return None

@@ -1,6 +1,7 @@
 """Which calls run on `flex` without being forced, on a GPU only.
 
-These are calls whose long mask rules out blocks of keys, and large calls with a soft-cap, ALiBi or the log-sum-exp.
+These are calls whose long mask rules out blocks of keys, and calls with a soft-cap, ALiBi, a learned bias or the
+log-sum-exp, if they are large or in a graph.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from ._triton import available
 
 #: From this many queries and keys on, skipping blocks saves more than compiled code costs.
 FEWEST = 4096
-#: From this many scores (B · H · L · S) on, `flex` computes what `sdpa` does not. Below it the many
-#: operators of `chunked` take milliseconds, and compiled code takes seconds to make.
+#: From this many scores (B · H · L · S) on, `flex` computes what `sdpa` does not. Below it the many operators of
+#: `chunked` take milliseconds, and compiled code takes seconds to make. An estimate: `benchmarks.gpu.scored` has the
+#: lines that measure it on a GPU.
 FEWEST_SCORES = 1 << 22
 _DTYPES = (torch.float16, torch.bfloat16)
 _LARGEST_DIM = 128
@@ -30,40 +32,68 @@ _LARGEST_DIM = 128
 
 def leaves_to_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
     """The reservation of other kernels against calls that `flex` computes faster; empty for all other calls."""
-    if layout.device.type != "cuda" or layout.tracing or layout.sequences is not None:
+    if layout.formula - FlexKernel.formula or not _gains(layout, bound):
         return ()
-    (batch, heads, length, dim), keys, value_dim = layout.query, layout.key[2], layout.value[3]
-    # Blocks compute these in many operators, and no other kernel of PyTorch computes them.
-    changes_scores = layout.softcap is not None or any(part.structure.slopes for part in bound.parts)
-    if layout.lse or changes_scores:
-        is_large = min(length, keys) >= SIDE and batch * heads * length * keys >= FEWEST_SCORES
-    else:
-        is_large = bound.mask is not None and min(length, keys) >= FEWEST
-    if not is_large or max(dim, value_dim) > _LARGEST_DIM or layout.dtype not in _DTYPES:
+    if FlexKernel().refusals(layout, bound) or reservation_of_flex(layout, bound):
         return ()
-    if layout.formula - FlexKernel.formula or FlexKernel().refusals(layout, bound):
+    if not _changes_scores(layout, bound):
+        return (Refusal("`flex` skips the keys that the mask rules out"),)
+    what = "the log-sum-exp" if layout.lse else "a soft-cap or ALiBi"
+    if layout.learns_bias:
+        what = "the gradient of a bias"
+    return (Refusal(f"`flex` computes {what} in one kernel"),)
+
+
+def reservation_of_flex(layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
+    """Why a call that `flex` would gain from, or one in a graph, stays where it is; empty for all other calls."""
+    if not (layout.tracing or _gains(layout, bound)):
         return ()
-    fits = _has_rules_alone if layout.lse or changes_scores else _leaves_out
+    dim, value_dim, changes_scores = layout.query[3], layout.value[3], _changes_scores(layout, bound)
+    if not (layout.tracing or _is_large(layout, changes_scores)):
+        return (Refusal("the call is smaller than those for which compiling it pays"),)
+    if layout.dtype not in _DTYPES or max(dim, value_dim) > _LARGEST_DIM:
+        return (Refusal("it is chosen in half precision alone, for head sizes up to {most}", most=_LARGEST_DIM),)
+    fits = _is_compiled if changes_scores or layout.tracing else _leaves_out
     if bound.mask is not None and not bound.form(fits.__name__, lambda: fits(bound)):
-        return ()
-    if not _is_trusted(layout.device, layout.dtype):
-        return ()
-    computes = "skips the keys that the mask rules out"
-    if layout.lse or changes_scores:
-        computes = f"computes {'the log-sum-exp' if layout.lse else 'a soft-cap or ALiBi'} in one kernel"
-    return (Refusal(f"`flex` {computes}"),)
+        return (Refusal("the mask is a tensor or a function, or rules out no blocks of keys"),)
+    if layout.tracing and any(part.structure.biases for part in bound.parts):
+        return (Refusal("in a graph its gradient of a bias is not checked before it is used"),)
+    if not layout.tracing and not _is_trusted(layout):
+        return (Refusal("it is switched off, or failed the check of this device"),)
+    return ()
+
+
+def _gains(layout: Layout, bound: BoundMask) -> bool:
+    """Whether it may compute a call faster: on a CUDA device, with a mask, or where no other fused kernel runs."""
+    if layout.device.type != "cuda" or layout.sequences is not None:
+        return False
+    return _changes_scores(layout, bound) or (bound.mask is not None and not layout.tracing)
+
+
+def _changes_scores(layout: Layout, bound: BoundMask) -> bool:
+    """Whether blocks compute a call in many operators, and no other kernel of PyTorch computes it."""
+    special = layout.lse or layout.learns_bias or layout.softcap is not None
+    return special or any(part.structure.slopes for part in bound.parts)
+
+
+def _is_large(layout: Layout, changes_scores: bool) -> bool:
+    (batch, heads, length, _), keys = layout.query, layout.key[2]
+    if changes_scores:
+        return min(length, keys) >= SIDE and batch * heads * length * keys >= FEWEST_SCORES
+    return min(length, keys) >= FEWEST
 
 
 def _leaves_out(bound: BoundMask) -> bool:
     """Whether a mask is made of rules about positions, `documents` and `selected`, and hides more than `causal`."""
-    return not hides_nothing(bound) and not is_plain_causal(bound) and _has_rules_alone(bound)
+    hides = not hides_nothing(bound) and not is_plain_causal(bound)
+    return hides and not bound.has_bias and _is_compiled(bound)
 
 
-def _has_rules_alone(bound: BoundMask) -> bool:
-    """Whether a mask is made of rules about positions, `documents`, ALiBi, and selected blocks that fill its own."""
+def _is_compiled(bound: BoundMask) -> bool:
+    """Whether a mask is made of rules about positions, `documents`, biases, and selected blocks that fill its own."""
     for part in bound.parts:
         structure = part.structure
-        if structure.slopes is not None:
+        if structure.slopes is not None or (structure.exact and structure.biases and not structure.tensors):
             continue
         is_rule = structure.documents is not None or all(map(_is_rule, structure.either or (structure,)))
         is_rule = is_rule or (structure.selection is not None and structure.selection.block >= SIDE)
@@ -76,9 +106,12 @@ def _is_rule(structure: Structure) -> bool:
     return structure.exact and not structure.tensors and not structure.biases
 
 
-def _is_trusted(device: torch.device, dtype: torch.dtype) -> bool:
+def _is_trusted(layout: Layout) -> bool:
     """Whether PyTorch compiles `flex` on a device, and its results are right. The first call compiles a small one."""
-    return available(torch.empty(0, 0, 0, 1, dtype=dtype, device=device)) and CHECK.passes(device, dtype)
+    place = layout.device, layout.dtype
+    if not available(torch.empty(0, 0, 0, 1, dtype=layout.dtype, device=layout.device)) or not CHECK.passes(*place):
+        return False
+    return not layout.learns_bias or BIAS_CHECK.passes(*place)
 
 
 def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -88,4 +121,11 @@ def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
     return problem_of(error)
 
 
+def _compare_bias(device: torch.device, dtype: torch.dtype) -> str | None:
+    bias = torch.linspace(-2, 2, SHAPE[1] * SHAPE[2] ** 2, device=device).view(1, SHAPE[1], SHAPE[2], SHAPE[2])
+    error = largest_error(FlexKernel(), masks.causal() & masks.bias(bias.requires_grad_()), device, dtype)
+    return problem_of(error)
+
+
 CHECK = FirstCheck("FlexAttention", "`sdpa` runs long masks.", _compare)
+BIAS_CHECK = FirstCheck("FlexAttention with a learned bias", "`chunked` computes its gradient.", _compare_bias)

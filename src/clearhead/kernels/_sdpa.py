@@ -39,7 +39,7 @@ class SdpaKernel(Kernel):
     isolates_queries: ClassVar[bool] = True
     #: `torch.nn.attention.varlen`, on CUDA devices.
     takes_packed: ClassVar[bool] = True
-    formula: ClassVar[frozenset[str]] = frozenset({"sinks"})
+    formula: ClassVar[frozenset[str]] = frozenset({"sinks", "row_sinks"})
 
     def refusals(self, layout: Layout, bound: BoundMask) -> tuple[Refusal, ...]:
         if layout.sequences is not None:
@@ -133,10 +133,11 @@ def _attend_split(attend: Callable[..., Tensor], query: Tensor, *others: Tensor 
 
 
 def _sinks_of_rows(sinks: Tensor, call: Call, folded: bool) -> Tensor:
-    """The sinks as the rows of a kernel have them: (1, H, 1), or (1, Hkv, G·L) where the heads of a group are rows."""
+    """The sinks of a kernel's rows: (1 or B, H, 1 or L), or (1 or B, Hkv, G·L) where the heads of a group are rows."""
+    sinks = of_rows(sinks)
     if not folded:
-        return of_rows(sinks)
-    rows = sinks.view(1, -1, call.layout.group, 1)
+        return sinks
+    rows = sinks.unflatten(1, (-1, call.layout.group))  # (1 or B, Hkv, G, 1 or L)
     return rows.expand(-1, -1, -1, call.query.shape[2]).flatten(2)
 
 

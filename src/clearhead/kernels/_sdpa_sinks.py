@@ -52,7 +52,7 @@ def refusals_of_sinks(layout: Layout, backend: str) -> list[Refusal]:
 def attend_with_sinks(
     options: Options, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor
 ) -> Tensor:
-    """The output (B, H, L, Dv) for sinks (1, H, 1) of heads, or (1, H, L) of rows."""
+    """The output (B, H, L, Dv) for sinks that broadcast to its rows (B, H, L)."""
     return _WithSinks.apply(options, query, key, value, bias, sinks)  # pyright: ignore
 
 

@@ -37,7 +37,7 @@ def largest_error(
 
     Args:
         kernel: it runs the call, whether or not it would be chosen.
-        mask: on `SHAPE`.
+        mask: on `SHAPE`, on the device.
         device, dtype: of the call.
         lse: whether the log-sum-exp is one of the results.
         sinks: whether there are sinks.
@@ -54,7 +54,7 @@ def largest_error(
 
 
 def _results(kernel: Kernel, mask: Mask | None, inputs: list[Tensor], lse: bool) -> list[Tensor]:
-    """The output, with `lse` the log-sum-exp, and the gradients of query, key, value and sinks, if there are any."""
+    """The output, with `lse` the log-sum-exp, and the gradients of query, key, value, sinks and biases that learn."""
     query, key, value, gradient, *sinks = inputs
     query, key, value, *sinks = leaves = [each.clone().requires_grad_() for each in (query, key, value, *sinks)]
     call = valid_call(Call(query, key, value, mask, sinks=sinks[0] if sinks else None, lse=lse))
@@ -63,4 +63,5 @@ def _results(kernel: Kernel, mask: Mask | None, inputs: list[Tensor], lse: bool)
     if lse:
         outputs.append(cast(Tensor, computed.lse))
         gradients.append(gradient[..., 0].to(outputs[1].dtype))
+    leaves += [bias for bias in call.bias_tensors if bias.requires_grad]
     return [*(each.detach() for each in outputs), *torch.autograd.grad(outputs, leaves, gradients)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead.kernels import _flex_choice
 from clearhead.masks import Mask
 from clearhead.positions import ALiBi
 from tests.support.pretended_cuda.comparing import error, require_half_as_good
@@ -122,6 +123,53 @@ def test_the_kernel_is_the_one_in_the_table_of_the_page(cuda: PretendedDevice, n
     assert set(seen.backends) <= allowed
     assert len(seen.backends) == bool(allowed)
     assert seen.waits == []
+
+
+#: Those that FlexAttention computes, which skips blocks of other sequences, where there are scores enough.
+SCORED: dict[str, tuple[Callable[[Tensor], Mask | None], dict[str, Any]]] = {
+    "lse": (lambda bias: None, {"return_lse": True}),
+    "soft-cap, window": (lambda bias: masks.sliding_window(30, 4), {"softcap": 2.0}),
+    "ALiBi, causal": (lambda bias: ALiBi(H) & masks.causal(), {}),
+    "bias that learns": (lambda bias: masks.bias(bias) & masks.causal(), {}),
+}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_are_changed_in_one_kernel(cuda: PretendedDevice, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flex_choice, "FEWEST_SCORES", 1)
+    make, options = SCORED[name]
+    numbers = torch.randn(1, H, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))
+
+    def results(device: str, dtype: torch.dtype, bounds: Tensor | None = None) -> list[Tensor]:
+        query, key, value, own = (x.detach() for x in packed(9, "cpu", kv_heads=2))
+        bounds = own if bounds is None else bounds
+        leaves = [x.to(device, dtype).requires_grad_() for x in (query, key, value)]
+        bias = numbers.to(device, torch.promote_types(dtype, torch.float32)).requires_grad_()
+        found = clearhead.attention_varlen(*leaves, bounds, bounds, make(bias), **options)
+        outputs = found if isinstance(found, tuple) else (found,)
+        upstream = [torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).bfloat16().to(x) for x in outputs]
+        gradients = torch.autograd.grad(outputs, [*leaves, bias], upstream, allow_unused="bias" not in name)
+        return [x.detach() for x in (*outputs, *gradients) if x is not None]
+
+    exact = results("cpu", torch.float64)
+    with clearhead.use_kernel("reference"):
+        same = results("cpu", torch.bfloat16)
+    bounds = packed(9, "cuda")[3]
+    results("cuda", torch.bfloat16, bounds)  # the first call checks FlexAttention
+    got: list[Tensor] = []
+    seen = cuda.count(lambda: got.extend(results("cuda", torch.bfloat16, bounds)))
+    assert seen.backends == ["flex"]
+    assert seen.values == seen.shapes == []
+    require_half_as_good(got, same, exact, 1e-6)
+
+
+def test_masks_of_absolute_positions_count_within_sequences(cuda: PretendedDevice) -> None:
+    query, key, value, bounds = (x.detach() for x in packed(9, "cpu", torch.float32))
+    on_device = [x.cuda() for x in (query, key, value)]
+    for mask in (masks.prefix(5), masks.block_causal(7), masks.causal() & masks.lengths(torch.tensor([40]))):
+        got = clearhead.attention_varlen(*on_device, bounds.cuda(), bounds.cuda(), mask)
+        exact = clearhead.attention_varlen(query.double(), key.double(), value.double(), bounds, bounds, mask)
+        assert error(got, exact) <= 1e-5
 
 
 _BANDS = {

@@ -18,18 +18,26 @@ from .test_masks import CAPABILITY, KEY_PADDING, B, D, H, L, mask_of, operands
 #: The gradient of a sink is a sum over it, whose terms cancel.
 ROUNDED_TWICE, SUM_OF_ROUNDED = 2**-7, 2**-6
 SINKS = torch.tensor([0.7, -2.0, 5.0, -torch.inf])
+
+
+def sinks_of_queries(length: int) -> Tensor:
+    """Sinks (B, H, L), some of them none."""
+    sinks = torch.randn(B, H, length, generator=torch.Generator().manual_seed(5)) * 2
+    return sinks.masked_fill(torch.arange(length) % 6 == 2, -torch.inf)
+
+
 #: Those that become tensors of another shape, and none.
 MASKS = ("none", "lengths", "window", "bias", "rows")
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "of_queries"), [(False, False), (True, False), (True, True)])
 def test_a_prepared_mask_takes_one_fused_kernel_and_few_operators(
-    cuda: PretendedDevice, name: str, causal: bool
+    cuda: PretendedDevice, name: str, causal: bool, of_queries: bool
 ) -> None:
     device = torch.device("cuda:0")
     query, key, value = inputs = [x.to(device).requires_grad_() for x in operands(L, torch.bfloat16)]
-    sinks = SINKS.to(device).requires_grad_()
+    sinks = (sinks_of_queries(L) if of_queries else SINKS).to(device).requires_grad_()
     mask = mask_of(name, causal, L, device)
     if mask is not None:
         mask = mask.prepare(L, L, batch_size=B, num_heads=H, device=device)
@@ -51,15 +59,37 @@ def test_a_prepared_mask_takes_one_fused_kernel_and_few_operators(
 def test_values_and_gradients_are_those_of_the_cpu(
     cuda: PretendedDevice, length: int, name: str, kv_heads: int, causal: bool, dtype: torch.dtype
 ) -> None:
+    require_values_of_the_cpu(cuda, length, name, kv_heads, causal, dtype, SINKS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [H, 2])
+@pytest.mark.parametrize("name", ["none", "lengths", "bias"])
+@pytest.mark.parametrize(("length", "causal"), [(75, True), (13, False)])
+def test_sinks_of_queries(
+    cuda: PretendedDevice, length: int, name: str, kv_heads: int, causal: bool, dtype: torch.dtype
+) -> None:
+    require_values_of_the_cpu(cuda, length, name, kv_heads, causal, dtype, sinks_of_queries(length))
+
+
+def require_values_of_the_cpu(
+    cuda: PretendedDevice,
+    length: int,
+    name: str,
+    kv_heads: int,
+    causal: bool,
+    dtype: torch.dtype,
+    logits: Tensor,
+) -> None:
     inputs, device = operands(length, dtype, kv_heads), torch.device("cuda:0")
     if name in KEY_PADDING:
         for x in inputs[1:]:
             x[1, :, 437 * length // L :] = torch.nan
     on_cpu, mask = (mask_of(name, causal, length, torch.device(each)) for each in ("cpu", "cuda:0"))
-    exact = with_gradients(inputs, on_cpu, torch.float64, "reference", sinks=SINKS)
-    same = with_gradients(inputs, on_cpu, dtype, "reference", sinks=SINKS)
+    exact = with_gradients(inputs, on_cpu, torch.float64, "reference", sinks=logits)
+    same = with_gradients(inputs, on_cpu, dtype, "reference", sinks=logits)
     got: list[Tensor] = []
-    on_device, sinks = [x.to(device) for x in inputs], SINKS.to(device)
+    on_device, sinks = [x.to(device) for x in inputs], logits.to(device)
     seen = cuda.count(lambda: got.extend(with_gradients(on_device, mask, dtype, sinks=sinks)))
     assert seen.backends
     if dtype == torch.bfloat16:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_block_mask
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from .mode import PretendedDevice
@@ -17,9 +18,10 @@ operators: Any = torch.ops.pretended_cuda
 
 
 def connect(mode: PretendedDevice) -> None:
-    """Let calls that Clearhead would compile run the stand-in."""
+    """Let calls that Clearhead would compile run the stand-in. Graphs hold PyTorch's own operator."""
     flex: Any = import_module("clearhead.kernels._flex")
     library: Any = import_module("torch.nn.attention.flex_attention")
+    original = library.flex_attention
 
     def flex_attention(
         query: Tensor,
@@ -32,6 +34,8 @@ def connect(mode: PretendedDevice) -> None:
         *,
         return_aux: AuxRequest | None = None,
     ) -> Tensor | tuple[Tensor, AuxOutput]:
+        if torch.compiler.is_dynamo_compiling():
+            return original(query, key, value, score_mod, block_mask, scale, enable_gqa, return_aux=return_aux)
         if scale is None:
             raise NotImplementedError("the stand-in computes calls with a scale")
         with mode.unseen(), torch.no_grad():
@@ -43,7 +47,8 @@ def connect(mode: PretendedDevice) -> None:
         if not wants_gradients and any(each.requires_grad for each in (query, key, value)):
             raise RuntimeError("the backward pass needs the blocks of each column")
         if score_mod is not None:
-            output, lse = _Scored.apply(mode, score_mod, visible, scale, query, key, value)  # pyright: ignore
+            inputs = query, key, value, *_learned(score_mod)
+            output, lse = _Scored.apply(mode, score_mod, visible, scale, *inputs)  # pyright: ignore
         else:
             output, lse = _Flex.apply(query, key, value, visible, by_keys, scale)  # pyright: ignore
         return output if return_aux is None else (output, AuxOutput(lse if return_aux.lse else None))
@@ -82,21 +87,27 @@ class _Scored(torch.autograd.Function):
         scale: float,
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(visible, *inputs)
-        ctx.of_call = mode, score_mod, scale
+        ctx.save_for_backward(visible, *inputs[:3])
+        ctx.of_call = mode, score_mod, scale, inputs[3:]
         mode.seen.operators["flex_attention"] += 1
         mode.seen.backends.append("flex")
         with mode.unseen():
-            return _scored(score_mod, visible, scale, *inputs)
+            return _scored(score_mod, visible, scale, *inputs[:3])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        (mode, score_mod, scale), (visible, *inputs) = ctx.of_call, ctx.saved_tensors
+        (mode, score_mod, scale, learned), (visible, *inputs) = ctx.of_call, ctx.saved_tensors
         mode.seen.operators["flex_backward"] += 1
         with mode.unseen(), torch.enable_grad():
             leaves = [each.detach().requires_grad_() for each in inputs]
             results = _scored(score_mod, visible, scale, *leaves)
-            return None, None, None, None, *torch.autograd.grad(results, leaves, gradients)
+            return None, None, None, None, *torch.autograd.grad(results, [*leaves, *learned], gradients)
+
+
+def _learned(score_mod: Callable[..., Tensor]) -> list[Tensor]:
+    """The tensors that a function reads and that need gradients."""
+    read = tree_leaves([cell.cell_contents for cell in score_mod.__closure__ or ()])
+    return [each for each in read if isinstance(each, Tensor) and each.requires_grad]
 
 
 def _scored(
