@@ -1,6 +1,6 @@
 """Train a two-layer model on repeated sequences, and find its induction head with a census.
 
-    python examples/induction.py [--steps 1200] [--figure induction.svg]
+    python examples/induction.py [--steps 1200] [--figure induction.svg] [--page heads.html]
 
 Each sequence repeats a few random tokens, so the next token is known only to a model that looks up what followed the
 token before. Two layers of attention learn to: a head of the first layer attends to the previous token, and one of the
@@ -87,6 +87,7 @@ def main(arguments: list[str] | None = None) -> clearhead.Census:
     parser = argparse.ArgumentParser(description="Train a two-layer model and find its induction head.")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--page", type=Path)
     chosen = parser.parse_args(arguments)
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
@@ -95,6 +96,8 @@ def main(arguments: list[str] | None = None) -> clearhead.Census:
     print(found)
     if chosen.figure:
         draw(model, repeated(1, generator)[0], found, chosen.figure)
+    if chosen.page:
+        found.page(title="What the heads of a two-layer model do").save(chosen.page)
     return found
 
 

@@ -22,9 +22,9 @@ SURFACE = {
     "clearhead": """
         AttentionStatistics Census Explanation Mass MultiHeadAttention MultiHeadLatentAttention Summary TopK
         UpgradeReport Walkthrough __version__ activate attention attention_statistics attention_varlen
-        attention_weights caches census check_values checkpoints downgrade errors explain head_importance
-        intervene kernels masks merge_heads monitor nn plot positions qk_clip_ record split_heads transformer
-        upgrade use_kernel use_linear walkthrough
+        attention_weights caches census check_values checkpoints downgrade errors explain head_ablation
+        head_importance intervene kernels masks merge_heads monitor nn plot positions qk_clip_ record split_heads
+        transformer upgrade use_kernel use_linear walkthrough
     """,
     "clearhead.backend": "flash_attn_func flash_attn_varlen_func",
     "clearhead.caches": """

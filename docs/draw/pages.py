@@ -5,6 +5,8 @@ Other than the SVG pictures, they depend on the fonts of the computer. No test c
 
 from __future__ import annotations
 
+import ast
+import re
 import tempfile
 from collections.abc import Callable
 from io import BytesIO
@@ -17,6 +19,7 @@ from PIL import Image
 import clearhead
 from clearhead import plot
 from clearhead.cli import _demo as demo
+from clearhead.cli import main
 from clearhead.plot import Page
 from docs.draw import IMAGES
 from tests.support.chromium import opened_browser
@@ -47,6 +50,22 @@ def two_texts() -> Page:
     return comparison.page(labels=("… tired.", "… wide."), title=name)
 
 
+def sentences() -> list[str]:
+    """The texts of lesson 6."""
+    lesson = (IMAGES.parent / "en" / "lessons" / "heads.md").read_text(encoding="utf-8")
+    [texts] = re.findall(r"^texts = (\[.*?^\])", lesson, re.MULTILINE | re.DOTALL)
+    return ast.literal_eval(texts)
+
+
+def heads() -> Page:
+    """What `clearhead heads` writes for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        texts, html = Path(folder) / "texts.txt", Path(folder) / "heads.html"
+        texts.write_text("\n".join(sentences()), encoding="utf-8")
+        main(["heads", "--texts", str(texts), "--html", str(html)], standalone_mode=False)
+        return Page(html.read_text(encoding="utf-8"))
+
+
 def _choose(opened: Any, word: str) -> None:
     opened.locator(".text span", has_text=word).first.click()
     opened.mouse.move(1, 1)
@@ -69,6 +88,7 @@ def _select(opened: Any) -> None:
 #: File below docs/images → what makes the page, and what is done on it.
 PICTURES: dict[str, tuple[Callable[[], Page], Callable[[Any], None]]] = {
     "page.png": (one_text, _select),
+    "census.png": (heads, lambda opened: None),
     "comparing-page.png": (two_texts, lambda opened: _choose(opened, "it")),
 }
 

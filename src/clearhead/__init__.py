@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # `__getattr__` imports these on first use
     from ._latent import MultiHeadLatentAttention
     from .inspection._census._result import Census
     from .inspection._census._run import census
-    from .inspection._intervene import head_importance, intervene
+    from .inspection._importance import head_ablation, head_importance
+    from .inspection._intervene import intervene
     from .inspection._monitor import monitor
     from .inspection._qk_clip import qk_clip_
     from .inspection._record import record
@@ -59,6 +60,7 @@ __all__ = [
     "downgrade",
     "errors",
     "explain",
+    "head_ablation",
     "head_importance",
     "intervene",
     "kernels",
@@ -88,7 +90,8 @@ _NAMES = {
     "Walkthrough": "inspection._walkthrough_result",
     "census": "inspection._census._run",
     "downgrade": "integrations._upgrade",
-    "head_importance": "inspection._intervene",
+    "head_ablation": "inspection._importance",
+    "head_importance": "inspection._importance",
     "intervene": "inspection._intervene",
     "monitor": "inspection._monitor",
     "qk_clip_": "inspection._qk_clip",

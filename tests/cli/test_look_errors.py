@@ -56,6 +56,7 @@ def _given_files(in_an_empty_folder: None) -> None:
         (["a", "--lang", "fr"], "--lang: expected en or zh, got 'fr'", 2),
         (["a", "--stat", "received"], "--stat: expected one of entropy, normalized_entropy,", 2),
         (["a", "--against", "b", "--stat", "sink"], "--stat: expected no --stat beside --against, got sink.", 2),
+        (["a", "--against", "b", "--link", "c"], "--link: expected no --link beside --against, got c.", 2),
         (["a", "--html", "x.html", "--no-html"], "--html: expected --html or --no-html, got both.", 2),
         (["a", "--png", "x.png", "--no-png"], "--png: expected --png or --no-png, got both.", 2),
         (["a", "--png", "x.docx"], "--png: expected a name ending in .png, .svg, .pdf, got x.docx.", 2),
@@ -75,6 +76,7 @@ def _given_files(in_an_empty_folder: None) -> None:
         (["--image", "photo.jpg"], "--model: expected a vision model beside --image, got none.", 2),
         (["a", "--image", "photo.jpg", "--model", "x"], TEXT + "no TEXT beside --image, got both.", 2),
         (["--image", "photo.jpg", "--against", "b", "--model", "x"], "--against: expected no --against beside", 2),
+        (["--image", "photo.jpg", "--link", "b", "--model", "x"], "--link: expected no --link beside --image", 2),
     ],
 )
 def test_what_can_be_checked_is_checked_before_a_model_is_loaded_and_leaves_nothing(

@@ -277,6 +277,11 @@ REFUSED: dict[str, tuple[Callable[[Reader], object], str]] = {
     "tensor": (lambda model: clearhead.census(model, torch.zeros(2, 3)), "batches"),  # type: ignore[arg-type]
     "window": (lambda model: clearhead.census(model, [], window=-1), "window"),
     "name": (lambda model: clearhead.census(model, [], checkpoint="census.json"), "checkpoint"),
+    "a pair of one list": (lambda model: clearhead.census(model, [], pairs={"a": [1]}), "pairs"),  # type: ignore[dict-item]
+    "a pair with the name of a metric": (
+        lambda model: clearhead.census(model, [], pairs={"same": ([1], [2])}),
+        "pairs",
+    ),
     "nothing": (lambda model: clearhead.census(model, []), "no attention was seen"),
 }
 
@@ -286,3 +291,14 @@ def test_refusals(model: Reader, name: str) -> None:
     call, text = REFUSED[name]
     with pytest.raises(clearhead.errors.ClearheadError, match=text):
         call(model)
+
+
+def test_a_page_names_texts_and_positions(model: Reader) -> None:
+    found = clearhead.census(model, batches(), special=SPECIAL)
+    made = found.page(title="Two layers", threshold=0.2, language="zh").text
+    assert "<h1>Two layers</h1>" in made
+    assert "不小于 0.2 的头" in made
+    named = sorted({each[:2] for ranked in found.kinds(0.2).values() for each in ranked})
+    assert f"5 个头里有 {len(named)} 个" in made
+    with pytest.raises(ArgumentError, match="threshold"):
+        found.page(threshold=2)

@@ -10,6 +10,7 @@ from torch import nn
 
 import clearhead
 from tests.malformed.calls import Call, case
+from tests.malformed.cases_plot import drawn
 from tests.malformed.values import OwnError, users_own
 
 VOCABULARY, E, H, L = 20, 12, 3, 7
@@ -39,6 +40,7 @@ def _run(model: Any, batch: Any) -> object:
 
 
 OPTIONS: dict[str, Any] = {"special": (0, 1), "window": 2, "strongest": 3, "layers": ["1"]}
+OPTIONS |= {"pairs": {"chosen": ([1, 2], [3])}}
 
 
 @case("census", weight=8, arguments=("model", "batches", *OPTIONS, "run", "checkpoint", "progress"))
@@ -53,6 +55,7 @@ def _() -> Call:
 PLACE: dict[str, Any] = {"metric": "entropy", "layer": 0, "head": 1}
 for _name in ("count", "mean", "share", "spread", "lowest", "highest", "rank_heads"):
     case(f"Census.{_name}", weight=1)(lambda name=_name: Call(getattr(taken(), name), metric="duplicate"))
+case("Census.plot_heads", weight=1)(lambda: drawn(taken().plot_heads, metric="duplicate"))
 case("Census.strongest")(lambda: Call(taken().strongest, **PLACE))
 case("Census.kinds")(lambda: Call(taken().kinds, threshold=0.3))
 case("Census.with_column", values="layer")(

@@ -92,19 +92,23 @@ def _() -> Call:
     return Call(run, name="self_attn", head=0, change=torch.zeros(2, 5, 4))
 
 
-@case("head_importance")
-def _() -> Call:
+def _importance(measure: Any, **options: Any) -> Call:
     def loss(model: Any, batch: Any) -> Any:
         try:
             return model(batch).square().mean()
         except Exception as error:
             raise OwnError from error  # what the batch makes of the user's own model
 
-    def run(model: Any, batches: Any, loss: Any, progress: Any) -> Any:
+    def run(model: Any, batches: Any, loss: Any, **options: Any) -> Any:
         loss = users_own(loss) if callable(loss) else loss
-        return clearhead.head_importance(model, batches, loss, progress=progress)
+        return measure(model, batches, loss, **options)
 
-    return Call(run, model=model(), batches=[x()], loss=loss, progress=False)
+    return Call(run, model=model(), batches=[x()], loss=loss, progress=False, **options)
+
+
+IMPORTANCE = ("model", "batches", "loss", "progress")
+case("head_importance", arguments=IMPORTANCE)(lambda: _importance(clearhead.head_importance))
+case("head_ablation", arguments=(*IMPORTANCE, "change"))(lambda: _importance(clearhead.head_ablation, change=0.5))
 
 
 @case("walkthrough", weight=6)

@@ -55,7 +55,7 @@ CELL = {"layer": 0, "head": 1, "item": 0}
 ROLLOUT = {"item": 0, "layers": [0], "residual": 0.5}
 
 
-def _drawn(draw: Any, **arguments: Any) -> Call:
+def drawn(draw: Any, **arguments: Any) -> Call:
     return Call(_closing(draw), **arguments)
 
 
@@ -68,14 +68,14 @@ case("plot.page", weight=2)(
 )
 case("record.page", weight=2)(lambda: Call(recorded().page, **TOKENS, key_tokens=[NAMES, NAMES]))
 case("plot.page, crops", weight=2)(lambda: Call(plot.page, rec=recorded(), crops=[(0, 1, slice(0, 3), slice(0, 2))]))
-case("plot.plot_heads", weight=1)(lambda: _drawn(plot.plot_heads, rec=recorded(), statistic="entropy"))
-case("plot.plot_map", weight=1)(lambda: _drawn(plot.plot_map, rec=recorded(), **CELL, **TOKENS, words=True))
-case("plot.plot_received", weight=1)(lambda: _drawn(plot.plot_received, rec=recorded(), **CELL, **TOKENS))
+case("plot.plot_heads", weight=1)(lambda: drawn(plot.plot_heads, rec=recorded(), statistic="entropy"))
+case("plot.plot_map", weight=1)(lambda: drawn(plot.plot_map, rec=recorded(), **CELL, **TOKENS, words=True))
+case("plot.plot_received", weight=1)(lambda: drawn(plot.plot_received, rec=recorded(), **CELL, **TOKENS))
 case("plot.plot_rollout", weight=1, layers="layer")(
-    lambda: _drawn(plot.plot_rollout, rec=recorded(), targets=0, **TOKENS, **ROLLOUT)
+    lambda: drawn(plot.plot_rollout, rec=recorded(), targets=0, **TOKENS, **ROLLOUT)
 )
 case("plot.plot_rollout of patches", weight=1, layers="layer")(
-    lambda: _drawn(plot.plot_rollout, rec=recorded(), targets=0, grid=(2, 2), image=torch.rand(4, 4, 3), **ROLLOUT)
+    lambda: drawn(plot.plot_rollout, rec=recorded(), targets=0, grid=(2, 2), image=torch.rand(4, 4, 3), **ROLLOUT)
 )
 case("plot.compare", weight=2)(
     lambda: Call(plot.compare, rec=recorded(), other=recorded(), **TOKENS, other_tokens=[NAMES, NAMES])
@@ -84,7 +84,7 @@ case("plot.Comparison", weight=2)(
     lambda: Call(plot.Comparison, first=recorded(), second=recorded(), **TOKENS, other_tokens=[NAMES, NAMES])
 )
 case("plot.plot_image", weight=1)(
-    lambda: _drawn(plot.plot_image, rec=vision_record(), image=torch.rand(4, 4, 3), query=(0, 1), **CELL)
+    lambda: drawn(plot.plot_image, rec=vision_record(), image=torch.rand(4, 4, 3), query=(0, 1), **CELL)
 )
 case("plot.given")(lambda: Call(plot.given, weights=[torch.eye(3).expand(2, 3, 3)], names=["a"]))
 case("plot.given, its methods", weight=4)(lambda: Call(_given().weights, layer=0, head=1, queries=[0], call=0))

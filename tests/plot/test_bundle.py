@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from .browsing import needs_chromium, wait_until
 from .javascript import names
 
 FOLDER = Path(plot.__file__).parent
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("page_*.js"))}
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*_*.js"))}
 MODULES = {file: parsed(file, text) for file, text in TEXTS.items()}
-OWNERS = {name: file for file, module in MODULES.items() for name in module.declared}
 
 
 def imported(file: str) -> Iterator[str]:
@@ -27,23 +27,35 @@ def imported(file: str) -> Iterator[str]:
         yield from of_one_file
 
 
-def test_the_page_holds_every_module_with_its_names_exported_and_declared_once() -> None:
+def modules_of(entry: str) -> list[str]:
+    """The modules of a page."""
     read: list[str] = []
 
     def remembered(file: str) -> str:
         read.append(file)
         return TEXTS[file]
 
-    script = bundle("page_main.js", remembered)
-    assert sorted(read) == list(TEXTS)
-    assert len(script) == sum(len(module.code) for module in MODULES.values())
+    script = bundle(entry, remembered)
+    assert len(script) == sum(len(MODULES[file].code) for file in read)
+    return read
 
 
-@pytest.mark.parametrize("file", TEXTS)
-def test_a_module_imports_what_it_uses_of_others_and_nothing_else(file: str) -> None:
-    """A local variable may not be called like something of another module, so that this is exact."""
+OF_PAGES = {entry: modules_of(entry) for entry in ("page_main.js", "census_main.js")}
+
+
+def test_the_pages_hold_every_module_of_their_own() -> None:
+    assert sorted({*chain(*OF_PAGES.values())}) == list(TEXTS)
+    for entry, files in OF_PAGES.items():
+        own = [file for file in TEXTS if file.startswith(entry.partition("_")[0])]
+        assert set(own) <= set(files)
+
+
+@pytest.mark.parametrize(("entry", "file"), [(entry, file) for entry, files in OF_PAGES.items() for file in files])
+def test_a_module_imports_what_it_uses_of_others_and_nothing_else(entry: str, file: str) -> None:
+    """A local variable may not be called like something of another module of its page, so that this is exact."""
+    declared = {name for each in OF_PAGES[entry] for name in MODULES[each].declared}
     used = names(MODULES[file].code)
-    assert used & OWNERS.keys() - {*MODULES[file].declared} == {*imported(file)}
+    assert used & declared - {*MODULES[file].declared} == {*imported(file)}
     assert len([*imported(file)]) == len({*imported(file)})
 
 

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from clearhead.errors import ArgumentError
+from clearhead.inspection._census._metrics import Counted, Pair
 from clearhead.plot import given
 from clearhead.plot._fonts import characters_of, fonts
 from clearhead.plot._heads import KINDS
@@ -47,6 +48,7 @@ def texts_of_python() -> Iterator[str]:
     yield NOTE
     yield from TITLES.values()
     yield from KINDS.values()
+    yield from (metric.meaning for metric in Counted(pairs=(Pair("pair", (1,), (2,)),)).metrics)
     for unit, plural in (("patch", "patches"), ("tile", "tiles")):
         kinds = [meaning for kind, meaning in KINDS.items() if kind != "special"]
         yield from (meaning.replace("tokens", plural).replace("token", unit) for meaning in kinds)
@@ -54,7 +56,7 @@ def texts_of_python() -> Iterator[str]:
 
 def texts_of_scripts() -> Iterator[str]:
     """What `say` is a tag of, with numbers for the values."""
-    for file in (*(SOURCES / "plot").glob("page_*.js"), SOURCES / "plot" / "census_main.js"):
+    for file in (*(SOURCES / "plot").glob("page_*.js"), *(SOURCES / "plot").glob("census_*.js")):
         source = file.read_text(encoding="utf-8")
         for start in (match.end() for match in re.finditer(r"\bsay`", source)):
             yield _template(source, start)
@@ -62,7 +64,7 @@ def texts_of_scripts() -> Iterator[str]:
 
 def texts_of_page() -> Iterator[str]:
     """What stands in double brackets in the page's HTML."""
-    for name in ("page.html", "census.html"):
+    for name in ("frame.html", "page.html", "census.html"):
         source = (SOURCES / "plot" / name).read_text(encoding="utf-8")
         yield from (" ".join(text.split()) for text in re.findall(r"\[\[(.+?)\]\]", source, flags=re.DOTALL))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,12 @@ from benchmarks.seeing.page_model import structured
 from clearhead.plot import given
 from tests.support.models import vision_model
 
-from .browsing import crowded, needs_chromium
+from .browsing import MEDIA, emulate, loaded, needs_axe, needs_chromium, problems_of, serious_problems
 from .recorded import PICTURE, record_two, recorded
 
 pytestmark = needs_chromium
 
 WIDTHS = (390, 768, 1400, 2560)
-MEDIA: dict[str, dict[str, str]] = {
-    "light": {"media": "screen", "color_scheme": "light"},
-    "dark": {"media": "screen", "color_scheme": "dark"},
-    "print": {"media": "print"},
-}
-#: Waits for some frames, in the first of which a page draws what has changed.
-FRAMES = "async () => { for (let i = 0; i < 4; i++) await new Promise(requestAnimationFrame) }"
-AXE = "async (o) => (await axe.run(document, o)).violations.map(v => `${v.impact} ${v.id}: ${v.nodes[0].html}`)"
 
 
 WORDS = ["The", "animal", "didn't", "cross", "the", "street", "because", "it", "was", "too", "tired"]
@@ -102,38 +93,8 @@ def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, built: Call
     assert {shown: problems for shown, problems in overlaps.items() if problems} == {}
 
 
-@pytest.mark.skipif(find_spec("axe_playwright_python") is None, reason="needs the package axe-playwright-python")
+@needs_axe
 @pytest.mark.parametrize("name", PAGES)
 def test_axe_finds_no_serious_problem(name: str, browser: Any, built: Callable[[str], Path]) -> None:
-    import axe_playwright_python as axe
-
-    script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
     for width, schemes in ((390, ("light", "dark")), (1400, ("dark", "light"))):  # it starts with each of them once
-        # The page's own policy lets no other script run.
-        opened = loaded(browser, built(name), width, color_scheme=schemes[0], bypass_csp=True)
-        opened.evaluate(script)
-        for scheme in schemes:
-            emulate(opened, color_scheme=scheme)
-            # A scheme changes colors alone.
-            rules = {} if scheme == schemes[0] else {"runOnly": ["color-contrast", "link-in-text-block"]}
-            serious = [each for each in opened.evaluate(AXE, rules) if each.startswith(("serious", "critical"))]
-            assert serious == [], (scheme, width)
-        opened.close()
-
-
-def loaded(browser: Any, path: Path, width: int, **options: Any) -> Any:
-    opened = browser.new_page(viewport={"width": width, "height": 900}, **options)
-    opened.goto(path.as_uri())
-    opened.wait_for_selector("html[data-ready]", timeout=60_000)
-    return opened
-
-
-def emulate(opened: Any, **media: str) -> None:
-    """Show a page in another medium or scheme, and wait for the frames in which it draws itself again."""
-    opened.emulate_media(**media)
-    opened.evaluate(FRAMES)
-
-
-def problems_of(opened: Any) -> list[str]:
-    wide = opened.evaluate("document.documentElement.scrollWidth > innerWidth")
-    return crowded(opened) + ["the page is wider than the window"] * wide
+        assert serious_problems(browser, built(name), width, schemes) == [], width

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,47 +13,25 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from .._statistics.recorded import RankedHead
 from ..errors import ArgumentError, explain_problem
-from ..inspection._census._metrics import MASSES
 from ..inspection._census._result import Census
 from ..inspection._census._run import census
-from ..plot._census_page import MAP, StrongRow, census_page
-from ..plot._html import Page
+from ..inspection._importance import head_ablation
 from ..plot._language import say, speaking
 from ..plot._tokens import Tokens
 from . import _demo as demo
 from ._demo import PretrainedModel
 from ._errors import UsageProblem, warn
-from ._output import print_with, require_writable, write_files
+from ._heads_page import Corpus, Shown, page_of, require_heads
+from ._output import print_with, require_writable, warn_of_link, write_files
 from ._progress import Work, at_work
-from ._running import about_the_model, run_recorded
+from ._running import about_the_model
 from ._walkthrough import LANGUAGE, require_language
 from ._windows import Window, cut_into_windows
 
-TOKENS_AT_ONCE = 4096
 REPEATED, REPEATS = 50, 32  # tokens that are repeated, and how many such texts
-AROUND, KEYS, ROWS = 12, 16, 3  # tokens of a context on each side, keys of a row, rows of a head
-MAPS = 24  # named heads with a whole map
-
-
-@dataclass(frozen=True)
-class _Corpus:
-    """The texts of a census: their batches, and each text again as its model reads it."""
-
-    texts: Sequence[dict[str, Tensor]]
-    tokens: Sequence[Tokens]
-
-    def batches(self) -> Iterator[dict[str, Tensor]]:
-        """Texts in order, padded to the longest of a batch."""
-        batch: list[dict[str, Tensor]] = []
-        for text in self.texts:
-            longest = max(each["input_ids"].shape[1] for each in (*batch, text))
-            if batch and longest * (len(batch) + 1) > TOKENS_AT_ONCE:
-                yield _padded(batch)
-                batch = []
-            batch.append(text)
-        if batch:
-            yield _padded(batch)
+ABLATION = "ablation"  # the column of --ablate
 
 
 def heads(
@@ -69,21 +47,36 @@ def heads(
         float | None, typer.Option(help="The mean weight that names a head.", show_default="0.4", metavar="WEIGHT")
     ] = None,
     window: Annotated[int, typer.Option(help="The reach of the mass `window`, in tokens.")] = 5,
+    ablate: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Run the first N texts without each head: how far the output moves.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = 0,
     html: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("heads.html"),
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
     json: Annotated[Path | None, typer.Option(help="A folder for index.json and a file for each head.")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="A .safetensors file: an interrupted census continues there.")
     ] = None,
-    other: Annotated[
-        str | None, typer.Option("--link", help="The address of a page of `clearhead look` to link to.")
+    whole: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map", help="A head drawn whole, such as 3.1; repeatable.", show_default="named heads", metavar="HEAD"
+        ),
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="The address of a page of `clearhead look` to link to.", metavar="ADDRESS")
     ] = None,
     lang: Annotated[str, typer.Option(help=LANGUAGE)] = "en",
 ) -> None:
     """Count what every head of a pretrained Transformer attends to, over many texts, and name the heads.
 
-    Prints the heads of each kind: previous token, same token, duplicate, induction, first token, special tokens. Writes
-    a page with all heads as points and as a grid, and the texts in which each was strongest.
+    Prints the heads of each kind. Writes a page with all heads as points and as a grid, and the texts in which each was
+    strongest.
 
     --repeat-random is the usual test of induction heads: a causal model reads random tokens twice, and an induction
     head attends from a token to the one that followed it the first time.
@@ -93,7 +86,11 @@ def heads(
         got = "both" if repeat_random else "neither"
         raise UsageProblem(explain_problem("--texts", expected="either --texts FILE or --repeat-random", got=got))
     page = None if no_html else html
-    require_writable({"html": page, "json": json, "checkpoint": checkpoint})
+    chosen = [_read_head(name) for name in whole or ()]
+    if chosen and (sizes := demo.configured_sizes(model, "text")) is not None:
+        require_heads(chosen, [sizes[1]] * sizes[0])  # raises before the model is loaded
+    require_writable({"html": page, "json": json and json / "index.json", "checkpoint": checkpoint})
+    warn_of_link(link, page, "clearhead look TEXT")
     with speaking(lang):
         with at_work() as work:
             loaded = demo.load_text_model(model, notify=warn)
@@ -103,16 +100,26 @@ def heads(
             work.step(say("reading the texts"))
             corpus = _repeated(loaded) if texts is None else _read(loaded, texts, special)
             found = _count(loaded, corpus, work, window, checkpoint)
+            if ablate:
+                found = found.with_column(ABLATION, _ablation(loaded, corpus.texts[:ablate], work))
             if json is not None:
                 found.write(json)
             if page is not None:
                 work.step(say("writing the page"))
-                made = page_of(loaded, found, corpus, threshold, other)
+                made = page_of(loaded, found, corpus, Shown(threshold, chosen, link))
                 write_files([("html", page, made.text.encode())])
         print_with(lambda console: _show(console, loaded, found, threshold, [page, json]))
 
 
-def _count(loaded: PretrainedModel, corpus: _Corpus, work: Work, window: int, checkpoint: Path | None) -> Census:
+def _read_head(name: str) -> tuple[int, int]:
+    """Layer and head of ``--map``."""
+    match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", name)
+    if match is None:
+        raise UsageProblem(explain_problem("--map", expected="layer.head, such as 3.1", got=name))
+    return int(match[1]), int(match[2])
+
+
+def _count(loaded: PretrainedModel, corpus: Corpus, work: Work, window: int, checkpoint: Path | None) -> Census:
     batches = list(corpus.batches())
     step = work.step(say("counting"), len(batches))
     with about_the_model(loaded):
@@ -126,7 +133,25 @@ def _count(loaded: PretrainedModel, corpus: _Corpus, work: Work, window: int, ch
         )
 
 
-def _read(loaded: PretrainedModel, path: Path, special: bool) -> _Corpus:
+def _ablation(loaded: PretrainedModel, texts: Sequence[dict[str, Tensor]], work: Work) -> dict[str, Tensor]:
+    """The mean distance by which the output of a token moves without each head, relative to its norm."""
+    step = work.step(say("running without each head"), len(texts))
+
+    def outputs() -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        for text in texts:
+            with torch.no_grad():
+                yield text, loaded.model(**text)[0]
+            step()
+
+    def moved(model: torch.nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+        text, whole = batch
+        return ((model(**text)[0] - whole).norm(dim=-1) / whole.norm(dim=-1)).mean()
+
+    with about_the_model(loaded):
+        return head_ablation(loaded.model, outputs(), moved, progress=False)
+
+
+def _read(loaded: PretrainedModel, path: Path, special: bool) -> Corpus:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -135,9 +160,9 @@ def _read(loaded: PretrainedModel, path: Path, special: bool) -> _Corpus:
     if not windows:
         raise ArgumentError("--texts", expected="at least one text", got="empty lines")
     if special:
-        return _Corpus([window.inputs for window in windows], [window.tokens for window in windows])
+        return Corpus([window.inputs for window in windows], [window.tokens for window in windows])
     inputs, tokens = zip(*map(_without_special, windows), strict=True)
-    return _Corpus(inputs, tokens)
+    return Corpus(inputs, tokens)
 
 
 def _without_special(window: Window) -> tuple[dict[str, Tensor], Tokens]:
@@ -146,96 +171,20 @@ def _without_special(window: Window) -> tuple[dict[str, Tensor], Tokens]:
     return {name: x[:, kept] for name, x in window.inputs.items()}, Tokens(names, [False] * len(names))
 
 
-def _repeated(loaded: PretrainedModel) -> _Corpus:
+def _repeated(loaded: PretrainedModel) -> Corpus:
     """Random tokens, each sequence twice, after the token with which the model's texts begin."""
     special = set(loaded.reader.all_special_ids)
     ordinary = torch.tensor([number for number in range(len(loaded.reader)) if number not in special])
     drawn = torch.Generator().manual_seed(0)
-    ids = ordinary[torch.randint(len(ordinary), (REPEATS, REPEATED), generator=drawn)]
+    length = min(REPEATED, (loaded.max_tokens - 1) // 2)
+    ids = ordinary[torch.randint(len(ordinary), (REPEATS, length), generator=drawn)]
     twice = torch.cat((ids, ids), 1)
     first = loaded.reader.bos_token_id
     if first is not None:
         twice = torch.cat((torch.full((REPEATS, 1), first), twice), 1)
     rows = [{"input_ids": row[None], "attention_mask": torch.ones(1, len(row), dtype=torch.long)} for row in twice]
     names = [loaded.reader.convert_ids_to_tokens(row.tolist()) for row in twice]
-    return _Corpus(rows, [Tokens(list(map(str, row))) for row in names])
-
-
-def _padded(batch: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    longest = max(text["input_ids"].shape[1] for text in batch)
-    return {
-        name: torch.cat([torch.nn.functional.pad(text[name], (0, longest - text[name].shape[1])) for text in batch])
-        for name in batch[0]
-    }
-
-
-def page_of(
-    loaded: PretrainedModel, found: Census, corpus: _Corpus, threshold: float | None, other: str | None
-) -> Page:
-    """The page, with the strongest rows of every head; the named heads have whole maps."""
-    names = list(found.layers)
-    kinds = {
-        kind: [(names.index(head.layer), head.head, head.weight) for head in ranked]
-        for kind, ranked in found.kinds(threshold).items()
-    }
-    mapped = [place[:2] for ranked in by_rank(kinds) for place in ranked][:MAPS]
-    return census_page(
-        found.as_json(),
-        _rows(loaded, found, corpus, set(mapped)),
-        title=say("What the heads of {0} do", loaded.name),
-        kinds=kinds,
-        masses=[mass.name for mass in MASSES],
-        other=other,
-    )
-
-
-def by_rank(kinds: dict[str, list[tuple[int, int, float]]]) -> Iterator[list[tuple[int, int, float]]]:
-    """The first head of every kind, then the second, and so on."""
-    for rank in range(max(map(len, kinds.values()), default=0)):
-        yield [ranked[rank] for ranked in kinds.values() if rank < len(ranked)]
-
-
-def _rows(
-    loaded: PretrainedModel, found: Census, corpus: _Corpus, mapped: set[tuple[int, int]]
-) -> dict[tuple[int, int], list[StrongRow]]:
-    """The strongest rows of every head, whose texts run once more."""
-    wanted: dict[int, list[tuple[int, int, str, int, float, bool]]] = {}
-    for layer, moments in enumerate(found.layers.values()):
-        for head in range(moments.count.shape[1]):
-            metric = _telling(found, layer, head)
-            for rank, (text, position, value) in enumerate(found.strongest(metric, layer, head)[:ROWS]):
-                has_map = rank == 0 and (layer, head) in mapped
-                wanted.setdefault(text, []).append((layer, head, metric, position, value, has_map))
-    rows: dict[tuple[int, int], list[StrongRow]] = {}
-    for text, places in wanted.items():
-        rec = run_recorded(loaded, corpus.texts[text], ("entropy",), set())
-        for layer, head, metric, position, value, has_map in places:
-            queries = None if has_map else [position]
-            weights = rec.weights(layer, head, queries)[0]  # (n, S)
-            row = weights[position if has_map else 0]
-            given = (metric, value, text, position, corpus.tokens[text].names, row, weights if has_map else None)
-            rows.setdefault((layer, head), []).append(_row(*given))
-    return {place: sorted(found, key=lambda row: (-row.value, row.weights is None)) for place, found in rows.items()}
-
-
-def _telling(found: Census, layer: int, head: int) -> str:
-    """The mass that is largest in the mean, but for that of the window, which holds others."""
-    name = found.name_of(layer)
-    means = {mass.name: float(found.mean(mass.name)[name][head]) for mass in MASSES if mass.name != "window"}
-    known = {metric: mean for metric, mean in means.items() if mean == mean}
-    return max(known, key=lambda metric: known[metric], default="entropy")
-
-
-def _row(
-    metric: str, value: float, text: int, position: int, names: Sequence[str], row: Tensor, weights: Tensor | None
-) -> StrongRow:
-    first = max(0, position - AROUND)
-    context = [(names[at], float(row[at])) for at in range(first, min(len(names), position + AROUND + 1))]
-    values, places = row.topk(min(KEYS, len(row)))
-    best: list[tuple[int, float]] = list(zip(places.tolist(), values.tolist(), strict=True))
-    keys = [(names[at], at, weight) for at, weight in best if weight >= 0.005]
-    cut = None if weights is None else weights[:MAP, :MAP]
-    return StrongRow(metric, value, text, position, context, position - first, keys, cut)
+    return Corpus(rows, [Tokens(list(map(str, row))) for row in names])
 
 
 def _show(console: Console, loaded: PretrainedModel, found: Census, threshold: float | None, paths: list[Any]) -> None:
@@ -244,10 +193,17 @@ def _show(console: Console, loaded: PretrainedModel, found: Census, threshold: f
     )
     console.print(Text(f"{loaded.name} · {facts}", style="bold"))
     names = list(found.layers)
-    for kind, ranked in found.kinds(threshold).items():
+
+    def print_row(title: str, ranked: list[RankedHead], more: str = "") -> None:
         listed = ", ".join(f"{names.index(head.layer)}.{head.head} ({head.weight:.2f})" for head in ranked[:8])
-        more = say(" and {0} more", len(ranked) - 8) if len(ranked) > 8 else ""
-        console.print(Text.assemble((f"{kind:<16}", "bold"), f"{listed or '–'}{more}"), soft_wrap=True)
+        console.print(Text.assemble((f"{title:<16}", "bold"), f"{listed or '–'}{more}"), soft_wrap=True)
+
+    for kind, ranked in found.kinds(threshold).items():
+        print_row(kind, ranked, say(" and {0} more", len(ranked) - 8) if len(ranked) > 8 else "")
     console.print(Text(say("Layer and head, from 0, and the mean weight on such keys."), style="dim"))
+    for column in found.columns:
+        print_row(column, found.rank_heads(column))
+    if ABLATION in found.columns:
+        console.print(Text(say("The part of its norm by which the output moves without the head."), style="dim"))
     for path in filter(None, paths):
         console.print(say("wrote {0}", path), markup=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from ._errors import UsageProblem, warn
 from ._look_against import look_at_both, require_against
 from ._look_image import look_at_image, require_image
 from ._look_text import look_at_text
-from ._output import Look, deliver, print_with, require_writable
+from ._output import Look, deliver, print_with, require_writable, warn_of_link
 from ._progress import Work, at_work
 from ._walkthrough import LANGUAGE, require_language
 
@@ -68,6 +68,9 @@ def look(
     json: Annotated[
         Path | None, _option("--json", "Also write all numbers as JSON. With -, print them and nothing else.")
     ] = None,
+    link: Annotated[
+        str | None, _option("--link", "The address of a page of `clearhead heads` to link to.", metavar="ADDRESS")
+    ] = None,
     lang: Annotated[str, typer.Option(help=LANGUAGE)] = "en",
 ) -> None:
     """Show where every head of a pretrained Transformer looks on a text.
@@ -95,13 +98,13 @@ def look(
         raise ArgumentError("--out", expected="a folder", got=f"a file, {out}")
     source: Callable[[Choice, Work], Look]
     if image is not None:
-        texts = {"TEXT": text, "--file": file, "--against": against, "--against-model": against_model}
+        texts = {"TEXT": text, "--file": file, "--against": against, "--against-model": against_model, "--link": link}
         source = partial(look_at_image, image, require_image(model, **texts))
     else:
         content = _read_text(text, file)
-        source = partial(look_at_text, content, model)
+        source = partial(look_at_text, content, model, link)
         if against is not None or against_model is not None:
-            require_against(against, against_model, stat)
+            require_against(against, against_model, {"--stat": stat, "--link": link})
             source = partial(look_at_both, (content, against or content), (model, against_model or model))
     choice = Choice(layer, head, stat)
     if layer is not None or head is not None:
@@ -109,6 +112,7 @@ def look(
         if sizes is not None:
             choice.places([sizes[1]] * sizes[0])  # raises before the model is loaded
     require_writable(paths)
+    warn_of_link(link, paths["html"], "clearhead heads --texts FILE")
     with speaking(lang):
         _show(partial(source, choice), paths, to_stdout=json is not None and paths["json"] is None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from rich.console import Group, RenderableType
@@ -37,13 +37,14 @@ MOST_RANKED = 5
 Pair = tuple[Window, Window]
 
 
-def require_against(against: str | None, against_model: str | None, stat: str | None) -> None:
+def require_against(against: str | None, against_model: str | None, others: Mapping[str, str | None]) -> None:
     """Raise `UsageProblem` for options that mean nothing in a comparison."""
     if against is not None and not against.strip():
         raise UsageProblem(explain_problem("--against", expected="some text", got="nothing but white space"))
-    if stat is not None:
-        option = "--against" if against_model is None else "--against-model"
-        raise UsageProblem(explain_problem("--stat", expected=f"no --stat beside {option}", got=stat))
+    for option, value in others.items():
+        if value is not None:
+            beside = "--against" if against_model is None else "--against-model"
+            raise UsageProblem(explain_problem(option, expected=f"no {option} beside {beside}", got=value))
 
 
 def look_at_both(texts: tuple[str, str], models: tuple[str | None, str | None], choice: Choice, work: Work) -> Look:

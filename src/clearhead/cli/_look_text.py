@@ -38,8 +38,8 @@ TITLE = 400  # characters of the text, of which the picture shows fewer
 TOKENS_AT_ONCE = 2048
 
 
-def look_at_text(text: str, model: str | None, choice: Choice, work: Work) -> Look:
-    """Load a model, run it on a text and read off where its heads look."""
+def look_at_text(text: str, model: str | None, link: str | None, choice: Choice, work: Work) -> Look:
+    """Load a model, run it on a text and read off where its heads look. `link` is the address of a census."""
     loaded = demo.load_text_model(model, notify=warn)
     work.loaded()
     work.step(say("reading the text"))
@@ -62,7 +62,9 @@ def look_at_text(text: str, model: str | None, choice: Choice, work: Work) -> Lo
         details=partial(_details, seen),
         warnings=notes,
         figure=lambda: draw_sheet(seen.first, *seen.place, title=title, numbers=numbers),
-        page=lambda: seen.page.page((0, *seen.place), title=loaded.name, statistic=choice.on_page, notes=notes),
+        page=lambda: seen.page.page(
+            (0, *seen.place), title=loaded.name, statistic=choice.on_page, notes=notes, link=link
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -98,6 +99,15 @@ def require_writable(paths: Mapping[str, Path | None]) -> None:
             raise _unwritable(name, path, os.strerror(errno.ENOTDIR))
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise _unwritable(name, path, os.strerror(errno.EACCES))
+
+
+def warn_of_link(address: str | None, page: Path | None, command: str) -> None:
+    """Warn of the address of a file that does not lie beside a page yet; `command` would write it."""
+    parts = urlsplit(address or "")
+    if page is not None and parts.path and not (parts.scheme or parts.netloc):
+        target = page.parent / unquote(parts.path)
+        if not target.exists():
+            warn(f"--link: the link will work once {target} is there; {command} --html {target} writes it.")
 
 
 def deliver(look: Look, paths: Mapping[str, Path | None], step: Callable[[str], Any]) -> list[Path]:

@@ -76,9 +76,18 @@ class Flow:
         for tensor in arguments:
             origins |= self.origins(tensor)
         if origins:
-            # A result that is an argument was written to. Through a view, so was the tensor that it shows.
-            written = [viewed(tensor) for tensor in computed if any(tensor is each for each in arguments)]
-            self.mark([*computed, *written], origins)
+            # A result that is an argument was written to. Through a view, so was the tensor that it shows. A function
+            # may also return a view of a tensor that it made, such as the matrix of a linear layer.
+            shown = [
+                base
+                for tensor in computed
+                if (base := viewed(tensor)) is not None
+                and (
+                    any(tensor is each for each in arguments)
+                    or not any(base is each or base is viewed(each) for each in arguments)
+                )
+            ]
+            self.mark([*computed, *shown], origins)
 
     def mark(self, result: object, origins: int) -> None:
         """Add origins to the tensors in a result."""

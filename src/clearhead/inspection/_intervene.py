@@ -1,29 +1,31 @@
-"""Changing the outputs of single heads, and measuring how much each head matters."""
+"""Changing the outputs of single heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .._call.call import Call
 from .._call.observers import observing
-from .._checks import FLOATS, INTEGERS, flag, items, module, shown, strided
+from .._checks import FLOATS, INTEGERS, module, shown, strided
 from .._torch_private import in_backward
 from ..errors import ArgumentError, DTypeError, RecordError, ShapeError, shape_text
 from ._flow import Flow, FlowMode
-from ._naming import Layer, ModuleNames, layer_names, module_of, uncompiled
+from ._naming import Layer, ModuleNames, module_of, uncompiled
 
 #: A factor, ``"mean"``, a tensor that replaces the output, or a function of the head's output.
 Change = float | Literal["mean"] | Tensor | Callable[[Tensor], Tensor]
 
-_UPGRADE = "Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a transformers model."
+#: What to do where attention does not run through Clearhead.
+UPGRADE = "Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a transformers model."
 
-_Edit = Callable[[Layer, Call, Tensor], Tensor]
+#: A function of the running layer, its call and its output, which returns another output.
+Edit = Callable[[Layer, Call, Tensor], Tensor]
 
 
 @contextmanager
@@ -68,27 +70,25 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
     def change_heads(layer: Layer, call: Call, output: Tensor) -> Tensor:
         names = layer.module, f"{layer.module}/{layer.run}"
         ran.update(names)
-        changed: dict[int, Change] = {
-            head: change for name in names for head, change in by_module.get(name, {}).items()
-        }
-        if not changed:
+        edits: dict[int, Change] = {head: change for name in names for head, change in by_module.get(name, {}).items()}
+        if not edits:
             return output
         heads = list(output.unbind(1))  # H × (B, L, Dv)
-        for head, change in changed.items():
+        for head, change in edits.items():
             if head >= len(heads):
                 raise ArgumentError(
                     "changes", expected=f"a head of {layer.module!r}, 0 … {len(heads) - 1}", got=str(head)
                 )
-            heads[head] = _changed(heads[head], change, call, head)
+            heads[head] = changed(heads[head], change, call, head)
         return torch.stack(heads, 1)  # (B, H, L, Dv)
 
     by_run = {name for name in by_module if module_of(name) != name}
-    with _editing(model, change_heads, by_run=bool(by_run)):
+    with editing(model, change_heads, by_run=bool(by_run)):
         yield
     missed = sorted(by_module.keys() - ran)
     if missed:
         got = f"{', '.join(map(repr, missed))}, which never did"
-        raise ArgumentError("changes", expected="modules whose attention runs through Clearhead", got=got, fix=_UPGRADE)
+        raise ArgumentError("changes", expected="modules whose attention runs through Clearhead", got=got, fix=UPGRADE)
 
 
 class _Editor:
@@ -102,7 +102,7 @@ class _Editor:
 
     recomputing = True
 
-    def __init__(self, running: ModuleNames, edit: _Edit, flow: Flow | None) -> None:
+    def __init__(self, running: ModuleNames, edit: Edit, flow: Flow | None) -> None:
         self._running, self._edit, self._flow = running, edit, flow
 
     def wanted(self) -> NoReturn:
@@ -126,7 +126,7 @@ class _Editor:
 
 
 @contextmanager
-def _editing(model: nn.Module, edit: _Edit, *, by_run: bool) -> Generator[None, None, None]:
+def editing(model: nn.Module, edit: Edit, *, by_run: bool) -> Generator[None, None, None]:
     """Replace the outputs of the model's attention calls inside the block. `by_run` tells runs of a module apart."""
     # Attention whose heads are split over processes numbers its heads anew on each of them.
     if any(getattr(submodule, "head_shard", None) is not None for submodule in model.modules()):
@@ -175,95 +175,8 @@ def _require_change(change: object) -> None:
         raise DTypeError("changes", expected=expected, got=type(change).__name__)
 
 
-def head_importance(
-    model: nn.Module, batches: Iterable[Any], loss: Callable[[nn.Module, Any], Tensor], *, progress: bool = True
-) -> dict[str, Tensor]:
-    """Estimate how much each head matters: the gradient of the loss with respect to a gate on the head's output.
-
-    ::
-
-        I_h = mean over examples of | ∂ loss / ∂ ξ_h |   at ξ_h = 1,  where head h writes ξ_h · o_h
-
-    (Michel, Levy and Neubig, "Are sixteen heads really better than one?", 2019.) Each example of a batch has its own
-    gate. The gradients of parameters and the mode of the model do not change.
-
-    Args:
-        model: a model whose attention runs through Clearhead (see `intervene`).
-        batches: the batches for `loss`.
-        loss: ``loss(model, batch)`` → scalar, the mean over examples.
-        progress: show a progress bar, if rich is installed. Default True.
-
-    Returns:
-        Layer → (H,) importance, in the order in which layers ran. The names are those of a record: a module that the
-        model uses for several layers has one entry for each.
-
-    Raises:
-        ArgumentError: if there is no batch, or no attention ran through Clearhead.
-        RecordError: for attention that `clearhead.distributed` split over processes.
-        ShapeError: if `loss` does not return a scalar.
-
-    Example:
-        >>> import torch, clearhead
-        >>> model = torch.nn.Sequential(clearhead.MultiHeadAttention(12, 3))
-        >>> batches = [torch.randn(2, 5, 12) for _ in range(3)]
-        >>> importance = clearhead.head_importance(model, batches, lambda m, x: m(x).square().mean(), progress=False)
-        >>> importance["0"].shape
-        torch.Size([3])
-    """
-    module("model", model)
-    if isinstance(batches, (str, bytes, Tensor)):
-        batches = items("batches", batches, "an iterable of batches")
-    try:
-        iter(batches)
-    except TypeError:
-        raise DTypeError("batches", expected="an iterable of batches", got=shown(batches)) from None
-    if flag("progress", progress):
-        with suppress(ImportError):
-            from rich.progress import track
-
-            batches = track(batches, description="head importance")
-    sums: dict[Layer, Tensor] = {}
-    examples: dict[Layer, int] = {}
-    for batch in batches:
-        for layer, gradient in _gate_gradients(model, loss, batch):
-            sums[layer] = sums.get(layer, 0) + (gradient.abs() * len(gradient)).sum(0)
-            examples[layer] = examples.get(layer, 0) + len(gradient)
-    if not sums:
-        expected = "batches on which attention runs through Clearhead"
-        raise ArgumentError("model, batches", expected=expected, got="none", fix=_UPGRADE)
-    return {name: sums[layer] / examples[layer] for name, layer in layer_names(sums).items()}
-
-
-def _gate_gradients(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any
-) -> Iterator[tuple[Layer, Tensor]]:
-    """The gradient (B, H) of the loss with respect to the gates of each attention call, with its layer."""
-    gates: list[tuple[Layer, Tensor]] = []
-
-    def gated(layer: Layer, call: Call, output: Tensor) -> Tensor:
-        gate = torch.ones(*output.shape[:2], 1, 1, dtype=output.dtype, device=output.device, requires_grad=True)
-        gates.append((layer, gate))
-        return output * gate
-
-    with _editing(model, gated, by_run=True), torch.enable_grad():
-        try:
-            value = loss(model, batch)
-        except TypeError as error:
-            expected = "a function loss(model, batch)"
-            raise DTypeError("loss", expected=expected, got=shown(loss), fix=str(error)) from error
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        got = shape_text(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ShapeError("loss", expected="a scalar", got=got)
-    gradients = torch.autograd.grad(value, [gate for _, gate in gates], allow_unused=True) if gates else ()
-    for (layer, _), gradient in zip(gates, gradients, strict=True):
-        if gradient is None:
-            expected, got = "a loss that depends on every head's output", f"no gradient for {layer.module!r}"
-            fix = "Switch activation checkpointing off, or leave modules out that the loss does not use."
-            raise ArgumentError("loss", expected=expected, got=got, fix=fix)
-        yield layer, gradient.squeeze((2, 3))  # (B, H)
-
-
-def _changed(output: Tensor, change: Change, call: Call, head: int) -> Tensor:
+def changed(output: Tensor, change: Change, call: Call, head: int) -> Tensor:
+    """The output (B, L, Dv) of a head of a call after a change."""
     if isinstance(change, Tensor):
         try:
             return change.to(output).expand_as(output)

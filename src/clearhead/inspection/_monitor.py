@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,9 @@ from .._statistics.arguments import require_names
 from .._torch_private import in_backward, is_compiled
 from ..errors import ArgumentError, DTypeError, RecordError, in_words_of
 from ._alarms import PerHead, entropy_collapse, logit_growth
+from ._census._during import TakeCensus, values_during
+from ._receiver import Scalars, ScalarWriter, receiver
 from ._record import record
-
-#: A function of the step and {name: value}.
-Scalars = Callable[[int, dict[str, float]], object]
 
 #: Statistics with one number per head, and the choice of the worst head.
 _WORST: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,14 +27,6 @@ _WORST: dict[str, Callable[[Tensor], Tensor]] = {
     "sink": torch.argmax,
     "confidence": torch.argmax,
 }
-
-
-class ScalarWriter(Protocol):
-    """An object with TensorBoard's method for scalars, such as ``torch.utils.tensorboard.SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
-        """Write one scalar of one step."""
-        ...
 
 
 class monitor:
@@ -67,6 +58,13 @@ class monitor:
             would wait for the device, so there they come when the next call starts, or in `remove`. It is a function
             of the step (from 0) and ``{name: value}``, or has ``add_scalar(name, value, step)``, as TensorBoard's
             ``SummaryWriter``.
+        census: a function of the model that takes a census, such as ``lambda model: clearhead.census(model, batches)``
+            with the same few batches each time. Before each measured step it runs in evaluation mode, without drawing
+            random numbers from the training's. Then `to` also receives, for each kind of head, ``census/<kind>`` (the
+            largest mean of any head) and ``census/<kind>/heads`` (the number of heads of that kind), and the matplotlib
+            figure ``census/heads``, which a writer gets by ``add_figure(name, figure, step)``. Other hooks of the
+            model, and a record around the step, see these calls too. If the model is a data-parallel wrapper, take the
+            census of the module inside. Default none.
         entropy_threshold: the mean entropy of a head, in nats, below which it has collapsed. Default 0.01.
         logit_threshold: the largest logit of a head that causes no warning. Default 100.
 
@@ -102,6 +100,7 @@ class monitor:
         statistics: Sequence[str] = ("entropy", "max_logit", "sink"),
         *,
         to: Scalars | ScalarWriter,
+        census: TakeCensus | None = None,
         entropy_threshold: float = 0.01,
         logit_threshold: float = 100.0,
     ) -> None:
@@ -112,7 +111,10 @@ class monitor:
             raise ArgumentError("model", expected=expected, got=got, fix=fix)
         self._every = size("every", every)
         self._statistics = _checked(statistics)
-        self._write = receiver(to)
+        if census is not None and not callable(census):
+            raise DTypeError("census", expected="a function of the model that returns a Census", got=shown(census))
+        self._write = receiver(to, figures=census is not None)
+        self._take_census, self._census = census, dict[str, Any]()
         entropy_threshold = number("entropy_threshold", entropy_threshold, "nats ≥ 0", lambda x: x >= 0)
         logit_threshold = number("logit_threshold", logit_threshold, "a logit > 0", lambda x: x > 0)
         self._alarms = (entropy_collapse(entropy_threshold), logit_growth(logit_threshold))
@@ -121,12 +123,16 @@ class monitor:
         self._measured: tuple[int, record] | None = None
         self._pending: _HeadNumbers | None = None
         self._end_hooks: list[RemovableHandle] = []
-        self._hook = model.register_forward_pre_hook(_RootHook(self), with_kwargs=True)
+        hook = model.register_forward_pre_hook
+        self._hooks = [hook(_RootHook(self.before), with_kwargs=True)]
+        if census is not None:  # before any monitor of the model records, which would record the census too
+            self._hooks.append(hook(_RootHook(self.take_census), prepend=True, with_kwargs=True))
 
     def remove(self) -> None:
         """Stop monitoring, remove all hooks and pass the last scalars on. A second call has no effect."""
         self._close()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._deliver()
 
     def __enter__(self) -> monitor:
@@ -135,11 +141,21 @@ class monitor:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
+    def take_census(self, *_: object) -> None:
+        """Take the census of a step that will be measured."""
+        if self._take_census is not None and self._counts and self._steps % self._every == 0:
+            self._census = values_during(self._take_census, self._model)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether a call is a step. Activation checkpointing repeats calls in the backward pass."""
+        return self._model.training and not in_backward()
+
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a call of the model that starts, and record every `every`-th."""
         self._close()  # a step that KeyboardInterrupt ended ran no hooks
         self._deliver()
-        if not self._model.training or in_backward():  # activation checkpointing repeats calls in the backward pass
+        if not self._counts:
             return
         step, self._steps = self._steps, self._steps + 1
         if step % self._every:
@@ -166,7 +182,7 @@ class monitor:
                 text = str(in_words_of(error, {"record": "monitor"}))
                 compiled = "monitor what torch.compile(model) returned"
                 raise RecordError(text.replace("record model._orig_mod", compiled)) from None
-        self._pending = _HeadNumbers(step, recording, self._statistics)
+        self._pending = _HeadNumbers(step, recording, self._statistics, self._census)
         if self._pending.copied is None:
             self._deliver()
 
@@ -175,7 +191,7 @@ class monitor:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        values = _scalars(pending.read(1))
+        values = _scalars(pending.read(1)) | pending.census
         if values:
             self._write(pending.step, values)
         heads = pending.read(2)  # with one key, the entropy is always 0
@@ -209,12 +225,12 @@ _measuring: list[monitor] = []
 class _RootHook:
     """The forward pre-hook of a monitored model. Copies of the model, in memory or on disk, are not monitored."""
 
-    def __init__(self, owner: monitor | None) -> None:
-        self._owner = owner
+    def __init__(self, begin: Callable[[tuple[Any, ...], dict[str, Any]], None] | None) -> None:
+        self._begin = begin
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._owner is not None:
-            self._owner.before(args, kwargs)
+        if self._begin is not None:
+            self._begin(args, kwargs)
 
     def __reduce__(self) -> tuple[type[_RootHook], tuple[None]]:
         return (_RootHook, (None,))
@@ -223,8 +239,9 @@ class _RootHook:
 class _HeadNumbers:
     """The recorded numbers of all modules in one tensor, which is copied from a device without waiting."""
 
-    def __init__(self, step: int, recording: record, statistics: Sequence[str]) -> None:
-        self.step, self._statistics, summary = step, statistics, recording.summary()
+    def __init__(self, step: int, recording: record, statistics: Sequence[str], census: dict[str, Any]) -> None:
+        self.step, self.census = step, census
+        self._statistics, summary = statistics, recording.summary()
         self._layers: list[tuple[str, int]] = []  # name, number of keys
         numbers: list[Tensor] = []
         for name, calls in recording.items():
@@ -249,8 +266,8 @@ class _HeadNumbers:
         return per_head
 
 
-def _scalars(heads: PerHead) -> dict[str, float]:
-    values: dict[str, float] = {}
+def _scalars(heads: PerHead) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for (name, statistic), numbers in heads.items():
         scalar = "/".join(filter(None, ("attention", name, statistic)))
         head = int(_WORST[statistic](numbers))
@@ -267,23 +284,3 @@ def _checked(statistics: Sequence[str]) -> tuple[str, ...]:
         got = ", ".join(map(repr, unsupported)) or "none"
         raise ArgumentError("statistics", expected=expected, got=got, fix="clearhead.record gives every statistic.")
     return names
-
-
-def receiver(to: object) -> Scalars:
-    """The function to which scalars are passed.
-
-    Raises:
-        DTypeError: for an argument that is no function and has no ``add_scalar``.
-    """
-    add_scalar: Any = getattr(to, "add_scalar", None)
-    if isinstance(to, type) or not (callable(to) or callable(add_scalar)):
-        expected = "a function (step, {name: value}), or something with add_scalar"
-        raise DTypeError("to", expected=expected, got=shown(to))
-    if not callable(add_scalar):
-        return cast(Scalars, to)
-
-    def write(step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            add_scalar(name, value, step)
-
-    return write

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._checks import LANGUAGES, choice, strided
 from .._multihead import MultiHeadAttention
 from .._multihead_checks import complete
 from ..errors import ArgumentError, DTypeError
 from ..masks import Mask
+from ._evaluation import evaluation_mode
 from ._walkthrough_result import Walkthrough
 from ._walkthrough_steps import Recorder, take_steps
 
@@ -62,7 +60,7 @@ def walkthrough(
     """
     _check_arguments(module, language)
     query, key, value = _with_batch(query, key, value)
-    with torch.no_grad(), _evaluation_mode(module) as training:
+    with torch.no_grad(), evaluation_mode(module) as training:
         returned = module(query, key, value, mask=mask)
         recorder = Recorder(language)
         output, hidden_rows = take_steps(recorder, module, (query, *complete(query, key, value)), mask)
@@ -86,18 +84,6 @@ def _with_batch(query: Tensor, key: Tensor | None, value: Tensor | None) -> tupl
         if isinstance(tensor, Tensor) and strided(name, tensor).dim() == 2:
             batched[id(tensor)] = tensor.unsqueeze(0)  # (1, L, E)
     return batched.get(id(query), query), batched.get(id(key), key), batched.get(id(value), value)
-
-
-@contextmanager
-def _evaluation_mode(module: nn.Module) -> Generator[bool, None, None]:
-    """Switch to evaluation mode inside the block. Yields whether the module was in training mode."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.eval()
-    try:
-        yield modes[0][1]
-    finally:
-        for submodule, training in modes:
-            submodule.training = training
 
 
 def _largest_difference(output: Tensor, returned: Tensor) -> tuple[float, float]:

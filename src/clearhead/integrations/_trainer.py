@@ -10,7 +10,8 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from ..errors import ArgumentError
-from ..inspection._monitor import Scalars, ScalarWriter, monitor, receiver
+from ..inspection._monitor import monitor
+from ..inspection._receiver import Scalars, ScalarWriter, receiver
 
 
 class AttentionMonitorCallback(TrainerCallback):
@@ -45,7 +46,7 @@ class AttentionMonitorCallback(TrainerCallback):
         entropy_threshold: float = 0.01,
         logit_threshold: float = 100.0,
     ) -> None:
-        self._thresholds = {"entropy_threshold": entropy_threshold, "logit_threshold": logit_threshold}
+        self._thresholds: dict[str, Any] = {"entropy_threshold": entropy_threshold, "logit_threshold": logit_threshold}
         self._every, self._statistics = every, statistics
         self._trainer: Any = to if _is_trainer(to) else None
         self._write = None if to is None or self._trainer is not None else receiver(to)

@@ -61,8 +61,10 @@ def fused(bridge: nn.Module) -> Generator[None]:
         for part in parts:
             undo.callback(part.register_forward_pre_hook(running.enter, prepend=True).remove)
             undo.callback(part.register_forward_hook(running.leave, always_call=True).remove)
-            object.__setattr__(part, _APPLY_MASK, partial(_with_mask, getattr(part, _APPLY_MASK)))
-            undo.callback(partial(object.__delattr__, part, _APPLY_MASK))
+            for name, replacement in _METHODS.items():
+                if hasattr(part, name):
+                    object.__setattr__(part, name, partial(replacement, getattr(part, name)))
+                    undo.callback(partial(object.__delattr__, part, name))
         for config in {id(c): c for c in (getattr(each, "config", None) for each in bridge.modules()) if c}.values():
             if isinstance(getattr(config, "_attn_implementation", None), str):
                 undo.callback(partial(setattr, config, "_attn_implementation", config._attn_implementation))
@@ -82,7 +84,9 @@ class _Running(TorchFunctionMode):
         self._components.append(component)
 
     def leave(self, *_: object) -> None:
-        self._components.pop()
+        component: Any = self._components.pop()
+        if isinstance(getattr(component, "_pattern", None), _Pattern):
+            component._pattern = None  # nothing reads it, and it would keep queries and keys of every layer
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -118,6 +122,19 @@ def _with_mask(apply: Callable[..., Any], **arguments: Any) -> Any:
     if mask.dim() >= 4 and mask.shape[-1] == scores.key.shape[2]:
         return scores.masked(read_mask(mask, scores.query, scores.key))
     return apply(**{**arguments, "attn_scores": scores.computed()})
+
+
+def _softmax(softmax: Callable[..., Any], scores: Any, dtype: torch.dtype | None = None) -> Any:
+    """The component's own method, which reads all scores to find fully masked rows. `attention` has zeros there."""
+    return _Pattern(scores) if isinstance(scores, _Scores) else softmax(scores, dtype=dtype)
+
+
+def _without_nan(scrub: Callable[..., Any], pattern: Any) -> Any:
+    return pattern if isinstance(pattern, _Pattern) else scrub(pattern)
+
+
+#: Methods of a component that would build (B, H, L, S) tensors, by name.
+_METHODS = {_APPLY_MASK: _with_mask, "_masked_softmax": _softmax, "_scrub_compatibility_pattern_nans": _without_nan}
 
 
 class _Lazy:
@@ -163,7 +180,8 @@ class _Scores(_Lazy):
             return scores
         shape = scores.shape
         visible = self.mask.dense(shape[2], shape[3], batch_size=shape[0]).to(scores.device)
-        return scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+        in_compatibility = getattr(self.component, "compatibility_mode", False)
+        return scores.masked_fill(~visible, float("-inf") if in_compatibility else torch.finfo(scores.dtype).min)
 
     @classmethod
     def __torch_function__(
@@ -186,6 +204,9 @@ class _Pattern(_Lazy):
 
     def computed(self) -> Tensor:
         scores = self.scores.computed()
+        softmax = getattr(type(self.scores.component), "_masked_softmax", None)
+        if softmax is not None:
+            return softmax(self.scores.component, scores, dtype=torch.float32).to(scores.dtype)
         return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
 
     @classmethod

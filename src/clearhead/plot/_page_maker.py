@@ -8,7 +8,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -186,6 +186,7 @@ class PageMaker:
         statistic: str = "maps",
         notes: Sequence[str] = (),
         compared: dict[str, Any] | None = None,
+        link: str | None = None,
     ) -> Page:
         """The finished page.
 
@@ -195,6 +196,7 @@ class PageMaker:
             statistic: the first content of the overview, ``"maps"`` or a statistic's name.
             notes: sentences about the whole page.
             compared: the views of a comparison, see `clearhead.plot._comparison_page`. Default: no comparison.
+            link: the address of the page of a census of the same layers and heads. Default: none.
         """
         shown_title = printable([title])[0]
         if len(self._items) < self._seen:
@@ -210,30 +212,29 @@ class PageMaker:
             "head": place[2],
             "statistic": statistic,
             "compared": compared,
+            "link": link,
             "words": words_now(),
         }
-        parts = {
-            **(still_parts(self._first, place, shown_title) if self._first else {}),
-            "streams": "\n".join(
-                f'<script type="application/octet-stream" id="stream-{number}">{stream}</script>'
-                for number, stream in enumerate(self._streams)
-            ),
-        }
-        return filled_page("page.html", shown_title, part_of_page("page.css"), _script(), data, parts)
+        parts = still_parts(self._first, place, shown_title) if self._first else None
+        return filled_page("page", shown_title, data, self._streams, parts)
 
 
 def filled_page(
-    template: str, title: str, style: str, script: str, data: dict[str, Any], parts: dict[str, str]
+    name: str, title: str, data: dict[str, Any], streams: Sequence[str], parts: Mapping[str, str] | None = None
 ) -> Page:
-    """The page of a template, which loads nothing and runs its own script alone.
+    """The page of a name, which loads nothing and runs its own script alone.
+
+    ``frame.html`` and ``frame.css`` are those of every page. ``NAME.html`` and ``NAME.css`` follow them, and
+    ``NAME_main.js`` is the script. The HTML has [[texts]] to say in the chosen language, and @places@ of the rest.
 
     Args:
-        template: the name of the HTML, with [[texts]] to say in the chosen language and the @places@ of the rest.
+        name: ``"page"`` or ``"census"``.
         title: printable; it is escaped here.
-        style, script: of the page, and nothing else.
         data: what the script reads.
-        parts: the HTML of the template's other places.
+        streams: packed numbers, see `clearhead.plot._encoding`.
+        parts: the HTML of the other places.
     """
+    style, script = part_of_page("frame.css") + part_of_page(f"{name}.css"), _script(name)
     given = {
         "policy": f"default-src 'none'; script-src {source_of(script)}; style-src {source_of(style)}; "
         "base-uri 'none'; form-action 'none'",
@@ -242,11 +243,16 @@ def filled_page(
         "style": style,
         "script": script,
         "data": json_in_html(data),
-        **parts,
+        "streams": "\n".join(
+            f'<script type="application/octet-stream" id="stream-{number}">{stream}</script>'
+            for number, stream in enumerate(streams)
+        ),
+        **(parts or {}),
     }
-    skeleton = re.sub(r"\[\[(.+?)\]\]", lambda name: say(name[1]), part_of_page(template), flags=re.DOTALL)
+    template = part_of_page("frame.html").replace("@body@", part_of_page(f"{name}.html"))
+    skeleton = re.sub(r"\[\[(.+?)\]\]", lambda text: say(text[1]), template, flags=re.DOTALL)
     # One pass: what is put in is never searched for places again.
-    return Page(re.sub("@(" + "|".join(given) + ")@", lambda name: given[name[1]], skeleton))
+    return Page(re.sub("@(" + "|".join(given) + ")@", lambda place: given[place[1]], skeleton))
 
 
 def json_in_html(data: dict[str, Any]) -> str:
@@ -261,9 +267,9 @@ def source_of(text: str) -> str:
 
 
 @cache
-def _script() -> str:
-    """The page's modules in one function, which may await."""
-    return f'"use strict";\n(async () => {{\n{bundle("page_main.js", part_of_page)}}})();\n'
+def _script(name: str) -> str:
+    """The modules of a page in one function, which may await."""
+    return f'"use strict";\n(async () => {{\n{bundle(f"{name}_main.js", part_of_page)}}})();\n'
 
 
 def part_of_page(name: str) -> str:

@@ -3,11 +3,11 @@
 import { data } from "./page_data.js";
 import { state, viewCount, viewNumber } from "./page_state.js";
 
-const ADDRESS = /^#layer=(\d{1,6})&head=(\d{1,6})&token=(\d{1,6})(?:&section=(\d{1,3}))?(?:&text=(\d{1,6}))?$/;
+const ADDRESS = /^#layer=(\d{1,6})&head=(\d{1,6})(?:&token=(\d{1,6}))?(?:&section=(\d{1,3}))?(?:&text=(\d{1,6}))?$/;
 const SETTLED = 300; // milliseconds: browsers refuse addresses that change too often
 let writing = 0;
 
-/** What the address asks for, as places; nothing where it says anything else. */
+/** What the address asks for, as places; nothing where it says anything else. Without a token the page chooses one. */
 export function readAddress() {
   const match = ADDRESS.exec(location.hash);
   if (!match) return null;

@@ -85,6 +85,8 @@ export function choose(layer, head) {
   const name = headName(layer, head);
   byId("head-title").textContent = name[0].toUpperCase() + name.slice(1);
   byId("head-title").title = data.sections[state.section].layers[layer].name;
+  byId("census").hidden = !data.link;
+  if (data.link) byId("census").href = `${data.link}#layer=${layer}&head=${data.sections[state.section].layers[layer].heads[head]}`;
   byId("map").setAttribute("aria-label", say`Weights of ${name}. The arrow keys move from cell to cell.`);
   markChosen();
   tell(layer, head);
@@ -148,7 +150,7 @@ export async function followAddress() {
   }
   const { words, names } = state.current.rows;
   const query = words ? words[wanted.token] : wanted.token;
-  if (query < names.length) pin(query, null);
+  if (query < names.length) pin(query, null); // not without a token
   reveal(state.query, null);
   return true;
 }

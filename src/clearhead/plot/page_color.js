@@ -2,6 +2,7 @@
 
 import { byId, element } from "./page_data.js";
 import { isSigned } from "./page_state.js";
+import { isDark } from "./page_theme.js";
 
 // One hue, lightness changing steadily: readable in grey and with every kind of colour blindness.
 const LIGHT = ["#ffffff", "#dbe7ee", "#a9c8d8", "#6ea3bf", "#3a7aa3", "#1d5281", "#122c55", "#0a1230"];
@@ -10,17 +11,9 @@ const DARK = ["#171c23", "#1d2c3b", "#244660", "#2b6584", "#3f88a3", "#6aabb4", 
 const LIGHT_CHANGES = ["#0b2f63", "#2866a8", "#74a9d6", "#c5dcef", "#ffffff", "#f8dcb8", "#e29f4e", "#ac5c10", "#5c2a02"];
 const DARK_CHANGES = ["#c9e2ff", "#7fb5ee", "#3f7fc0", "#244a73", "#171c23", "#5a3c1c", "#a8681f", "#e09a45", "#ffdcae"];
 const TICKS = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
-export const prefersDark = matchMedia("(prefers-color-scheme: dark)");
-export const printed = matchMedia("print");
 export let colors;
 export let changes;
 readColors();
-
-/** Paper is light; on a screen the chosen theme holds, or else the browser's. */
-export function isDark() {
-  const { theme } = document.documentElement.dataset;
-  return !printed.matches && (theme ? theme === "dark" : prefersDark.matches);
-}
 
 export function readColors() {
   colors = tableOf(isDark() ? DARK : LIGHT);

@@ -12,9 +12,10 @@ import {
 } from "./page_listen.js";
 import { listenToMap } from "./page_pointer.js";
 import { listenToSave } from "./page_save.js";
+import { redraw } from "./page_show.js";
 import { buildViews, drawViews } from "./page_side_by_side.js";
 import { viewCount, viewNumber } from "./page_state.js";
-import { listenToNotebook, listenToTheme } from "./page_theme.js";
+import { listenToTheme } from "./page_theme.js";
 
 function buildControls() {
   const views = viewCount();
@@ -38,7 +39,6 @@ if (!(await followAddress())) await showItem(viewNumber());
 // Only now: a telephone resizes the page while its numbers are still packed, and nothing can be drawn without them.
 const listeners = [
   listenToControls,
-  listenToTheme,
   listenToOverview,
   listenToRankings,
   listenToViews,
@@ -48,6 +48,6 @@ const listeners = [
   listenToWindow,
 ];
 for (const listen of listeners) listen();
+listenToTheme(redraw);
 drawViews();
-listenToNotebook();
 document.documentElement.dataset.ready = "true";

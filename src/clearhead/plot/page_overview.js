@@ -1,7 +1,7 @@
 // ---- all heads ------------------------------------------------------------------------------------------------------
 
 import { arranged, isByLayer } from "./page_arrange.js";
-import { brief, changes, colors, drawScale, fill, printed, readableOn, weightTicks } from "./page_color.js";
+import { brief, changes, colors, drawScale, fill, readableOn, weightTicks } from "./page_color.js";
 import { describeChange } from "./page_compared.js";
 import { byId, data, element, say } from "./page_data.js";
 import { looksAt } from "./page_finding.js";
@@ -9,6 +9,7 @@ import { leavesOutSpecial } from "./page_grids.js";
 import { drawNumberScale, numberRange, paintHead, scaleCaption, valueOf, valueText } from "./page_numbers.js";
 import { drawPictureScale, drawPictureThumbnail } from "./page_picture.js";
 import { columnCount, isSigned, patchesOf, scaleEnds, state, toldStatistic } from "./page_state.js";
+import { printed } from "./page_theme.js";
 
 const THUMBNAIL = 56;
 const MANY = 16; // heads in a row, beyond which the overview takes more of the page

@@ -1,9 +1,10 @@
 // ---- a picture in place of a text: its pixels, and the weights over them --------------------------------------------
 
-import { colors, drawScale, fill, isDark, placesOfPixels, precise } from "./page_color.js";
+import { colors, drawScale, fill, placesOfPixels, precise } from "./page_color.js";
 import { byId, decoded, element, say } from "./page_data.js";
 import { leavesOutSpecial, rowOfTiles } from "./page_grids.js";
 import { patchesOf, scaleEnds, specialKeys, state } from "./page_state.js";
+import { isDark } from "./page_theme.js";
 
 const PICTURE_LEFT = 0.4; // how much of the picture's contrast shows through the weights
 const MULTIPLES = [5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]; // where the colour scale may end

@@ -15,6 +15,7 @@ from ..._statistics.masses import Mass, Masses
 from ...masks import lengths
 from ...masks._combined import all_of
 from ...masks._grid import Block
+from ._metrics import Counted
 
 _CELLS = 1 << 24  # of all masses that are looked at together
 
@@ -81,21 +82,33 @@ def _places(starts: Tensor) -> Tensor:
     return pad_sequence(list(every.split(starts.diff().tolist())), batch_first=True, padding_value=-1)
 
 
-def masses_of(call: Call, tokens: Tokens, special: Tensor, window: int) -> Masses:
-    """The masses in the order of `MASSES`. Those that the tokens do not have are masses of no key."""
-    none = Mass(key_labels=torch.full((call.grid.key_length,), -1))
+def masses_of(call: Call, tokens: Tokens, counted: Counted) -> Masses:
+    """The masses in the order of `MASSES`, then pairs. Those that the tokens do not have are masses of no key."""
+    none, ids, window = Mass(key_labels=torch.full((call.grid.key_length,), -1)), tokens.keys, counted.window
     line = tokens.is_self and tokens.is_line
+    pairs = [
+        none
+        if ids is None or not tokens.is_self
+        else Mass(None, None, _among(ids, pair.queries), _among(ids, pair.keys))
+        for pair in counted.pairs
+    ]
     return Masses(
         (
-            none if tokens.keys is None else Mass(key_labels=torch.isin(tokens.keys, special).int() - 1),
+            none if ids is None else Mass(key_labels=_among(ids, counted.special)),
             Mass(key_labels=_first(call).int() - 1),
             Mass(-1, -1) if line else none,
             Mass(0, 0) if tokens.is_self else none,
             Mass(1, 1) if line else none,
             Mass(-window, window) if line else none,
-            *(_repeats(tokens.keys) if line and tokens.keys is not None else (none, none, none)),
+            *(_repeats(ids) if line and ids is not None else (none, none, none)),
+            *pairs,
         )
     )
+
+
+def _among(tokens: Tensor, ids: tuple[int, ...]) -> Tensor:
+    """0 for tokens that are among some ids, and −1 for others."""
+    return torch.isin(tokens, torch.tensor(ids, dtype=torch.int64, device=tokens.device)).int() - 1
 
 
 def _repeats(tokens: Tensor) -> tuple[Mass, Mass, Mass]:

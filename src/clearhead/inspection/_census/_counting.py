@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, final
 
@@ -24,28 +23,13 @@ from .._naming import Frame, Layer
 from .._patch_layout import find_layout
 from .._recorder import Recorder
 from ._calls import Padded, Tokens, as_padded, having, masses_of
-from ._metrics import NAMES, STATISTICS
+from ._metrics import NAMES, STATISTICS, Counted
 from ._moments import Moments, Values
 
 _STATISTICS = (*(metric.name for metric in STATISTICS), "mass")
 _DISTANCE = NAMES.index("distance")
 #: Arguments of modules that hold integers but no tokens.
 _NO_TOKENS = ("mask", "position", "type_ids", "cu_seq")
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What a census counts.
-
-    Args:
-        special: ids of special tokens.
-        window: the reach of the mass ``window``, in positions.
-        strongest: how many texts each metric of a head keeps.
-    """
-
-    special: tuple[int, ...] = ()
-    window: int = 5
-    strongest: int = 8
 
 
 class _Seen(NamedTuple):
@@ -64,12 +48,12 @@ class Counting(Recorder):
         model: the model.
         layers: the layers to count.
         counted: what to count.
+        resumed: whether all batches may have been counted before.
     """
 
-    def __init__(self, model: nn.Module, layers: ChosenLayers, counted: Counted) -> None:
+    def __init__(self, model: nn.Module, layers: ChosenLayers, counted: Counted, *, resumed: bool = False) -> None:
         super().__init__(model, layers, None)
-        self._options = counted
-        self._special = torch.tensor(counted.special, dtype=torch.int64)
+        self._options, self._nothing_left = counted, resumed
         self.moments: dict[Layer, Moments] = {}
         self._batch: list[tuple[Layer, Moments]] = []
         self._shared: dict[Hashable, _Seen] = {}
@@ -96,8 +80,15 @@ class Counting(Recorder):
     def begin(self, first_text: int) -> None:
         """Begin a batch. Its texts are numbered from here on."""
         self._batch, self._tokens, self._first_text, self._texts = [], {}, first_text, 0
+        self._picture_size = None  # each batch may have its own
+        self._nothing_left = False
         self._shared.clear()
         self._tokens_of_stack.clear()
+
+    def report_unseen(self) -> None:
+        """As of other recorders, unless there was nothing left to run."""
+        if not self._nothing_left:
+            super().report_unseen()
 
     def finish(self) -> tuple[int, int]:
         """Add the batch to the sums. Returns its numbers of texts, and of tokens in the layer with the most."""
@@ -117,7 +108,7 @@ class Counting(Recorder):
             self.wanted()
         is_self = sides.queries == sides.keys
         counted = self._counted_queries.of_call(layer.module, call, query, is_self=is_self, is_first=True)
-        layout = self._layout(layer.module, call.grid.query_length, call.grid.key_length)
+        layout = self._layout(layer.module, self._picture_size, call.grid.query_length, call.grid.key_length)
         padded = as_padded(call, counted)
         tokens = self._tokens_of(padded, sides, layout)
         values = self._values(padded, tokens, layout, _norms(padded, call, output))
@@ -134,20 +125,20 @@ class Counting(Recorder):
         numbers = torch.cat((statistics, results["mass"].movedim(-1, 0)))  # (M, B, H, L)
         sees = results["sees"]
         counts = sees if padded.counted is None else sees & padded.counted[:, None]  # (B, H, L)
-        marks = counts.expand(len(NAMES), *counts.shape).clone()
+        marks = counts.expand(len(numbers), *counts.shape).clone()
         marks[len(STATISTICS) :] &= seen.having
-        if not tokens.is_line:
-            numbers[_DISTANCE] = 0 if layout is None else _patch_distances(call, layout)
-            marks[_DISTANCE, ..., : 0 if layout is None else len(layout.prefix)] = False
-        if not tokens.is_self:
+        if not tokens.is_self or (layout is None and not tokens.is_line):
             marks[_DISTANCE] = False
+        elif layout is not None:
+            numbers[_DISTANCE] = _patch_distances(call, layout)
+            marks[_DISTANCE, ..., : len(layout.prefix)] = False
         return Values(numbers.float(), marks, self._numbered(call.grid.batch_size))
 
     def _masses(self, call: Call, tokens: Tokens) -> _Seen:
         grid = call.grid
         key = id(tokens.keys), id(call.mask), grid.query_length, grid.key_length, tokens.is_self, tokens.is_line
         if key not in self._shared:
-            masses = masses_of(call, tokens, self._special.to(grid.device), self._options.window)
+            masses = masses_of(call, tokens, self._options)
             self._shared[key] = _Seen(masses, having(call, masses), (tokens.keys, call.mask))
         return self._shared[key]
 
@@ -170,7 +161,8 @@ class Counting(Recorder):
         ids = self._found_tokens(padded)
         if ids is not None:
             ids = self._tokens_of_stack.setdefault(sides.queries, ids)
-        return Tokens(ids, is_self)
+        # Parts of a picture whose layout is unknown are no line either. A text beside the picture has tokens.
+        return Tokens(ids, is_self, is_line=ids is not None or self._picture_size is None)
 
     def _found_tokens(self, padded: Padded) -> Tensor | None:
         grid = padded.call.grid
@@ -197,9 +189,9 @@ class Counting(Recorder):
             return chosen[packed.clamp(min=0)]
         return None
 
-    def _find_layout(self, name: str, queries: int, keys: int) -> PatchLayout | None:
+    def _find_layout(self, name: str, size: tuple[int, int] | None, queries: int, keys: int) -> PatchLayout | None:
         try:
-            return find_layout(self._running.model, name, self._picture_size, queries, keys)
+            return find_layout(self._running.model, name, size, queries, keys)
         except ArgumentError:
             return None
 

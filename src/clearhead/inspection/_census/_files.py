@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...plot._files import whole_file
-from ._counting import Counted
-from ._metrics import NAMES
+from ._metrics import Counted, Pair
 from ._moments import Moments
 
 _FORMAT = "clearhead census 1"
@@ -39,7 +38,12 @@ def save(state: State, path: Path) -> None:
     for name, column in state.columns.items():
         tensors |= {f"{place}.column.{name}": x.contiguous() for place, x in enumerate(column.values())}
     counts = {"texts": state.texts, "tokens": state.tokens, "batches": state.batches}
-    names = {"format": _FORMAT, "metrics": NAMES, "layers": list(state.layers), "columns": list(state.columns)}
+    names = {
+        "format": _FORMAT,
+        "metrics": state.counted.names,
+        "layers": list(state.layers),
+        "columns": list(state.columns),
+    }
     about = {**names, "counted": asdict(state.counted), **counts}
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
@@ -60,7 +64,11 @@ def load(path: Path) -> State:
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(path.name, expected="a file that Census.save wrote", got=str(error)) from error
-    if about.get("format") != _FORMAT or tuple(about["metrics"]) != NAMES:
+    counted: dict[str, Any] = about.get("counted", {})
+    special = tuple(counted.pop("special", ()))
+    pairs = tuple(Pair(name, tuple(queries), tuple(keys)) for name, queries, keys in counted.pop("pairs", ()))
+    settings = Counted(special, pairs=pairs, **counted)
+    if about.get("format") != _FORMAT or tuple(about["metrics"]) != settings.names:
         got = about.get("format") or "another file of tensors"
         raise CheckpointError(path.name, expected=f"a file of the format {_FORMAT!r}", got=got)
     layers = {
@@ -71,8 +79,6 @@ def load(path: Path) -> State:
         name: {layer: tensors[f"{place}.column.{name}"] for place, layer in enumerate(layers)}
         for name in about["columns"]
     }
-    counted: dict[str, Any] = about["counted"]
-    settings = Counted(tuple(counted["special"]), counted["window"], counted["strongest"])
     return State(layers, settings, about["texts"], about["tokens"], about["batches"], columns)
 
 

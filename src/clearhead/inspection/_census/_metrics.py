@@ -1,7 +1,8 @@
-"""The metrics of a census: numbers per query, and the queries that each counts."""
+"""The metrics of a census: numbers per query, the queries that each counts, and what else is counted."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -47,3 +48,45 @@ KINDS = {
     **dict.fromkeys(("induction", "duplicate", "duplicate_later", "previous", "next", "same", "first", "special"), 0.4),
     "window": 0.8,
 }
+
+
+class Pair(NamedTuple):
+    """The weight from some tokens to others.
+
+    Args:
+        name: of the metric.
+        queries, keys: their ids.
+    """
+
+    name: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a census counts.
+
+    Args:
+        special: ids of special tokens.
+        window: the reach of the mass ``window``, in positions.
+        strongest: how many texts each metric of a head keeps.
+        pairs: further metrics.
+    """
+
+    special: tuple[int, ...] = ()
+    window: int = 5
+    strongest: int = 8
+    pairs: tuple[Pair, ...] = ()
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """All metrics, those of pairs last."""
+        counts = "those of the pair's first tokens that see one of its second"
+        chosen = (Metric(name, "the weight on chosen tokens from chosen tokens", counts) for name, _, _ in self.pairs)
+        return (*METRICS, *chosen)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all metrics."""
+        return (*NAMES, *(pair.name for pair in self.pairs))

@@ -6,20 +6,28 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..._checks import FLOATS, INTEGERS, index, number, shown, strided, text, with_values
+from ..._checks import index, number, shown, text
 from ..._statistics.recorded import RankedHead
 from ..._version import __version__
-from ...errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, shape_text
+from ...errors import ArgumentError, DTypeError, UnknownNameError
+from ...plot._census_page import StrongRow, census_page
+from ...plot._head_grid import plot_head_table
+from ...plot._ink import colors
+from ...plot._page_maker import Page
+from ...plot._spoken import spoken
 from . import _files
-from ._counting import Counted
 from ._files import State
-from ._metrics import KINDS, METRICS, NAMES
+from ._metrics import KINDS, Counted
 from ._moments import Moments
+from ._page import ROWS, kinds_of, least_of, telling
+from ._tables import column_of, described, row_of, united
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _SUMS = ("mean", "spread", "lowest", "highest")
 
@@ -70,7 +78,12 @@ class Census:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of all metrics."""
-        return NAMES
+        return self.counted.names
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Layer → its number of heads."""
+        return {layer: moments.count.shape[1] for layer, moments in self.layers.items()}
 
     def count(self, metric: str) -> dict[str, Tensor]:
         """The number of queries that count: of a mass, those that see such a key."""
@@ -82,7 +95,7 @@ class Census:
 
     def share(self, metric: str) -> dict[str, Tensor]:
         """The mean of a mass over all queries. It is 0 where a query sees no such key."""
-        counts, every = self._of("count", metric), self._of("count", NAMES[0])
+        counts, every = self._of("count", metric), self._of("count", "entropy")
         return {
             layer: mean.nan_to_num() * counts[layer] / every[layer] for layer, mean in self._of("mean", metric).items()
         }
@@ -151,24 +164,16 @@ class Census:
             DTypeError: for anything but a dictionary of tensors.
             ShapeError: for another number of heads.
         """
-        if text("name", name) in NAMES:
+        if text("name", name) in self.metrics:
             raise ArgumentError("name", expected="a name that is no metric", got=repr(name))
-        if not isinstance(values, Mapping):
-            raise DTypeError("values", expected="a dictionary {layer: (H,) numbers}", got=shown(values))
-        column = {layer: torch.full((x.count.shape[1],), float("nan")).double() for layer, x in self.layers.items()}
-        for layer, numbers in values.items():
-            expected = column[self.name_of(layer)].shape
-            place = f"values[{layer!r}]"
-            if with_values(place, strided(place, numbers, dtypes=FLOATS + INTEGERS)).shape != expected:
-                raise ShapeError(place, expected=shape_text(expected), got=shape_text(numbers.shape))
-            column[layer] = numbers.detach().double().cpu()
+        column = column_of(values, self.heads, self.name_of)
         return replace(self, columns={**self.columns, name: column})
 
     def merged(self, *others: Census) -> Census:
         """One census of all corpora: the texts of `others` follow those of this one.
 
         Raises:
-            ArgumentError: unless all have the same layers, heads and settings.
+            ArgumentError: unless all have the same layers, heads and settings, and equal columns of one name.
             DTypeError: for anything but a census.
         """
         result = self
@@ -177,14 +182,14 @@ class Census:
                 raise DTypeError("others", expected="a Census", got=shown(other))
             if other.counted != self.counted:
                 raise ArgumentError("others", expected=f"the settings {self.counted}", got=str(other.counted))
-            if _heads(other) != _heads(self):
-                raise ArgumentError("others", expected=f"the heads {_heads(self)}", got=str(_heads(other)))
+            if other.heads != self.heads:
+                raise ArgumentError("others", expected=f"the heads {self.heads}", got=str(other.heads))
             sums = {
                 layer: moments.merged(other.layers[layer].shifted(result.texts))
                 for layer, moments in result.layers.items()
             }
             counts = result.texts + other.texts, result.tokens + other.tokens, result.batches + other.batches
-            result = Census(sums, self.counted, *counts, result.columns)
+            result = Census(sums, self.counted, *counts, united(result.columns, other.columns))
         return result
 
     def save(self, path: str | Path) -> None:
@@ -202,38 +207,38 @@ class Census:
         return Census(*_files.load(Path(path)))
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers as plain objects, NaN as ``None``; the page "A census of heads" describes the fields."""
-        numbers = {metric: {name: getattr(self, name)(metric) for name in (*_SUMS, "count")} for metric in NAMES}
-        kinds: dict[tuple[str, int], list[str]] = {}
-        for kind, ranked in self.kinds().items():
-            for each in ranked:
-                kinds.setdefault((each.layer, each.head), []).append(kind)
-        heads: list[dict[str, Any]] = [
-            {
-                "layer": place,
-                "module": layer,
-                "head": head,
-                "kinds": kinds.get((layer, head), []),
-                "metrics": {
-                    metric: {name: _json_number(of_layers[layer][head]) for name, of_layers in each.items()}
-                    for metric, each in numbers.items()
-                },
-                "columns": {name: _json_number(column[layer][head]) for name, column in self.columns.items()},
-            }
-            for place, (layer, moments) in enumerate(self.layers.items())
-            for head in range(moments.count.shape[1])
-        ]
+        """All numbers as plain objects, NaN as ``None``.
+
+        Returns:
+            A dictionary of these fields.
+
+            * ``clearhead``: the version that made it.
+            * ``texts``, ``tokens``, ``batches``: how many were counted; padding is no token.
+            * ``special``, ``window``, ``strongest``: the settings, as for `clearhead.census`.
+            * ``pairs``: a list of names, each with the ids of its queries and of its keys.
+            * ``metrics``: a list of ``name``, ``meaning``, and ``counts``, the queries that count.
+            * ``heads``: a list of all heads in running order. Each has ``layer`` (its number), ``module`` (the name of
+              the layer), ``head``, ``kinds`` (those of `kinds` that it belongs to), ``metrics`` (by name: ``mean``,
+              ``spread``, ``lowest``, ``highest``, ``count``) and ``columns`` (by name: one number).
+        """
+        numbers = {metric: {name: getattr(self, name)(metric) for name in (*_SUMS, "count")} for metric in self.metrics}
+        heads = described(self.heads, numbers, self.kinds(), self.columns)
         counts = {"texts": self.texts, "tokens": self.tokens, "batches": self.batches}
-        metrics = [metric._asdict() for metric in METRICS]
+        metrics = [metric._asdict() for metric in self.counted.metrics]
         return {"clearhead": __version__, **counts, **asdict(self.counted), "metrics": metrics, "heads": heads}
 
     def write(self, folder: str | Path) -> None:
-        """Write ``index.json`` with all numbers, and one file a head with its strongest texts beside it."""
+        """Write ``index.json`` with all numbers, and one file a head with its strongest texts beside it.
+
+        The index is that of `as_json`, and each of its heads has a ``file``. That file has the ``layer``, ``module``
+        and ``head`` again, and ``strongest``: for each metric a list of ``text``, ``position`` and ``value``, as
+        `strongest` returns it.
+        """
         index, files = self.as_json(), {}
         for head in index["heads"]:
             place = head["layer"], head["head"]
             head["file"] = "heads/layer-{}-head-{}.json".format(*place)
-            strongest = {name: [each._asdict() for each in self.strongest(name, *place)] for name in NAMES}
+            strongest = {name: [each._asdict() for each in self.strongest(name, *place)] for name in self.metrics}
             files[head["file"]] = {**{name: head[name] for name in ("layer", "module", "head")}, "strongest": strongest}
         _files.write({**files, "index.json": index}, Path(folder))
 
@@ -244,14 +249,47 @@ class Census:
             ImportError: without pandas.
         """
         frame: Any = import_module("pandas").DataFrame
+        return frame([row_of(head) for head in self.as_json()["heads"]])
 
-        rows: list[dict[str, Any]] = []
-        for head in self.as_json()["heads"]:
-            flat = {name: head[name] for name in ("layer", "module", "head")}
-            for metric, numbers in head["metrics"].items():
-                flat |= {metric if name == "mean" else f"{metric}_{name}": x for name, x in numbers.items()}
-            rows.append(flat | head["columns"])
-        return frame(rows)
+    def plot_heads(self, metric: str, *, ax: Axes | None = None) -> Axes:
+        """Draw the mean of a metric, or a column, as layers × heads. It needs matplotlib.
+
+        Args:
+            metric: its name. Masses have a colour scale from 0 to 1.
+            ax: where to draw. Default: a new figure.
+        """
+        values = self.mean(metric)
+        heads = [range(len(of_layer)) for of_layer in values.values()]
+        low, high = (0.0, 1.0) if metric in KINDS else (None, None)
+        return plot_head_table(values, metric, cmap=colors(), heads=heads, low=low, high=high, ax=ax)
+
+    @spoken
+    def page(self, *, title: str = "What the heads do", threshold: float | None = None, language: str = "en") -> Page:
+        """Make one self-contained HTML page: the heads of each kind, and all heads by any metric.
+
+        It names the texts in which a head was strongest. `clearhead heads` also shows them, with their weights.
+
+        Args:
+            title: the page's title, such as the model's name.
+            threshold: as for `kinds`.
+            language: of the page, ``"en"`` or ``"zh"`` (Chinese). Names of metrics stay English. Default ``"en"``.
+
+        Raises:
+            ArgumentError: for another language, and a threshold that is no mass.
+
+        Example:
+            >>> import torch, clearhead
+            >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 12), clearhead.MultiHeadAttention(12, 3)).eval()
+            >>> clearhead.census(model, [torch.tensor([[1, 2, 1, 3]])]).page(title="Random").text.count("Random")
+            2
+        """
+        index = self.as_json()
+        kinds = kinds_of(index, self.kinds(threshold))
+        rows = {
+            head: [StrongRow(metric, value, at, token) for at, token, value in self.strongest(metric, *head)[:ROWS]]
+            for head, metric in telling(index, kinds).items()
+        }
+        return census_page(index, rows, title=text("title", title), kinds=kinds, least=least_of(threshold))
 
     def name_of(self, layer: int | str) -> str:
         """The name of a layer: its number in running order, or its name."""
@@ -263,9 +301,9 @@ class Census:
         return layer
 
     def _row(self, metric: str) -> int:
-        if text("metric", metric) not in NAMES:
-            raise UnknownNameError("metric", expected=f"one of {', '.join(NAMES)}", got=shown(metric))
-        return NAMES.index(metric)
+        if text("metric", metric) not in self.metrics:
+            raise UnknownNameError("metric", expected=f"one of {', '.join(self.metrics)}", got=shown(metric))
+        return self.metrics.index(metric)
 
     def _of(self, sums: str, metric: str) -> dict[str, Tensor]:
         row = self._row(metric)
@@ -284,13 +322,3 @@ class Census:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def _heads(census: Census) -> dict[str, int]:
-    return {layer: moments.count.shape[1] for layer, moments in census.layers.items()}
-
-
-def _json_number(value: Tensor) -> float | int | None:
-    """A number as JSON has it; ``None`` for NaN."""
-    found = value.item()
-    return None if found != found else found

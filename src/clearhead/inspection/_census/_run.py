@@ -6,18 +6,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..._checks import integer, module, shown, size
+from ..._checks import integer, module, shown, size, text
 from ..._statistics.arguments import whole_numbers
 from ...errors import ArgumentError, ClearheadError, DTypeError
 from .._chosen_layers import ChosenLayers
 from .._recorder import require_uncompiled
-from ._counting import Counted, Counting
-from ._metrics import METRICS
+from ._counting import Counting
+from ._metrics import METRICS, NAMES, Counted, Pair
 from ._result import Census
 
 _SAVED_EVERY = 60.0  # seconds
@@ -36,6 +36,7 @@ def census(
     special: Sequence[int] = (),
     window: int = 5,
     strongest: int = 8,
+    pairs: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None,
     layers: Sequence[int | str] | None = None,
     run: Callable[[nn.Module, Any], object] | None = None,
     checkpoint: str | Path | None = None,
@@ -62,6 +63,9 @@ def census(
         special: ids of special tokens, such as ``tokenizer.all_special_ids``. Default none.
         window: the reach of ``window``, in positions. Default 5.
         strongest: how many texts are kept for each metric of a head. Default 8.
+        pairs: further metrics by name, the weight from some tokens to others, as two lists of their ids. Then
+            ``rank_heads(name)`` ranks the heads over the whole corpus as `record.rank_heads` does in one text. Counted
+            are those of the first tokens that see one of the second, in self-attention. Default none.
         layers: the attention modules to count, as names or as numbers in running order. Default all.
         run: ``run(model, batch)`` runs the model on one batch. Default: a call.
         checkpoint: a ``.safetensors`` file to which the census is saved every minute, and when it ends or is
@@ -86,7 +90,7 @@ def census(
     require_uncompiled()
     module("model", model)
     numbers = integer("window", window, least=0), size("strongest", strongest)
-    counted = Counted(whole_numbers("special", special), *numbers)
+    counted = Counted(whole_numbers("special", special), *numbers, _pairs({} if pairs is None else pairs))
     path = None if checkpoint is None else _checkpoint(checkpoint)
     before = Census.load(path) if path is not None and path.exists() else None
     if before is not None and before.counted != counted:
@@ -109,7 +113,7 @@ class _Corpus:
         self, model: nn.Module, counted: Counted, layers: Sequence[int | str] | None, before: Census | None
     ) -> None:
         self._model, self._counted, self._before = model, counted, before
-        self._counting = Counting(model, ChosenLayers(layers, model), counted)
+        self._counting = Counting(model, ChosenLayers(layers, model), counted, resumed=before is not None)
         self._texts, self._tokens, self._batches = 0, 0, 0
 
     def count(
@@ -145,6 +149,11 @@ class _Corpus:
         self._counting.begin(self._texts)
         _call(self._model, batch) if run is None else _called("run(model, batch)", run, self._model, batch)
         texts, tokens = self._counting.finish()
+        if self._before is not None:
+            heads = {layer: moments.count.shape[1] for layer, moments in self._counting.names.items()}
+            if heads != self._before.heads:  # said now, and not after the whole corpus
+                expected = f"one with the layers and heads {heads}"
+                raise ArgumentError("checkpoint", expected=expected, got=str(self._before.heads))
         self._texts, self._tokens, self._batches = self._texts + texts, self._tokens + tokens, self._batches + 1
         return texts, tokens
 
@@ -160,6 +169,20 @@ def _iterator(batches: Iterable[Any]) -> Iterator[Any]:
         if not isinstance(batches, (str, bytes, Tensor, Mapping)):
             return iter(batches)
     raise DTypeError("batches", expected="an iterable of batches", got=shown(batches))
+
+
+def _pairs(pairs: object) -> tuple[Pair, ...]:
+    expected = "a dictionary {name: (ids of queries, ids of keys)}"
+    if not isinstance(pairs, Mapping):
+        raise DTypeError("pairs", expected=expected, got=shown(pairs))
+    made: list[Pair] = []
+    for name, pair in cast(Mapping[Any, Any], pairs).items():
+        if text("pairs", name, "names of metrics") in NAMES:
+            raise ArgumentError("pairs", expected="names that are no metric", got=repr(name))
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise DTypeError("pairs", expected=expected, got=shown(pair))
+        made.append(Pair(name, *(whole_numbers("pairs", ids) for ids in pair)))
+    return tuple(made)
 
 
 def _checkpoint(path: str | Path) -> Path:
