@@ -110,7 +110,9 @@ class Copy:
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(self.tree / "src"), str(self.tree)])
-        return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "mutants"}
+        settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "mutants"}
+        # Compiled files are told from changed sources by whole seconds.
+        return settings | {"PYTHONDONTWRITEBYTECODE": "1"}
 
     def try_tests(self, tests: Iterable[Test], instructions: str | None = None) -> tuple[str, str]:
         """Run tests until one fails; returns ``passed``, ``failed``, ``crashed`` or ``too long``, and that test.
