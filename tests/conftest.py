@@ -73,10 +73,14 @@ from tests.support.native import FLOAT_SETS, use_instruction_set  # noqa: E402  
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(20170612)
+def _seeded() -> Iterator[None]:
+    torch.default_generator.manual_seed(20170612)  # torch.manual_seed formats the stack, for devices that are not here
     clearhead._layer.plan._plans_of.cache_clear()  # some tests change what kernels say
     clearhead._layer.layer_plan._plan_of_key.cache_clear()
+    yield
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert threads == 1, "it left more threads to all later tests, which would take the other worker's processor"
 
 
 @pytest.fixture(name="small_blocks")

@@ -294,7 +294,7 @@ def spawned(sizes: Sizes) -> dict[str, Any]:
 
 def lines(effort: Effort) -> list[Line]:
     counted = Sizes(4, effort.size(2048, 512), 8, 4, 0)
-    timed = Sizes(2, effort.size(8192, 512), 8, 8, effort.rounds)
+    timed = Sizes(2, effort.size(8192, 64), 8, 8, effort.rounds)
     if effort.smallest:  # one start of two processes shows both
         return [Line(TIMED, lambda: spawned(timed))]
     return [Line(COUNTED, lambda: spawned(counted)), Line(TIMED, lambda: spawned(timed))]

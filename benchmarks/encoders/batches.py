@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -84,12 +85,17 @@ def texts_of(count: int, words: tuple[int, int]) -> list[str]:
 
 def read_texts(lengths: list[int]) -> list[list[int]]:
     """Real texts of these lengths as tokens of MiniLM's tokenizer, the first and last of which are its own."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(default_model_path()))
+    tokenizer = _tokenizer()
     longest = max(lengths)  # a word has at least one token
     passages = texts_of(len(lengths), (longest, longest))
     return [
         tokenizer(passage, truncation=True, max_length=length).input_ids
         for passage, length in zip(passages, lengths, strict=True)
     ]
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(str(default_model_path()))

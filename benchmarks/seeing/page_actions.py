@@ -23,7 +23,7 @@ from benchmarks.seeing.page_model import structured
 from benchmarks.writing import milliseconds, table
 from tests.support.chromium import opened_browser
 
-REST = 200  # milliseconds between actions, until everything is drawn
+REST = 200  # milliseconds between actions, until everything is drawn; of the smallest work a tenth
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
 
 
@@ -78,25 +78,26 @@ def measured(effort: Effort) -> dict[str, float]:
     """Megabytes of the file, milliseconds of the first paint and of every action."""
     with opened_page(effort) as (path, opened):
         paints: list[float] = []
+        rest = effort.size(REST, REST // 10)
         for _ in range(effort.rounds):
             opened.reload()
             opened.wait_for_selector("html[data-ready]", timeout=60_000)
-            opened.wait_for_timeout(REST)
+            opened.wait_for_timeout(rest)
             paints.append(opened.evaluate(PAINT))
         found = {"megabytes": path.stat().st_size / 1e6, "first paint": statistics.median(paints)}
         session = opened.context.new_cdp_session(opened)
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
-        timed = partial(_milliseconds, opened, session, effort.rounds)
+        timed = partial(_milliseconds, opened, session, effort.rounds, rest)
         return found | {name: timed(action) for name, action in ACTIONS.items()}
 
 
-def _milliseconds(opened: Any, session: Any, rounds: int, action: str) -> float:
+def _milliseconds(opened: Any, session: Any, rounds: int, rest: int, action: str) -> float:
     times: list[float] = []
     for turn in range(rounds):
         before = _busy(session)
         opened.evaluate(f"(turn) => {{ ({action})(turn); document.body.getBoundingClientRect(); }}", turn)
         times.append(1e3 * (_busy(session) - before))
-        opened.wait_for_timeout(REST)
+        opened.wait_for_timeout(rest)
     return statistics.median(times)
 
 

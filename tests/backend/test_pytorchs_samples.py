@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.common_methods_invocations import op_db
 
 import clearhead
 from tests.backend.small_calls import compute_small_calls
 
-INFO = next(info for info in op_db if info.name == "nn.functional.scaled_dot_product_attention")
+
+@functools.cache
+def attention() -> Any:
+    """PyTorch's description of the operator. Importing those of all operators takes two seconds."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return next(info for info in op_db if info.name == "nn.functional.scaled_dot_product_attention")
 
 
 def exact(x: Any) -> Any:
@@ -25,7 +31,7 @@ def results(sample: Any, change: Callable[[Any], Any] = lambda x: x) -> list[Ten
     """The output and every gradient of a sample, in float64."""
     inputs = [change(x) for x in (sample.input, *sample.args)]
     options = {name: change(value) for name, value in sample.kwargs.items()}
-    output = INFO(*inputs, **options)
+    output = attention()(*inputs, **options)
     learnt = [x for x in (*inputs, *options.values()) if isinstance(x, Tensor) and x.requires_grad]
     gradients = torch.autograd.grad(output.double().sin().sum(), learnt)
     return [x.detach().double() for x in (output, *gradients)]
@@ -35,7 +41,8 @@ def results(sample: Any, change: Callable[[Any], Any] = lambda x: x) -> list[Ten
 def test_samples(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples hold scores of some hundred, which are rounded: twice the error of PyTorch's worse way is allowed."""
     compute_small_calls(monkeypatch)
-    samples = [each for each in INFO.sample_inputs("cpu", dtype, requires_grad=True) if not each.kwargs["dropout_p"]]
+    drawn = attention().sample_inputs("cpu", dtype, requires_grad=True)
+    samples = [each for each in drawn if not each.kwargs["dropout_p"]]
     assert len(samples) > 10
     changed = 0
     for sample in samples:

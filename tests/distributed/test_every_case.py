@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from itertools import product
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from clearhead import masks
 from clearhead.distributed import tensor_parallel
 from tests.support.budgets import slow
-from tests.support.covering import covering, pairs, thinned
+from tests.support.covering import Case, covering, pairs
 
 from .building import EMBED, HEADS, MASKS, attention, mask, sequences
 from .comparing import EVERY_STATISTIC, compare_in_parts, compare_records
@@ -63,9 +64,20 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "record": tuple(RECORDS),
     "every_query_counts": (False, True),
 }
-CASES = covering(FACTORS, [*pairs(FACTORS), ("world", "way", "name")])
-#: Every pair too, on more than one process where some case splits it.
-FEWER = thinned(sorted(CASES, key=lambda case: case["world"] == 1), pairs(FACTORS))
+_WITH_WORLD = [("world", name) for name in FACTORS if name != "world"]
+
+
+@functools.cache
+def _cases(every: bool) -> list[Case]:
+    """Of every way with every mask in each world, or fewer, with every pair on two processes.
+
+    Four take longest: there every way is split by each layout, at each length.
+    """
+    if every:
+        return covering(FACTORS, [*pairs(FACTORS), ("world", "way", "name")])
+    of_four = [*_WITH_WORLD, ("way", "layout", "kv_heads"), ("way", "length", "dtype")]
+    worlds = {2: pairs(FACTORS), 4: of_four, 1: _WITH_WORLD}
+    return [case for world, together in worlds.items() for case in covering(FACTORS | {"world": (world,)}, together)]
 
 
 def _rows(world: int, way: str, layout: str) -> int:
@@ -117,11 +129,12 @@ def _run(cases: list[dict[str, Any]]) -> None:
         compare_records(whole, split, x, over, record, layout=layout, what=options["what"], mask=given)
 
 
-@pytest.mark.parametrize("cases", [FEWER, *slow(CASES)], ids=["fewer", "all"])
+@pytest.mark.parametrize("every", [False, *slow(True)], ids=["fewer", "all"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_case_by_case(groups: Groups, world: int, way: str, cases: list[dict[str, Any]]) -> None:
-    groups(world).run(_run, [case for case in cases if (case["world"], case["way"]) == (world, way)], seconds=60)
+def test_case_by_case(groups: Groups, world: int, way: str, every: bool) -> None:
+    cases = [case for case in _cases(every) if (case["world"], case["way"]) == (world, way)]
+    groups(world).run(_run, cases, seconds=60)
 
 
 #: Cases of two processes, in which one process has nearly the right gradient of a norm for some draws of the input.
@@ -159,8 +172,8 @@ def test_the_whole_product(groups: Groups, world: int, way: str, dtype: torch.dt
 
 def test_cases_cover_every_pair() -> None:
     for one, other in pairs(FACTORS):
-        assert {(case[one], case[other]) for case in FEWER} == set(product(FACTORS[one], FACTORS[other]))
-    assert len(FEWER) < 250 < len(CASES) < 400
+        assert {(case[one], case[other]) for case in _cases(False)} == set(product(FACTORS[one], FACTORS[other]))
+    assert len(_cases(False)) < 250 < len(_cases(True)) < 400
 
 
 # Parts without a position, whole sequences of none, and batches of every size near those of a module's features: E is

@@ -106,19 +106,22 @@ def cells(group: str) -> list[Cell]:
 
 
 #: Warnings of PyTorch and of the tools about how they are used here.
-_WARNINGS = (
-    "Anomaly Detection has been enabled",
-    "For backward hooks to be called, module output should be",
-    "Full backward hook is firing when gradients are computed with respect to module outputs",
-    "Already found a `peft_config` attribute in the model",
-    "FSDP is switching to use `NO_SHARD`",
-    "FSDP2-wrapped module",
-    "`is_gradient_checkpointing` is deprecated",
-    "`isinstance.treespec, LeafSpec.` is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf",  # where a graph breaks
-    ":torch.jit.TracerWarning",
-    "`torch.jit.[a-z_]+` is (deprecated|not supported)",
-)
+_IGNORED = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in (
+        "Anomaly Detection has been enabled",
+        "For backward hooks to be called, module output should be",
+        "Full backward hook is firing when gradients are computed with respect to module outputs",
+        "Already found a `peft_config` attribute in the model",
+        "FSDP is switching to use `NO_SHARD`",
+        "FSDP2-wrapped module",
+        "`is_gradient_checkpointing` is deprecated",
+        "`isinstance.treespec, LeafSpec.` is deprecated",
+        "The .grad attribute of a Tensor that is not a leaf",  # where a graph breaks
+        ":torch.jit.TracerWarning",
+        "`torch.jit.[a-z_]+` is (deprecated|not supported)",
+    )
+]
 
 
 def parameters(group: str) -> pytest.MarkDecorator:
@@ -129,5 +132,4 @@ def parameters(group: str) -> pytest.MarkDecorator:
 
 
 def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
-    ignored = [pytest.mark.filterwarnings(f"ignore:{text}") for text in _WARNINGS]
-    return [*ignored, pytest.mark.slow] if cell.is_slow else ignored
+    return [*_IGNORED, pytest.mark.slow] if cell.is_slow else _IGNORED

@@ -28,9 +28,9 @@ def output_of(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_the_driver_finds_the_kernel_of_this_machine_right(tmp_path: Path) -> None:
-    """At a level that compiles in half the time: which code the compiler makes for this machine is not the question."""
+    """Not optimized, which compiles in a third of the time: which code is made for this machine is not the question."""
     require("g++")
-    assert "all errors are at most 1e-05" in output_of(run(str(build("g++", tmp_path, level="-O1"))))
+    assert "all errors are at most 1e-05" in output_of(run(str(build("g++", tmp_path, level="-O0"))))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from clearhead import masks
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask, PreparedMask
 from clearhead.positions import ALiBi
+from tests.support.budgets import in_turn
 from tests.support.closeness import require_near
 from tests.support.exact import exact_attention
 from tests.support.forgetting import GRID_FIELDS, forget
@@ -108,13 +109,17 @@ _OF_KERNELS = ("batch_size", "num_heads", "dtype", "group")
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(
-    ("field", "kernel"),
-    [*((field, None) for field in FIELDS), *((field, name) for field in _OF_KERNELS for name in ("sdpa", "chunked"))],
-)
-def test_calls_that_differ_in_one_field(field: str, kernel: str | None, name: str) -> None:
-    base: Setting = {} if kernel is None else {"kernel": kernel}
-    alternatives = [{**base, **item} for item in FIELDS[field]]
+@pytest.mark.parametrize("field", FIELDS)
+def test_calls_that_differ_in_one_field(field: str, name: str) -> None:
+    _require_each_in_turn(name, FIELDS[field])
+
+
+@in_turn({"field": _OF_KERNELS, "name": MASKS}, {"kernel": ("sdpa", "chunked")})
+def test_calls_of_one_kernel_that_differ_in_one_field(field: str, name: str, kernel: str) -> None:
+    _require_each_in_turn(name, [{"kernel": kernel, **item} for item in FIELDS[field]])
+
+
+def _require_each_in_turn(name: str, alternatives: list[Setting]) -> None:
     calls = [(item, functools.cache(functools.partial(expected, MASKS[name](), item))) for item in alternatives]
     for first, second in zip(calls, [*calls[1:], calls[0]], strict=True):
         for order in ((first, second), (second, first)):

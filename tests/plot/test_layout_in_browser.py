@@ -79,8 +79,9 @@ def test_nothing_overlaps_or_leaves_its_box(name: str, browser: Any, built: Call
     for width in WIDTHS:
         opened = loaded(browser, path, width)
         for scheme, media in MEDIA.items():
-            emulate(opened, **media)
-            overlaps[f"{width} {scheme}"] = problems_of(opened)
+            if scheme != "dark" or width == WIDTHS[0]:  # a scheme changes colors alone
+                emulate(opened, **media)
+                overlaps[f"{width} {scheme}"] = problems_of(opened)
         emulate(opened, **MEDIA["light"])  # the page draws again after it was printed
         if opened.locator("#arcs").is_visible():
             opened.locator("#arcs").check()

@@ -54,16 +54,5 @@ def covering(
     return cases
 
 
-def thinned(cases: Iterable[Case], together: Iterable[tuple[str, ...]]) -> list[Case]:
-    """The cases that add a combination of values to those before them."""
-    wanted, seen, kept = list(together), set(), list[Case]()
-    for case in cases:
-        combinations = {_combination(case, names) for names in wanted}
-        if not combinations <= seen:
-            kept.append(case)
-            seen |= combinations
-    return kept
-
-
 def _combination(case: Case, names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     return names, tuple(case[name] for name in names)

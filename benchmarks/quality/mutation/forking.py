@@ -1,4 +1,4 @@
-"""A process that has imported what every test needs, and runs pytest in a fork of itself for each request.
+"""A process that has imported what tests need, its arguments, and runs pytest in a fork of itself for each request.
 
 It reads one JSON object a line, and answers each with the exit status of the fork. Nothing of Clearhead is imported
 before the fork, so that each one sees the sources as they are then.
@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 
+#: What tests of Clearhead need.
 IMPORTED = (
     *("torch", "torch.testing._internal.common_utils", "torch._dynamo", "torch.utils.flop_counter", "numpy", "pytest"),
     *("hypothesis", "hypothesis.strategies", "transformers", "onnx", "sympy"),
@@ -54,7 +55,7 @@ def wait(child: int, seconds: float) -> int:
 
 
 def main() -> None:
-    for name in IMPORTED:
+    for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     loaded = [name for name in sys.modules if name.partition(".")[0] in ("clearhead", "tests")]

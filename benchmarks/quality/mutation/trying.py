@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import final
 from xml.etree import ElementTree
 
-from benchmarks.quality.mutation.forking import BROKEN
+from benchmarks.quality.mutation.forking import BROKEN, IMPORTED
 
 SOURCES = ("_call", "_layer", "kernels", "masks", "_statistics", "caches")
 #: Tests that reach the sources, less those of whole models, of pages in a browser and of several processes.
@@ -110,7 +110,9 @@ class Copy:
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join([str(self.tree / "src"), str(self.tree)])
-        return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "mutants"}
+        settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "mutants"}
+        # Compiled files are told from changed sources by whole seconds.
+        return settings | {"PYTHONDONTWRITEBYTECODE": "1"}
 
     def try_tests(self, tests: Iterable[Test], instructions: str | None = None) -> tuple[str, str]:
         """Run tests until one fails; returns ``passed``, ``failed``, ``crashed`` or ``too long``, and that test.
@@ -159,8 +161,9 @@ class Copy:
 
     def _ask(self, request: dict[str, object]) -> int:
         if self._server is None:
+            program = Path(__file__).with_name("forking.py")
             self._server = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("forking.py"))], cwd=self.tree, text=True,
+                [sys.executable, "-P", str(program), *self._imported()], cwd=self.tree, text=True,
                 env={**os.environ, **self._environment()}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
         server = self._server
@@ -169,6 +172,12 @@ class Copy:
         server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         return int(server.stdout.readline())
+
+    def _imported(self) -> list[str]:
+        """What is imported before the forks: of what tests need, what some file of the copy names."""
+        files = [path for folder in ("src", "tests") for path in (self.tree / folder).rglob("*.py")]
+        words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+        return [name for name in IMPORTED if name == "pytest" or name.partition(".")[0] in words]
 
 
 @final
