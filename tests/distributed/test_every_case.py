@@ -38,7 +38,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "gate of heads": {"gate": "head"},
     "norms": {"q_norm": "layer norm", "k_norm": "norm", "mask": "alibi"},
     "relative": {"mask": "relative", "softcap": 5.0},
-    "window": {"mask": "relative window", "bias": False, "scale": 0.3, "position": "rotary"},
+    "window": {"mask": "relative window", "bias": False, "scale": 0.3, "position": "axes"},
 }
 LENGTHS = ("64", "67", "less than W")
 #: What is recorded.
