@@ -209,17 +209,17 @@ class Census:
     def as_json(self) -> dict[str, Any]:
         """All numbers as plain objects, NaN as ``None``.
 
+        * ``clearhead``: the version that made it.
+        * ``texts``, ``tokens``, ``batches``: how many were counted; padding is no token.
+        * ``special``, ``window``, ``strongest``: the settings, as for `clearhead.census`.
+        * ``pairs``: a list of names, each with the ids of its queries and of its keys.
+        * ``metrics``: a list of ``name``, ``meaning``, and ``counts``, the queries that count.
+        * ``heads``: a list of all heads in running order. Each has ``layer`` (its number), ``module`` (the name of the
+          layer), ``head``, ``kinds`` (those of `kinds` that it belongs to), ``metrics`` (by name: ``mean``,
+          ``spread``, ``lowest``, ``highest``, ``count``) and ``columns`` (by name: one number).
+
         Returns:
             A dictionary of these fields.
-
-            * ``clearhead``: the version that made it.
-            * ``texts``, ``tokens``, ``batches``: how many were counted; padding is no token.
-            * ``special``, ``window``, ``strongest``: the settings, as for `clearhead.census`.
-            * ``pairs``: a list of names, each with the ids of its queries and of its keys.
-            * ``metrics``: a list of ``name``, ``meaning``, and ``counts``, the queries that count.
-            * ``heads``: a list of all heads in running order. Each has ``layer`` (its number), ``module`` (the name of
-              the layer), ``head``, ``kinds`` (those of `kinds` that it belongs to), ``metrics`` (by name: ``mean``,
-              ``spread``, ``lowest``, ``highest``, ``count``) and ``columns`` (by name: one number).
         """
         numbers = {metric: {name: getattr(self, name)(metric) for name in (*_SUMS, "count")} for metric in self.metrics}
         heads = described(self.heads, numbers, self.kinds(), self.columns)
